@@ -1,0 +1,208 @@
+"""The `rlpipe` command: the outermost layer. Prefect is imported only by the commands that run a flow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from flows.server import prefect_server, set_defaults
+from rlpipe import inspect
+from rlpipe.config import PipelineConfig
+from rlpipe.config_source import read_config
+from rlpipe.plan import plan_lines
+from rlpipe.store.audit import unreferenced, verify
+from rlpipe.store.backend import Store, check_access, open_store
+from rlpipe.store.run import fork, open_existing
+from rlpipe.types import EngineError, StoreError, TrainerError, UserError
+
+PRESETS = Path(__file__).parent / "presets"
+STORE = "./rlpipe-store"
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="SFT and RL that lose nothing."
+)
+
+Source = Annotated[str, typer.Argument(metavar="PRESET|FILE", help="a preset's name, or a TOML file")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a field of the config")]
+StoreUrl = Annotated[str, typer.Option("--store", help="where runs are kept")]
+
+
+def _fail(error: Exception, code: int) -> NoReturn:
+    typer.echo(f"rlpipe: {error}", err=True)
+    raise typer.Exit(code)
+
+
+def _config(source: str, sets: list[str] | None, run: str | None = None) -> PipelineConfig:
+    overrides = list(sets or []) + ([f"run={run}"] if run is not None else [])
+    return read_config(source, overrides, PRESETS)
+
+
+@app.command("run")
+def run_command(
+    source: Source, run: Annotated[str | None, typer.Option(help="name of the run")] = None, sets: Sets = None
+) -> None:
+    """Start a pipeline run, or continue the one of that name."""
+    set_defaults()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        config = _config(source, sets, run)
+        if not config.run:
+            config = config.model_copy(update={"run": f"{Path(source).stem}-{datetime.now():%Y%m%d-%H%M%S}"})
+        from rlpipe.stages.preflight import preflight
+
+        preflight(config)
+    except UserError as error:
+        _fail(error, 2)
+    _run(config)
+
+
+def _run(config: PipelineConfig) -> None:
+    from rlpipe.stages.session import work_dir_of
+
+    logs = work_dir_of(config)
+    try:
+        with prefect_server(logs) as url:
+            typer.echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {url.removesuffix('/api')}")
+            from flows.post_train import post_train
+
+            told = asyncio.run(post_train(config))
+    except UserError as error:
+        _fail(error, 2)
+    except (StoreError, EngineError, TrainerError, OSError) as error:
+        _fail(error, 1)
+    typer.echo(f"\nrun {config.run} is complete")
+    for line in told["before_after"]:
+        typer.echo(line)
+    typer.echo(f"  curves  {told['curves']}\n  policy  {told['policy']}")
+    typer.echo(
+        f"  look    rlpipe show {config.run} --store {config.store} | mlflow ui --backend-store-uri {config.tracking.uri}"
+    )
+
+
+@app.command()
+def plan(source: Source, sets: Sets = None) -> None:
+    """What would start where: sizes, steps and memory. Starts nothing."""
+    try:
+        config = _config(source, sets)
+    except UserError as error:
+        _fail(error, 2)
+    for line in plan_lines(config):
+        typer.echo(line)
+
+
+def _store(url: str) -> Store:
+    store = open_store(url)
+    check_access(store)
+    return store
+
+
+@app.command()
+def runs(store: StoreUrl = STORE) -> None:
+    """What is in the store."""
+    try:
+        lines = inspect.run_lines(_store(store))
+    except (UserError, StoreError) as error:
+        _fail(error, 2)
+    for line in lines:
+        typer.echo(line)
+
+
+@app.command()
+def show(
+    run: str,
+    iteration: Annotated[int | None, typer.Option(help="one iteration: its metrics and rollouts")] = None,
+    rows: Annotated[int, typer.Option(help="rollouts shown")] = 16,
+    store: StoreUrl = STORE,
+) -> None:
+    """A run's iterations, or the rollouts of one as a table."""
+    try:
+        found = open_existing(_store(store), run)
+        lines = inspect.show_lines(found) if iteration is None else inspect.iteration_lines(found, iteration, rows)
+    except (UserError, StoreError) as error:
+        _fail(error, 2)
+    for line in lines:
+        typer.echo(line)
+
+
+@app.command("verify")
+def verify_command(run: str, store: StoreUrl = STORE) -> None:
+    """Re-hash every artifact of a run; exit code 1 on any fault."""
+    try:
+        count, faults = verify(open_existing(_store(store), run))
+    except UserError as error:
+        _fail(error, 2)
+    except StoreError as error:
+        _fail(error, 1)
+    for fault in faults:
+        typer.echo(f"FAULT {fault}")
+    typer.echo(f"{run}: {count} artifacts, {len(faults)} faults")
+    if faults:
+        raise typer.Exit(1)
+
+
+@app.command("fork")
+def fork_command(
+    run: str,
+    at: Annotated[int, typer.Option(help="the newest iteration that is shared")],
+    new: Annotated[str, typer.Option("--run", help="name of the new run")],
+    sets: Sets = None,
+    store: StoreUrl = STORE,
+) -> None:
+    """Create a new run that shares iterations 0..K of another, and continue it with other settings."""
+    set_defaults()
+    from rlpipe.config_source import override_config
+
+    try:
+        parent = open_existing(_store(store), run)
+        config = override_config(parent.config, [*(sets or []), f"run={new}", f"store={store}"])
+        fork(parent, at, config)
+    except (UserError, StoreError) as error:
+        _fail(error, 2)
+    typer.echo(f"run {new} shares {run} up to iteration {at}")
+    _run(config)
+
+
+@app.command()
+def gc(
+    run: str,
+    delete: Annotated[bool, typer.Option("--delete", help="delete them; else only list")] = False,
+    store: StoreUrl = STORE,
+) -> None:
+    """List (or delete) what no manifest of a run names: files of attempts that died. Not while the run is worked on."""
+    try:
+        found = open_existing(_store(store), run)
+        from rlpipe.store import lease
+
+        held = lease.acquire(found.store, found.root) if delete else None
+    except (UserError, StoreError) as error:
+        _fail(error, 2)
+    keys = unreferenced(found)
+    for key in keys:
+        if held is not None:
+            found.store.delete(key)
+        typer.echo(f"{'deleted' if held else 'unreferenced'} {key}")
+    if held is not None:
+        held.release()
+    typer.echo(f"{run}: {len(keys)} files no manifest names" + ("" if delete or not keys else "; delete them with --delete"))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def engine(context: typer.Context) -> None:
+    """Serve a model over SGLang's protocol (`rlpipe engine --help`)."""
+    os.execv(sys.executable, [sys.executable, "-m", "rlpipe.engines.local.server", *context.args])
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def trainer(context: typer.Context) -> None:
+    """Run a trainer gang (`rlpipe trainer --help`)."""
+    os.execv(sys.executable, [sys.executable, "-m", "rlpipe.trainer.gang", *context.args])
+
+
+if __name__ == "__main__":
+    app()

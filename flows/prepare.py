@@ -1,0 +1,15 @@
+"""What both phases start from."""
+
+from __future__ import annotations
+
+from rlpipe.stages.session import Session
+from rlpipe.types import StageResult
+from tasks.prepare import prepare_model, prepare_tokenizer
+
+
+async def prepare(session: Session) -> StageResult:
+    """Commits tokenizer and base model when they are not; returns the tokenizer."""
+    if session.prepared is None:
+        session.prepared = await prepare_tokenizer(session)
+        await prepare_model(session, tokenizer=session.prepared.ref)
+    return session.prepared

@@ -1,0 +1,66 @@
+"""One RL iteration as a flow run of its own. Every step answers from the store when it was done before."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from prefect import flow
+
+from flows.publish import publish_iteration
+from rlpipe.config import PipelineConfig
+from rlpipe.stages.iteration import commit_iteration
+from rlpipe.stages.sampling import num_shards, previous_prompts
+from rlpipe.stages.session import Session, open_session
+from rlpipe.types import ArtifactRef, JsonDict, StageResult
+from tasks.checkpoint import checkpoint
+from tasks.evaluate import evaluate
+from tasks.filter import filter_groups
+from tasks.generate import generate
+from tasks.reload_engines import reload_engines
+from tasks.sample_prompts import sample_prompts
+from tasks.score import score
+from tasks.train import train
+
+
+@flow(name="rl-iteration", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)
+async def rl_iteration(config: PipelineConfig, iteration: int) -> JsonDict:
+    """Weight version k samples, is rewarded, and becomes version k + 1. Returns the record of the commit."""
+    started = time.monotonic()
+    async with open_session(config) as session:
+        policy, _ = session.run.policy(iteration)
+        prompts, scores, batch = await sample_batch(session, iteration, policy)
+        trained = await train(session, iteration=iteration, batch=batch.ref)
+        after = await checkpoint(session, iteration=iteration, batch=batch.ref, previous=policy, metrics=trained.metrics)
+        await reload_engines(session, policy=after.ref, version=iteration + 1)
+        artifacts = {"prompts": prompts.ref, "batch": batch.ref, "policy": after.ref}
+        metrics = {**scores.metrics, **batch.metrics, **trained.metrics}
+        if evaluation_due(config, iteration):
+            evaluation = await evaluate(session, policy=after.ref, version=iteration + 1)
+            artifacts["evaluation"] = evaluation.ref
+            metrics |= {f"evaluation/{name}": value for name, value in evaluation.metrics.items()}
+        record = await commit_iteration(session, iteration, artifacts, metrics, started)
+        await publish_iteration(session, record, batch.ref)
+        return record
+
+
+async def sample_batch(session: Session, iteration: int, policy: ArtifactRef) -> tuple[StageResult, StageResult, StageResult]:
+    """Dynamic sampling: rounds of prompts, rollouts and scores until enough groups survive the filters."""
+    before = previous_prompts(session, iteration)
+    scores: list[StageResult] = []
+    while True:
+        at = {"iteration": iteration, "round_index": len(scores)}
+        prompts = await sample_prompts(session, before=before, **at)
+        before = prompts.ref
+        shards = range(num_shards(session))
+        rollouts = await asyncio.gather(*(generate(session, shard=k, prompts=prompts.ref, policy=policy, **at) for k in shards))
+        scores.append(await score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at))
+        batch = await filter_groups(session, scores=[done.ref for done in scores], **at)
+        if not batch.metrics["needs_more"]:
+            return prompts, scores[-1], batch
+
+
+def evaluation_due(config: PipelineConfig, iteration: int) -> bool:
+    """Every `evaluation.every` iterations, and at the end."""
+    every = config.evaluation.every
+    return iteration + 1 == config.rl.num_iterations or (every > 0 and (iteration + 1) % every == 0)

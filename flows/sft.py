@@ -1,0 +1,39 @@
+"""SFT: segment after segment of optimizer steps, from the newest committed one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.prepare import prepare
+from flows.progress import bar, segment_line
+from rlpipe.config import PipelineConfig
+from rlpipe.stages.session import open_session
+from rlpipe.types import JsonDict
+from tasks.prepare import prepare_sft_data
+from tasks.train_segment import train_segment
+
+
+@flow(name="sft", flow_run_name="sft {config.run}", persist_result=False)
+async def sft(config: PipelineConfig) -> JsonDict:
+    """The SFT phase of a run; starts it, or goes on after its newest committed segment. Returns the policy's reference."""
+    async with open_session(config) as session:
+        base = await prepare(session)
+        data = await prepare_sft_data(session, tokenizer=base.ref)
+        run, total = session.run, session.run.num_segments
+        first = run.num_committed("sft", total)
+        session.tracker.follow("sft", first)
+        steps = config.sft.segment_steps
+        with bar("SFT", config.sft.num_steps, min(first * steps, config.sft.num_steps), "step") as progress:
+            for segment in range(first, total):
+
+                def show(done: dict[str, Any], segment: int = segment) -> None:
+                    progress.n = segment * steps + int(done["done"])
+                    progress.refresh()
+
+                trained = await train_segment(session, segment=segment, data=data.ref, tokenizer=base.ref, on_progress=show)
+                session.tracker.committed("sft", segment + 1)
+                progress.n = min((segment + 1) * steps, config.sft.num_steps)
+                progress.write(segment_line(segment, progress.n, trained.metrics))
+        return run.start_policy()[0].as_json()

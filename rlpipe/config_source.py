@@ -1,0 +1,85 @@
+"""From a preset's name or a TOML file, and `--set a.b=c` overrides, to a checked `PipelineConfig`."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlpipe.config import PipelineConfig
+from rlpipe.types import JsonDict, UserError
+
+
+def read_config(source: str, overrides: list[str], presets: Path) -> PipelineConfig:
+    """The config of a preset (a TOML file in `presets`) or file; UserError names the field, the value and the fix."""
+    path = Path(source) if source.endswith(".toml") else presets / f"{source}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in presets.glob("*.toml")))
+        raise UserError(f"{source!r} is neither a preset ({known}) nor a TOML file")
+    try:
+        tree = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not TOML ({error})") from error
+    for override in overrides:
+        _apply(tree, override)
+    return check(tree)
+
+
+def check(tree: JsonDict) -> PipelineConfig:
+    """The config of a JSON tree; UserError with one line per fault."""
+    try:
+        return PipelineConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = []
+        for fault in error.errors():
+            name = ".".join(str(part) for part in fault["loc"]) or "config"
+            hint = " (no such field)" if fault["type"] == "extra_forbidden" else ""
+            lines.append(f"{name}={_short(fault['input'])}: {fault['msg'].removeprefix('Value error, ')}{hint}")
+        raise UserError("\n".join(lines)) from error
+
+
+def _short(value: Any) -> str:
+    return "{...}" if isinstance(value, (dict, BaseException)) or hasattr(value, "model_dump") else repr(value)
+
+
+def _apply(tree: JsonDict, override: str) -> None:
+    """Sets `a.b=c` in the tree; `data.NAME.field` reaches into the list of data sets by name. c is TOML, or a plain string."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {override}: write it as section.field=value")
+    parts = key.strip().split(".")
+    node: Any = tree
+    for part in parts[:-1]:
+        node = _descend(node, part, override)
+    if not isinstance(node, dict):
+        raise UserError(f"--set {override}: {'.'.join(parts[:-1])} is no section")
+    node[parts[-1]] = _value(text)
+
+
+def _descend(node: Any, part: str, override: str) -> Any:
+    if isinstance(node, list):
+        matches = [entry for entry in node if entry.get("name") == part]
+        if not matches:
+            names = ", ".join(str(entry.get("name")) for entry in node)
+            raise UserError(f"--set {override}: no data set named {part!r} (there are: {names})")
+        return matches[0]
+    if not isinstance(node, dict):
+        raise UserError(f"--set {override}: {part} is no section")
+    return node.setdefault(part, {})
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return None if text == "none" else text
+
+
+def override_config(config: PipelineConfig, overrides: list[str]) -> PipelineConfig:
+    """The config with `a.b=c` overrides; UserError as `read_config`."""
+    tree = config.model_dump(mode="json")
+    for override in overrides:
+        _apply(tree, override)
+    return check(tree)

@@ -1,0 +1,76 @@
+"""The order in which prompts are drawn: a weighted mixture of sets, each shuffled once an epoch. Pure and resumable in O(1).
+
+The mixture is Pfair scheduling in whole numbers: the k-th row of a set of weight w out of W is released at draw floor(k*W/w)
+and due by draw ceil((k+1)*W/w); the released set that is due first goes next. After n draws every set is less than one row
+away from its share n*w/W, and which set goes next depends on the counts alone, so nothing is replayed on resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from fractions import Fraction
+
+from rlpipe.types import JsonDict
+
+Draw = tuple[int, int]  # set_index, row_index
+
+
+class PromptCursor:
+    """Draws (set_index, row_index). The position is JSON: {"drawn": 3, "sets": [{"epoch": 0, "offset": 3}]}."""
+
+    def __init__(self, sizes: list[int], weights: list[float], seed: int) -> None:
+        assert len(sizes) == len(weights) > 0, "a weight for every set, and at least one set"
+        assert all(size > 0 for size in sizes), sizes
+        assert all(weight > 0 for weight in weights), weights
+        self.sizes = sizes
+        self.seed = seed
+        fractions = [Fraction(weight) for weight in weights]
+        scale = math.lcm(*(fraction.denominator for fraction in fractions))
+        self._weights = [int(fraction * scale) for fraction in fractions]
+        self._total = sum(self._weights)
+        self._orders: dict[int, tuple[int, list[int]]] = {}  # set_index -> (epoch, rows): one epoch a set is kept
+
+    def start(self) -> JsonDict:
+        """The position before the first draw."""
+        return {"drawn": 0, "sets": [{"epoch": 0, "offset": 0} for _ in self.sizes]}
+
+    def take(self, position: JsonDict, count: int) -> tuple[list[Draw], JsonDict]:
+        """The `count` draws after `position`, and the position after them; `position` itself is not changed."""
+        counts = self._counts(position)
+        draws: list[Draw] = []
+        for drawn in range(position["drawn"], position["drawn"] + count):
+            set_index = self._next_set(drawn, counts)
+            epoch, offset = divmod(counts[set_index], self.sizes[set_index])
+            draws.append((set_index, self._order(set_index, epoch)[offset]))
+            counts[set_index] += 1
+        after = self._position(counts)
+        assert len(draws) == count
+        assert after["drawn"] == position["drawn"] + count
+        return draws, after
+
+    def _counts(self, position: JsonDict) -> list[int]:
+        sets = position["sets"]
+        assert len(sets) == len(self.sizes), "the position is of another mixture"
+        counts = [entry["epoch"] * size + entry["offset"] for entry, size in zip(sets, self.sizes, strict=True)]
+        assert sum(counts) == position["drawn"], "the position contradicts itself"
+        return counts
+
+    def _position(self, counts: list[int]) -> JsonDict:
+        pairs = [divmod(count, size) for count, size in zip(counts, self.sizes, strict=True)]
+        return {"drawn": sum(counts), "sets": [{"epoch": epoch, "offset": offset} for epoch, offset in pairs]}
+
+    def _next_set(self, drawn: int, counts: list[int]) -> int:
+        released = [index for index, weight in enumerate(self._weights) if counts[index] * self._total // weight <= drawn]
+        assert released, "some set is always at or behind its share"
+        return min(released, key=lambda index: (-(-(counts[index] + 1) * self._total // self._weights[index]), index))
+
+    def _order(self, set_index: int, epoch: int) -> list[int]:
+        cached = self._orders.get(set_index)
+        if cached is None or cached[0] != epoch:
+            key = hashlib.sha256(f"{self.seed}/{set_index}/{epoch}".encode()).digest()
+            rows = list(range(self.sizes[set_index]))
+            random.Random(int.from_bytes(key, "big")).shuffle(rows)
+            cached = self._orders[set_index] = (epoch, rows)
+        return cached[1]

@@ -1,0 +1,92 @@
+"""Chat templates: Jinja as transformers renders it, without importing transformers, and where `{% generation %}` marks lie."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rlpipe.types import UserError
+
+OPEN, CLOSE = "\ue0f0generation\ue0f1", "\ue0f0endgeneration\ue0f1"  # private use: stands around what the policy writes
+
+Span = tuple[int, int]  # characters, end exclusive
+
+
+class GenerationMarks(Extension):
+    """`{% generation %}...{% endgeneration %}`: the template itself says what the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line_index = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_surround"), [], [], body).set_lineno(line_index)
+
+    def _surround(self, caller: Any) -> str:
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _strftime_now(form: str) -> str:
+    # a run that is resumed tomorrow must render the same tokens, so "today" is always Llama's own default day
+    return datetime.datetime(2024, 7, 26).strftime(form)
+
+
+class ChatTemplate:
+    """A compiled chat template with the special tokens it may name (bos_token, eos_token, ...)."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals.update(raise_exception=_raise, strftime_now=_strftime_now)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"model.chat_template: not a Jinja template ({error})") from error
+        self._special_tokens = special_tokens
+        self.has_marks = "generation %}" in source and "endgeneration" in source
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+        """The conversation as text; UserError when the template refuses it."""
+        return self.render_marked(messages, add_generation_prompt)[0]
+
+    def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
+        """The conversation as text and the spans inside `{% generation %}` marks."""
+        assert messages
+        try:
+            text = self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise UserError(f"the chat template refuses a conversation ({error}): {json.dumps(messages)[:300]}") from error
+        return _split_marks(text)
+
+
+def _split_marks(text: str) -> tuple[str, list[Span]]:
+    pieces = text.split(OPEN)
+    plain, spans = pieces[0], []
+    for piece in pieces[1:]:
+        inside, close, after = piece.partition(CLOSE)
+        assert close, "every mark that opens also closes"
+        spans.append((len(plain), len(plain) + len(inside)))
+        plain += inside + after
+    return plain, spans

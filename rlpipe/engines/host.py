@@ -1,0 +1,167 @@
+"""The engines of this node: starts them, restarts the dead ones on the newest weights, reloads them through a canary."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from rlpipe.config import PipelineConfig
+from rlpipe.engines.client import EngineClient, EngineUnavailable, RequestRefused
+from rlpipe.launch import Service, check_port_free, free_port
+from rlpipe.types import EngineError, UserError
+from rlpipe.weights import Weights, check_compatible
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Engine:
+    """One engine process and the client that talks to it."""
+
+    index: int
+    service: Service
+    client: EngineClient
+    repair: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time per engine
+
+
+class EngineHost:
+    """Owns `engines.count` engine processes, all on the weights it was last told of."""
+
+    def __init__(self, config: PipelineConfig, work_dir: Path) -> None:
+        self.config = config
+        self.work_dir = work_dir
+        self.engines: list[Engine] = []
+        self.weights: Weights | None = None
+        self.session: aiohttp.ClientSession | None = None
+
+    async def start(self, weights: Weights) -> None:
+        """Starts all engines on `weights` and waits until each reports their version."""
+        assert not self.engines, "the engines run already"
+        self.weights = weights
+        # each request has its own deadline; the connection pool is bounded by the requests in flight
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        keys = (secrets.token_hex(16), secrets.token_hex(16))
+        for index in range(self.config.engines.count):
+            self.engines.append(self._engine(index, self._port(index), keys))
+        for engine in self.engines:
+            engine.service.start()
+        await asyncio.gather(*(self._await_right_version(engine) for engine in self.engines))
+
+    def _port(self, index: int) -> int:
+        first = self.config.engines.port
+        if first == 0:
+            return free_port()
+        try:
+            check_port_free("engines.port", first + index)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return first + index
+
+    def _engine(self, index: int, port: int, keys: tuple[str, str]) -> Engine:
+        assert self.session is not None and self.weights is not None
+        url = f"http://127.0.0.1:{port}"
+        service = Service(
+            name=f"engine {index}",
+            argv=[],
+            log_path=self.work_dir / f"engine-{index}.log",
+            ready=lambda: _answers(f"{url}/health"),
+            environment={
+                "RLPIPE_API_KEY": keys[0],
+                "RLPIPE_ADMIN_API_KEY": keys[1],
+                "RLPIPE_DIE_WITH_PARENT": "1",
+                "OMP_NUM_THREADS": str(self.config.engines.threads),
+                "HF_HUB_OFFLINE": "1",
+            },
+            ready_timeout_s=self.config.engines.start_timeout_s,
+            restarts_max=self.config.engines.restarts_max,
+        )
+        service.argv = self._argv(port)
+        return Engine(index, service, EngineClient(url, self.session, *keys))
+
+    def _argv(self, port: int) -> list[str]:
+        assert self.weights is not None
+        engines = self.config.engines
+        return [sys.executable, "-m", "rlpipe.engines.local.server", "--model-path", str(self.weights.folder),
+                "--weight-version", str(self.weights.version), "--host", "127.0.0.1", "--port", str(port),
+                "--threads", str(engines.threads), "--context-tokens-max", str(self.config.model.context_tokens_max)]  # fmt: skip
+
+    async def reload(self, weights: Weights) -> None:
+        """Puts new weights on every engine: one canary first, then all. An engine that fails is restarted on them.
+
+        UserError or StoreError before any engine sees weights that do not fit; EngineError when the budget is spent.
+        """
+        assert self.weights is not None and self.engines, "start comes first"
+        if weights.version == self.weights.version:
+            return
+        await asyncio.to_thread(check_compatible, self.weights.folder, weights.folder)
+        before, self.weights = self.weights, weights
+        canary, *others = self.engines
+        await self._reload_or_restart(canary)
+        await asyncio.gather(*(self._reload_or_restart(engine) for engine in others))
+        await asyncio.to_thread(shutil.rmtree, before.folder)  # the store has it; local disk holds one version
+
+    async def _reload_or_restart(self, engine: Engine) -> None:
+        assert self.weights is not None
+        async with engine.repair:
+            try:
+                await engine.client.pause("retract")
+                try:
+                    await engine.client.update_weights(str(self.weights.folder), self.weights.version)
+                finally:
+                    await engine.client.resume()
+                if await engine.client.weight_version() == self.weights.version:
+                    return
+            except (EngineUnavailable, RequestRefused) as error:
+                log.warning("engine %d could not reload (%s): restarting it", engine.index, error)
+        await self.restart(engine, kill=True)
+
+    async def restart(self, engine: Engine, kill: bool = False) -> None:
+        """Brings an engine back on the newest weights; nothing to do when it is well. EngineError past its budget."""
+        assert self.weights is not None
+        async with engine.repair:
+            if not kill and engine.service.alive() and await self._right_version(engine):
+                return
+            await asyncio.to_thread(engine.service.stop)
+            engine.service.argv = self._argv(int(engine.client.url.rsplit(":", 1)[1]))
+            try:
+                engine.service.ensure()
+            except RuntimeError as error:
+                raise EngineError(str(error)) from error
+            await self._await_right_version(engine)
+
+    async def _await_right_version(self, engine: Engine) -> None:
+        try:
+            await asyncio.to_thread(engine.service.wait_ready)
+        except RuntimeError as error:
+            raise EngineError(str(error)) from error
+        if not await self._right_version(engine):
+            raise EngineError(f"engine {engine.index} does not report weight version {self.weights and self.weights.version}")
+
+    async def _right_version(self, engine: Engine) -> bool:
+        assert self.weights is not None
+        try:
+            return await engine.client.weight_version() == self.weights.version
+        except EngineUnavailable:
+            return False
+
+    async def close(self) -> None:
+        await asyncio.gather(*(asyncio.to_thread(engine.service.stop) for engine in self.engines))
+        if self.session is not None:
+            await self.session.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False

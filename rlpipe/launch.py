@@ -1,0 +1,155 @@
+"""Child processes that die with their parent, are restarted within a budget, and leave no orphan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PARENT_POLL_S = 0.5
+STOP_GRACE_S = 5.0
+PARENT_VARIABLE = "RLPIPE_PARENT_PID"
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port_free(field_name: str, port: int) -> None:
+    """ValueError (with the config field's name) when another process listens on 127.0.0.1:`port`."""
+    with socket.socket() as probe:
+        # a port in TIME_WAIT after our own last server is free for us
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(f"{field_name}={port}: the port is taken ({error.strerror}); choose a free one, or 0") from error
+
+
+def die_with_parent() -> None:
+    """Kills this process (SIGKILL) within a second of its parent's end, however the parent ended.
+
+    Polling getppid is portable and, unlike PR_SET_PDEATHSIG, not bound to the thread that forked.
+    """
+    parent = os.getppid()
+    if parent == 1:
+        os._exit(1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="die-with-parent").start()
+
+
+def run_and_die_with_parent(argv: list[str]) -> int:
+    """Runs a program that knows nothing of its parent (Prefect's server, SGLang) and kills its process group with us."""
+    parent = os.getppid()
+    child = subprocess.Popen(argv, start_new_session=True)
+
+    def stop(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
+    while True:
+        try:
+            return child.wait(timeout=PARENT_POLL_S)
+        except subprocess.TimeoutExpired:
+            if os.getppid() != parent:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                return 1
+
+
+def wrapped(argv: list[str]) -> list[str]:
+    """The command that runs `argv` under `run_and_die_with_parent`."""
+    return [sys.executable, "-m", "rlpipe.launch", *argv]
+
+
+@dataclass
+class Service:
+    """One child process: started, watched, restarted within `restarts_max`, stopped.
+
+    `ready` raises or returns False until the process can serve; it is asked every 0.1 s up to `ready_timeout_s`.
+    """
+
+    name: str
+    argv: list[str]
+    log_path: Path
+    ready: Callable[[], bool]
+    environment: dict[str, str] = field(default_factory=dict)
+    ready_timeout_s: float = 180.0
+    restarts_max: int = 5
+    restarts: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts the process (without waiting until it is ready)."""
+        assert self.process is None or self.process.poll() is not None, f"{self.name} already runs"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1", **self.environment}
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def ensure(self) -> bool:
+        """Restarts the process if it ended; True when it did. RuntimeError once the restart budget is spent."""
+        if self.alive():
+            return False
+        if self.process is not None:
+            if self.restarts >= self.restarts_max:
+                raise RuntimeError(f"{self.name} ended {self.restarts + 1} times; its log: {self.log_path}\n{self.log_tail()}")
+            self.restarts += 1
+        self.start()
+        return True
+
+    def wait_ready(self) -> None:
+        """Returns when `ready` says so; RuntimeError with the end of the log when it ends or takes too long."""
+        deadline = time.monotonic() + self.ready_timeout_s
+        while time.monotonic() < deadline:
+            if not self.alive():
+                raise RuntimeError(f"{self.name} ended while starting; its log: {self.log_path}\n{self.log_tail()}")
+            if self.ready():
+                return
+            time.sleep(0.1)
+        raise RuntimeError(
+            f"{self.name} was not ready after {self.ready_timeout_s} s; its log: {self.log_path}\n{self.log_tail()}"
+        )
+
+    def stop(self) -> None:
+        """SIGTERM to the process group, SIGKILL after a grace."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(timeout=STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=STOP_GRACE_S)
+
+    def log_tail(self, lines: int = 15) -> str:
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+if __name__ == "__main__":
+    sys.exit(run_and_die_with_parent(sys.argv[1:]))

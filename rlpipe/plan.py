@@ -1,0 +1,79 @@
+"""What a config would start where, and what it would cost: derived sizes, from the config alone."""
+
+from __future__ import annotations
+
+from rlpipe.config import ModelConfig, PipelineConfig
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2}
+PARAMETER_BYTES = 4  # FSDP keeps fp32 master weights, gradients and AdamW's two moments
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Parameters of a Qwen-like model of this shape, tied embeddings."""
+    head = model.hidden_size // model.num_heads
+    attention = model.hidden_size * head * (2 * model.num_heads + 2 * model.num_kv_heads)
+    layer = attention + 3 * model.hidden_size * model.intermediate_size + 2 * model.hidden_size
+    return model.num_layers * layer + (model.vocab_size or 320) * model.hidden_size
+
+
+def memory_lines(config: PipelineConfig) -> list[str]:
+    """Estimated memory per training process and per engine."""
+    model, trainer = config.model, config.trainer
+    ranks = trainer.ranks * trainer.nodes
+    parameters = num_parameters(model)
+    sharded = parameters * PARAMETER_BYTES / ranks / GIB
+    width = model.hidden_size * (34 if not trainer.activation_checkpointing else 2) + model.intermediate_size * 4
+    activations = trainer.tokens_max * model.num_layers * width * BYTES[model.dtype] / GIB
+    total = 4 * sharded + activations
+    engine_gpus = max(1, len(config.engines.gpu_ids) // config.engines.count)
+    weights = parameters * BYTES[model.dtype] / engine_gpus / GIB
+    return [
+        f"model: {parameters / 1e6:,.1f}M parameters, {model.dtype}",
+        f"memory per training rank, estimated: weights {sharded:.2f} + gradients {sharded:.2f} + optimizer {2 * sharded:.2f}"
+        f" + activations {activations:.2f} = {total:.2f} GiB (tokens_max {trainer.tokens_max})",
+        f"memory per engine GPU, estimated: weights {weights:.2f} GiB, the rest is KV cache",
+    ]
+
+
+def process_lines(config: PipelineConfig) -> list[str]:
+    """Every process: where it runs, on which GPUs."""
+    trainer, engines = config.trainer, config.engines
+    lines = []
+    for node in range(trainer.nodes):
+        for rank in range(trainer.ranks):
+            place = (
+                f"GPU {trainer.gpu_ids[rank % len(trainer.gpu_ids)]}" if trainer.gpu_ids else f"CPU, {trainer.threads} threads"
+            )
+            lines.append(f"  train node {node}: trainer rank {node * trainer.ranks + rank} on {place}")
+    share = max(1, len(engines.gpu_ids) // engines.count)
+    first_node = trainer.nodes if trainer.nodes * engines.nodes > 1 else 0
+    for node in range(engines.nodes):
+        for index in range(engines.count):
+            gpus = engines.gpu_ids[index * share : (index + 1) * share]
+            place = f"GPU {', '.join(map(str, gpus))}" if gpus else f"CPU, {engines.threads} threads"
+            lines.append(
+                f"  sampling node {first_node + node}: {engines.kind} engine {node * engines.count + index} on {place}"
+            )
+    return lines
+
+
+def plan_lines(config: PipelineConfig) -> list[str]:
+    """The whole plan as lines of text."""
+    sft, rl = config.sft, config.rl
+    rollouts = rl.num_prompts * rl.group_size
+    segments = -(-sft.num_steps // sft.segment_steps)
+    shards = -(-rl.num_prompts // rl.shard_prompts)
+    tokens = rollouts * rl.completion_tokens_max
+    return [
+        f"processes: 1 flow, {config.trainer.ranks * config.trainer.nodes} trainer ranks, "
+        f"{config.engines.count * config.engines.nodes} engines, {rl.reward_workers} reward workers",
+        *process_lines(config),
+        f"SFT: {sft.num_steps} steps x {sft.batch_size} conversations, {segments} segments of {sft.segment_steps}",
+        f"RL: {rl.num_iterations} iterations x {rl.num_steps} steps = {rl.num_iterations * rl.num_steps} optimizer steps",
+        f"  an iteration: {rl.num_prompts} prompts x {rl.group_size} = {rollouts:,} rollouts in {shards} shards, "
+        f"at most {tokens:,} tokens sampled a round, {rl.rounds_max} rounds at most",
+        f"  a step: {rollouts // rl.num_steps:,} rollouts; training state every {config.checkpoint.state_every} iterations",
+        f"in all: at most {tokens * rl.num_iterations * rl.rounds_max:,} tokens sampled",
+        *memory_lines(config),
+    ]

@@ -1,0 +1,117 @@
+"""What a person looks at: the curves of a run as a PNG, the reward so far as a small SVG, and the summary at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlpipe.store.run import Run
+from rlpipe.types import JsonDict
+
+STAGES = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines", "evaluate", "orchestration")
+
+
+def sft_points(run: Run, segment: int) -> list[tuple[int, JsonDict]]:
+    """[(step, metrics)] of one committed SFT segment: the loss of every step, the rest once."""
+    _, manifest = run.committed("sft", segment, "policy")
+    first = segment * run.config.sft.segment_steps
+    points = [(first + offset, {"sft/loss": loss}) for offset, loss in enumerate(manifest.metrics["losses"])]
+    rest = {name.replace("train/", "sft/"): value for name, value in manifest.metrics.items() if name.startswith("train/")}
+    rest.pop("sft/loss")
+    return [*points, (points[-1][0], rest)]
+
+
+def rl_points(run: Run, iteration: int) -> list[tuple[int, JsonDict]]:
+    """[(iteration, metrics)] of one committed iteration."""
+    record = run.iteration_record(iteration)
+    assert record is not None, f"iteration {iteration} is not committed"
+    return [(iteration, record["metrics"])]
+
+
+def fetch_points(run: Run, phase: str, unit: int) -> list[tuple[int, JsonDict]]:
+    return sft_points(run, unit) if phase == "sft" else rl_points(run, unit)
+
+
+def evaluations(run: Run, num_iterations: int) -> list[tuple[int, JsonDict]]:
+    """[(weight version, metrics)] of every evaluation, the one at the start of RL first."""
+    segments = run.num_segments
+    start = run.artifact("sft", segments - 1, "evaluation") if segments else run.artifact("base", 0, "evaluation")
+    found: list[tuple[int, JsonDict]] = [(0, start[1].metrics)] if start else []
+    for iteration in range(num_iterations):
+        record = run.iteration_record(iteration)
+        told = {} if record is None else record["metrics"]
+        values = {name.removeprefix("evaluation/"): value for name, value in told.items() if name.startswith("evaluation/")}
+        if values:
+            found.append((iteration + 1, values))
+    return found
+
+
+def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
+    """A PNG of reward, evaluation, length, KL and time per stage over the iterations."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = [rl_points(run, iteration)[0][1] for iteration in range(num_iterations)]
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 3).flatten()
+    _draw_losses(axes[0], run)
+    for axis, title, names in (
+        (axes[1], "reward of rollouts", ("rollout/reward_mean", "rollout/pass_rate")),
+        (axes[3], "completion length, tokens", ("rollout/length_tokens_mean",)),
+        (axes[4], "KL of the step (and to the reference)", ("train/proximal_kl", "train/kl")),
+    ):
+        for name in names:
+            axis.plot([record.get(name, float("nan")) for record in records], label=name)
+        _finish_axis(axis, title, "RL iteration")
+    _draw_evaluations(axes[2], evaluations(run, num_iterations))
+    seconds = [[record.get(f"time/{verb}_s", 0.0) for record in records] for verb in STAGES]
+    axes[5].stackplot(range(num_iterations), seconds, labels=STAGES)
+    _finish_axis(axes[5], "seconds per stage", "RL iteration")
+    figure.suptitle(f"rlpipe run {run.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80)
+
+
+def _draw_losses(axis: object, run: Run) -> None:
+    points = [point for segment in range(run.num_segments) for point in sft_points(run, segment)[:-1]]
+    axis.plot([step for step, _ in points], [told["sft/loss"] for _, told in points])  # type: ignore[attr-defined]
+    _finish_axis(axis, "SFT loss", "SFT step", legend=False)
+
+
+def _draw_evaluations(axis: object, found: list[tuple[int, JsonDict]]) -> None:
+    names = sorted({name for _, values in found for name in values if name.endswith(("_greedy", "_pass_at_1", "_format_rate"))})
+    for name in names:
+        told = [(version, values[name]) for version, values in found if name in values]
+        axis.plot(*zip(*told, strict=True), marker="o", label=name)  # type: ignore[attr-defined]
+    _finish_axis(axis, "held-out prompts", "weight version", legend=bool(names))
+
+
+def _finish_axis(axis: object, title: str, x_label: str, legend: bool = True) -> None:
+    axis.set_title(title)  # type: ignore[attr-defined]
+    axis.set_xlabel(x_label)  # type: ignore[attr-defined]
+    axis.grid(alpha=0.3)  # type: ignore[attr-defined]
+    if legend:
+        axis.legend(fontsize=7)  # type: ignore[attr-defined]
+
+
+def reward_svg(curve: list[list[float]], width: int = 480, height: int = 120) -> str:
+    """The reward so far as an SVG polyline, for the workflow's UI."""
+    last = max((point[0] for point in curve), default=0) or 1
+    low = min((point[1] for point in curve), default=0.0)
+    high = max((point[1] for point in curve), default=1.0)
+    span = (high - low) or 1.0
+    dots = " ".join(f"{8 + (width - 16) * x / last:.1f},{height - 8 - (height - 16) * (y - low) / span:.1f}" for x, y in curve)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"><rect width="100%" height="100%" fill="white"/>'
+        f'<polyline points="{dots}" fill="none" stroke="#1f77b4" stroke-width="2"/>'
+        f'<text x="8" y="16" font-size="11">reward {low:.3f} to {high:.3f}</text></svg>'
+    )
+
+
+def before_after(run: Run, num_iterations: int) -> list[str]:
+    """One line per evaluation metric: at the start of RL, and at the end."""
+    found = evaluations(run, num_iterations)
+    if len(found) < 2:
+        return []
+    (_, before), (_, after) = found[0], found[-1]
+    return [f"  {name:32s} {before[name]:.3f} -> {after[name]:.3f}" for name in sorted(before) if name in after]

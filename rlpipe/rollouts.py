@@ -1,0 +1,83 @@
+"""Rollouts, prompts and conversations as Parquet: one row each, one schema, readable by DuckDB, pandas and `datasets`."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlpipe.store.artifacts import read_file
+from rlpipe.store.backend import Store
+from rlpipe.types import JsonDict, Manifest
+
+PROMPT_FIELDS: list[tuple[str, Any]] = [
+    ("prompt_id", pa.string()),
+    ("source", pa.string()),
+    ("messages", pa.string()),  # JSON
+    ("answer", pa.string()),
+    ("metadata", pa.string()),  # JSON
+    ("prompt_tokens", pa.list_(pa.int32())),
+]
+PROMPTS = pa.schema(PROMPT_FIELDS)
+ROLLOUTS = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("group_index", pa.int32()),
+        ("rollout_index", pa.int32()),
+        ("prompt", pa.string()),
+        ("prompt_tokens", pa.list_(pa.int32())),
+        ("completion", pa.string()),
+        ("completion_tokens", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("rollout_logprobs", pa.list_(pa.float32())),
+        ("weight_version", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("seed", pa.int64()),
+        ("engine", pa.string()),
+    ]
+)
+SCORES = pa.schema([*ROLLOUTS, ("reward", pa.float64()), ("reward_parts", pa.string()), ("reward_fault", pa.string())])
+BATCH = pa.schema([*SCORES, ("advantage", pa.float64())])
+CONVERSATIONS = pa.schema([("tokens", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.int8()))])
+
+
+def to_parquet(rows: list[JsonDict], schema: pa.Schema) -> bytes:
+    """The rows as zstd Parquet, logprobs split by byte stream. Deterministic: equal rows give equal bytes."""
+    table = pa.Table.from_pylist(rows, schema=schema)
+    sink = io.BytesIO()
+    split = ["rollout_logprobs.list.element"] if "rollout_logprobs" in schema.names else []
+    dictionary = [name for name in ("prompt_id", "prompt", "finish_reason", "engine", "source") if name in schema.names]
+    encoding = {"column_encoding": dict.fromkeys(split, "BYTE_STREAM_SPLIT")} if split else {}
+    pq.write_table(table, sink, compression="zstd", use_dictionary=dictionary, **encoding)
+    data = sink.getvalue()
+    assert pq.read_metadata(io.BytesIO(data)).num_rows == len(rows), "rows were lost in writing"
+    return data
+
+
+def from_parquet(data: bytes, schema: pa.Schema) -> list[JsonDict]:
+    """The rows of Parquet bytes; AssertionError when it is of another schema."""
+    table = pq.read_table(io.BytesIO(data))
+    assert table.schema.names == schema.names, f"columns {table.schema.names}, expected {schema.names}"
+    return table.to_pylist()
+
+
+def read_rows(store: Store, folder: str, manifest: Manifest, schema: pa.Schema) -> list[JsonDict]:
+    """All rows of an artifact's Parquet files, in the order of its manifest, verified."""
+    rows: list[JsonDict] = []
+    for record in manifest.files:
+        if record.name.endswith(".parquet"):
+            rows += from_parquet(read_file(store, folder, record), schema)
+    return rows
+
+
+def prompt_of(row: JsonDict) -> JsonDict:
+    """A stored prompt row as what a reward function gets."""
+    return {
+        "prompt_id": row["prompt_id"],
+        "messages": json.loads(row["messages"]),
+        "answer": row["answer"],
+        "metadata": json.loads(row["metadata"]),
+    }

@@ -1,0 +1,64 @@
+"""The commit of a whole iteration: `iteration.json`, after which a resume starts with the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime
+
+from rlpipe.stages.session import Session
+from rlpipe.types import ArtifactRef, JsonDict, canonical_json
+
+CURVE_POINTS_MAX = 64
+
+
+async def commit_iteration(
+    session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict, started: float
+) -> JsonDict:
+    """Commits an iteration and returns its record (the standing one when it was committed before).
+
+    `artifacts`: the iteration's prompts, batch, policy and, when there is one, evaluation. `started`: monotonic seconds.
+    """
+    return await asyncio.to_thread(_commit, session, iteration, artifacts, metrics, started)
+
+
+def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict, started: float) -> JsonDict:
+    run = session.run
+    previous = run.iteration_record(iteration - 1) if iteration else None
+    has_state = run.artifact("rl", iteration, "state") is not None
+    metrics = {name: value for name, value in metrics.items() if "/" in name}  # the rest is bookkeeping of the stages
+    metrics |= time_metrics(session, time.monotonic() - started, metrics)
+    record = {
+        "schema_version": 1,
+        "run": run.name,
+        "iteration": iteration,
+        "weight_version": iteration + 1,
+        "artifacts": {name: ref.as_json() for name, ref in artifacts.items()},
+        "state_iteration": iteration if has_state else (previous["state_iteration"] if previous else -1),
+        "metrics": metrics,
+        "curve": _curve(previous, iteration, metrics),
+        "ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }
+    run.store.create(run.iteration_key(iteration), canonical_json(record))
+    standing = run.iteration_record(iteration)
+    assert standing is not None, f"iteration {iteration} was committed and is not there"
+    return standing
+
+
+def time_metrics(session: Session, total_s: float, metrics: JsonDict) -> JsonDict:
+    """Seconds per stage verb and in none, and the tokens per second they mean."""
+    seconds = dict(session.seconds)
+    session.seconds.clear()
+    told = {f"time/{verb}_s": round(value, 4) for verb, value in seconds.items()}
+    told["time/iteration_s"] = round(total_s, 4)
+    told["time/orchestration_s"] = round(total_s - sum(seconds.values()), 4)
+    for name, tokens, verb in (("rollout", "rollout/num_tokens", "generate"), ("train", "train/num_tokens", "train")):
+        if seconds.get(verb) and tokens in metrics:
+            told[f"throughput/{name}_tokens_per_s"] = round(metrics[tokens] / seconds[verb], 1)
+    return told
+
+
+def _curve(previous: JsonDict | None, iteration: int, metrics: JsonDict) -> list[list[float]]:
+    """[iteration, reward] points so far, thinned to a bounded number: each record can draw the curve by itself."""
+    points = [*(previous["curve"] if previous else []), [iteration, metrics["rollout/reward_mean"]]]
+    return points if len(points) <= CURVE_POINTS_MAX else points[::2]

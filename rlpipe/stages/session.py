@@ -1,0 +1,153 @@
+"""What the stages of one process share: the run they hold, the pools, the scorers, and things loaded once.
+
+Nothing in it is needed after a crash: all of it is rebuilt from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import shutil
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+
+from rlpipe.config import PipelineConfig
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.prompt import Prompt
+from rlpipe.data.sources import load_prompts
+from rlpipe.engines.host import EngineHost
+from rlpipe.engines.pool import EnginePool
+from rlpipe.report import fetch_points
+from rlpipe.rewards.pool import RewardPool
+from rlpipe.store import lease
+from rlpipe.store.artifacts import materialise
+from rlpipe.store.run import Run, create_or_continue
+from rlpipe.tracking import Tracker
+from rlpipe.trainer.client import TrainerClient
+from rlpipe.types import ArtifactRef, StageResult
+from rlpipe.weights import fetch_weights
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One held run and its resident parts. Parts start when first asked for."""
+
+    def __init__(self, run: Run, work_dir: Path) -> None:
+        self.run = run
+        self.work_dir = work_dir
+        self.pool = EnginePool(EngineHost(run.config, work_dir))
+        self.trainer = TrainerClient(run.config, work_dir)
+        self.tracker = Tracker(run.config, run.store.url, partial(fetch_points, run))
+        self.prepared: StageResult | None = None  # the committed tokenizer, once this process has seen it
+        self.seconds: dict[str, float] = defaultdict(float)  # per stage verb, of the current iteration
+        self._active: Counter[str] = Counter()
+        self._since: dict[str, float] = {}
+        self._rewards: RewardPool | None = None
+        self._prompts: dict[str, list[list[Prompt]]] = {}
+        self._tokenizer: ChatTokenizer | None = None
+        self._trainer_lock = asyncio.Lock()
+        self._pool_lock = asyncio.Lock()
+
+    @property
+    def config(self) -> PipelineConfig:
+        return self.run.config
+
+    @contextlib.contextmanager
+    def timed(self, verb: str) -> Iterator[None]:
+        """Adds the seconds of the body to the verb's; of bodies that overlap (shards) the time that any of them ran."""
+        self._active[verb] += 1
+        if self._active[verb] == 1:
+            self._since[verb] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._active[verb] -= 1
+            if self._active[verb] == 0:
+                self.seconds[verb] += time.monotonic() - self._since[verb]
+
+    async def gang(self) -> TrainerClient:
+        """The trainer, started if need be."""
+        async with self._trainer_lock:
+            if not self.trainer.started:
+                await self.trainer.start()
+        return self.trainer
+
+    async def serve(self, policy: ArtifactRef, version: int) -> bool:
+        """Puts a committed policy on every engine, starting the pool if need be; False when it was served already."""
+        async with self._pool_lock:
+            if self.pool.version == version:
+                return False
+            weights = await asyncio.to_thread(fetch_weights, self.run.store, policy, version, self.work_dir / "weights")
+            if self.pool.started:
+                await self.pool.reload(weights)
+            else:
+                await self.pool.start(weights)
+            assert self.pool.version == version, "the pool serves another version than it was given"
+            return True
+
+    def rewards(self) -> RewardPool:
+        if self._rewards is None:
+            rl = self.config.rl
+            self._rewards = RewardPool(rl.rewards, rl.reward_workers, rl.reward_timeout_s)
+        return self._rewards
+
+    def prompts(self, use: str) -> list[list[Prompt]]:
+        """The prompt sets of one use, read once."""
+        if use not in self._prompts:
+            self._prompts[use] = [load_prompts(data, self.config.seed) for data in self.config.sets(use)]
+        return self._prompts[use]
+
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokenizer of the run, from its base artifact."""
+        if self._tokenizer is None:
+            source, _ = self.run.committed("base", 0, "tokenizer")
+            folder = materialise(self.run.store, source, self.work_dir / "tokenizer")
+            self._tokenizer = ChatTokenizer.from_folder(folder, self.config.model.chat_template)
+        return self._tokenizer
+
+    async def close(self) -> None:
+        await asyncio.gather(self.pool.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close))
+        if self._rewards is not None:
+            self._rewards.close()
+
+
+_open: dict[tuple[str, str], Session] = {}
+
+
+def work_dir_of(config: PipelineConfig) -> Path:
+    """Logs and local copies of a run on this machine: `.rlpipe/<run>-<store>` below the working directory."""
+    digest = hashlib.sha256(config.store.encode()).hexdigest()[:8]
+    return Path.cwd() / ".rlpipe" / f"{config.run}-{digest}"
+
+
+@contextlib.asynccontextmanager
+async def open_session(config: PipelineConfig) -> AsyncIterator[Session]:
+    """The session of a run: opened by the outermost flow, shared by the flows inside it.
+
+    UserError when the run is held by another process, or was created with other settings.
+    """
+    key = (config.store, config.run)
+    if key in _open:
+        yield _open[key]
+        return
+    run = await asyncio.to_thread(create_or_continue, config)
+    held = await asyncio.to_thread(lease.acquire, run.store, run.root)
+    work_dir = work_dir_of(config)
+    for scratch in ("weights", "trainer"):
+        await asyncio.to_thread(shutil.rmtree, work_dir / scratch, True)
+    work_dir.mkdir(parents=True, exist_ok=True)
+    session = _open[key] = Session(run, work_dir)
+    try:
+        yield session
+    finally:
+        del _open[key]
+        try:
+            await session.close()
+        finally:
+            await asyncio.to_thread(held.release)

@@ -1,0 +1,69 @@
+"""The stages of SFT: conversations become tokens once; then segments of steps, each committed with its state."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlpipe.data.conversations import tokenise_conversations
+from rlpipe.data.cursor import PromptCursor
+from rlpipe.data.sources import load_conversations
+from rlpipe.rollouts import CONVERSATIONS, to_parquet
+from rlpipe.stages.commit import Produced, StageKey, run_stage
+from rlpipe.stages.session import Session
+from rlpipe.stages.training import OnProgress, save_job, sft_job, train_job
+from rlpipe.store.artifacts import write_bytes
+from rlpipe.types import ArtifactRef, FileRecord, StageResult
+
+
+async def prepare_sft_data(session: Session, tokenizer: ArtifactRef) -> StageResult:
+    """Tokenises the conversations of all SFT sets, mixed by weight, with the loss mask on the assistant's tokens."""
+
+    async def produce(folder: str, attempt: str) -> Produced:
+        return await asyncio.to_thread(_tokenise, session, folder, attempt)
+
+    return await run_stage(session, StageKey("data", 0, "data"), {"tokenizer": tokenizer}, produce)
+
+
+def _tokenise(session: Session, folder: str, attempt: str) -> Produced:
+    config = session.config
+    sets = [load_conversations(data, config.seed) for data in config.sets("sft")]
+    cursor = PromptCursor([len(rows) for rows in sets], [data.weight for data in config.sets("sft")], config.seed)
+    wanted = min(sum(len(rows) for rows in sets), config.sft.num_steps * config.sft.batch_size)
+    drawn, _ = cursor.take(cursor.start(), wanted)
+    conversations = [sets[set_index][row_index] for set_index, row_index in drawn]
+    rows, counts = tokenise_conversations(conversations, session.tokenizer(), config.sft.tokens_max)
+    record = write_bytes(session.run.store, folder, attempt, "conversations.parquet", to_parquet(rows, CONVERSATIONS))
+    metrics = {f"data/{name}": value for name, value in counts.items()}
+    return Produced(
+        [record], metrics | {"data/conversations": len(rows), "data/tokens": sum(len(row["tokens"]) for row in rows)}
+    )
+
+
+async def train_segment(
+    session: Session, segment: int, data: ArtifactRef, tokenizer: ArtifactRef, on_progress: OnProgress = None
+) -> StageResult:
+    """One segment of SFT steps: trained, then state and policy committed (the policy last: it is the segment's commit)."""
+    run = session.run
+    job = sft_job(run, segment, data)
+
+    async def produce(folder: str, attempt: str) -> Produced:
+        metrics = await train_job(session, "sft", segment, job, on_progress)
+        state_folder = run.folder("sft", segment, "state")
+        save = {"policy_folder": folder, "state_folder": state_folder, "attempt": attempt, "tokenizer": tokenizer.as_json()}
+        saved = await save_job(session, "sft", segment, job, save)
+        await commit_state(session, "sft", segment, {"data": data}, [FileRecord(**record) for record in saved["state"]])
+        return Produced([FileRecord(**record) for record in saved["policy"]], metrics, weight_version=0)
+
+    return await run_stage(session, StageKey("sft", segment, "policy"), {"data": data}, produce)
+
+
+async def commit_state(
+    session: Session, phase: str, iteration: int, inputs: dict[str, ArtifactRef], files: list[FileRecord]
+) -> StageResult:
+    """Commits a training state whose files the trainer has just written."""
+
+    async def produce(folder: str, attempt: str) -> Produced:
+        assert files, f"the trainer saved no state for {phase} {iteration}"
+        return Produced(files)
+
+    return await run_stage(session, StageKey(phase, iteration, "state"), inputs, produce)

@@ -1,0 +1,127 @@
+"""Residency is a cache: what the trainer must hold for a job, and how to bring it there from the store.
+
+A position names a training state by where it is committed: after SFT segment or RL iteration k of the run that owns it.
+The rollouts are the write-ahead log, the training state is the snapshot: load the newest state, replay the batches since.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from rlpipe.config import OptimizerConfig, PipelineConfig
+from rlpipe.stages.session import Session
+from rlpipe.store.run import Run
+from rlpipe.trainer.client import GangLost, NotResident
+from rlpipe.types import ArtifactRef, JsonDict, TrainerError
+
+log = logging.getLogger(__name__)
+REBUILDS_MAX = 4
+RL_SETTINGS = (
+    "num_steps", "learning_rate", "schedule", "warmup_steps", "decay_steps", "grad_clip", "objective", "clip_low", "clip_high",
+    "aggregation", "kl_coef", "kl_estimator", "entropy_coef", "importance", "importance_low", "importance_high", "temperature",
+)  # fmt: skip
+SFT_SETTINGS = ("batch_size", "learning_rate", "schedule", "warmup_steps", "decay_steps", "grad_clip")
+
+OnProgress = Callable[[JsonDict], None] | None
+
+
+def position(run: Run, phase: str, iteration: int) -> str:
+    """The name of the training state after an iteration; -1 is the start of the phase (weights, fresh optimizer)."""
+    if iteration >= 0:
+        return f"{run.owner(phase, iteration).root}/{phase}/{iteration:05d}"
+    ref, _ = run.start_policy() if phase == "rl" else run.committed("base", 0, "policy")
+    return f"{ref.folder}/fresh"
+
+
+def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> JsonDict:
+    """The training of one RL iteration, with the settings of the run that owns it."""
+    config = run.owner("rl", iteration).config
+    settings = {name: getattr(config.rl, name) for name in RL_SETTINGS}
+    settings |= {"first_step": iteration * config.rl.num_steps, "length": config.rl.completion_tokens_max, "dual_clip": None}
+    reference = run.start_policy()[0].as_json() if config.rl.kl_coef else None
+    return _job(run, "rl", iteration) | {"data": batch.as_json(), "reference": reference, "settings": settings}
+
+
+def sft_job(run: Run, segment: int, data: ArtifactRef) -> JsonDict:
+    """One segment of SFT steps."""
+    sft = run.config.sft
+    first = segment * sft.segment_steps
+    settings = {name: getattr(sft, name) for name in SFT_SETTINGS}
+    settings |= {"first_step": first, "num_steps": min(sft.segment_steps, sft.num_steps - first), "seed": run.config.seed}
+    return _job(run, "sft", segment) | {"data": data.as_json(), "reference": None, "settings": settings}
+
+
+def _job(run: Run, phase: str, iteration: int) -> JsonDict:
+    return {"kind": phase, "start": position(run, phase, iteration - 1), "result": position(run, phase, iteration)}
+
+
+def _optimizer(config: PipelineConfig, phase: str) -> JsonDict:
+    section: OptimizerConfig = config.rl if phase == "rl" else config.sft
+    return {"betas": [section.beta1, section.beta2], "weight_decay": section.weight_decay}
+
+
+async def train_job(session: Session, phase: str, iteration: int, job: JsonDict, on_progress: OnProgress = None) -> JsonDict:
+    """Does a training job on whatever the trainer holds, rebuilding it from the store when it must; its metrics."""
+    gang = await session.gang()
+    for _ in range(REBUILDS_MAX):
+        try:
+            return (await gang.run("train", job, on_progress))["metrics"]
+        except NotResident:
+            await _rebuild_until_held(session, phase, iteration)
+        except GangLost as error:
+            log.warning("%s: rebuilding from the store", error)
+    raise TrainerError(
+        f"the trainer was lost {REBUILDS_MAX} times during {phase} {iteration}; its log: {session.work_dir}/trainer.log"
+    )
+
+
+async def save_job(session: Session, phase: str, iteration: int, job: JsonDict, save: JsonDict) -> JsonDict:
+    """Saves what `job` results in; trains it again first when the trainer no longer holds it."""
+    gang = await session.gang()
+    for _ in range(REBUILDS_MAX):
+        try:
+            return await gang.run("save", {"position": job["result"], **save})
+        except (NotResident, GangLost) as error:
+            log.warning("%s: training it again", error)
+            await train_job(session, phase, iteration, job)
+    raise TrainerError(f"the trainer was lost {REBUILDS_MAX} times while saving {phase} {iteration}")
+
+
+async def _rebuild_until_held(session: Session, phase: str, iteration: int) -> None:
+    for _ in range(REBUILDS_MAX):
+        try:
+            return await _rebuild(session, phase, iteration)
+        except (GangLost, NotResident) as error:
+            log.warning("%s while rebuilding: once more", error)
+    raise TrainerError(f"the trainer was lost {REBUILDS_MAX} times while it was rebuilt for {phase} {iteration}")
+
+
+async def _rebuild(session: Session, phase: str, iteration: int) -> None:
+    """Loads the newest state before `iteration` and replays the stored batches since."""
+    run, gang = session.run, await session.gang()
+    newest = _newest_state(run, phase, iteration - 1)
+    source: JsonDict = {"new": None, "policy": None, "state": None}
+    if newest >= 0:
+        source["state"] = run.committed(phase, newest, "state")[0].as_json()
+    else:
+        ref, _ = run.start_policy() if phase == "rl" else run.committed("base", 0, "policy")
+        source["policy"] = ref.as_json()
+    load = {"position": position(run, phase, newest), "optimizer": _optimizer(run.config, phase), **source}
+    log.info("trainer: loading %s, then replaying %d", load["position"], iteration - 1 - newest)
+    await gang.run("load", load)
+    for replayed in range(newest + 1, iteration):
+        record = run.iteration_record(replayed)
+        assert record is not None, f"iteration {replayed} is not committed, but {iteration} is asked for"
+        await gang.run("train", rl_job(run, replayed, ArtifactRef.from_json(record["artifacts"]["batch"])))
+
+
+def _newest_state(run: Run, phase: str, iteration: int) -> int:
+    """The newest iteration at or before this one with a committed state; -1 when there is none."""
+    if iteration < 0:
+        return -1
+    if phase == "sft":  # every segment commits its state
+        return iteration
+    record = run.iteration_record(iteration)
+    assert record is not None, f"iteration {iteration} is not committed"
+    return int(record["state_iteration"])

@@ -1,0 +1,201 @@
+"""Objects under one fsspec URL (`file://` or `s3://`): read, overwrite, create exclusively. fsspec is imported only here."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+
+from rlpipe.types import StoreError, UserError
+
+PART_BYTES = 16 * 1024 * 1024
+
+
+class Store:
+    """One URL as a flat map of keys to bytes.
+
+    Local writes are atomic (temporary file in the same folder, fsync, rename or link, fsync of the folder);
+    S3 writes are atomic by nature. `create` never clobbers: the first writer of a key wins.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme in ("", "file"):
+            self.local: Path | None = Path(parts.netloc + parts.path if parts.scheme else url).expanduser().resolve()
+            self.url = f"file://{self.local}"
+            self.filesystem: Any = fsspec.filesystem("file")
+        elif parts.scheme == "s3":
+            self.local = None
+            self.url = url.rstrip("/")
+            # listings are cached by default: a listing must show what another process committed a moment ago
+            self.filesystem = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+        else:
+            raise UserError(f"store={url!r}: unknown scheme {parts.scheme!r}; use file:///path or s3://bucket/prefix")
+
+    def address(self, key: str) -> str:
+        """Where a person finds `key`: a path, or an s3:// URL."""
+        assert not key.startswith("/") and ".." not in key.split("/"), f"not a key: {key!r}"
+        return str(self.local / key) if self.local else f"{self.url}/{key}"
+
+    def exists(self, key: str) -> bool:
+        return bool(self.filesystem.exists(self.address(key)))
+
+    def read(self, key: str) -> bytes:
+        """StoreError naming the file when it is missing."""
+        try:
+            return self.filesystem.cat_file(self.address(key))
+        except FileNotFoundError as error:
+            raise StoreError(f"{self.address(key)} is missing from the store") from error
+
+    def put(self, key: str, data: bytes) -> None:
+        """Overwrites `key` atomically."""
+        if self.local is None:
+            self.filesystem.pipe_file(self.address(key), data)
+            return
+        path = Path(self.address(key))
+        with self._temporary(path, data) as temporary:
+            os.replace(temporary, path)
+        _sync_folder(path.parent)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Creates `key` exclusively: True when this call did, False when it was there. The bytes are never empty."""
+        assert data, "an empty exclusive S3 write overwrites (an s3fs trap)"
+        if self.local is None:
+            return self._create_s3(key, data)
+        path = Path(self.address(key))
+        with self._temporary(path, data) as temporary:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+        _sync_folder(path.parent)
+        return True
+
+    def _create_s3(self, key: str, data: bytes) -> bool:
+        try:
+            self.filesystem.pipe_file(self.address(key), data, mode="create")
+        except FileExistsError:
+            return False
+        except OSError as error:
+            # s3fs reports a lost If-None-Match race as a plain EINVAL whose cause names the precondition
+            if "PreconditionFailed" in repr(error.__cause__) or "PreconditionFailed" in str(error):
+                return False
+            raise
+        return True
+
+    @contextlib.contextmanager
+    def _temporary(self, path: Path, data: bytes) -> Any:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def put_file(self, key: str, source: Path) -> None:
+        """Uploads a local file; atomic like `put`."""
+        if self.local is None:
+            self.filesystem.put_file(str(source), self.address(key), chunksize=PART_BYTES, max_concurrency=4)
+            return
+        path = Path(self.address(key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            with source.open("rb") as reader, temporary.open("wb") as writer:
+                while block := reader.read(PART_BYTES):
+                    writer.write(block)
+                writer.flush()
+                os.fsync(writer.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+
+    def get_file(self, key: str, target: Path) -> None:
+        """Downloads `key` to `target` (not atomic: callers verify the hash and rename)."""
+        try:
+            self.filesystem.get_file(self.address(key), str(target))
+        except FileNotFoundError as error:
+            raise StoreError(f"{self.address(key)} is missing from the store") from error
+
+    def list(self, prefix: str) -> list[str]:
+        """All keys below the folder `prefix`, sorted; empty when there is none."""
+        root = self.address(prefix)
+        base = str(self.local) if self.local else self.url.removeprefix("s3://")
+        try:
+            found = self.filesystem.find(root)
+        except FileNotFoundError:
+            return []
+        return sorted(path.removeprefix("s3://").removeprefix(base).lstrip("/") for path in found)
+
+    def folders(self, prefix: str) -> list[str]:
+        """The names of the folders directly below `prefix`, sorted."""
+        try:
+            entries = self.filesystem.ls(self.address(prefix), detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory")
+
+    def delete(self, key: str) -> None:
+        self.filesystem.rm_file(self.address(key))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_store(url: str) -> Store:
+    """The store at `url`, without touching it."""
+    return Store(url)
+
+
+def check_access(store: Store) -> None:
+    """UserError with the way out when the store cannot be reached, listed or written; writes nothing that stays."""
+    try:
+        if store.local is None:
+            _check_s3(store)
+        else:
+            _check_local(store.local)
+    except (OSError, StoreError) as error:
+        hint = (
+            "check the path and its permissions"
+            if store.local
+            else "check the bucket, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+        raise UserError(f"store={store.url}: cannot be written ({error}); {hint}") from error
+    except ImportError as error:
+        raise UserError(f"store={store.url}: needs a package that is not installed ({error})") from error
+
+
+def _check_local(root: Path) -> None:
+    existing = root
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(existing))
+    # os.access says yes to root on a read-only mount, so try for real
+    probe = existing / f".rlpipe-probe-{uuid.uuid4().hex[:8]}"
+    try:
+        probe.touch()
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _check_s3(store: Store) -> None:
+    key = f".rlpipe-probe-{uuid.uuid4().hex[:8]}"
+    store.put(key, b"probe")
+    store.delete(key)

@@ -1,0 +1,195 @@
+"""A run in the store: `run.json`, where each artifact lives, and how far the run has come.
+
+A run is a prefix of immutable artifacts. A fork shares its parent's prefix by reference: iterations 0..at are looked up there.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from rlpipe.config import PipelineConfig, identity
+from rlpipe.store.artifacts import MANIFEST, find
+from rlpipe.store.backend import Store, check_access, open_store
+from rlpipe.types import ArtifactRef, JsonDict, Manifest, StoreError, UserError, canonical_json
+
+LIBRARIES = ("torch", "transformers", "prefect", "mlflow", "reasoning-gym", "tokenizers", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a store, with the config it is worked on with now."""
+
+    store: Store
+    config: PipelineConfig
+    parent: Run | None = None
+    fork_at: int = -1  # the newest RL iteration that is the parent's
+
+    @property
+    def name(self) -> str:
+        return self.config.run
+
+    @property
+    def root(self) -> str:
+        return f"runs/{self.name}"
+
+    def owner(self, phase: str, iteration: int) -> Run:
+        """The run that computed this iteration: this one, or the ancestor it was forked from."""
+        if self.parent is not None and (phase != "rl" or iteration <= self.fork_at):
+            return self.parent.owner(phase, iteration)
+        return self
+
+    def folder(self, phase: str, iteration: int, stage: str) -> str:
+        """The store folder of a stage's artifact. Example: runs/a/rl/00012/policy."""
+        root = self.owner(phase, iteration).root
+        if phase in ("base", "data"):
+            return f"{root}/{'base' if phase == 'base' else 'sft'}/{stage}"
+        return f"{root}/{phase}/{iteration:05d}/{stage}"
+
+    def artifact(self, phase: str, iteration: int, stage: str) -> tuple[ArtifactRef, Manifest] | None:
+        """The committed artifact, or None."""
+        return find(self.store, self.folder(phase, iteration, stage))
+
+    def committed(self, phase: str, iteration: int, stage: str) -> tuple[ArtifactRef, Manifest]:
+        """The committed artifact; StoreError when it is missing."""
+        found = self.artifact(phase, iteration, stage)
+        if found is None:
+            raise StoreError(f"{self.store.address(self.folder(phase, iteration, stage))}/{MANIFEST} is missing from the store")
+        return found
+
+    def iteration_key(self, iteration: int) -> str:
+        return f"{self.owner('rl', iteration).root}/rl/{iteration:05d}/iteration.json"
+
+    def iteration_record(self, iteration: int) -> JsonDict | None:
+        """What the commit of an iteration says, or None when it is not committed."""
+        key = self.iteration_key(iteration)
+        return json.loads(self.store.read(key)) if self.store.exists(key) else None
+
+    def num_committed(self, phase: str, total: int) -> int:
+        """How many of the first `total` iterations (segments, for sft) are committed.
+
+        Commits form a prefix, so bisection finds it: log2(total) look-ups, at iteration 1,000 as at iteration 10.
+        """
+        low, high = 0, total  # the first `low` are committed, `high` and later are not
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_committed(phase, middle):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _is_committed(self, phase: str, iteration: int) -> bool:
+        if phase == "rl":
+            return self.store.exists(self.iteration_key(iteration))
+        return self.store.exists(f"{self.folder(phase, iteration, 'policy')}/{MANIFEST}")
+
+    @property
+    def num_segments(self) -> int:
+        """SFT segments of the whole run."""
+        sft = self.config.sft
+        return -(-sft.num_steps // sft.segment_steps)
+
+    def start_policy(self) -> tuple[ArtifactRef, Manifest]:
+        """What RL starts from, weight version 0: the last SFT segment's policy, or the base model."""
+        if self.num_segments:
+            return self.committed("sft", self.num_segments - 1, "policy")
+        return self.committed("base", 0, "policy")
+
+    def policy(self, version: int) -> tuple[ArtifactRef, Manifest]:
+        """The policy of a weight version: iteration k makes version k + 1."""
+        return self.start_policy() if version == 0 else self.committed("rl", version - 1, "policy")
+
+
+@cache
+def code_version() -> str:
+    """The commit this code is at, or the installed version."""
+    here = Path(__file__).parent
+    try:
+        told = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return version("rlpipe")
+    return told.stdout.strip() if told.returncode == 0 else version("rlpipe")
+
+
+def create_or_continue(config: PipelineConfig) -> Run:
+    """The run of this name: created, or continued when the config computes the same thing; else UserError."""
+    assert config.run, "the command line or the flow names the run"
+    store = open_store(config.store)
+    check_access(store)
+    key = f"runs/{config.run}/run.json"
+    if not store.exists(key):
+        store.create(key, canonical_json(_run_record(config, None)))
+    record = json.loads(store.read(key))
+    _refuse_other_identity(config, record)
+    return _with_parent(store, config, record)
+
+
+def open_existing(store: Store, name: str) -> Run:
+    """A run with the config it was created with; UserError listing the runs when there is none of that name."""
+    key = f"runs/{name}/run.json"
+    if not store.exists(key):
+        known = ", ".join(run_names(store)) or "none"
+        raise UserError(f"no run {name!r} in {store.url} (runs: {known})")
+    record = json.loads(store.read(key))
+    return _with_parent(store, PipelineConfig.model_validate(record["config"]), record)
+
+
+def run_names(store: Store) -> list[str]:
+    return [name for name in store.folders("runs") if store.exists(f"runs/{name}/run.json")]
+
+
+def fork(run: Run, at: int, config: PipelineConfig) -> Run:
+    """A new run that shares `run`'s iterations 0..at and goes on with `config`; UserError when that cannot be."""
+    if run.iteration_record(at) is None:
+        raise UserError(
+            f"--at {at}: run {run.name} has committed {run.num_committed('rl', 100_000)} iterations; choose one of them"
+        )
+    if run.store.exists(f"runs/{config.run}/run.json"):
+        raise UserError(f"--run {config.run}: that run exists; choose another name")
+    differ = [
+        line for line in _differences(identity(config), identity(run.config)) if not line.startswith(("rl.", "evaluation."))
+    ]
+    if differ:
+        raise UserError(f"a fork shares what came before RL, so these cannot change: {'; '.join(differ)}")
+    record = _run_record(config, {"run": run.name, "at": at})
+    if not run.store.create(f"runs/{config.run}/run.json", canonical_json(record)):
+        raise UserError(f"--run {config.run}: that run exists; choose another name")
+    return _with_parent(run.store, config, record)
+
+
+def _with_parent(store: Store, config: PipelineConfig, record: JsonDict) -> Run:
+    if record["fork"] is None:
+        return Run(store, config)
+    return Run(store, config, open_existing(store, record["fork"]["run"]), record["fork"]["at"])
+
+
+def _run_record(config: PipelineConfig, forked: JsonDict | None) -> JsonDict:
+    return {
+        "schema_version": 1,
+        "config": config.model_dump(mode="json"),
+        "fork": forked,
+        "code_version": code_version(),
+        "libraries": {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},
+    }
+
+
+def _differences(new: JsonDict, old: JsonDict) -> list[str]:
+    return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*new, *old}) if new.get(key) != old.get(key)]
+
+
+def _refuse_other_identity(config: PipelineConfig, record: JsonDict) -> None:
+    recorded = PipelineConfig.model_validate(record["config"])
+    differ = _differences(identity(config), identity(recorded))
+    if differ:
+        raise UserError(
+            f"run {config.run} was created with other settings ({'; '.join(differ)}). Two ways out: run it again with the old ones, "
+            f"or keep what it has and branch off: rlpipe fork {config.run} --at K --run NEW --set ..."
+        )

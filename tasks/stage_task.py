@@ -1,0 +1,64 @@
+"""How a stage becomes a Prefect task: named, timed, retried; shown as `Cached` when its result was committed before."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from prefect import task
+from prefect.states import Completed, State
+
+from rlpipe.stages.session import Session
+from rlpipe.types import StageResult, StepRefused, StoreError, UserError
+
+RETRIES = 2
+RETRY_DELAY_S = 2.0
+FINAL = (UserError, StoreError, StepRefused, AssertionError)  # asking again changes nothing
+
+Stage = Callable[..., Awaitable[StageResult]]
+
+
+async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> bool:
+    try:
+        await state.aresult()
+    except FINAL:
+        return False
+    except Exception:  # whatever else a stage raised is what a retry is for; Prefect reports it if the last one fails
+        return True
+    return False
+
+
+def stage_task(verb: str, run_name: str) -> Callable[[Stage], Stage]:
+    """Turns `async def stage(session, ...) -> StageResult` into a task of that verb with a readable run name."""
+
+    def decorate(stage: Stage) -> Stage:
+        async def body(session: Session, **arguments: Any) -> StageResult | State[StageResult]:
+            with session.timed(verb):
+                result = await stage(session, **arguments)
+            return Completed(name="Cached", data=result) if result.cached else result
+
+        told = task(
+            body,
+            name=verb,
+            description=stage.__doc__,
+            task_run_name=lambda: _named(run_name),
+            retries=RETRIES,
+            retry_delay_seconds=RETRY_DELAY_S,
+            retry_condition_fn=_worth_retrying,
+            persist_result=False,
+            cache_policy=None,
+        )
+
+        async def run(session: Session, **arguments: Any) -> StageResult:
+            state = await told(session, **arguments, return_state=True)
+            return await state.aresult()
+
+        return run
+
+    return decorate
+
+
+def _named(template: str) -> str:
+    from prefect.runtime import task_run
+
+    return template.format(**task_run.parameters["arguments"])
