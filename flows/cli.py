@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from flows.server import prefect_server, set_defaults
-from rlpipe import inspect
+from rlpipe import show as listing
 from rlpipe.config import PipelineConfig
 from rlpipe.config_source import read_config
 from rlpipe.plan import plan_lines
@@ -106,7 +106,7 @@ def _store(url: str) -> Store:
 def runs(store: StoreUrl = STORE) -> None:
     """What is in the store."""
     try:
-        lines = inspect.run_lines(_store(store))
+        lines = listing.run_lines(_store(store))
     except (UserError, StoreError) as error:
         _fail(error, 2)
     for line in lines:
@@ -123,7 +123,7 @@ def show(
     """A run's iterations, or the rollouts of one as a table."""
     try:
         found = open_existing(_store(store), run)
-        lines = inspect.show_lines(found) if iteration is None else inspect.iteration_lines(found, iteration, rows)
+        lines = listing.show_lines(found) if iteration is None else listing.iteration_lines(found, iteration, rows)
     except (UserError, StoreError) as error:
         _fail(error, 2)
     for line in lines:
@@ -198,10 +198,27 @@ def engine(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "rlpipe.engines.local.server", *context.args])
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
-def trainer(context: typer.Context) -> None:
-    """Run a trainer gang (`rlpipe trainer --help`)."""
-    os.execv(sys.executable, [sys.executable, "-m", "rlpipe.trainer.gang", *context.args])
+@app.command()
+def trainer(
+    store: Annotated[str, typer.Option(help="the store that jobs refer to")],
+    port: Annotated[int, typer.Option(help="port of rank 0")],
+    host: Annotated[
+        str, typer.Option(help="address of rank 0; beyond loopback RLPIPE_TRAINER_TOKEN must be set")
+    ] = "127.0.0.1",
+    ranks: Annotated[int, typer.Option(help="processes on this node")] = 1,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    work_dir: Annotated[str, typer.Option(help="scratch on local disk")] = ".rlpipe/trainer",
+) -> None:
+    """Run a trainer gang that waits for jobs."""
+    from rlpipe.trainer.options import TrainerOptions, torchrun_argv
+
+    try:
+        options = TrainerOptions(store=store, host=host, port=port, work_dir=work_dir, device=device, dtype=dtype)
+        argv = torchrun_argv(options, ranks)
+    except UserError as error:
+        _fail(error, 2)
+    os.execv(argv[0], argv)
 
 
 if __name__ == "__main__":

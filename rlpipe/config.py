@@ -155,6 +155,7 @@ class TrainerConfig(Section):
     port: int = Field(0, ge=0, le=65535, description="Port of the trainer; 0: a free one")
     start_timeout_s: float = Field(180, gt=0, description="Longest start of the gang, s")
     job_timeout_s: float = Field(7200, gt=0, description="Longest single job, s")
+    restarts_max: int = Field(5, ge=0, description="Restarts of the gang within one start of a run")
 
 
 class EnginesConfig(Section):
@@ -165,11 +166,13 @@ class EnginesConfig(Section):
         default_factory=list, description="GPUs of a node that sample, split among its engines; empty: CPU"
     )
     threads: int = Field(1, ge=1, le=256, description="CPU threads per engine")
+    python: str = Field("", description="Interpreter that has SGLang installed; empty: this one")
+    flags: list[str] = Field(default_factory=list, description="More flags of SGLang's launch_server")
     in_flight_max: int = Field(256, ge=1, description="Rollouts in flight per engine")
     port: int = Field(0, ge=0, le=65535, description="Port of the first engine, the others follow; 0: free ones")
     start_timeout_s: float = Field(180, gt=0, description="Longest start of an engine, s")
     request_timeout_s: float = Field(600, gt=0, description="Longest single request, s")
-    restarts_max: int = Field(5, ge=0, description="Restarts of an engine, or of the trainer, within one start of a run")
+    restarts_max: int = Field(5, ge=0, description="Restarts of an engine within one start of a run")
 
 
 class CheckpointConfig(Section):
@@ -216,6 +219,8 @@ class PipelineConfig(Section):
         names = [(data.use, data.name) for data in self.data]
         if len(set(names)) != len(names):
             raise ValueError("two data sets of one use have the same name; names end up in metrics, so make them differ")
+        if len({data.heldout_fraction for data in self.data if data.part != "all"}) > 1:
+            raise ValueError("the data sets' heldout_fraction differ: a prompt held out of one would be trained on by another")
         longest = self.model.context_tokens_max
         if self.rl.completion_tokens_max >= longest or self.sft.tokens_max > longest:
             raise ValueError(f"model.context_tokens_max={longest} is too short for rl.completion_tokens_max or sft.tokens_max")

@@ -47,7 +47,8 @@ def process_lines(config: PipelineConfig) -> list[str]:
             )
             lines.append(f"  train node {node}: trainer rank {node * trainer.ranks + rank} on {place}")
     share = max(1, len(engines.gpu_ids) // engines.count)
-    first_node = trainer.nodes if trainer.nodes * engines.nodes > 1 else 0
+    shared = trainer.nodes * engines.nodes == 1 and not set(trainer.gpu_ids) & set(engines.gpu_ids)
+    first_node = 0 if shared else trainer.nodes
     for node in range(engines.nodes):
         for index in range(engines.count):
             gpus = engines.gpu_ids[index * share : (index + 1) * share]

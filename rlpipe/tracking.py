@@ -45,6 +45,7 @@ class Tracker:
     _queue: queue.Queue[Callable[[], None] | None] = field(default_factory=queue.Queue)
     _thread: threading.Thread | None = None
     _client: Any = None
+    _experiment: str = ""
     _parent: str = ""
     _phases: dict[str, Phase] = field(default_factory=dict)
     _warned: bool = False
@@ -79,11 +80,17 @@ class Tracker:
         self._queue.put(job)
 
     def _work(self) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        for noisy in ("mlflow", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        from mlflow.exceptions import MlflowException
+
         while (job := self._queue.get()) is not None:
             try:
                 job()
                 self._warned = False
-            except Exception as error:  # fails open by design: whatever tracking raises must not end a training run
+            except (MlflowException, OSError) as error:  # an outage, a full disk, a wrong URI: tracking fails open
                 if not self._warned:
                     log.warning(
                         "MLflow at %s cannot be reached (%s); the run goes on", self.config.tracking.uri, str(error)[:200]
@@ -93,10 +100,6 @@ class Tracker:
     def _connect(self) -> None:
         if self._client is not None:
             return
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        logging.getLogger("alembic").setLevel(logging.WARNING)
         from mlflow import MlflowClient
 
         client = MlflowClient(tracking_uri=self.config.tracking.uri)

@@ -19,13 +19,8 @@ Stage = Callable[..., Awaitable[StageResult]]
 
 
 async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> bool:
-    try:
-        await state.aresult()
-    except FINAL:
-        return False
-    except Exception:  # whatever else a stage raised is what a retry is for; Prefect reports it if the last one fails
-        return True
-    return False
+    raised = await state.aresult(raise_on_failure=False)
+    return not isinstance(raised, FINAL)
 
 
 def stage_task(verb: str, run_name: str) -> Callable[[Stage], Stage]:

@@ -34,17 +34,17 @@ class ChatTokenizer:
         assert max(self.eos_token_id, self.pad_token_id) < self.vocab_size
 
     @classmethod
-    def from_folder(cls, path: Path | str, chat_template: str = "") -> ChatTokenizer:
+    def from_folder(cls, folder: Path | str, chat_template: str = "") -> ChatTokenizer:
         """The tokenizer of a model folder in HF format; `chat_template` replaces the folder's. UserError says what is missing."""
-        folder = Path(path)
-        if not (folder / "tokenizer.json").is_file():
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
             raise UserError(
                 f"model.path={folder}: no tokenizer.json in it; it must be a folder in HF format with a fast tokenizer"
             )
-        try:
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
-            raise UserError(f"{folder / 'tokenizer.json'}: not a tokenizer ({error})") from error
+        if "model" not in _read_json(path):
+            raise UserError(f"{path}: not a tokenizer of the tokenizers library (it has no 'model')")
+        tokenizer = Tokenizer.from_file(str(path))
         settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         template = chat_template or _folder_template(folder, settings)
         if not template:

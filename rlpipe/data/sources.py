@@ -94,7 +94,8 @@ def _prompt_messages(data: DataConfig, where: str, row: JsonDict) -> list[Messag
             f"{where}: {problem}; it must be text or a list of messages (the row has: {', '.join(row) or 'nothing'}; "
             f"another column is named with data.{data.name}.prompt_field)"
         )
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else _messages(where, data.prompt_field, value)
+    raw = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    messages = _messages(where, data.prompt_field, raw)
     if messages[-1]["role"] == "assistant":
         raise UserError(f"{where}: {data.prompt_field!r} ends with the assistant's message; a prompt ends before it")
     return messages
@@ -104,7 +105,7 @@ def _messages(where: str, field: str, value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: {field!r} must be a list of messages, and is {value!r}")
     for index, message in enumerate(value, start=1):
-        fine = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        fine = isinstance(message, dict) and all(_is_text(message.get(key)) for key in ("role", "content"))
         if not fine:
             raise UserError(
                 f"{where}: message {index} of {field!r} needs a 'role' and a 'content', both text, and is {message!r}"
@@ -113,8 +114,13 @@ def _messages(where: str, field: str, value: Any) -> list[Message]:
 
 
 def _is_text(value: Any) -> bool:
-    # JSON can hold halves of surrogate pairs, which no tokenizer takes
-    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON can hold halves of surrogate pairs, which no tokenizer takes
+        return False
+    return True
 
 
 def _conversation(data: DataConfig, located: Row) -> Conversation:
@@ -125,7 +131,8 @@ def _conversation(data: DataConfig, located: Row) -> Conversation:
             raise UserError(f"{where}: 'messages' has no message of the assistant, so there is nothing to learn from it")
         return _system(data, messages)
     prompt = _prompt_messages(data, where, row)
-    return _system(data, [*prompt, {"role": "assistant", "content": _completion(data, where, row)}])
+    spoken = [{"role": "assistant", "content": _completion(data, where, row)}]
+    return _system(data, [*prompt, *_messages(where, "completion", spoken)])
 
 
 def _completion(data: DataConfig, where: str, row: JsonDict) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
+import re
 from typing import Any
 
 import jinja2
@@ -13,14 +15,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlpipe.types import UserError
 
-OPEN, CLOSE = "\ue0f0generation\ue0f1", "\ue0f0endgeneration\ue0f1"  # private use: stands around what the policy writes
-
 Span = tuple[int, int]  # characters, end exclusive
 
 
 class GenerationMarks(Extension):
     """`{% generation %}...{% endgeneration %}`: the template itself says what the assistant writes."""
 
+    mark = ""  # stands before and after what the policy writes while a template is rendered
     tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
 
     def parse(self, parser: Any) -> nodes.Node:
@@ -29,7 +30,7 @@ class GenerationMarks(Extension):
         return nodes.CallBlock(self.call_method("_surround"), [], [], body).set_lineno(line_index)
 
     def _surround(self, caller: Any) -> str:
-        return f"{OPEN}{caller()}{CLOSE}"
+        return f"{self.mark}{caller()}{self.mark}"
 
 
 def _raise(message: str) -> None:
@@ -59,7 +60,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"model.chat_template: not a Jinja template ({error})") from error
         self._special_tokens = special_tokens
-        self.has_marks = "generation %}" in source and "endgeneration" in source
+        self.has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+        marks = environment.extensions[GenerationMarks.identifier]
+        assert isinstance(marks, GenerationMarks)
+        self._marks = marks
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         """The conversation as text; UserError when the template refuses it."""
@@ -68,6 +72,7 @@ class ChatTemplate:
     def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
         """The conversation as text and the spans inside `{% generation %}` marks."""
         assert messages
+        self._marks.mark = _unused_mark(messages) if self.has_marks else ""
         try:
             text = self._template.render(
                 messages=messages,
@@ -78,15 +83,20 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise UserError(f"the chat template refuses a conversation ({error}): {json.dumps(messages)[:300]}") from error
-        return _split_marks(text)
+        return _split_marks(text, self._marks.mark) if self.has_marks else (text, [])
 
 
-def _split_marks(text: str) -> tuple[str, list[Span]]:
-    pieces = text.split(OPEN)
-    plain, spans = pieces[0], []
-    for piece in pieces[1:]:
-        inside, close, after = piece.partition(CLOSE)
-        assert close, "every mark that opens also closes"
-        spans.append((len(plain), len(plain) + len(inside)))
-        plain += inside + after
+def _unused_mark(messages: list[dict[str, Any]]) -> str:
+    said = repr(messages)
+    return next(mark for number in itertools.count() if (mark := f"[generation {number}]") not in said)
+
+
+def _split_marks(text: str, mark: str) -> tuple[str, list[Span]]:
+    pieces = text.split(mark)
+    assert len(pieces) % 2 == 1, "every mark that opens also closes"
+    plain, spans = "", []
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            spans.append((len(plain), len(plain) + len(piece)))
+        plain += piece
     return plain, spans

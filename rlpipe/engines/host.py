@@ -16,11 +16,12 @@ import aiohttp
 
 from rlpipe.config import PipelineConfig
 from rlpipe.engines.client import EngineClient, EngineUnavailable, RequestRefused
-from rlpipe.launch import Service, check_port_free, free_port
+from rlpipe.launch import Service, check_port_free, free_port, wrapped
 from rlpipe.types import EngineError, UserError
 from rlpipe.weights import Weights, check_compatible
 
 log = logging.getLogger(__name__)
+SGLANG_CONTEXT_SLACK = 8  # prompt + completion one or two below SGLang's context length stops early, silently
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Engine:
     """One engine process and the client that talks to it."""
 
     index: int
+    port: int
     service: Service
     client: EngineClient
     repair: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time per engine
@@ -53,8 +55,13 @@ class EngineHost:
         for index in range(self.config.engines.count):
             self.engines.append(self._engine(index, self._port(index), keys))
         for engine in self.engines:
+            engine.service.argv = self._argv(engine)
             engine.service.start()
-        await asyncio.gather(*(self._await_right_version(engine) for engine in self.engines))
+        try:
+            await asyncio.gather(*(self._await_right_version(engine) for engine in self.engines))
+        except EngineError:
+            await self.close()
+            raise
 
     def _port(self, index: int) -> int:
         first = self.config.engines.port
@@ -71,28 +78,40 @@ class EngineHost:
         url = f"http://127.0.0.1:{port}"
         service = Service(
             name=f"engine {index}",
-            argv=[],
+            argv=[],  # set at each start: it names the newest weights
             log_path=self.work_dir / f"engine-{index}.log",
             ready=lambda: _answers(f"{url}/health"),
-            environment={
-                "RLPIPE_API_KEY": keys[0],
-                "RLPIPE_ADMIN_API_KEY": keys[1],
-                "RLPIPE_DIE_WITH_PARENT": "1",
-                "OMP_NUM_THREADS": str(self.config.engines.threads),
-                "HF_HUB_OFFLINE": "1",
-            },
+            environment=self._environment(index, keys),
             ready_timeout_s=self.config.engines.start_timeout_s,
             restarts_max=self.config.engines.restarts_max,
         )
-        service.argv = self._argv(port)
-        return Engine(index, service, EngineClient(url, self.session, *keys))
+        return Engine(index, port, service, EngineClient(url, self.session, *keys))
 
-    def _argv(self, port: int) -> list[str]:
-        assert self.weights is not None
+    def _environment(self, index: int, keys: tuple[str, str]) -> dict[str, str]:
         engines = self.config.engines
-        return [sys.executable, "-m", "rlpipe.engines.local.server", "--model-path", str(self.weights.folder),
-                "--weight-version", str(self.weights.version), "--host", "127.0.0.1", "--port", str(port),
-                "--threads", str(engines.threads), "--context-tokens-max", str(self.config.model.context_tokens_max)]  # fmt: skip
+        environment = {"RLPIPE_API_KEY": keys[0], "RLPIPE_ADMIN_API_KEY": keys[1], "RLPIPE_DIE_WITH_PARENT": "1",
+                       "OMP_NUM_THREADS": str(engines.threads), "HF_HUB_OFFLINE": "1"}  # fmt: skip
+        if engines.gpu_ids:
+            share = len(engines.gpu_ids) // engines.count
+            mine = engines.gpu_ids[index * share : (index + 1) * share]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
+        return environment
+
+    def _argv(self, engine: Engine) -> list[str]:
+        """The command of an engine on the newest weights."""
+        assert self.weights is not None
+        engines, model = self.config.engines, self.config.model
+        common = ["--model-path", str(self.weights.folder), "--weight-version", str(self.weights.version),
+                  "--host", "127.0.0.1", "--port", str(engine.port)]  # fmt: skip
+        if engines.kind == "local":
+            device = ["--device", "cuda" if engines.gpu_ids else "cpu"]
+            size = ["--threads", str(engines.threads), "--context-tokens-max", str(model.context_tokens_max)]
+            return [sys.executable, "-m", "rlpipe.engines.local.server", *common, *size, *device]
+        keys = ["--api-key", engine.client.api_key, "--admin-api-key", engine.client.admin_api_key]
+        size = ["--context-length", str(model.context_tokens_max + SGLANG_CONTEXT_SLACK), "--dtype", model.dtype]
+        share = max(1, len(engines.gpu_ids) // engines.count)
+        server = [engines.python or sys.executable, "-m", "sglang.launch_server", "--tp-size", str(share)]
+        return wrapped([*server, *common, *size, *keys, *engines.flags])
 
     async def reload(self, weights: Weights) -> None:
         """Puts new weights on every engine: one canary first, then all. An engine that fails is restarted on them.
@@ -131,7 +150,7 @@ class EngineHost:
             if not kill and engine.service.alive() and await self._right_version(engine):
                 return
             await asyncio.to_thread(engine.service.stop)
-            engine.service.argv = self._argv(int(engine.client.url.rsplit(":", 1)[1]))
+            engine.service.argv = self._argv(engine)
             try:
                 engine.service.ensure()
             except RuntimeError as error:
@@ -155,6 +174,7 @@ class EngineHost:
 
     async def close(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(engine.service.stop) for engine in self.engines))
+        self.engines, self.weights = [], None
         if self.session is not None:
             await self.session.close()
 

@@ -55,7 +55,7 @@ class EnginePool:
 
     @property
     def started(self) -> bool:
-        return bool(self.host.engines)
+        return bool(self._slots)
 
     @property
     def version(self) -> int | None:
@@ -67,8 +67,11 @@ class EnginePool:
 
     async def generate(self, groups: list[GroupRequest]) -> list[list[Completion]]:
         """The completions of every group, in order; EngineError when a group found no engine within its attempts."""
-        async with asyncio.TaskGroup() as tasks:
-            pending = [tasks.create_task(self._generate_group(group)) for group in groups]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                pending = [tasks.create_task(self._generate_group(group)) for group in groups]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # one group's fault says it; hundreds of them say no more
         return [task.result() for task in pending]
 
     async def _generate_group(self, group: GroupRequest) -> list[Completion]:

@@ -114,10 +114,10 @@ class RewardPool:
             for answer in answers:
                 process.finish(answer["index"])
                 job.answer(answer)
-            if not alive:
-                self._replace(slot, job, "reward_crash", "its process died")
-            elif process.overdue_in_s(time.monotonic()) <= 0:
+            if process.overdue_in_s(time.monotonic()) <= 0:  # also when its own alarm was quicker than this loop
                 self._replace(slot, job, "reward_timeout", f"took more than rl.reward_timeout_s={self.timeout_s:g}")
+            elif not alive:
+                self._replace(slot, job, "reward_crash", "its process died")
 
     def _replace(self, slot: int, job: _Job, reason: str, what: str) -> None:
         """A new process takes over; the rollout that was being scored fails, those behind it go back in the queue."""

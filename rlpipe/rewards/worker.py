@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from rlpipe.rewards.registry import Reward, label, resolve
 from rlpipe.types import JsonDict, UserError
 
-ORPHAN_GRACE_S = 5.0
+ORPHAN_GRACE_S = 3.0
 
 Weighted = tuple[str, Reward, float]  # name, function, weight
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlpipe.config import PipelineConfig
-from rlpipe.data.sources import check_source
+from rlpipe.data.sources import load_conversations, load_prompts
 from rlpipe.filters import resolve_filters
 from rlpipe.launch import check_port_free
 from rlpipe.rewards.pool import check_rewards
@@ -14,17 +14,27 @@ from rlpipe.types import UserError
 
 def preflight(config: PipelineConfig) -> None:
     """UserError naming field, file or row, and the fix, when the run could not succeed."""
-    try:
-        for field, port in (("engines.port", config.engines.port), ("trainer.port", config.trainer.port)):
-            if port:
-                check_port_free(field, port)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    if config.trainer.nodes * config.engines.nodes > 1:
+        raise UserError(
+            "trainer.nodes and engines.nodes: `rlpipe run` starts the processes of one node; plan accepts more, run does not yet"
+        )
+    _check_ports(config)
     if config.model.path:
         model_folder(config.model)
     if config.rl.num_iterations:
-        check_rewards(list(config.rl.rewards))
+        check_rewards(config.rl.rewards)
         resolve_filters(config.rl.filters)
     for data in config.data:
-        check_source(data, config.seed)
+        load_conversations(data, config.seed) if data.use == "sft" else load_prompts(data, config.seed)
     check_access(open_store(config.store))
+
+
+def _check_ports(config: PipelineConfig) -> None:
+    ports = [("trainer.port", config.trainer.port)] if config.trainer.port else []
+    if config.engines.port:
+        ports += [("engines.port", config.engines.port + index) for index in range(config.engines.count)]
+    for field, port in ports:
+        try:
+            check_port_free(field, port)
+        except ValueError as error:
+            raise UserError(str(error)) from error

@@ -29,7 +29,7 @@ from rlpipe.store.artifacts import materialise
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.tracking import Tracker
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.types import ArtifactRef, StageResult
+from rlpipe.types import ArtifactRef, StageResult, sha256_of
 from rlpipe.weights import fetch_weights
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Session:
     def prompts(self, use: str) -> list[list[Prompt]]:
         """The prompt sets of one use, read once."""
         if use not in self._prompts:
-            self._prompts[use] = [load_prompts(data, self.config.seed) for data in self.config.sets(use)]
+            self._prompts[use] = [load_prompts(data, data_seed(self.config.seed, data.name)) for data in self.config.sets(use)]
         return self._prompts[use]
 
     def tokenizer(self) -> ChatTokenizer:
@@ -115,6 +115,11 @@ class Session:
         await asyncio.gather(self.pool.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close))
         if self._rewards is not None:
             self._rewards.close()
+
+
+def data_seed(seed: int, name: str) -> int:
+    """The seed of one data set. Generators use seed + index, so neighbouring seeds would share nearly all items."""
+    return int(sha256_of([seed, name])[:7], 16)
 
 
 _open: dict[tuple[str, str], Session] = {}

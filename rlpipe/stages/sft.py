@@ -9,7 +9,7 @@ from rlpipe.data.cursor import PromptCursor
 from rlpipe.data.sources import load_conversations
 from rlpipe.rollouts import CONVERSATIONS, to_parquet
 from rlpipe.stages.commit import Produced, StageKey, run_stage
-from rlpipe.stages.session import Session
+from rlpipe.stages.session import Session, data_seed
 from rlpipe.stages.training import OnProgress, save_job, sft_job, train_job
 from rlpipe.store.artifacts import write_bytes
 from rlpipe.types import ArtifactRef, FileRecord, StageResult
@@ -26,7 +26,7 @@ async def prepare_sft_data(session: Session, tokenizer: ArtifactRef) -> StageRes
 
 def _tokenise(session: Session, folder: str, attempt: str) -> Produced:
     config = session.config
-    sets = [load_conversations(data, config.seed) for data in config.sets("sft")]
+    sets = [load_conversations(data, data_seed(config.seed, data.name)) for data in config.sets("sft")]
     cursor = PromptCursor([len(rows) for rows in sets], [data.weight for data in config.sets("sft")], config.seed)
     wanted = min(sum(len(rows) for rows in sets), config.sft.num_steps * config.sft.batch_size)
     drawn, _ = cursor.take(cursor.start(), wanted)

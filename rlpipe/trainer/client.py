@@ -73,7 +73,7 @@ class TrainerClient:
             ready=self._answers,
             environment=self._environment(),
             ready_timeout_s=trainer.start_timeout_s,
-            restarts_max=self.config.engines.restarts_max,
+            restarts_max=trainer.restarts_max,
         )
         self.service.start()
         self.session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.token}"})

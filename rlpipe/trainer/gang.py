@@ -1,0 +1,98 @@
+"""The ranks of one gang and how they agree: on a job, on sums, on a failure that only one of them saw."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rlpipe.store.backend import Store, open_store
+from rlpipe.trainer.options import TrainerOptions
+from rlpipe.types import JsonDict, StoreError, UserError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the longest that one rank may wait for another (an upload of rank 0)
+LOCAL_FAULTS = (StoreError, ValueError, OSError, SafetensorError)
+
+
+@dataclass
+class Gang:
+    """This rank's view of the gang. `control` is a gloo group: it carries host tensors on every device."""
+
+    options: TrainerOptions
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+    store: Store
+    report: Callable[[int, int], None] = field(default=lambda done, total: None)
+
+    @property
+    def work_dir(self) -> Path:
+        return Path(self.options.work_dir)
+
+    def broadcast(self, value: JsonDict | None) -> JsonDict | None:
+        """What rank 0 holds, on all ranks."""
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on all ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of a float64 host tensor."""
+        assert values.dtype == torch.float64 and values.device.type == "cpu", f"{values.dtype} on {values.device}"
+        if self.size > 1:
+            dist.all_reduce(values, group=self.control)
+        return values
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A body without collectives that may fail on some ranks: then all ranks raise, and none is left waiting.
+
+        UserError when the fault is the user's, StoreError otherwise.
+        """
+        fault: tuple[bool, str] | None = None
+        try:
+            yield
+        except LOCAL_FAULTS as error:
+            fault = (isinstance(error, UserError), f"{error}" if isinstance(error, StoreError | UserError) else repr(error))
+        faults = [entry for entry in self.gather(fault) if entry is not None]
+        if faults:
+            users, message = faults[0]
+            raise UserError(message) if users else StoreError(message)
+
+
+def join_gang(options: TrainerOptions) -> Gang:
+    """Joins the gang that torchrun started (or that the caller initialised), with reproducible arithmetic."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(options.threads)
+    torch.use_deterministic_algorithms(True)
+    # a debugging aid that would fill every new tensor
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    assert isinstance(control, dist.ProcessGroup), "this rank is in no group"
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Gang(options, rank, size, device, init_device_mesh(options.device, (size,)), control, open_store(options.store))

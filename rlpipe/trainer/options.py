@@ -1,0 +1,60 @@
+"""How a gang is started. Imports no torch: the flow process builds the command line from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from dataclasses import dataclass
+
+from rlpipe.types import UserError
+
+TOKEN_VARIABLE = "RLPIPE_TRAINER_TOKEN"
+RESTARTS_MAX = 3
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """One gang. Example: TrainerOptions(store="file:///data/store", host="127.0.0.1", port=8123, work_dir="/tmp/gang")."""
+
+    store: str
+    host: str
+    port: int
+    work_dir: str  # scratch on local disk, shared by the ranks of a node
+    tokens_max: int = 4096  # of a microbatch, per rank
+    threads: int = 1  # per rank
+    dtype: str = "float32"
+    device: str = "cpu"
+    activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(f"model.dtype={self.dtype!r}: use float32 or bfloat16")
+        if self.device not in ("cpu", "cuda"):
+            raise UserError(f"trainer device={self.device!r}: use cpu or cuda")
+        if self.tokens_max < 1 or self.threads < 1:
+            raise UserError(f"trainer.tokens_max={self.tokens_max}, trainer.threads={self.threads}: both must be at least 1")
+        if self.host not in LOOPBACK and not self.token:
+            raise UserError(f"trainer host={self.host}: set {TOKEN_VARIABLE}, or listen on 127.0.0.1")
+
+    @property
+    def token(self) -> str:
+        """The bearer token, from the environment: never on a command line, never in a config. Empty: none is asked for."""
+        return os.environ.get(TOKEN_VARIABLE, "")
+
+    def as_argument(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_argument(cls, text: str) -> TrainerOptions:
+        return cls(**json.loads(text))
+
+
+def torchrun_argv(options: TrainerOptions, ranks: int, *, nodes: int = 1, rendezvous: str = "127.0.0.1:0") -> list[str]:
+    """The command of one node's part of a gang of `ranks` per node. Several nodes share a rendezvous host:port."""
+    assert ranks >= 1 and nodes >= 1, f"ranks={ranks}, nodes={nodes}"
+    launch = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--max-restarts", str(RESTARTS_MAX)]
+    launch += ["--monitor-interval", "0.5", "--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous]
+    return [sys.executable, "-m", "rlpipe.trainer.agent", *launch, "-m", "rlpipe.trainer.server", options.as_argument()]

@@ -1,0 +1,55 @@
+"""A segment of SFT steps: the same gang, packing and step as RL, with the cross-entropy of the masked tokens."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from rlpipe.losses import sft_loss
+from rlpipe.trainer.batches import Microbatch, TrainSequence, conversations_of_step, read_conversations
+from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.settings import SftSettings
+from rlpipe.trainer.state import Resident
+from rlpipe.trainer.step import LossPart, StepSettings, optimizer_step, plan_batch
+from rlpipe.types import ArtifactRef, JsonDict
+
+
+def train_sft(gang: Gang, resident: Resident, data: ArtifactRef, settings: SftSettings) -> JsonDict:
+    """Runs the global steps first_step .. first_step + num_steps - 1. StepRefused names the data folder and the step."""
+    conversations: list[TrainSequence] = []
+    with gang.together():
+        conversations = read_conversations(gang.store, data)
+    started = time.monotonic()
+    losses: list[float] = []
+    grad_norms: list[float] = []
+    rate = 0.0
+    num_tokens = tokens = slots = 0
+    for index in range(settings.num_steps if conversations else 0):
+        step = settings.first_step + index
+        chosen = conversations_of_step(len(conversations), step, settings.batch_size, settings.seed)
+        batch = plan_batch(gang, [conversations[row] for row in chosen])
+        rate = settings.rate(index)
+        if batch.num_tokens:
+            how = StepSettings(rate, settings.grad_clip, 1.0, f"{data.folder} step {step}")
+            done = optimizer_step(gang, resident, batch, _part(batch.num_tokens), how)
+            losses.append(done["loss"])
+            grad_norms.append(done["grad_norm"])
+        num_tokens, tokens, slots = num_tokens + batch.num_tokens, tokens + batch.tokens, slots + batch.slots
+        gang.report(index + 1, settings.num_steps)
+    metrics = {
+        "train/loss": sum(losses) / max(len(losses), 1),
+        "train/grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
+        "train/learning_rate": rate,
+        "train/num_tokens": num_tokens,
+        "train/packing_efficiency": tokens / max(slots, 1),
+        "train_s": time.monotonic() - started,
+    }
+    return metrics | {"losses": losses}
+
+
+def _part(num_tokens: int) -> LossPart:
+    def part(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return sft_loss(logprobs_BT, microbatch.mask_BT, num_tokens=num_tokens), {}
+
+    return part

@@ -1,0 +1,117 @@
+"""Runs `rlpipe` as a user does: as a process, in a folder of its own. Shared by the end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from rlpipe.store.backend import Store, open_store
+from rlpipe.store.run import open_existing
+
+BIN = Path(sys.executable).parent
+# a pipeline of every kind of stage in well under a minute; it learns nothing and must not need to
+MINI = [
+    "sft.num_steps=12", "sft.segment_steps=4", "sft.decay_steps=12", "sft.warmup_steps=2", "sft.batch_size=16",
+    "data.short_words.rows_max=400", "data.all_words.rows_max=100", "data.words.rows_max=300",
+    "rl.num_iterations=5", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=4", "rl.num_steps=2", "rl.warmup_steps=2",
+    "rl.filters={}", "evaluation.every=2", "evaluation.prompts_max=8", "checkpoint.state_every=2",
+]  # fmt: skip
+
+
+@dataclass
+class Folder:
+    """A working directory with a store, and the environment its commands run in."""
+
+    path: Path
+    store: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """`rlpipe ARGUMENTS` in a process group of its own."""
+        environment = {**os.environ, "PREFECT_HOME": str(self.path / "prefect"), **self.environment}
+        log = (self.path / "output.log").open("a")
+        with log:
+            return subprocess.Popen([str(BIN / "rlpipe"), *arguments], cwd=self.path, env=environment, stdout=log,
+                                    stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+
+    def rlpipe(self, *arguments: str, timeout_s: float = 600) -> tuple[int, str]:
+        """Exit code and output of `rlpipe ARGUMENTS`."""
+        log = self.path / "output.log"
+        before = log.stat().st_size if log.exists() else 0
+        process = self.start(*arguments)
+        try:
+            code = process.wait(timeout=timeout_s)
+        finally:
+            kill_group(process)
+        return code, log.read_text()[before:]
+
+    def run_arguments(self, run: str, *sets: str) -> list[str]:
+        """The arguments of `rlpipe run tiny` for a small run, or a full one when `sets` say so."""
+        overrides = [f"store={self.store}", f"tracking.uri=sqlite:///{self.path}/mlflow.db", *sets]
+        return ["run", "tiny", "--run", run, *[part for each in overrides for part in ("--set", each)]]
+
+    def complete(self, run: str, *sets: str, timeout_s: float = 600) -> str:
+        """Runs to the end and returns the output; AssertionError with the output when it fails."""
+        code, output = self.rlpipe(*self.run_arguments(run, *sets), timeout_s=timeout_s)
+        assert code == 0, output[-4000:]
+        return output
+
+    def open_store(self) -> Store:
+        return open_store(self.store)
+
+    def final_sha256(self, run: str, num_iterations: int) -> str:
+        """The sha256 of the final policy's safetensors."""
+        _, manifest = open_existing(self.open_store(), run).policy(num_iterations)
+        return manifest.file("model.safetensors").sha256
+
+    def evaluation(self, run: str, version: int) -> dict[str, float]:
+        found = open_existing(self.open_store(), run)
+        if version == 0:
+            return found.committed("sft", found.num_segments - 1, "evaluation")[1].metrics
+        return found.committed("rl", version - 1, "evaluation")[1].metrics
+
+    def wait_for(self, run: str, key: str, process: subprocess.Popen[str], timeout_s: float = 300) -> None:
+        """Returns when `runs/<run>/<key>` exists; AssertionError when the process ends or the time is up first."""
+        store, deadline = self.open_store(), time.monotonic() + timeout_s
+        while not store.exists(f"runs/{run}/{key}"):
+            assert process.poll() is None, f"it ended first:\n{(self.path / 'output.log').read_text()[-4000:]}"
+            assert time.monotonic() < deadline, f"{key} did not appear in {timeout_s} s"
+            time.sleep(0.05)
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to the whole process group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait(timeout=30)
+
+
+def descendants(process: subprocess.Popen[str], word: str) -> list[psutil.Process]:
+    """The living descendants whose command line holds `word`."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if any(word in part for part in child.cmdline()):
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def all_gone(processes: list[psutil.Process], within_s: float) -> bool:
+    gone, alive = psutil.wait_procs(processes, timeout=within_s)
+    return not alive
+
+
+def read_record(folder: Folder, run: str, iteration: int) -> dict[str, object]:
+    return json.loads(folder.open_store().read(f"runs/{run}/rl/{iteration:05d}/iteration.json"))

@@ -1,0 +1,115 @@
+"""The config: bounds, combinations, overrides; every fault names field, value and fix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlpipe.config import PipelineConfig, identity
+from rlpipe.config_source import override_config, read_config
+from rlpipe.plan import num_parameters, plan_lines
+from rlpipe.types import UserError
+
+PRESETS = Path(__file__).parent.parent / "flows" / "presets"
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
+def test_every_preset_is_valid_and_can_be_planned(preset: str) -> None:
+    lines = "\n".join(plan_lines(read_config(preset, [], PRESETS)))
+    assert "rollouts" in lines
+    assert "GiB" in lines
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rl.group_size=1", "group_size=1.*use group_size of 2 or more"),
+        ("rl.no_such=3", r"rl\.no_such=3.*no such field"),
+        ("seed=-1", r"seed=-1.*greater than or equal to 0"),
+        ("rl.temperature=0.0", r"rl\.temperature=0\.0"),
+        ("run=a/b", "run='a/b'.*no slash"),
+        ("rl.schedule=cosine", "needs decay_steps"),
+        ("rl.rewards={}", "name at least one"),
+        ("model.context_tokens_max=16", "too short"),
+        ("data.nothing.weight=2", "no data set named 'nothing'"),
+        ("rl", "section.field=value"),
+        ("seed.x=1", "seed=.*valid integer"),
+        ("rl.estimator=gae", r"rl\.estimator='gae'"),
+    ],
+)
+def test_a_bad_value_is_refused_with_field_value_and_fix(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_config("tiny", [override], PRESETS)
+
+
+def test_an_unknown_preset_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tiny"):
+        read_config("nope", [], PRESETS)
+    (tmp_path / "x.toml").write_text("not toml [")
+    with pytest.raises(UserError, match="not TOML"):
+        read_config(str(tmp_path / "x.toml"), [], PRESETS)
+
+
+def test_overrides_reach_fields_lists_and_named_data_sets() -> None:
+    config = read_config(
+        "tiny", ["seed=7", "rl.rewards={math = 0.5}", "data.words.rows_max=77", "rl.reward_fallback=none"], PRESETS
+    )
+    assert config.seed == 7
+    assert config.rl.rewards == {"math": 0.5}
+    assert config.rl.reward_fallback is None
+    assert any(data.rows_max == 77 for data in config.data)
+    assert override_config(config, ["seed=8"]).seed == 8
+
+
+def test_where_and_how_fast_are_not_part_of_what_is_computed() -> None:
+    one = read_config("tiny", [], PRESETS)
+    for same in (
+        "engines.count=2",
+        "trainer.ranks=2",
+        "rl.num_iterations=99",
+        "store=s3://x/y",
+        "tracking.mlflow=false",
+        "run=other",
+    ):
+        assert identity(read_config("tiny", [same], PRESETS)) == identity(one)
+    for other in ("seed=1", "rl.clip_high=0.4", "sft.num_steps=230", "data.words.rows_max=9"):
+        assert identity(read_config("tiny", [other], PRESETS)) != identity(one)
+
+
+def test_every_field_has_a_description() -> None:
+    def fields(model: type) -> list[str]:
+        return [
+            name
+            for name, field in model.model_fields.items()
+            if not field.description and name not in PipelineConfig.model_fields
+        ]
+
+    assert [name for section in PipelineConfig.model_fields.values() if hasattr(section.annotation, "model_fields")
+            for name in fields(section.annotation)] == []  # fmt: skip
+
+
+def test_the_plan_counts_parameters_as_the_model_does() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = read_config("tiny", ["model.vocab_size=320"], PRESETS).model
+    built = Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=320, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)
+    )  # fmt: skip
+    actual = sum(parameter.numel() for parameter in built.parameters())
+    assert abs(num_parameters(model) - actual) / actual < 0.001
+
+
+def test_config_and_types_import_nothing_heavy_and_the_flow_process_no_torch() -> None:
+    program = (
+        "import sys; import rlpipe.config, rlpipe.config_source, rlpipe.types\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'fsspec', 's3fs'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "import flows.cli, flows.post_train, flows.evaluate\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,78 @@
+"""Filters: every drop has a reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpipe.filters import NAMED, apply_filters, resolve_filters
+from rlpipe.types import UserError
+
+
+def group(rewards: list[float], completions: list[str] | None = None, lengths: list[int] | None = None) -> list[dict[str, Any]]:
+    texts = completions or [str(index) for index in range(len(rewards))]
+    sizes = lengths or [3] * len(rewards)
+    rollouts = zip(rewards, texts, sizes, strict=True)
+    return [{"reward": reward, "completion": text, "completion_tokens": list(range(size))} for reward, text, size in rollouts]
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "rollouts", "reason"),
+    [
+        ("nonzero_std", 0.0, group([1, 1, 1]), "zero_std_1.0"),
+        ("nonzero_std", 0.0, group([0.1] * 3), "zero_std_0.1"),
+        ("nonzero_std", 0.0, group([-0.01] * 2), "zero_std_0.0"),
+        ("nonzero_std", 0.0, group([0.0, 1e-6]), None),
+        ("nonzero_std", 0.5, group([0, 1]), "zero_std_0.5"),
+        ("nonzero_std", 0.49, group([0, 1]), None),
+        ("min_reward", 0.5, group([0, 1]), None),
+        ("min_reward", 0.51, group([0, 1]), "low_reward"),
+        ("any_success", 1.0, group([0, 1]), None),
+        ("any_success", 1.0, group([0, 0.9]), "no_success"),
+        ("diversity", 0.5, group([0, 1, 0, 1], ["a", "a", "b", "b"]), None),
+        ("diversity", 0.5, group([0, 1, 0, 1], ["a", "a", "a", "a"]), "low_diversity"),
+        ("reasonable_length", 4, group([0, 1], lengths=[2, 6]), None),
+        ("reasonable_length", 4, group([0, 1], lengths=[2, 7]), "too_long"),
+    ],
+)
+def test_named(name: str, threshold: float, rollouts: list[dict[str, Any]], reason: str | None) -> None:
+    assert NAMED[name](rollouts, threshold) == reason
+
+
+@given(st.floats(-10, 10), st.integers(2, 9))
+def test_equal_rewards_are_always_dropped(reward: float, size: int) -> None:
+    assert str(NAMED["nonzero_std"](group([reward] * size), 0.0)).startswith("zero_std_")
+
+
+def test_the_first_filter_that_drops_gives_the_reason() -> None:
+    groups = [group([0, 0]), group([0, 1]), group([1, 1]), group([0, 1], ["a", "a"])]
+    kept, reasons = apply_filters(groups, resolve_filters({"any_success": 0.5, "nonzero_std": 0.0, "diversity": 1.0}))
+    assert kept == [1]
+    assert reasons == {0: "no_success", 2: "zero_std_1.0", 3: "low_diversity"}
+    assert apply_filters(groups, []) == ([0, 1, 2, 3], {})
+    assert apply_filters([], resolve_filters({"nonzero_std": 0.0})) == ([], {})
+
+
+def test_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "def odd(group, threshold):",
+        "    return 'odd' if len(group) % 2 else None",
+        "def bad(group, threshold):",
+        "    return True",
+    ]
+    (tmp_path / "my_filters_here.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    filters = resolve_filters({"my_filters_here:odd": 0.0})
+    assert apply_filters([group([0, 1]), group([0, 1, 2])], filters) == ([0], {1: "odd"})
+    with pytest.raises(UserError, match="answered True"):
+        apply_filters([group([0, 1])], resolve_filters({"my_filters_here:bad": 0.0}))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("nonzero", "nonzero_std, min_reward"), ("nowhere_here:f", "rl.filters.*nowhere_here")]
+)
+def test_unknown_names_are_refused(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        resolve_filters({name: 0.0})

@@ -1,0 +1,106 @@
+"""Child processes: no orphan, a bounded number of restarts, a taken port said so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpipe.launch import Service, check_port_free, free_port, wrapped
+
+GONE_WITHIN_S = 15.0
+
+
+def wait_gone(pid: int) -> bool:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def start_parent_of(child_argv: list[str]) -> tuple[subprocess.Popen[str], int]:
+    """A process with one child in a session of its own; returns both."""
+    program = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen({child_argv!r}, start_new_session=True)\n"
+        "print(child.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.stdout.close()
+    return parent, pid
+
+
+def test_a_service_dies_with_a_parent_that_was_killed() -> None:
+    child = "from rlpipe.launch import die_with_parent; import time; die_with_parent(); time.sleep(600)"
+    parent, pid = start_parent_of([sys.executable, "-c", child])
+    time.sleep(1.5)  # it watches by then
+    parent.kill()
+    parent.wait(timeout=10)
+    assert wait_gone(pid)
+
+
+def test_a_foreign_program_and_its_children_die_with_the_wrapper_s_parent() -> None:
+    parent, pid = start_parent_of(wrapped(["sh", "-c", "sleep 600 & sleep 600"]))
+    time.sleep(1.5)
+    family = [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    assert len(family) >= 2
+    parent.kill()
+    parent.wait(timeout=10)
+    assert all(wait_gone(each) for each in [pid, *family])
+
+
+def service(tmp_path: Path, program: str, **options: object) -> Service:
+    return Service("thing", [sys.executable, "-c", program], tmp_path / "thing.log", lambda: True, **options)  # type: ignore[arg-type]
+
+
+def test_a_killed_service_is_restarted_until_the_budget_is_spent(tmp_path: Path) -> None:
+    thing = service(tmp_path, "import time; time.sleep(600)", restarts_max=2)
+    thing.start()
+    for _ in range(2):
+        assert not thing.ensure()
+        assert thing.process is not None
+        os.kill(thing.process.pid, signal.SIGKILL)
+        thing.process.wait(timeout=10)
+        assert thing.ensure()
+    assert thing.process is not None
+    thing.process.kill()
+    thing.process.wait(timeout=10)
+    with pytest.raises(RuntimeError, match="ended 3 times"):
+        thing.ensure()
+
+
+def test_a_service_that_ends_while_starting_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    thing = service(tmp_path, "raise SystemExit('no such model')")
+    thing.ready = lambda: False
+    thing.start()
+    with pytest.raises(RuntimeError, match="no such model"):
+        thing.wait_ready()
+
+
+def test_stop_ends_a_service_that_ignores_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpipe.launch.STOP_GRACE_S", 1.0)
+    thing = service(tmp_path, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)")
+    thing.start()
+    time.sleep(0.5)
+    thing.stop()
+    assert not thing.alive()
+
+
+def test_a_taken_port_names_the_field() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ValueError, match=r"engines\.port=\d+: the port is taken"):
+            check_port_free("engines.port", taken.getsockname()[1])
+    check_port_free("engines.port", free_port())

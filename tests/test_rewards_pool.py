@@ -1,0 +1,196 @@
+"""The pool: whatever a reward function does, every rollout gets a score or a reason, and nothing hangs or stays behind."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlpipe.rewards import pool as pool_module
+from rlpipe.rewards.pool import RewardPool, Score, check_rewards
+from rlpipe.types import UserError
+
+REWARDS = '''
+import os, signal, sys, time
+
+print("importing prints")
+
+def behave(prompt, completion):
+    """Does what the completion says."""
+    print("scoring prints", flush=True)
+    if completion == "raise": raise KeyError("gone")
+    if completion == "sleep": time.sleep(600)
+    if completion == "spin":
+        while True: pass
+    if completion == "exit": sys.exit(3)
+    if completion == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "nan": return float("nan")
+    if completion == "inf": return float("inf")
+    if completion == "none": return None
+    if completion == "text": return "1.0"
+    if completion == "empty": return {}
+    if completion == "badpart": return {"a": 1.0, "b": None}
+    if completion == "parts": return {"a": 1.0, "b": 0.5}
+    if completion == "stdin": return len(sys.stdin.read())
+    if completion == "bool": return True
+    if completion == "big": return len(prompt["answer"])
+    if completion == "pid": return os.getpid()
+    if completion == "child": os.system("sleep 600 & echo $! > child.pid; sleep 600")
+    return float(completion)
+
+def half(prompt, completion):
+    return 0.5
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "behaviours.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def pool(folder: Path) -> Iterator[RewardPool]:
+    with RewardPool({"behaviours:behave": 2.0, "behaviours:half": 1.0}, workers=2, timeout_s=1.0) as opened:
+        yield opened
+
+
+def items(*completions: str, answer: str = "x") -> list[dict[str, Any]]:
+    prompt = {"prompt_id": "set/0", "messages": [], "answer": answer, "metadata": {}}
+    return [{"prompt": prompt, "completion": completion} for completion in completions]
+
+
+def test_reward_is_the_weighted_sum_of_the_parts(pool: RewardPool) -> None:
+    assert pool.score(items("1", "parts", "bool")) == [
+        Score(2.5, {"behave": 1.0, "half": 0.5}),
+        Score(3.5, {"behave_a": 1.0, "behave_b": 0.5, "half": 0.5}),
+        Score(2.5, {"behave": 1.0, "half": 0.5}),
+    ]
+    assert pool.last_error is None
+    assert pool.score([]) == []
+
+
+def test_every_misbehaviour_has_its_reason_and_harms_no_other(pool: RewardPool) -> None:
+    bad = {
+        "raise": "reward_error", "sleep": "reward_timeout", "spin": "reward_timeout", "exit": "reward_crash", "kill": "reward_crash",
+        "nan": "reward_invalid", "inf": "reward_invalid", "none": "reward_invalid", "text": "reward_invalid", "empty": "reward_invalid",
+        "badpart": "reward_invalid",
+    }  # fmt: skip
+    completions = [name for index, kind in enumerate(bad) for name in (str(index), kind)]
+    scores = pool.score(items(*completions, "7"))
+    assert [score.reason for score in scores[1::2]] == list(bad.values())
+    assert [score.reward for score in scores[::2]] == [2.0 * index + 0.5 for index in [*range(len(bad)), 7]]
+    assert pool.last_error
+    assert [score.reward for score in pool.score(items("1", "stdin"))] == [2.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("completion", "said"),
+    [
+        ("raise", ["behaviours:behave", "KeyError", "gone", "behaviours.py:"]),
+        ("sleep", ["set/0", "rl.reward_timeout_s=1"]),
+        ("exit", ["set/0", "died"]),
+        ("text", ["behave is '1.0'", "finite number"]),
+    ],
+)
+def test_the_first_fault_is_told(pool: RewardPool, completion: str, said: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    pool.score(items("1", completion))
+    assert pool.last_error is not None
+    assert all(part in pool.last_error for part in said), pool.last_error
+    assert "1 of 2 rollouts" in caplog.text
+
+
+def test_large_prompts_do_not_block_behind_a_stuck_rollout(folder: Path) -> None:
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=0.5) as pool:
+        scores = pool.score(items("sleep", *["big"] * 40, answer="y" * 200_000))
+    assert [score.reason for score in scores[:1]] == ["reward_timeout"]
+    assert {score.reward for score in scores[1:]} == {200_000.0}
+
+
+def test_a_reward_that_never_answers_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "FAILURES_MAX", 3)
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=600.0) as pool:
+        crashed = pool.score(items(*["kill"] * 5000))
+        assert {score.reason for score in crashed} == {"reward_crash"}
+        assert [score.reward for score in pool.score(items("1", *["kill"] * 4, "2"))] == [1.0, None, None, None, None, 2.0]
+
+
+def test_threads_take_turns(pool: RewardPool) -> None:
+    found: dict[int, list[float | None]] = {}
+
+    def work(number: int) -> None:
+        found[number] = [score.reward for score in pool.score(items(*[str(number)] * 50))]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert found == {number: [2.0 * number + 0.5] * 50 for number in range(4)}
+
+
+def gone(pid: int, within_s: float = 10.0) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_close_and_timeout_leave_no_process(folder: Path) -> None:
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=1.0) as pool:
+        assert pool.score(items("child"))[0].reason == "reward_timeout"
+        assert gone(int((folder / "child.pid").read_text()))
+        worker = pool.score(items("pid"))[0].reward
+        assert worker is not None
+        assert psutil.pid_exists(int(worker))
+    assert gone(int(worker))
+
+
+@pytest.mark.parametrize("completion", ["1", "spin"])
+def test_killing_the_owner_leaves_no_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, completion: str) -> None:
+    script = (
+        "from rlpipe.rewards.pool import RewardPool\n"
+        "import time, rlpipe.rewards.worker\n"
+        "pool = RewardPool({'behaviours:behave': 1.0}, workers=1, timeout_s=0.5)\n"
+        "prompt = {'prompt_id': 'a', 'answer': None}\n"
+        "print(int(pool.score([{'prompt': prompt, 'completion': 'pid'}])[0].reward), flush=True)\n"
+        "pool._processes[0].timeout_s = 600\n"  # the owner would wait: only the worker's own alarm can end a spin
+        f"pool.score([{{'prompt': prompt, 'completion': {completion!r}}}])\n"
+        "time.sleep(600)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert owner.stdout is not None
+    worker = int(owner.stdout.readline())
+    time.sleep(0.3)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert gone(worker, within_s=15.0)
+
+
+def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
+    check_rewards({"math": 1.0, "behaviours:half": 0.5})
+    assert "behaviours" not in sys.modules
+    (folder / "broken_here.py").write_text("raise RuntimeError('half a file')\n")
+    (folder / "leaves_here.py").write_text("import os\nos._exit(4)\n")
+    for rewards, said in [
+        ({}, "is empty"),
+        ({"nope": 1.0}, "'nope'"),
+        ({"nowhere.at_all:f": 1.0}, "nowhere.at_all"),
+        ({"broken_here:f": 1.0}, "half a file"),
+        ({"leaves_here:f": 1.0}, "ended with code"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            check_rewards(rewards)
+    with pytest.raises(UserError, match="has no 'nope'"):
+        RewardPool({"behaviours:nope": 1.0}, workers=1, timeout_s=1.0)
+    assert os.getcwd() == str(folder)

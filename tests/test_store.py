@@ -1,0 +1,152 @@
+"""The store protocol on both kinds of URL: exclusive, atomic, verified."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlpipe.store import artifacts
+from rlpipe.store.backend import Store, check_access, open_store
+from rlpipe.types import Manifest, StoreError, UserError, sha256_of
+
+
+def manifest_of(files: list, **changes: object) -> Manifest:
+    settings = {"rl.group_size": 8}
+    manifest = Manifest(
+        run="a", phase="rl", iteration=3, stage="scores", inputs={"rollouts": "1" * 64}, settings_sha256=sha256_of(settings),
+        settings=settings, files=files, metrics={"n": 1}, weight_version=3, code_version="x", started_at="t0", ended_at="t1",
+    )  # fmt: skip
+    return replace(manifest, **changes)
+
+
+def test_put_read_list_delete(store: Store) -> None:
+    store.put("runs/a/x", b"one")
+    store.put("runs/a/x", b"two")
+    store.put("runs/a/deep/y", b"three")
+    assert store.read("runs/a/x") == b"two"
+    assert store.list("runs/a") == ["runs/a/deep/y", "runs/a/x"]
+    assert store.folders("runs") == ["a"]
+    assert store.list("runs/none") == []
+    assert store.folders("nothing") == []
+    store.delete("runs/a/x")
+    assert not store.exists("runs/a/x")
+
+
+def test_a_listing_shows_what_another_client_has_just_written(store: Store) -> None:
+    assert store.list("runs") == []
+    open_store(store.url).put("runs/b/file", b"x")
+    assert store.list("runs") == ["runs/b/file"]
+
+
+def test_create_is_exclusive(store: Store) -> None:
+    assert store.create("runs/a/manifest.json", b"first")
+    assert not store.create("runs/a/manifest.json", b"second")
+    assert store.read("runs/a/manifest.json") == b"first"
+
+
+def test_of_many_creators_at_once_exactly_one_wins(store: Store) -> None:
+    won: list[int] = []
+    clients = [open_store(store.url) for _ in range(8)]
+    barrier = threading.Barrier(len(clients))
+
+    def create(index: int) -> None:
+        barrier.wait(timeout=30)
+        if clients[index].create("race", f"writer {index}".encode()):
+            won.append(index)
+
+    threads = [threading.Thread(target=create, args=(index,)) for index in range(len(clients))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(won) == 1
+    assert store.read("race") == f"writer {won[0]}".encode()
+
+
+def test_the_first_manifest_wins_and_the_loser_answers_with_it(store: Store) -> None:
+    first = artifacts.write_bytes(store, "runs/a/rl/00003/scores", "attempt1", "scores.parquet", b"data one")
+    second = artifacts.write_bytes(store, "runs/a/rl/00003/scores", "attempt2", "scores.parquet", b"data two")
+    ref, standing = artifacts.commit(store, "runs/a/rl/00003/scores", manifest_of([first]))
+    again, loser = artifacts.commit(store, "runs/a/rl/00003/scores", manifest_of([second], ended_at="later"))
+    assert again == ref
+    assert loser == standing
+    assert artifacts.read_file(store, ref.folder, loser.file("scores.parquet")) == b"data one"
+
+
+def test_other_settings_are_refused_with_the_fields_and_the_way_out(store: Store) -> None:
+    artifacts.commit(store, "f", manifest_of([]))
+    with pytest.raises(UserError, match=r"rl\.group_size: 8 -> 16.*rlpipe fork a --at 2"):
+        artifacts.commit(store, "f", manifest_of([], settings={"rl.group_size": 16}))
+    with pytest.raises(UserError, match="input rollouts"):
+        artifacts.commit(store, "f", manifest_of([], inputs={"rollouts": "2" * 64}))
+
+
+def test_a_changed_byte_is_an_error_that_names_the_file(store: Store) -> None:
+    record = artifacts.write_bytes(store, "f", "a1", "x.bin", b"payload")
+    ref, manifest = artifacts.commit(store, "f", manifest_of([record]))
+    store.put("f/a1/x.bin", b"pAyload")
+    with pytest.raises(StoreError, match=r"f/a1/x\.bin"):
+        artifacts.read_file(store, "f", record)
+    assert artifacts.file_faults(store, "f", manifest)
+    with pytest.raises(StoreError, match="expected"):
+        artifacts.read_manifest(store, "f", "0" * 64)
+    with pytest.raises(StoreError, match="missing"):
+        artifacts.read_manifest(store, "nowhere")
+    assert artifacts.read_manifest(store, "f", ref.sha256) == manifest
+
+
+def test_materialise_verifies_and_appears_whole(store: Store, tmp_path: Path) -> None:
+    source = tmp_path / "w.bin"
+    source.write_bytes(bytes(range(256)) * 1000)
+    record = artifacts.write_file(store, "p", "a1", "w.bin", source)
+    assert record.sha256 == hashlib.sha256(source.read_bytes()).hexdigest()
+    ref, _ = artifacts.commit(store, "p", manifest_of([record]))
+    folder = artifacts.materialise(store, ref, tmp_path / "local")
+    assert (folder / "w.bin").read_bytes() == source.read_bytes()
+    assert artifacts.materialise(store, ref, tmp_path / "local") == folder
+    store.put("p/a1/w.bin", b"torn")
+    with pytest.raises(StoreError, match=r"w\.bin"):
+        artifacts.materialise(store, ref, tmp_path / "elsewhere")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_writer_killed_at_any_moment_leaves_the_whole_file_or_none(tmp_path: Path) -> None:
+    program = (
+        "import sys; from rlpipe.store.backend import open_store\n"
+        f"store = open_store('file://{tmp_path}/s')\n"
+        "print('ready', flush=True)\n"
+        "for number in range(10**6): store.put('key', str(number).encode() * 100_000)\n"
+    )
+    for pause_s in (0.0, 0.005, 0.02, 0.05, 0.1):
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            threading.Event().wait(pause_s)
+            writer.kill()
+        store = open_store(f"file://{tmp_path}/s")
+        if store.exists("key"):
+            data = store.read("key").decode()
+            number = data[: len(data) // 100_000]
+            assert data == number * 100_000
+
+
+def test_a_store_that_cannot_be_written_is_said_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UserError, match="store="):
+        check_access(open_store(f"file://{tmp_path}/file/store"))
+    with pytest.raises(UserError, match="unknown scheme"):
+        open_store("ftp://host/path")
+    check_access(open_store(f"file://{tmp_path}/new/deep/store"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_wrong_s3_credentials_are_said_to(s3_server: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY"):
+        check_access(open_store("s3://rlpipe/x"))

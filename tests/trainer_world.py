@@ -1,0 +1,136 @@
+"""A tiny world for the trainer's tests: a model, data in a store, job bodies. No process is started here."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlpipe.rollouts import CONVERSATIONS, to_parquet
+from rlpipe.store.artifacts import commit, new_attempt, write_bytes
+from rlpipe.store.backend import Store
+from rlpipe.trainer.gang import Gang, join_gang
+from rlpipe.trainer.options import TrainerOptions
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Manifest
+
+VOCAB = 320
+MODEL: JsonDict = {
+    "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
+    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+OPTIMIZER: JsonDict = {"betas": [0.9, 0.99], "weight_decay": 0.01}
+SHARED: JsonDict = {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 2, "decay_steps": 0, "grad_clip": 1.0}
+RL: JsonDict = {
+    **SHARED, "num_steps": 2, "first_step": 0, "objective": "ppo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None,
+    "aggregation": "token_mean", "length": 16, "kl_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0,
+    "importance": "token_truncate", "importance_low": 0.0, "importance_high": 2.0, "temperature": 1.0,
+}  # fmt: skip
+SFT: JsonDict = {**SHARED, "num_steps": 3, "first_step": 0, "batch_size": 16, "seed": 0}
+
+
+def options(folder: Path, **changes: Any) -> TrainerOptions:
+    values: dict[str, Any] = {"store": f"file://{folder}/store", "host": "127.0.0.1", "port": 0, "work_dir": f"{folder}/work"}
+    return TrainerOptions(**{**values, **changes})
+
+
+def solo_gang(folder: Path, **changes: Any) -> Gang:
+    """A gang of one rank: this process."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return join_gang(options(folder, **changes))
+
+
+def committed(store: Store, folder: str, files: list[FileRecord]) -> ArtifactRef:
+    manifest = Manifest("run", "rl", 0, "stage", {}, "", {}, files, {}, None, "test", "", "")
+    return commit(store, folder, manifest)[0]
+
+
+def artifact(store: Store, folder: str, files: dict[str, bytes]) -> ArtifactRef:
+    attempt = new_attempt()
+    return committed(store, folder, [write_bytes(store, folder, attempt, name, data) for name, data in files.items()])
+
+
+def saved(store: Store, folder: str, records: list[JsonDict]) -> ArtifactRef:
+    """Commits what a /save wrote, as the stages do."""
+    return committed(store, folder, [FileRecord(**record) for record in records])
+
+
+def digests(records: list[JsonDict]) -> dict[str, str]:
+    return {record["name"].split("/", 1)[1]: record["sha256"] for record in records}
+
+
+def rollout_rows(num_groups: int, group_size: int, seed: int = 0, longest: int = 24) -> list[JsonDict]:
+    random = np.random.default_rng(seed)
+    rows = []
+    for group in range(num_groups):
+        prompt = random.integers(2, VOCAB, random.integers(4, 16)).tolist()
+        for _ in range(group_size):
+            length = int(random.integers(1, longest))
+            rows.append(
+                {
+                    "group_index": group,
+                    "prompt_tokens": prompt,
+                    "completion_tokens": random.integers(2, VOCAB, length).tolist(),
+                    "loss_mask": [int(value) for value in random.random(length) < 0.9],
+                    "rollout_logprobs": (-5.8 + 0.1 * random.standard_normal(length)).tolist(),
+                    "advantage": float(random.standard_normal()),
+                }
+            )
+    return rows
+
+
+def batch(store: Store, folder: str, rows: list[JsonDict]) -> ArtifactRef:
+    import pyarrow as pa
+
+    schema = pa.schema(
+        [
+            ("group_index", pa.int32()),
+            ("prompt_tokens", pa.list_(pa.int32())),
+            ("completion_tokens", pa.list_(pa.int32())),
+            ("loss_mask", pa.list_(pa.int8())),
+            ("rollout_logprobs", pa.list_(pa.float32())),
+            ("advantage", pa.float64()),
+        ]
+    )
+    return artifact(store, folder, {"batch.parquet": to_parquet(rows, schema)})
+
+
+def conversations(store: Store, folder: str, count: int, seed: int = 0) -> ArtifactRef:
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        length = int(random.integers(6, 40))
+        mask = [0] * (length // 2) + [1] * (length - length // 2)
+        rows.append({"tokens": random.integers(2, VOCAB, length).tolist(), "loss_mask": mask})
+    return artifact(store, folder, {"conversations.parquet": to_parquet(rows, CONVERSATIONS)})
+
+
+def load_new(position: str = "new", seed: int = 0, model: JsonDict | None = None) -> JsonDict:
+    new = {"config": model or MODEL, "seed": seed}
+    return {"position": position, "new": new, "policy": None, "state": None, "optimizer": OPTIMIZER}
+
+
+def load_ref(position: str, kind: str, ref: ArtifactRef) -> JsonDict:
+    return {"position": position, "new": None, "policy": None, "state": None, "optimizer": OPTIMIZER, kind: ref.as_json()}
+
+
+def train(start: str, result: str, kind: str, data: ArtifactRef, settings: JsonDict | None = None) -> JsonDict:
+    settings = {**(RL if kind == "rl" else SFT), **(settings or {})}
+    return {"start": start, "result": result, "kind": kind, "data": data.as_json(), "reference": None, "settings": settings}
+
+
+def save(position: str, policy: str | None, state: str | None) -> JsonDict:
+    return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1", "tokenizer": None}
+
+
+def fingerprint(tensors: list[torch.Tensor]) -> str:
+    """One hash of the bits of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
