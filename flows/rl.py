@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
+from flows.naming import named, run_name
 from flows.prepare import prepare
 from flows.progress import bar, iteration_line
 from flows.rl_iteration import rl_iteration
@@ -14,9 +15,10 @@ from tasks.evaluate import evaluate
 from tasks.reload_engines import reload_engines
 
 
-@flow(name="rl", flow_run_name="rl {config.run}", persist_result=False)
+@flow(name="rl", flow_run_name=run_name("rl"), persist_result=False)
 async def rl(config: PipelineConfig) -> JsonDict:
     """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference."""
+    config = named(config)
     async with open_session(config) as session:
         await prepare(session)
         run, total = session.run, config.rl.num_iterations

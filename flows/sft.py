@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import flow
 
+from flows.naming import named, run_name
 from flows.prepare import prepare
 from flows.progress import bar, segment_line
 from rlpipe.config import PipelineConfig
@@ -15,9 +16,10 @@ from tasks.prepare import prepare_sft_data
 from tasks.train_segment import train_segment
 
 
-@flow(name="sft", flow_run_name="sft {config.run}", persist_result=False)
+@flow(name="sft", flow_run_name=run_name("sft"), persist_result=False)
 async def sft(config: PipelineConfig) -> JsonDict:
     """The SFT phase of a run; starts it, or goes on after its newest committed segment. Returns the policy's reference."""
+    config = named(config)
     async with open_session(config) as session:
         base = await prepare(session)
         data = await prepare_sft_data(session, tokenizer=base.ref)

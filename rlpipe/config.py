@@ -25,17 +25,17 @@ class ModelConfig(Section):
     """The model that training starts from: a folder in HF format, or a new Qwen3 of the given shape."""
 
     path: str = Field(
-        "", description="Folder (or hub name) of a model in HF format; empty builds a new Qwen3 model and tokenizer"
+        default="", description="Folder (or hub name) of a model in HF format; empty builds a new Qwen3 model and tokenizer"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number type of the forward and backward pass")
-    hidden_size: int = Field(128, ge=8, description="Width of a new model (plan also uses the shape for estimates)")
-    intermediate_size: int = Field(384, ge=8, description="Width of a new model's MLP")
-    num_layers: int = Field(4, ge=1, description="Layers of a new model")
-    num_heads: int = Field(4, ge=1, description="Attention heads of a new model")
-    num_kv_heads: int = Field(2, ge=1, description="Key-value heads of a new model")
-    vocab_size: int = Field(0, ge=0, description="Vocabulary for plan's estimates; 0: the tokenizer's own")
-    context_tokens_max: int = Field(512, ge=16, description="Longest prompt + completion, tokens")
-    chat_template: str = Field("", description="Jinja chat template that replaces the tokenizer's; empty keeps it")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Number type of the forward and backward pass")
+    hidden_size: int = Field(default=128, ge=8, description="Width of a new model (plan also uses the shape for estimates)")
+    intermediate_size: int = Field(default=384, ge=8, description="Width of a new model's MLP")
+    num_layers: int = Field(default=4, ge=1, description="Layers of a new model")
+    num_heads: int = Field(default=4, ge=1, description="Attention heads of a new model")
+    num_kv_heads: int = Field(default=2, ge=1, description="Key-value heads of a new model")
+    vocab_size: int = Field(default=0, ge=0, description="Vocabulary for plan's estimates; 0: the tokenizer's own")
+    context_tokens_max: int = Field(default=512, ge=16, description="Longest prompt + completion, tokens")
+    chat_template: str = Field(default="", description="Jinja chat template that replaces the tokenizer's; empty keeps it")
 
 
 class DataConfig(Section):
@@ -44,28 +44,28 @@ class DataConfig(Section):
     name: str = Field(description="Name in metrics and prompt ids", pattern=r"^[a-z0-9_]+$")
     use: Literal["sft", "rl", "evaluation"] = Field(description="Which phase reads it")
     source: str = Field(description="reasoning_gym:NAME, datasets:PATH, or a path to .jsonl or .parquet", min_length=1)
-    weight: float = Field(1.0, gt=0, description="Share in the mixture, relative to the other sets of the same use")
-    rows_max: int = Field(0, ge=0, description="Rows read (0: all); for a generator the number of items made")
-    part: Literal["all", "train", "heldout"] = Field("all", description="Which side of the split by prompt hash")
-    heldout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of prompts that are held out")
+    weight: float = Field(default=1.0, gt=0, description="Share in the mixture, relative to the other sets of the same use")
+    rows_max: int = Field(default=0, ge=0, description="Rows read (0: all); for a generator the number of items made")
+    part: Literal["all", "train", "heldout"] = Field(default="all", description="Which side of the split by prompt hash")
+    heldout_fraction: float = Field(default=0.1, gt=0, lt=1, description="Share of prompts that are held out")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of a generator")
-    prompt_field: str = Field("prompt", description="Column of the prompt: text or messages")
-    answer_field: str = Field("answer", description="Column of the reference answer")
-    completion_template: str = Field("{answer}", description="SFT completion made from the answer")
-    system_prompt: str = Field("", description="System message put before every prompt; empty: none")
+    prompt_field: str = Field(default="prompt", description="Column of the prompt: text or messages")
+    answer_field: str = Field(default="answer", description="Column of the reference answer")
+    completion_template: str = Field(default="{answer}", description="SFT completion made from the answer")
+    system_prompt: str = Field(default="", description="System message put before every prompt; empty: none")
 
 
 class OptimizerConfig(Section):
     """AdamW and its schedule; the parent of the two training sections."""
 
-    learning_rate: float = Field(1e-4, gt=0, le=1, description="Peak learning rate")
-    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="Learning rate after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up")
-    decay_steps: int = Field(0, ge=0, description="Optimizer steps from start to zero learning rate (cosine, linear)")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1")
-    beta2: float = Field(0.99, ge=0, lt=1, description="AdamW beta 2")
-    weight_decay: float = Field(0.0, ge=0, le=1, description="AdamW weight decay")
-    grad_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient")
+    learning_rate: float = Field(default=1e-4, gt=0, le=1, description="Peak learning rate")
+    schedule: Literal["constant", "cosine", "linear"] = Field(default="constant", description="Learning rate after the warm-up")
+    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up")
+    decay_steps: int = Field(default=0, ge=0, description="Optimizer steps from start to zero learning rate (cosine, linear)")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW beta 1")
+    beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW beta 2")
+    weight_decay: float = Field(default=0.0, ge=0, le=1, description="AdamW weight decay")
+    grad_clip: float = Field(default=1.0, gt=0, description="Largest norm of the gradient")
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> OptimizerConfig:
@@ -77,55 +77,61 @@ class OptimizerConfig(Section):
 
 
 class SftConfig(OptimizerConfig):
-    num_steps: int = Field(0, ge=0, description="Optimizer steps of SFT; 0 skips it")
-    batch_size: int = Field(64, ge=1, description="Conversations per step")
-    segment_steps: int = Field(50, ge=1, description="Steps per committed segment: the unit of resume")
-    tokens_max: int = Field(512, ge=8, description="Longest conversation, tokens; longer ones are truncated and counted")
+    num_steps: int = Field(default=0, ge=0, description="Optimizer steps of SFT; 0 skips it")
+    batch_size: int = Field(default=64, ge=1, description="Conversations per step")
+    segment_steps: int = Field(default=50, ge=1, description="Steps per committed segment: the unit of resume")
+    tokens_max: int = Field(
+        default=512, ge=8, description="Longest conversation, tokens; longer ones are truncated and counted"
+    )
 
 
 class RlConfig(OptimizerConfig):
-    num_iterations: int = Field(10, ge=0, description="Iterations of RL; 0 skips it")
-    num_prompts: int = Field(64, ge=1, description="Prompts per sampling round")
-    group_size: int = Field(8, ge=1, le=1024, description="Rollouts per prompt")
-    shard_prompts: int = Field(32, ge=1, description="Prompts per shard of generate: the unit of its retry")
-    completion_tokens_max: int = Field(256, ge=1, description="Longest completion, tokens")
-    temperature: float = Field(1.0, gt=0, le=2, description="Sampling temperature")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off (and what training assumes)")
-    top_k: int = Field(-1, ge=-1, description="Top-k sampling; -1 is off")
+    num_iterations: int = Field(default=10, ge=0, description="Iterations of RL; 0 skips it")
+    num_prompts: int = Field(default=64, ge=1, description="Prompts per sampling round")
+    group_size: int = Field(default=8, ge=1, le=1024, description="Rollouts per prompt")
+    shard_prompts: int = Field(default=32, ge=1, description="Prompts per shard of generate: the unit of its retry")
+    completion_tokens_max: int = Field(default=256, ge=1, description="Longest completion, tokens")
+    temperature: float = Field(default=1.0, gt=0, le=2, description="Sampling temperature")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1 is off (and what training assumes)")
+    top_k: int = Field(default=-1, ge=-1, description="Top-k sampling; -1 is off")
     rewards: dict[str, float] = Field(
         default_factory=lambda: {"math": 1.0}, description="Reward -> weight; by name or package.module:function"
     )
-    reward_timeout_s: float = Field(10.0, gt=0, description="Longest time to score one rollout, s")
-    reward_workers: int = Field(1, ge=1, le=64, description="Processes that score")
-    reward_fallback: float | None = Field(0.0, description="Reward of a rollout that could not be scored; none: the run stops")
+    reward_timeout_s: float = Field(default=10.0, gt=0, description="Longest time to score one rollout, s")
+    reward_workers: int = Field(default=1, ge=1, le=64, description="Processes that score")
+    reward_fallback: float | None = Field(
+        default=0.0, description="Reward of a rollout that could not be scored; none: the run stops"
+    )
     filters: dict[str, float] = Field(
         default_factory=lambda: {"nonzero_std": 0.0},
         description="Filter -> threshold; by name or package.module:function",
     )
-    rounds_max: int = Field(1, ge=1, le=100, description="Sampling rounds until enough groups survive the filters")
-    groups_min: int = Field(1, ge=0, description="Groups that are enough to train")
-    on_too_few: Literal["train", "fail"] = Field("train", description="What to do when rounds_max rounds left too few groups")
-    estimator: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo", description="Advantages from the rewards of a group")
-    num_steps: int = Field(4, ge=1, description="Optimizer steps per iteration")
-    objective: Literal["ppo", "reinforce"] = Field("ppo", description="Policy loss")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Clip of the ratio below 1")
-    clip_high: float = Field(0.28, gt=0, description="Clip of the ratio above 1")
+    rounds_max: int = Field(default=1, ge=1, le=100, description="Sampling rounds until enough groups survive the filters")
+    groups_min: int = Field(default=1, ge=0, description="Groups that are enough to train")
+    on_too_few: Literal["train", "fail"] = Field(
+        default="train", description="What to do when rounds_max rounds left too few groups"
+    )
+    estimator: Literal["grpo", "dr_grpo", "rloo"] = Field(default="grpo", description="Advantages from the rewards of a group")
+    num_steps: int = Field(default=4, ge=1, description="Optimizer steps per iteration")
+    objective: Literal["ppo", "reinforce"] = Field(default="ppo", description="Policy loss")
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="Clip of the ratio below 1")
+    clip_high: float = Field(default=0.28, gt=0, description="Clip of the ratio above 1")
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = Field(
-        "token_mean", description="How token losses become one"
+        default="token_mean", description="How token losses become one"
     )
     kl_coef: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         description="Weight of the KL to the reference (the policy RL starts from); 0: no reference is loaded",
     )
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field("k3", description="Estimator of that KL")
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field(default="k3", description="Estimator of that KL")
+    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus")
     importance: Literal["none", "token_truncate", "token_mask"] = Field(
-        "token_truncate", description="Correction of engine-trainer mismatch"
+        default="token_truncate", description="Correction of engine-trainer mismatch"
     )
-    importance_low: float = Field(0.0, ge=0, description="Lower bound of the importance weight")
-    importance_high: float = Field(2.0, gt=0, description="Upper bound of the importance weight")
-    mismatch_max: float = Field(0.05, gt=0, description="Warn when mean |proximal - rollout logprobs| is above")
+    importance_low: float = Field(default=0.0, ge=0, description="Lower bound of the importance weight")
+    importance_high: float = Field(default=2.0, gt=0, description="Upper bound of the importance weight")
+    mismatch_max: float = Field(default=0.05, gt=0, description="Warn when mean |proximal - rollout logprobs| is above")
 
     @model_validator(mode="after")
     def _combinations(self) -> RlConfig:
@@ -139,59 +145,63 @@ class RlConfig(OptimizerConfig):
 
 
 class EvaluationConfig(Section):
-    every: int = Field(10, ge=0, description="Iterations between evaluations; 0: only at the start and at the end")
-    prompts_max: int = Field(200, ge=1, description="Prompts of each evaluation set")
-    num_completions: int = Field(1, ge=1, le=64, description="Completions per prompt for pass@1, at temperature 1")
-    pass_threshold: float = Field(1.0, description="A rollout passes when its reward is at least this")
+    every: int = Field(default=10, ge=0, description="Iterations between evaluations; 0: only at the start and at the end")
+    prompts_max: int = Field(default=200, ge=1, description="Prompts of each evaluation set")
+    num_completions: int = Field(default=1, ge=1, le=64, description="Completions per prompt for pass@1, at temperature 1")
+    pass_threshold: float = Field(default=1.0, description="A rollout passes when its reward is at least this")
 
 
 class TrainerConfig(Section):
-    ranks: int = Field(1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)")
-    nodes: int = Field(1, ge=1, le=1024, description="Nodes of the gang")
+    ranks: int = Field(default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)")
+    nodes: int = Field(default=1, ge=1, le=1024, description="Nodes of the gang")
     gpu_ids: list[int] = Field(default_factory=list, description="GPUs of a node that train; empty: a CPU trains")
-    tokens_max: int = Field(4096, ge=64, description="Tokens of a microbatch, per rank")
-    threads: int = Field(1, ge=1, le=256, description="CPU threads per rank")
-    activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory")
-    port: int = Field(0, ge=0, le=65535, description="Port of the trainer; 0: a free one")
-    start_timeout_s: float = Field(180, gt=0, description="Longest start of the gang, s")
-    job_timeout_s: float = Field(7200, gt=0, description="Longest single job, s")
-    restarts_max: int = Field(5, ge=0, description="Restarts of the gang within one start of a run")
+    tokens_max: int = Field(default=4096, ge=64, description="Tokens of a microbatch, per rank")
+    threads: int = Field(default=1, ge=1, le=256, description="CPU threads per rank")
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass to save memory"
+    )
+    port: int = Field(default=0, ge=0, le=65535, description="Port of the trainer; 0: a free one")
+    start_timeout_s: float = Field(default=180, gt=0, description="Longest start of the gang, s")
+    job_timeout_s: float = Field(default=7200, gt=0, description="Longest single job, s")
+    restarts_max: int = Field(default=5, ge=0, description="Restarts of the gang within one start of a run")
 
 
 class EnginesConfig(Section):
-    kind: Literal["local", "sglang"] = Field("local", description="rlpipe's own engine on transformers, or SGLang")
-    count: int = Field(1, ge=1, le=1024, description="Engines per node")
-    nodes: int = Field(1, ge=1, le=1024, description="Nodes that sample")
+    kind: Literal["local", "sglang"] = Field(default="local", description="rlpipe's own engine on transformers, or SGLang")
+    count: int = Field(default=1, ge=1, le=1024, description="Engines per node")
+    nodes: int = Field(default=1, ge=1, le=1024, description="Nodes that sample")
     gpu_ids: list[int] = Field(
         default_factory=list, description="GPUs of a node that sample, split among its engines; empty: CPU"
     )
-    threads: int = Field(1, ge=1, le=256, description="CPU threads per engine")
-    python: str = Field("", description="Interpreter that has SGLang installed; empty: this one")
+    threads: int = Field(default=1, ge=1, le=256, description="CPU threads per engine")
+    python: str = Field(default="", description="Interpreter that has SGLang installed; empty: this one")
     flags: list[str] = Field(default_factory=list, description="More flags of SGLang's launch_server")
-    in_flight_max: int = Field(256, ge=1, description="Rollouts in flight per engine")
-    port: int = Field(0, ge=0, le=65535, description="Port of the first engine, the others follow; 0: free ones")
-    start_timeout_s: float = Field(180, gt=0, description="Longest start of an engine, s")
-    request_timeout_s: float = Field(600, gt=0, description="Longest single request, s")
-    restarts_max: int = Field(5, ge=0, description="Restarts of an engine within one start of a run")
+    in_flight_max: int = Field(default=256, ge=1, description="Rollouts in flight per engine")
+    port: int = Field(default=0, ge=0, le=65535, description="Port of the first engine, the others follow; 0: free ones")
+    start_timeout_s: float = Field(default=180, gt=0, description="Longest start of an engine, s")
+    request_timeout_s: float = Field(default=600, gt=0, description="Longest single request, s")
+    restarts_max: int = Field(default=5, ge=0, description="Restarts of an engine within one start of a run")
 
 
 class CheckpointConfig(Section):
-    state_every: int = Field(5, ge=1, description="Iterations between training states; resume replays at most that many")
+    state_every: int = Field(
+        default=5, ge=1, description="Iterations between training states; resume replays at most that many"
+    )
 
 
 class TrackingConfig(Section):
-    mlflow: bool = Field(True, description="Track in MLflow")
-    uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking URI")
-    experiment: str = Field("rlpipe", description="MLflow experiment")
+    mlflow: bool = Field(default=True, description="Track in MLflow")
+    uri: str = Field(default="sqlite:///mlflow.db", description="MLflow tracking URI")
+    experiment: str = Field(default="rlpipe", description="MLflow experiment")
 
 
 class PipelineConfig(Section):
     """SFT and RL of one model, from data to a registered policy."""
 
-    run: str = Field("", description="Name of the run: the same name continues it", max_length=80)
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="The one seed; all randomness derives from it")
+    run: str = Field(default="", description="Name of the run: the same name continues it", max_length=80)
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The one seed; all randomness derives from it")
     store: str = Field(
-        "./rlpipe-store", description="Where everything is kept: file:///path or s3://bucket/prefix", min_length=1
+        default="./rlpipe-store", description="Where everything is kept: file:///path or s3://bucket/prefix", min_length=1
     )
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: list[DataConfig] = Field(default_factory=list, description="The data sets")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from rlpipe.store.run import Run
@@ -10,25 +12,38 @@ from rlpipe.types import JsonDict
 STAGES = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines", "evaluate", "orchestration")
 
 
-def sft_points(run: Run, segment: int) -> list[tuple[int, JsonDict]]:
-    """[(step, metrics)] of one committed SFT segment: the loss of every step, the rest once."""
+@dataclass(frozen=True)
+class Point:
+    """Metrics at one step. `time_ms` is when they were committed: logging a point twice is logging the same point."""
+
+    step: int
+    time_ms: int
+    metrics: JsonDict
+
+
+def sft_points(run: Run, segment: int) -> list[Point]:
+    """One committed SFT segment: the loss of every step, the rest once."""
     _, manifest = run.committed("sft", segment, "policy")
-    first = segment * run.config.sft.segment_steps
-    points = [(first + offset, {"sft/loss": loss}) for offset, loss in enumerate(manifest.metrics["losses"])]
+    first, time_ms = segment * run.config.sft.segment_steps, _milliseconds(manifest.ended_at)
+    points = [Point(first + offset, time_ms, {"sft/loss": loss}) for offset, loss in enumerate(manifest.metrics["losses"])]
     rest = {name.replace("train/", "sft/"): value for name, value in manifest.metrics.items() if name.startswith("train/")}
-    rest.pop("sft/loss")
-    return [*points, (points[-1][0], rest)]
+    del rest["sft/loss"]
+    return [*points, Point(points[-1].step, time_ms, rest)]
 
 
-def rl_points(run: Run, iteration: int) -> list[tuple[int, JsonDict]]:
-    """[(iteration, metrics)] of one committed iteration."""
+def rl_points(run: Run, iteration: int) -> list[Point]:
+    """One committed iteration."""
     record = run.iteration_record(iteration)
     assert record is not None, f"iteration {iteration} is not committed"
-    return [(iteration, record["metrics"])]
+    return [Point(iteration, _milliseconds(record["ended_at"]), record["metrics"])]
 
 
-def fetch_points(run: Run, phase: str, unit: int) -> list[tuple[int, JsonDict]]:
+def fetch_points(run: Run, phase: str, unit: int) -> list[Point]:
     return sft_points(run, unit) if phase == "sft" else rl_points(run, unit)
+
+
+def _milliseconds(moment: str) -> int:
+    return int(datetime.fromisoformat(moment).timestamp() * 1000)
 
 
 def evaluations(run: Run, num_iterations: int) -> list[tuple[int, JsonDict]]:
@@ -50,7 +65,7 @@ def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = [rl_points(run, iteration)[0][1] for iteration in range(num_iterations)]
+    records = [rl_points(run, iteration)[0].metrics for iteration in range(num_iterations)]
     figure = Figure(figsize=(15, 8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 3).flatten()
@@ -74,7 +89,7 @@ def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
 
 def _draw_losses(axis: object, run: Run) -> None:
     points = [point for segment in range(run.num_segments) for point in sft_points(run, segment)[:-1]]
-    axis.plot([step for step, _ in points], [told["sft/loss"] for _, told in points])  # type: ignore[attr-defined]
+    axis.plot([point.step for point in points], [point.metrics["sft/loss"] for point in points])  # type: ignore[attr-defined]
     _finish_axis(axis, "SFT loss", "SFT step", legend=False)
 
 

@@ -48,10 +48,9 @@ def to_parquet(rows: list[JsonDict], schema: pa.Schema) -> bytes:
     """The rows as zstd Parquet, logprobs split by byte stream. Deterministic: equal rows give equal bytes."""
     table = pa.Table.from_pylist(rows, schema=schema)
     sink = io.BytesIO()
-    split = ["rollout_logprobs.list.element"] if "rollout_logprobs" in schema.names else []
+    logprobs = {"rollout_logprobs.list.element": "BYTE_STREAM_SPLIT"} if "rollout_logprobs" in schema.names else None
     dictionary = [name for name in ("prompt_id", "prompt", "finish_reason", "engine", "source") if name in schema.names]
-    encoding = {"column_encoding": dict.fromkeys(split, "BYTE_STREAM_SPLIT")} if split else {}
-    pq.write_table(table, sink, compression="zstd", use_dictionary=dictionary, **encoding)
+    pq.write_table(table, sink, compression="zstd", use_dictionary=dictionary, column_encoding=logprobs)  # pyright: ignore[reportArgumentType]
     data = sink.getvalue()
     assert pq.read_metadata(io.BytesIO(data)).num_rows == len(rows), "rows were lost in writing"
     return data

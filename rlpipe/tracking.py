@@ -9,21 +9,20 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlpipe.config import PipelineConfig, identity
-from rlpipe.types import JsonDict
+from rlpipe.report import Point
 
 log = logging.getLogger(__name__)
 FINISH_TIMEOUT_S = 30.0
 SENT_TAG = "rlpipe.sent_"
 CATCH_UP_MAX = 200  # committed units sent per wake-up: a resume after an outage catches up in bounded steps
 
-Fetch = Callable[[str, int], list[tuple[int, JsonDict]]]  # (phase, unit) -> [(step, metrics)]
+Fetch = Callable[[str, int], list[Point]]  # (phase, unit) -> its points
 
 
 @dataclass
@@ -134,11 +133,12 @@ class Tracker:
             self._phases[phase] = Phase(mlflow_run, int(tags.get(SENT_TAG + phase, 0)))
         state = self._phases[phase]
         for unit in range(state.sent, min(committed, state.sent + CATCH_UP_MAX)):
-            now = int(time.time() * 1000)
             points = [
-                Metric(name, float(value), now, step) for step, told in self.fetch(phase, unit) for name, value in told.items()
+                Metric(name, float(value), point.time_ms, point.step)
+                for point in self.fetch(phase, unit)
+                for name, value in point.metrics.items()
             ]
-            # the tag travels in the same transaction as the metrics: a step is logged once
+            # dying between metrics and tag sends the unit again: the same points, which MLflow keeps once
             for first in range(0, len(points), 900):
                 last = first + 900 >= len(points)
                 tag = [RunTag(SENT_TAG + phase, str(unit + 1))] if last else []

@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from prefect import task
-from prefect.states import Completed, State
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from rlpipe.stages.session import Session
 from rlpipe.types import StageResult, StepRefused, StoreError, UserError
@@ -32,8 +34,7 @@ def stage_task(verb: str, run_name: str) -> Callable[[Stage], Stage]:
                 result = await stage(session, **arguments)
             return Completed(name="Cached", data=result) if result.cached else result
 
-        told = task(
-            body,
+        policy = task(
             name=verb,
             description=stage.__doc__,
             task_run_name=lambda: _named(run_name),
@@ -41,11 +42,12 @@ def stage_task(verb: str, run_name: str) -> Callable[[Stage], Stage]:
             retry_delay_seconds=RETRY_DELAY_S,
             retry_condition_fn=_worth_retrying,
             persist_result=False,
-            cache_policy=None,
+            cache_policy=NO_CACHE,
         )
+        told = policy(body)
 
         async def run(session: Session, **arguments: Any) -> StageResult:
-            state = await told(session, **arguments, return_state=True)
+            state: State[StageResult] = await told(session, **arguments, return_state=True)  # pyright: ignore[reportAssignmentType]
             return await state.aresult()
 
         return run

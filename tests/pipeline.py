@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -89,10 +90,8 @@ class Folder:
 
 def kill_group(process: subprocess.Popen[str]) -> None:
     """SIGKILL to the whole process group."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait(timeout=30)
 
 
@@ -109,7 +108,7 @@ def descendants(process: subprocess.Popen[str], word: str) -> list[psutil.Proces
 
 
 def all_gone(processes: list[psutil.Process], within_s: float) -> bool:
-    gone, alive = psutil.wait_procs(processes, timeout=within_s)
+    _gone, alive = psutil.wait_procs(processes, timeout=within_s)
     return not alive
 
 

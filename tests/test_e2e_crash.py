@@ -44,7 +44,9 @@ def test_kill_the_whole_group_at_random_moments(folder: Folder, undisturbed: tup
 
 
 @pytest.mark.parametrize("victim", ["rlpipe.trainer.server", "rlpipe.trainer.agent", "rlpipe.engines.local.server"])
-def test_kill_a_service_in_the_middle_and_the_run_goes_on_by_itself(folder: Folder, undisturbed: tuple[str, float], victim: str) -> None:
+def test_kill_a_service_in_the_middle_and_the_run_goes_on_by_itself(
+    folder: Folder, undisturbed: tuple[str, float], victim: str
+) -> None:
     process = folder.start(*folder.run_arguments("a", *MINI))
     try:
         folder.wait_for("a", "rl/00002/prompts/round-0/manifest.json", process)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +21,7 @@ from rlpipe.trainer.options import TrainerOptions
 from rlpipe.types import JsonDict, StoreError, UserError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the longest that one rank may wait for another (an upload of rank 0)
+SCRATCH = ("fetched", "saving")
 LOCAL_FAULTS = (StoreError, ValueError, OSError, SafetensorError)
 
 
@@ -36,9 +38,12 @@ class Gang:
     store: Store
     report: Callable[[int, int], None] = field(default=lambda done, total: None)
 
-    @property
-    def work_dir(self) -> Path:
-        return Path(self.options.work_dir)
+    def scratch(self, name: str) -> Path:
+        """A folder of this node's scratch; `name` is one of SCRATCH."""
+        assert name in SCRATCH, name
+        folder = Path(self.options.work_dir) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def broadcast(self, value: JsonDict | None) -> JsonDict | None:
         """What rank 0 holds, on all ranks."""
@@ -76,6 +81,13 @@ class Gang:
         if faults:
             users, message = faults[0]
             raise UserError(message) if users else StoreError(message)
+
+
+def clear_scratch(options: TrainerOptions) -> None:
+    """Removes what a killed gang left on this node; before the ranks meet, so that none uses it yet."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for name in SCRATCH:
+            shutil.rmtree(Path(options.work_dir) / name, ignore_errors=True)
 
 
 def join_gang(options: TrainerOptions) -> Gang:

@@ -65,7 +65,7 @@ class Trainer:
         if self._reference is None or self._reference[0] != ref.sha256:
             self._reference = None
             folder = fetch(self.gang, ref)
-            policy, _ = load_policy(self.gang, folder)
+            policy, _, _ = load_policy(self.gang, folder)
             forget(self.gang, folder)
             self._reference = (ref.sha256, policy.requires_grad_(False))
         return self._reference[1]

@@ -22,7 +22,7 @@ from rlpipe.logprobs import chunk_size, chunked_logprobs
 from rlpipe.trainer.gang import Gang
 from rlpipe.types import JsonDict, StoreError, UserError
 
-ReadRows = Callable[[str, int, int], Tensor]  # (HF name, first row, end row) -> those rows
+ReadRows = Callable[[str, list[int], int, int], Tensor]  # (HF name, whole shape, first row, end row) -> those rows
 
 
 class PolicyModel(nn.Module):
@@ -91,10 +91,7 @@ def build_policy(gang: Gang, config: PretrainedConfig, read_rows: ReadRows) -> P
             start, end = row_range(parameter.shape[0], gang.rank, gang.size)
             local = parameter.to_local()
             assert local.shape[0] == end - start, f"{name}: this rank has {local.shape[0]} rows, not {start} to {end}"
-            rows = read_rows(name, start, end)
-            if rows.shape != local.shape:
-                raise StoreError(f"{name} has the shape {[*rows.shape]}, the model's config says {[*local.shape]}")
-            local.copy_(rows)
+            local.copy_(read_rows(name, [*parameter.shape], start, end))
     return policy
 
 
@@ -112,18 +109,22 @@ def new_weights(config: PretrainedConfig, seed: int) -> ReadRows:
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parameters = dict(lm.named_parameters())
-    return lambda name, start, end: parameters[name].detach()[start:end]
+    return lambda name, shape, start, end: parameters[name].detach()[start:end]
 
 
 def folder_weights(folder: Path) -> ReadRows:
     """Rows of the safetensors of a folder in HF format; StoreError naming the folder and tensor that is missing."""
     paths = {name: path for path in sorted(folder.glob("*.safetensors")) for name in _names(path)}
 
-    def read_rows(name: str, start: int, end: int) -> Tensor:
+    def read_rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
         if name not in paths:
             raise StoreError(f"{folder} has no tensor {name}")
         with safe_open(paths[name], framework="pt") as file:
-            return file.get_slice(name)[start:end].float()
+            stored = file.get_slice(name)
+            # too many rows would be cut off silently by the slice
+            if stored.get_shape() != shape:
+                raise StoreError(f"{paths[name]}: {name} has the shape {stored.get_shape()}, config.json says {shape}")
+            return stored[start:end].float()
 
     return read_rows
 

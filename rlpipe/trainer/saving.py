@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import tempfile
@@ -64,7 +63,7 @@ def save_policy(gang: Gang, resident: Resident, target: Target, tokenizer: JsonD
     sizes = {name: parameter.numel() * dtype.itemsize for name, parameter in parameters.items()}
     files = files_of(sizes, FILE_BYTES_MAX)
     records: list[FileRecord] = []
-    with _scratch(gang) as scratch:
+    with tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
         for file_name, names in files.items():
             tensors: dict[str, Tensor] = {}
             for name in names:
@@ -74,9 +73,9 @@ def save_policy(gang: Gang, resident: Resident, target: Target, tokenizer: JsonD
                     tensors[name] = full.to(dtype).cpu().contiguous()
             with gang.together():
                 if gang.rank == 0:
-                    save_file(tensors, scratch / file_name, metadata={"format": "pt"})
-                    records.append(write_file(gang.store, target.folder, target.attempt, file_name, scratch / file_name))
-                    (scratch / file_name).unlink()
+                    save_file(tensors, Path(scratch) / file_name, metadata={"format": "pt"})
+                    records.append(write_file(gang.store, target.folder, target.attempt, file_name, Path(scratch) / file_name))
+                    (Path(scratch) / file_name).unlink()
         with gang.together():
             if gang.rank == 0:
                 records += _small_files(gang, resident, target, files, sizes)
@@ -112,19 +111,12 @@ def save_state(gang: Gang, resident: Resident, target: Target) -> list[FileRecor
     """Every rank writes its own rows; the records of all, on all ranks."""
     mine: list[FileRecord] = []
     name = state_file(gang.rank, gang.size)
-    with gang.together(), _scratch(gang) as scratch:
-        save_file(state_tensors(resident), scratch / name)
-        mine.append(write_file(gang.store, target.folder, target.attempt, name, scratch / name))
+    with gang.together(), tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
+        save_file(state_tensors(resident), Path(scratch) / name)
+        mine.append(write_file(gang.store, target.folder, target.attempt, name, Path(scratch) / name))
         if gang.rank == 0:
             data = json.dumps(state_record(gang, resident), indent=1, sort_keys=True).encode()
             mine.append(write_bytes(gang.store, target.folder, target.attempt, "state.json", data))
     records = [record for records in gang.gather(mine) for record in records]
     assert len(records) == gang.size + 1, f"{len(records)} files of a state of {gang.size} ranks"
     return records
-
-
-@contextlib.contextmanager
-def _scratch(gang: Gang) -> Iterator[Path]:
-    gang.work_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=gang.work_dir, prefix="saving-") as folder:
-        yield Path(folder)

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from rlpipe.launch import die_with_parent
 from rlpipe.trainer.board import Board, Refused
-from rlpipe.trainer.gang import join_gang
+from rlpipe.trainer.gang import clear_scratch, join_gang
 from rlpipe.trainer.jobs import Trainer, serve_jobs
 from rlpipe.trainer.options import TrainerOptions
 from rlpipe.types import JsonDict
@@ -110,6 +110,7 @@ def main(argument: str) -> None:
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = TrainerOptions.from_argument(argument)
+    clear_scratch(options)
     gang = join_gang(options)
     board = Board() if gang.rank == 0 else None
     if board is not None:

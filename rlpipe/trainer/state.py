@@ -79,31 +79,25 @@ def load(gang: Gang, body: JsonDict) -> Resident:
     if given == ["new"]:
         config = hf_config(body["new"]["config"])
         policy = build_policy(gang, config, new_weights(config, body["new"]["seed"]))
-        return make_resident(policy, config, _generation(config, None), body["optimizer"])
+        return make_resident(policy, config, GenerationConfig.from_model_config(config).to_diff_dict(), body["optimizer"])
     folder = fetch(gang, ArtifactRef.from_json(body[given[0]]))
     if given == ["policy"]:
-        policy, config = load_policy(gang, folder)
-        resident = make_resident(policy, config, _generation(config, folder), body["optimizer"])
+        resident = make_resident(*load_policy(gang, folder), body["optimizer"])
     else:
         resident = _load_state(gang, folder, body["optimizer"])
     forget(gang, folder)
     return resident
 
 
-def load_policy(gang: Gang, folder: Path) -> tuple[PolicyModel, PretrainedConfig]:
-    """The weights of a folder in HF format."""
-    settings: JsonDict = {}
+def load_policy(gang: Gang, folder: Path) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
+    """The weights of a folder in HF format, its config and its generation config."""
     with gang.together():
-        settings = json.loads((folder / "config.json").read_text())
-    config = hf_config(settings)
-    return build_policy(gang, config, folder_weights(folder)), config
-
-
-def _generation(config: PretrainedConfig, folder: Path | None) -> JsonDict:
-    path = folder / "generation_config.json" if folder else None
-    if path is not None and path.is_file():
-        return json.loads(path.read_text())
-    return GenerationConfig.from_model_config(config).to_diff_dict()
+        config = hf_config(json.loads((folder / "config.json").read_text()))
+        generation = GenerationConfig.from_model_config(config).to_diff_dict()
+        if (folder / "generation_config.json").is_file():
+            generation = json.loads((folder / "generation_config.json").read_text())
+        read_rows = folder_weights(folder)
+    return build_policy(gang, config, read_rows), config, generation
 
 
 def fetch(gang: Gang, ref: ArtifactRef) -> Path:
@@ -113,7 +107,7 @@ def fetch(gang: Gang, ref: ArtifactRef) -> Path:
     for turn in (True, False):
         with gang.together():
             if first == turn:
-                folder = materialise(gang.store, ref, gang.work_dir / "fetched")
+                folder = materialise(gang.store, ref, gang.scratch("fetched"))
     return folder
 
 
@@ -121,7 +115,9 @@ def forget(gang: Gang, folder: Path) -> None:
     """Removes fetched files once all ranks have read them."""
     gang.gather(None)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        shutil.rmtree(folder)
+        # renamed first: half removed under its own name it would pass for a whole one after a kill
+        gone = folder.rename(folder.with_name(f".gone-{folder.name}"))
+        shutil.rmtree(gone)
 
 
 def state_file(rank: int, size: int) -> str:
@@ -165,9 +161,10 @@ def _load_state(gang: Gang, folder: Path, optimizer: JsonDict) -> Resident:
     with gang.together():
         for moment in MOMENTS:
             read_rows = state_rows(folder, record, moment)
-            for name, shard in resident.shards.items():
-                start, end = row_range(record["tensors"][name]["shape"][0], gang.rank, gang.size)
-                resident.optimizer.state[shard][moment].copy_(read_rows(name, start, end))
+            for name, parameter in policy.shards():
+                start, end = row_range(parameter.shape[0], gang.rank, gang.size)
+                moments = resident.optimizer.state[resident.shards[name]]
+                moments[moment].copy_(read_rows(name, [*parameter.shape], start, end))
         for entry in resident.optimizer.state.values():
             entry["step"].fill_(record["optimizer_step"])
     assert resident.optimizer_step == record["optimizer_step"], "the optimizer's step was not restored"
@@ -178,11 +175,11 @@ def state_rows(folder: Path, record: JsonDict, kind: str) -> ReadRows:
     """Reads rows of one kind of tensor (`param` or a moment) out of the files of however many ranks wrote them."""
     size = record["world_size"]
 
-    def read_rows(name: str, start: int, end: int) -> Tensor:
-        if name not in record["tensors"]:
-            raise StoreError(f"{folder}/state.json has no tensor {name}")
-        tensor = record["tensors"][name]
-        parts = [torch.empty((0, *tensor["shape"][1:]))]
+    def read_rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
+        tensor = record["tensors"].get(name)
+        if tensor is None or tensor["shape"] != shape:
+            raise StoreError(f"{folder}/state.json has no tensor {name} of shape {shape}")
+        parts = [torch.empty((0, *shape[1:]))]
         for rank, (first, last) in enumerate(tensor["rows"]):
             low, high = max(start, first), min(end, last)
             if low < high:

@@ -1,0 +1,46 @@
+"""Two-key bearer auth: the API key samples, the admin key controls."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready"})
+CONTROL_PATHS = frozenset(
+    {
+        "/pause_generation",
+        "/continue_generation",
+        "/abort_request",
+        "/update_weights_from_disk",
+        "/flush_cache",
+        "/weights_checker",
+    }
+)
+
+
+def key_wanted(path: str, api_key: str | None, admin_api_key: str | None) -> str | None:
+    """The key that a path takes; None when it is open. With one key set, that key opens everything it guards."""
+    assert path.startswith("/"), path
+    if path in OPEN_PATHS:
+        return None
+    if path in CONTROL_PATHS and admin_api_key:
+        return admin_api_key
+    return api_key
+
+
+def auth_middleware(api_key: str | None, admin_api_key: str | None) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    """Answers 401 to requests without the key that their path takes."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        wanted = key_wanted(request.path, api_key, admin_api_key)
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if wanted is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    return check

@@ -1,0 +1,65 @@
+"""Chunked logprobs against float64 numpy over the full logits; the gradient does not depend on the chunk.
+
+Legend: N positions, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlpipe.logprobs import LOGITS_MAX, chunk_size, chunked_logprobs
+
+N, H, V = 23, 8, 50
+
+
+def setup() -> tuple[Tensor, Tensor, nn.Linear]:
+    torch.manual_seed(0)
+    return 3 * torch.randn(N, H), torch.randint(0, V, (N,)), nn.Linear(H, V, bias=False)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_values(temperature: float) -> None:
+    hidden, targets, head = setup()
+    logits = hidden.double().numpy() @ head.weight.detach().double().numpy().T / temperature
+    logits -= logits.max(-1, keepdims=True)
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    logprobs, entropy = chunked_logprobs(hidden, targets, head, temperature=temperature, chunk=5)
+    np.testing.assert_allclose(logprobs.detach().numpy(), np.log(probabilities)[np.arange(N), targets], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(entropy.detach().numpy(), -(probabilities * np.log(probabilities)).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+def gradients(chunk: int) -> tuple[Tensor, Tensor]:
+    hidden, targets, head = setup()
+    hidden.requires_grad_()
+    logprobs, entropy = chunked_logprobs(hidden, targets, head, temperature=0.9, chunk=chunk)
+    (logprobs * torch.arange(N) + 0.1 * entropy).sum().backward()
+    assert hidden.grad is not None and head.weight.grad is not None
+    return hidden.grad, head.weight.grad
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 22, 100])
+def test_gradient_is_that_of_one_chunk(chunk: int) -> None:
+    for found, expected in zip(gradients(chunk), gradients(N), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_more_than_a_chunk_never_exist() -> None:
+    hidden, targets, head = setup()
+    sizes: list[int] = []
+
+    def project(part: Tensor) -> Tensor:
+        sizes.append(part.shape[0])
+        return head(part)
+
+    chunked_logprobs(hidden.requires_grad_(), targets, project, chunk=6)[0].sum().backward()
+    assert sizes == [6, 6, 6, 5, 5, 6, 6, 6], "each chunk once forward and once more in the backward pass"
+    assert chunk_size(151_936) * 151_936 <= LOGITS_MAX
+
+
+def test_no_position_is_an_empty_answer() -> None:
+    hidden, targets, head = setup()
+    logprobs, entropy = chunked_logprobs(hidden[:0], targets[:0], head, chunk=4)
+    assert logprobs.shape == entropy.shape == (0,)

@@ -1,0 +1,208 @@
+"""A real gang of two ranks under torchrun, over HTTP: it agrees with one rank, exchanges states with it, and survives a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlpipe.launch import free_port
+from rlpipe.store.artifacts import materialise
+from rlpipe.store.backend import Store, open_store
+from rlpipe.trainer.jobs import Trainer
+from rlpipe.trainer.options import torchrun_argv
+from rlpipe.trainer.state import state_file, state_rows
+from rlpipe.types import ArtifactRef, JsonDict
+from tests import trainer_world as world
+
+TOKEN = "secret"
+DEADLINE_S = 120
+SETTINGS: JsonDict = {"num_steps": 1, "learning_rate": 1e-4, "grad_clip": 1e9, "entropy_coef": 0.01}
+
+
+class GangUnderTest:
+    """The processes and a blocking client."""
+
+    def __init__(self, folder: Path) -> None:
+        self.options = world.options(folder, port=free_port(), tokens_max=512)
+        self.url = f"http://127.0.0.1:{self.options.port}"
+        self.log = folder / "gang.log"
+        environment = {**os.environ, "RLPIPE_TRAINER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        with self.log.open("wb") as log:
+            code = f"import subprocess; subprocess.Popen({torchrun_argv(self.options, 2)!r}).wait()"
+            self.parent = subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log, env=environment)
+
+    def ask(self, path: str, body: JsonDict | None = None, token: str = TOKEN) -> tuple[int, JsonDict]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/{path}", data, {"Authorization": f"Bearer {token}"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())
+
+    def do(self, path: str, body: JsonDict) -> JsonDict:
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            status, answer = self.ask(path, body)
+            if status == 200:
+                return answer["result"]
+            assert status == 202, f"{path}: {status} {answer}\n{self.log.read_text()[-3000:]}"
+        raise AssertionError(f"{path} took longer than {DEADLINE_S} s")
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            assert self.parent.poll() is None, self.log.read_text()[-3000:]
+            try:
+                assert self.ask("health") == (200, {"ranks": 2})
+                return
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.2)
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def ranks(self) -> list[psutil.Process]:
+        family = psutil.Process(self.parent.pid).children(recursive=True)
+        return [child for child in family if child.cmdline()[3:4] == ["rlpipe.trainer.server"]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gang")
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path) -> Store:
+    return open_store(f"file://{folder}/store")
+
+
+@pytest.fixture(scope="module")
+def gang(folder: Path) -> Iterator[GangUnderTest]:
+    gang = GangUnderTest(folder)
+    try:
+        gang.wait_ready()
+        yield gang
+    finally:
+        gang.parent.kill()
+        gang.parent.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def solo(folder: Path) -> Trainer:
+    return Trainer(world.solo_gang(folder, tokens_max=512, work_dir=f"{folder}/solo"))
+
+
+@pytest.fixture(scope="module")
+def data(store: Store) -> ArtifactRef:
+    return world.batch(store, "batch", world.rollout_rows(6, 4))
+
+
+def moments(store: Store, folder: str, records: list[JsonDict], local: Path) -> tuple[dict[str, torch.Tensor], ArtifactRef]:
+    """exp_avg after one step of a fresh AdamW: (1 - beta1) times the gradient, put together from the ranks' files."""
+    ref = world.saved(store, folder, records)
+    files = materialise(store, ref, local)
+    record = json.loads((files / "state.json").read_text())
+    read_rows = state_rows(files, record, "exp_avg")
+    shapes = {name: tensor["shape"] for name, tensor in record["tensors"].items()}
+    return {name: read_rows(name, shape, 0, shape[0]) for name, shape in shapes.items()}, ref
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_one_rank_and_two_ranks_agree(
+    gang: GangUnderTest, solo: Trainer, store: Store, data: ArtifactRef, tmp_path: Path, aggregation: str
+) -> None:
+    job = world.train("new", "one", "rl", data, {**SETTINGS, "aggregation": aggregation})
+    gang.do("load", world.load_new("new"))
+    solo.run("load", world.load_new("new"))
+    metrics, expected = gang.do("train", job)["metrics"], solo.run("train", job)["metrics"]
+    for name in set(expected) - {"train_s", "train/packing_efficiency", "train/onpolicy_abs"}:
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+    assert metrics["train/onpolicy_abs"] < 1e-6
+    two, _ = moments(
+        store, f"two-{aggregation}", gang.do("save", world.save("one", None, f"two-{aggregation}"))["state"], tmp_path
+    )
+    one, _ = moments(
+        store, f"one-{aggregation}", solo.run("save", world.save("one", None, f"one-{aggregation}"))["state"], tmp_path
+    )
+    assert one.keys() == two.keys()
+    for name, moment in one.items():
+        assert float((two[name] - moment).double().norm() / moment.double().norm()) < 1e-6, name
+
+
+def test_a_state_moves_between_one_and_two_ranks(
+    gang: GangUnderTest, solo: Trainer, store: Store, data: ArtifactRef, tmp_path: Path
+) -> None:
+    gang.do("load", world.load_new("new"))
+    gang.do("train", world.train("new", "one", "rl", data))
+    two = gang.do("save", world.save("one", "p2", "s2"))
+    assert set(world.digests(two["state"])) == {"state.json", state_file(0, 2), state_file(1, 2)}
+    two_moments, two_ref = moments(store, "s2", two["state"], tmp_path)
+    solo.run("load", world.load_ref("one", "state", two_ref))
+    one = solo.run("save", world.save("one", "p1", "s1"))
+    assert world.digests(one["policy"]) == world.digests(two["policy"])
+    one_moments, one_ref = moments(store, "s1", one["state"], tmp_path)
+    assert world.fingerprint([*one_moments.values()]) == world.fingerprint([*two_moments.values()])
+    gang.do("load", world.load_ref("one-again", "state", one_ref))
+    again = gang.do("save", world.save("one-again", "p3", "s3"))
+    assert world.digests(again["policy"]) == world.digests(two["policy"])
+    assert world.digests(again["state"]) == world.digests(two["state"])
+
+
+def test_a_killed_rank_costs_a_restart_and_no_bit(gang: GangUnderTest, store: Store, data: ArtifactRef) -> None:
+    job = world.train("start", "end", "rl", data, {"first_step": 2})
+    gang.do("load", world.load_new("new"))
+    gang.do("train", world.train("new", "start", "rl", data))
+    state = gang.do("save", world.save("start", None, "s"))["state"]
+    ref = world.saved(store, "s", state)
+    gang.do("train", job)
+    expected = world.digests(gang.do("save", world.save("end", "p-before", None))["policy"])
+    before = gang.ranks()
+    assert len(before) == 2
+    before[1].send_signal(signal.SIGKILL)
+    _gone, alive = psutil.wait_procs(before, timeout=30)
+    assert not alive, "torchrun takes the other rank down too"
+    gang.wait_ready()
+    assert gang.ask("train", job) == (409, {"error": "not resident", "position": None})
+    gang.do("load", world.load_ref("start", "state", ref))
+    gang.do("train", job)
+    assert world.digests(gang.do("save", world.save("end", "p-after", None))["policy"]) == expected
+
+
+def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
+    assert gang.ask("health", token="wrong")[0] == 401
+    assert gang.ask("nothing")[0] == 404 and gang.ask("nothing", {})[0] == 404
+    status, answer = gang.ask("train", {"start": "a"})
+    assert status == 400 and "train takes exactly the fields data, kind" in answer["error"]
+    status, answer = gang.ask("load", world.load_ref("x", "policy", ArtifactRef("missing", "0" * 64)))
+    assert status == 500 and "missing/manifest.json is missing" in answer["error"]
+    rows = world.rollout_rows(4, 2)
+    poisoned = world.batch(store, "poisoned", [{**rows[0], "advantage": float("nan")}, *rows[1:]])
+    gang.do("load", world.load_new("new"))
+    status, answer = gang.ask("train", world.train("new", "never", "rl", poisoned))
+    assert status == 422 and answer["error"].startswith("poisoned step 0: loss nan")
+    assert gang.ask("status")[1] == {"position": None, "busy": False, "progress": None}
+    long = world.batch(store, "long", world.rollout_rows(2, 2, longest=3000))
+    gang.do("load", world.load_new("other", seed=5))
+    status, answer = gang.ask("train", world.train("other", "never", "rl", long))
+    assert status == 400 and "trainer.tokens_max=512; set trainer.tokens_max to" in answer["error"]
+
+
+def test_the_gang_ends_with_its_parent(gang: GangUnderTest) -> None:
+    """The last test, for it kills what stands for the flow process: neither torchrun nor a rank stays."""
+    family = psutil.Process(gang.parent.pid).children(recursive=True)
+    assert len(family) >= 3
+    gang.parent.kill()
+    _gone, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive

@@ -1,0 +1,47 @@
+"""The same step on CUDA, nccl and bf16. Skipped, visibly, where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CODE = """
+import sys, math
+from pathlib import Path
+from tests import trainer_world as world
+from rlpipe.trainer.gang import join_gang
+from rlpipe.trainer.jobs import Trainer
+options = world.options(Path(sys.argv[1]), device="cuda", dtype=sys.argv[2], tokens_max=512, activation_checkpointing=True)
+gang = join_gang(options)
+trainer = Trainer(gang)
+data = world.batch(gang.store, "batch", world.rollout_rows(6, 4))
+fingerprints = []
+for turn in range(2):
+    trainer.run("load", world.load_new())
+    metrics = trainer.run("train", world.train("a", "b", "rl", data))["metrics"]
+    assert metrics["train/onpolicy_abs"] < 1e-6 and math.isfinite(metrics["train/grad_norm"]), metrics
+    saved = trainer.run("save", world.save("b", f"policy-{turn}", f"state-{turn}"))
+    fingerprints.append([world.digests(saved["policy"]), world.digests(saved["state"])])
+assert fingerprints[0] == fingerprints[1], "two executions of one job differ"
+trainer.run("load", world.load_ref("b", "state", world.saved(gang.store, "state-1", saved["state"])))
+again = trainer.run("save", world.save("b", "policy-2", "state-2"))
+assert world.digests(again["state"]) == fingerprints[0][1]
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_step_on_cuda(tmp_path: Path, dtype: str) -> None:
+    script = tmp_path / "step.py"
+    script.write_text(CODE)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script), str(tmp_path)]
+    done = subprocess.run(
+        [*argv, dtype], env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
