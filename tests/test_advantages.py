@@ -45,7 +45,7 @@ def test_nothing_to_compare_is_zero_exactly(estimator: str, rewards: list[float]
 
 
 def test_unknown_estimator_is_named() -> None:
-    with pytest.raises(ValueError, match="estimator='gae'.*grpo"):
+    with pytest.raises(ValueError, match=r"estimator='gae'.*grpo"):
         group_advantages(np.zeros(2), np.zeros(2), estimator="gae")  # pyright: ignore[reportArgumentType]
 
 

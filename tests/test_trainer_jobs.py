@@ -85,14 +85,16 @@ def test_state_and_replay_end_at_the_same_bits(trainer: Trainer) -> None:
 
     iterate(0)
     saved = trainer.run("save", world.save("b", "policy", "state"))
-    iterate(1), iterate(2)
+    iterate(1)
+    iterate(2)
     expected = policy_sha(trainer)
     for _ in range(2):
         trainer.run("load", world.load_ref("b", "state", ArtifactRef("state", _manifest_sha(trainer, saved["state"]))))
         again = trainer.run("save", world.save("b", "policy-again", "state-again"))
         assert world.digests(again["policy"]) == world.digests(saved["policy"])
         assert world.digests(again["state"]) == world.digests(saved["state"])
-        iterate(1), iterate(2)
+        iterate(1)
+        iterate(2)
         assert policy_sha(trainer) == expected
     assert not list((trainer.gang.scratch("fetched")).iterdir()), "fetched files are removed"
 
@@ -112,7 +114,7 @@ def test_saved_policy_is_a_transformers_model_with_the_tokenizer_of_another(trai
     ]  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert trainer.resident is not None
-    names = {name: parameter for name, parameter in model.named_parameters()}
+    names = dict(model.named_parameters())
     assert names.keys() == trainer.resident.shards.keys() == load_file(folder / "model.safetensors").keys()
     assert all(torch.equal(parameter, trainer.resident.shards[name]) for name, parameter in names.items())
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
@@ -148,7 +150,7 @@ def test_refusals_leave_nothing_resident(trainer: Trainer) -> None:
         trainer.run("train", world.train("a", "b", "rl", poisoned))
     assert trainer.resident is None
     trainer.run("load", world.load_new())
-    with pytest.raises(StoreError, match="wrong/manifest.json"):
+    with pytest.raises(StoreError, match=r"wrong/manifest\.json"):
         trainer.run("train", world.train("a", "b", "rl", ArtifactRef("wrong", "0" * 64)))
     assert trainer.resident is None
     with pytest.raises(UserError, match="exactly one of new, policy and state"):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from rlpipe.rollouts import CONVERSATIONS, to_parquet
 from rlpipe.store.artifacts import commit, new_attempt, write_bytes
@@ -41,7 +42,7 @@ def options(folder: Path, **changes: Any) -> TrainerOptions:
 def solo_gang(folder: Path, **changes: Any) -> Gang:
     """A gang of one rank: this process."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return join_gang(options(folder, **changes))
 
 
