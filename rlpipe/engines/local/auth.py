@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
 
 from aiohttp import web
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from aiohttp.typedefs import Handler, Middleware
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready"})
 CONTROL_PATHS = frozenset(
@@ -32,7 +30,7 @@ def key_wanted(path: str, api_key: str | None, admin_api_key: str | None) -> str
     return api_key
 
 
-def auth_middleware(api_key: str | None, admin_api_key: str | None) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def auth_middleware(api_key: str | None, admin_api_key: str | None) -> Middleware:
     """Answers 401 to requests without the key that their path takes."""
 
     @web.middleware

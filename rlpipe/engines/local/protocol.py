@@ -105,6 +105,8 @@ def parse_generate(body: Any, limits: Limits, new_id: str, new_seed: int) -> Cal
             job_seed = (seed + copy * SEED_STEP) & SEED_MASK
             call.jobs.append(Job(name, call, prompt, sampling, stops, job_seed, score_from))
     call.many = many or len(call.jobs) > 1
+    if len({job.rid for job in call.jobs}) != len(call.jobs):
+        raise RequestRefused("rid: with n > 1 the ids get a suffix, and two of them are then the same")
     assert call.jobs, "a request without completions"
     return call
 

@@ -159,7 +159,9 @@ class Routes:
             return web.Response(status=503)
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         try:
-            await asyncio.wait_for(self._run(parse_generate(body, self.limits, f"health-{next(self._ids)}", 0)), HEALTH_TIMEOUT_S)
+            await asyncio.wait_for(
+                self._run(parse_generate(body, self.limits, f"health-{next(self._ids)}", 0)), HEALTH_TIMEOUT_S
+            )
         except TimeoutError:
             return web.Response(status=503)
         return web.Response(status=200)

@@ -71,10 +71,11 @@ class Scheduler:
         try:
             action, answer = self._inbox.get(timeout=IDLE_POLL_S) if wait else self._inbox.get_nowait()
             while True:
-                try:
-                    answer.set_result(action())
-                except (RequestRefused, UserError) as error:
-                    answer.set_exception(error)
+                if answer.set_running_or_notify_cancel():  # else the caller went away before its turn
+                    try:
+                        answer.set_result(action())
+                    except (RequestRefused, UserError) as error:
+                        answer.set_exception(error)
                 action, answer = self._inbox.get_nowait()
         except queue.Empty:
             return

@@ -57,16 +57,16 @@ async def _serve(options: EngineOptions, model: LocalModel) -> None:
     routes.scheduler = Scheduler(model, options.weight_version, options.threads, deliver)
     thread = threading.Thread(target=routes.scheduler.run, name="scheduler", daemon=True)
     thread.start()
-    app = web.Application(
-        client_max_size=BODY_BYTES_MAX, middlewares=[auth_middleware(options.api_key, options.admin_api_key)]
-    )
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[auth_middleware(options.api_key, options.admin_api_key)])
     routes.add_to(app)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
         await web.TCPSite(runner, options.host, options.port).start()
     except OSError as error:
-        raise UserError(f"port={options.port}: cannot listen on {options.host} ({error.strerror}); choose a free port") from error
+        raise UserError(
+            f"port={options.port}: cannot listen on {options.host} ({error.strerror}); choose a free port"
+        ) from error
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)

@@ -1,0 +1,156 @@
+"""Tiny models built in code, and engine servers as processes. Shared by the engine tests."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rlpipe.launch import free_port
+
+START_TIMEOUT_S = 60
+CALL_TIMEOUT_S = 30
+API_KEY, ADMIN_KEY = "test-api", "test-admin"
+CONTEXT_TOKENS = 512
+VOCAB = 320
+CONTROL = ("/pause", "/continue", "/abort", "/update", "/flush", "/weights")
+
+
+def tiny_config() -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=CONTEXT_TOKENS,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+
+
+@functools.cache
+def scratch() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="rlpipe-engine-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+@functools.cache
+def tiny_model(seed: int) -> Path:
+    """A folder in HF format with a model whose distributions are far from uniform."""
+    torch.manual_seed(seed)
+    lm = AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+    folder = scratch() / f"model-{seed}"
+    lm.save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def reference_logprobs(folder: Path, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """What transformers' own full forward pass gives for `tokens` after `prompt`."""
+    with torch.inference_mode():
+        logits = reference(folder)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits.double() / temperature, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running engine."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def key(self, path: str) -> str:
+        return ADMIN_KEY if path.startswith(CONTROL) else API_KEY
+
+    async def call(self, path: str, body: Any = None, key: str | None = None, method: str = "POST") -> tuple[int, Any]:
+        """Status and JSON (or text) of one call, with the key that the path takes."""
+        headers = {"Authorization": f"Bearer {self.key(path) if key is None else key}"}
+        timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.request(method, self.url + path, json=body, headers=headers) as answer,
+        ):
+            return answer.status, await (answer.json() if answer.content_type == "application/json" else answer.text())
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        return await self.call(path, method="GET")
+
+    async def generate(self, input_ids: Any, sampling_params: Any, **fields: Any) -> Any:
+        """The answer of a request that must succeed, with logprobs."""
+        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **fields}
+        status, answer = await self.call("/generate", body)
+        assert status == 200, answer
+        return answer
+
+    async def update(self, folder: Path, version: str) -> tuple[int, Any]:
+        return await self.call("/update_weights_from_disk", {"model_path": str(folder), "weight_version": version})
+
+
+def start_engine(*arguments: str, port: int | None = None) -> tuple[subprocess.Popen[bytes], Path, str]:
+    """An engine process, its log and its URL; not waited for."""
+    port = port or free_port()
+    log = scratch() / f"engine-{port}-{time.monotonic_ns()}.log"
+    environment = {
+        **os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "RLPIPE_DIE_WITH_PARENT": "1",
+        "RLPIPE_API_KEY": API_KEY, "RLPIPE_ADMIN_API_KEY": ADMIN_KEY,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "rlpipe.engines.local.server", "--port", str(port), *arguments]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+    return process, log, f"http://127.0.0.1:{port}"
+
+
+@functools.cache
+def engine(name: str) -> Server:
+    """The engine called `name`, started once in a test session, on model 0 as weight version 1."""
+    process, log, url = start_engine(
+        "--model-path", str(tiny_model(0)), "--weight-version", "1", "--context-tokens-max", str(CONTEXT_TOKENS)
+    )  # fmt: skip
+    atexit.register(stop, process)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"engine {name} ended: {log.read_text()}"
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return Server(url, process)
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.1)
+    raise AssertionError(f"engine {name} did not start in {START_TIMEOUT_S} s: {log.read_text()}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> int:
+    """Ends a process that these tests started; its exit code."""
+    if process.poll() is None:
+        process.terminate()
+    return process.wait(timeout=15)
+
+
+def sampled(answer: Any) -> tuple[list[int], list[float]]:
+    """Tokens and logprobs of one completion; the two must tell of the same tokens."""
+    triples = answer["meta_info"]["output_token_logprobs"]
+    assert [triple[1] for triple in triples] == answer["output_ids"]
+    return answer["output_ids"], [triple[0] for triple in triples]
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))

@@ -1,0 +1,128 @@
+"""A request with a seed has the same tokens and the same bits of its logprobs whatever runs beside it, in any order, anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpipe.engines.local.model import LocalModel
+from rlpipe.engines.local.protocol import Limits, parse_generate
+from rlpipe.engines.local.scheduler import Scheduler
+from tests.engine_fixtures import VOCAB, engine, sampled, tiny_model
+
+NUM_REQUESTS = 24
+
+
+@functools.cache
+def requests() -> list[tuple[list[int], dict[str, Any]]]:
+    """Requests of many shapes, among them groups with one prompt."""
+    draw = random.Random(7)
+    made: list[tuple[list[int], dict[str, Any]]] = []
+    for index in range(NUM_REQUESTS):
+        prompt = [draw.randrange(3, VOCAB) for _ in range(draw.choice([1, 7, 22, 31, 32, 33, 60, 130]))]
+        if index % 3 == 1:
+            prompt = made[-1][0]
+        made.append((prompt, {
+            "max_new_tokens": draw.choice([1, 5, 16, 40]), "sampling_seed": draw.getrandbits(62),
+            "temperature": draw.choice([0, 0.6, 1.0, 1.5]), "top_p": draw.choice([1.0, 1.0, 0.9]),
+            "top_k": draw.choice([-1, -1, 20]), "ignore_eos": draw.random() < 0.5,
+        }))  # fmt: skip
+    return made
+
+
+@functools.cache
+def local_model(device: str) -> LocalModel:
+    with torch.inference_mode():
+        return LocalModel(str(tiny_model(0)), device)
+
+
+def run_together(chosen: list[int], device: str, late: int = 0) -> dict[int, Any]:
+    """Runs requests on a scheduler of their own; the last `late` of them arrive after some steps."""
+    scheduler = Scheduler(local_model(device), "1", torch.get_num_threads(), lambda _: None)
+    calls = {}
+    with torch.inference_mode():
+        for place, index in enumerate(chosen):
+            if place == len(chosen) - late:
+                for _ in range(3):
+                    scheduler.step()
+            prompt, params = requests()[index]
+            body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+            calls[index] = parse_generate(body, Limits(VOCAB, 512, (2,)), str(index), 0)
+            scheduler.submit(calls[index])
+        for _ in range(1000):
+            if not scheduler.live:
+                break
+            scheduler.step()
+    assert not scheduler.live
+    return {index: (call.jobs[0].tokens, call.jobs[0].logprobs) for index, call in calls.items()}
+
+
+@functools.cache
+def alone(threads: int, device: str) -> dict[int, Any]:
+    assert torch.get_num_threads() == threads
+    return {index: run_together([index], device)[index] for index in range(NUM_REQUESTS)}
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def check_orders(threads: int, device: str, orders: list[list[int]]) -> None:
+    expected = alone(threads, device)
+    for order in orders:
+        together = run_together(order, device, late=len(order) // 3)
+        for index in order:
+            assert together[index] == expected[index], f"request {index} differs in {order}"
+
+
+def test_any_order_gives_the_same_bits(threads: int) -> None:
+    orders = [random.Random(seed).sample(range(NUM_REQUESTS), NUM_REQUESTS) for seed in range(3)]
+    check_orders(threads, "cpu", orders)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, NUM_REQUESTS - 1), min_size=1, unique=True))
+def test_any_company_gives_the_same_bits(order: list[int]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        check_orders(1, "cpu", [order])
+    finally:
+        torch.set_num_threads(before)
+
+
+async def test_every_engine_and_every_order_of_arrival_gives_the_same_bits() -> None:
+    servers = [engine("a"), engine("b")]
+    if not (await servers[0].get("/server_info"))[1]["enable_deterministic_inference"]:
+        pytest.skip("this engine says that it is not deterministic")
+    prompts, params = [list(column) for column in zip(*requests(), strict=True)]
+    batch = [sampled(answer) for answer in await servers[0].generate(prompts, params)]
+    single = [sampled(await servers[1].generate(prompt, how)) for prompt, how in requests()]
+    assert single == batch
+    order = random.Random(3).sample(range(NUM_REQUESTS), NUM_REQUESTS)
+    tasks = {index: asyncio.create_task(servers[index % 2].generate(*requests()[index])) for index in order}
+    assert [sampled(await tasks[index]) for index in range(NUM_REQUESTS)] == batch
+
+
+def test_without_a_seed_completions_differ() -> None:
+    calls = [parse_generate({"input_ids": [1]}, Limits(VOCAB, 512, (2,)), "x", seed) for seed in (5, 9)]
+    assert calls[0].jobs[0].seed != calls[1].jobs[0].seed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_any_order_gives_the_same_bits_on_cuda() -> None:
+    orders = [random.Random(seed).sample(range(NUM_REQUESTS), NUM_REQUESTS) for seed in range(3)]
+    check_orders(torch.get_num_threads(), "cuda", orders)

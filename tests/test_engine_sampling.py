@@ -1,0 +1,102 @@
+"""The sampler and what surrounds it, without a model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpipe.engines.local.auth import CONTROL_PATHS, key_wanted
+from rlpipe.engines.local.kvcache import PREFIX_BYTES_MAX, PrefixBlock, PrefixStore
+from rlpipe.engines.local.model import SLOTS_MAX, SLOTS_MIN, slot_count
+from rlpipe.engines.local.options import THREADS, EngineOptions
+from rlpipe.engines.local.sampling import SlotSampling, sample, uniforms
+from rlpipe.types import UserError
+
+SLOTS, VOCAB = 4096, 64
+
+
+def test_uniforms_are_uniform_and_independent_of_their_neighbours() -> None:
+    seeds, index = np.arange(20_000, dtype=np.uint64), np.zeros(20_000, dtype=np.uint64)
+    by_seed, by_index = uniforms(seeds, index), uniforms(index, seeds)
+    for values in (by_seed, by_index):
+        assert values.min() >= 0 and values.max() < 1
+        histogram = np.histogram(values, bins=20, range=(0, 1))[0]
+        assert ((histogram - 1000) ** 2 / 1000).sum() < 45  # chi-squared, 19 degrees of freedom, p = 0.0007
+        assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
+    assert uniforms(seeds[77:78], index[:1])[0] == by_seed[77]
+
+
+def test_sampling_follows_the_scaled_distribution_and_reports_it() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(VOCAB).repeat(SLOTS, 1) * 2
+    how = SlotSampling.empty(SLOTS)
+    how.temperature_S[:] = 1.7
+    tokens, logprobs = sample(logits, how, uniforms(np.arange(SLOTS, dtype=np.uint64), np.zeros(SLOTS, dtype=np.uint64)))
+    expected = torch.log_softmax(logits[0].double() / 1.7, -1)
+    np.testing.assert_allclose(logprobs, expected.numpy()[tokens], atol=1e-12)
+    counts = np.bincount(tokens, minlength=VOCAB)
+    np.testing.assert_allclose(counts / SLOTS, expected.exp().numpy(), atol=0.03)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, VOCAB), st.floats(0.01, 1.0), st.floats(0.2, 3.0))
+def test_only_kept_tokens_are_drawn_and_logprobs_are_not_renormalised(top_k: int, top_p: float, temperature: float) -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(top_k)).repeat(64, 1)
+    how = SlotSampling(np.full(64, temperature), np.full(64, top_p), np.full(64, top_k))
+    tokens, logprobs = sample(logits, how, np.linspace(0, 1 - 2**-52, 64))
+    probs = torch.softmax(logits[0].double() / temperature, -1).numpy()
+    order = np.argsort(-probs)
+    before = np.cumsum(probs[order]) - probs[order]
+    kept = order[: max(1, min(top_k, int((before <= top_p).sum())))]
+    assert set(tokens) <= set(kept)
+    np.testing.assert_allclose(np.exp(logprobs), probs[tokens], rtol=1e-9)
+
+
+def test_a_neighbour_with_top_p_changes_no_bit() -> None:
+    logits = torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(1))
+    how, mixed = SlotSampling.empty(16), SlotSampling.empty(16)
+    mixed.top_p_S[3], mixed.top_k_S[5] = 0.3, 2
+    uniform = np.linspace(0, 0.999, 16)
+    (tokens, logprobs), (others, other_logprobs) = sample(logits, how, uniform), sample(logits, mixed, uniform)
+    same = [row for row in range(16) if row not in (3, 5)]
+    assert (tokens[same] == others[same]).all() and (logprobs[same] == other_logprobs[same]).all()
+
+
+def test_slots_divide_evenly_among_threads() -> None:
+    for bucket in range(64, 40_000, 64):
+        slots = slot_count(bucket)
+        assert SLOTS_MIN <= slots <= SLOTS_MAX and all(slots % threads == 0 for threads in THREADS)
+
+
+def test_the_prefix_store_is_bounded() -> None:
+    store = PrefixStore()
+    big = PREFIX_BYTES_MAX // 4 // 3
+    for index in range(10):
+        store.add([(index, 0), (index, 1)], PrefixBlock(torch.empty(1, 2, 1, 1, big, 1), torch.empty(2, big)))
+    assert len(store) < 6 and (9, 1) in store and (0, 0) not in store
+    store.clear()
+    assert len(store) == 0 and store.get((9, 1)) is None
+
+
+def test_keys() -> None:
+    for path in CONTROL_PATHS:
+        assert key_wanted(path, "api", "admin") == "admin" and key_wanted(path, "api", None) == "api"
+    assert key_wanted("/generate", "api", "admin") == "api" and key_wanted("/health", "api", "admin") is None
+    assert key_wanted("/generate", None, None) is None
+
+
+@pytest.mark.parametrize("fields", [{"threads": 3}, {"context_tokens_max": 0}, {"device": "tpu"}, {"port": 0}])
+def test_bad_options_name_the_field(fields: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=next(iter(fields))):
+        EngineOptions("/model", **fields)  # type: ignore[arg-type]
+
+
+def test_options_import_without_torch() -> None:
+    script = "import sys, rlpipe.engines.local.options; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == 0
