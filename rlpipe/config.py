@@ -33,6 +33,7 @@ class ModelConfig(Section):
     num_layers: int = Field(default=4, ge=1, description="Layers of a new model")
     num_heads: int = Field(default=4, ge=1, description="Attention heads of a new model")
     num_kv_heads: int = Field(default=2, ge=1, description="Key-value heads of a new model")
+    init_std: float = Field(default=0.02, gt=0, le=1, description="Standard deviation of a new model's initial weights")
     vocab_size: int = Field(default=0, ge=0, description="Vocabulary for plan's estimates; 0: the tokenizer's own")
     context_tokens_max: int = Field(default=512, ge=16, description="Longest prompt + completion, tokens")
     chat_template: str = Field(default="", description="Jinja chat template that replaces the tokenizer's; empty keeps it")

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from tests.engine_fixtures import API_KEY, edit_config, engine, reference_logprobs, sampled, start_engine, stop, tiny_model
 
 PROMPT = [5, 17, 200, 3, 44]
-LONG = {"max_new_tokens": 440, "ignore_eos": True, "sampling_seed": 11}
+LONG = {"max_new_tokens": 120, "ignore_eos": True, "sampling_seed": 11}
 DEADLINE_S = 20.0
+CONTEXT = ("--context-tokens-max", "512")
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ async def test_pause_abort_answers_at_once_with_what_there_is() -> None:
     answer = await running
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     tokens, _ = sampled(answer)
-    assert len(tokens) == answer["meta_info"]["completion_tokens"] < 440
+    assert len(tokens) == answer["meta_info"]["completion_tokens"] < 120
     assert (await engine("a").get("/ready"))[0] == 503 and (await engine("a").get("/health"))[0] == 200
     waits = asyncio.create_task(engine("a").generate(PROMPT, {"max_new_tokens": 1}))
     await engine("a").call("/continue_generation", {})
@@ -83,7 +84,7 @@ async def test_retracted_requests_go_on_under_the_new_weights() -> None:
     answer = await running
     tokens, logprobs = sampled(answer)
     (old, cut), (new, rest) = answer["meta_info"]["weight_versions"]
-    assert (old, new) == ("1", "2") and cut + rest == 440 and answer["meta_info"]["weight_version"] == "2"
+    assert (old, new) == ("1", "2") and cut + rest == 120 and answer["meta_info"]["weight_version"] == "2"
     before = reference_logprobs(tiny_model(0), PROMPT, tokens)[:cut]
     after = reference_logprobs(tiny_model(1), PROMPT, tokens)[cut:]
     torch.testing.assert_close(torch.tensor(logprobs, dtype=torch.float64), torch.cat([before, after]), atol=1e-4, rtol=0)
@@ -95,7 +96,7 @@ async def test_a_flush_is_refused_while_requests_stay_in_place() -> None:
     status, answer = await engine("a").update(tiny_model(1), "2")
     assert status == 400 and answer["success"] is False
     await engine("a").call("/continue_generation", {})
-    assert (await running)["meta_info"]["weight_versions"] == [["1", 440]]
+    assert (await running)["meta_info"]["weight_versions"] == [["1", 120]]
 
 
 async def test_an_unknown_pause_mode_is_refused() -> None:
@@ -108,7 +109,7 @@ async def test_abort_ends_the_request_of_that_name_only() -> None:
     await until_running(2)
     await engine("a").call("/abort_request", {"rid": "p4"})
     aborted, finished = await asyncio.gather(*tasks)
-    assert aborted["meta_info"]["finish_reason"]["type"] == "abort" and len(aborted["output_ids"]) < 440
+    assert aborted["meta_info"]["finish_reason"]["type"] == "abort" and len(aborted["output_ids"]) < 120
     assert finished["meta_info"]["finish_reason"]["type"] == "length"
     assert (await engine("a").call("/abort_request", {"rid": "nobody"}))[0] == 200
     assert (await engine("a").call("/abort_request", {}))[0] == 400
@@ -170,7 +171,7 @@ BROKEN: dict[str, Callable[[Path], None]] = {
     "empty file": _cut(0),
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),
     "no folder": shutil.rmtree,
-    "missing tensor": _edited(lambda tensors: tensors.pop(NORM) and None),
+    "missing tensor": _edited(lambda tensors: tensors.__delitem__(NORM)),
     "extra tensor": _edited(lambda tensors: tensors.update(extra=torch.zeros(2))),
     "wrong shape": _edited(lambda tensors: tensors.update({NORM: torch.ones(64)})),
     "not finite": _edited(lambda tensors: tensors[NORM].__setitem__(3, torch.nan)),
@@ -204,24 +205,21 @@ async def test_memory_stays_flat_over_reloads() -> None:
     assert after[-1] < after[20] * 1.05
 
 
-def test_sigterm_ends_the_engine_cleanly_and_a_taken_port_is_named() -> None:
+def test_each_end_of_a_process_has_its_exit_code() -> None:
     port = int(engine("a").url.rsplit(":", 1)[1])
-    process, log, _ = start_engine("--model-path", str(tiny_model(0)), port=port)
-    assert process.wait(timeout=60) == 2 and f"port={port}" in log.read_text()
-    process, log, _ = start_engine("--model-path", str(tiny_model(0)))
-    deadline = time.monotonic() + 60
-    while "serving" not in log.read_text():
-        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
-        time.sleep(0.1)
-    assert stop(process) == 0, log.read_text()
-
-
-def test_a_fault_in_the_scheduler_ends_the_process() -> None:
+    taken, taken_log, _ = start_engine("--model-path", str(tiny_model(0)), *CONTEXT, port=port)
+    served, served_log, _ = start_engine("--model-path", str(tiny_model(0)), *CONTEXT)
     script = (
         "import threading, time; from rlpipe.engines.local import server, scheduler;"
         "threading.excepthook = server._end_process;"
         "s = scheduler.Scheduler(None, '0', 1, print); threading.Thread(target=s.run).start();"
         "s.ask(lambda: 1 / 0); time.sleep(30)"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "ZeroDivisionError" in ended.stderr
+    faulty = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert faulty.returncode == 1 and "ZeroDivisionError" in faulty.stderr
+    assert taken.wait(timeout=60) == 2 and f"port={port}" in taken_log.read_text()
+    deadline = time.monotonic() + 60
+    while "serving" not in served_log.read_text():
+        assert time.monotonic() < deadline and served.poll() is None, served_log.read_text()
+        time.sleep(0.05)
+    assert stop(served) == 0, served_log.read_text()

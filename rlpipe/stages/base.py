@@ -109,6 +109,7 @@ def _new_config(model: ModelConfig, tokenizer: ChatTokenizer) -> JsonDict:
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.hidden_size // model.num_heads,
+        "initializer_range": model.init_std,
         "tie_word_embeddings": True,
         "max_position_embeddings": model.context_tokens_max,
         "eos_token_id": tokenizer.eos_token_id,

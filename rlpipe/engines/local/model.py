@@ -9,6 +9,7 @@ Legend: R rows of a block, S slots, P padded prompt length, L bucket length, V v
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def block_rows(padded: int) -> int:
 
 def slot_count(bucket: int) -> int:
     """Slots that decode together in a bucket of `bucket` tokens: a power of two."""
-    return max(SLOTS_MIN, min(SLOTS_MAX, 1 << (SLOT_TOKENS_MAX // bucket).bit_length() - 1))
+    return max(SLOTS_MIN, min(SLOTS_MAX, 1 << max(1, SLOT_TOKENS_MAX // bucket).bit_length() - 1))
 
 
 class LocalModel:
@@ -51,6 +52,7 @@ class LocalModel:
         config = read_config(Path(folder))
         text_config = config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
+        self.positions_max: int = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
         self.device = torch.device(device)
         if odd := sorted(set(getattr(text_config, "layer_types", None) or ()) - {"full_attention"}):
             raise UserError(f"model_path={folder!r}: layers of type {odd} are not supported; use SGLang for this model")

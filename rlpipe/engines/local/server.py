@@ -36,6 +36,8 @@ def serve(options: EngineOptions) -> None:
     torch.set_num_threads(options.threads)
     with torch.inference_mode():
         model = LocalModel(options.model_path, options.device)
+    if options.context_tokens_max > model.positions_max:
+        raise UserError(f"context_tokens_max={options.context_tokens_max}: this model has {model.positions_max} positions")
     threading.excepthook = _end_process
     asyncio.run(_serve(options, model))
 

@@ -1,0 +1,114 @@
+"""What an RL iteration of the preset `tiny` costs: per stage, in none (orchestration), and without Prefect.
+
+    .venv/bin/python benchmarks/iteration.py [--pairs 8]
+
+Iterations of one run are done alternately as flow runs and by the bare library, so both see the same machine and the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from flows.server import prefect_server, set_defaults
+
+set_defaults()
+
+from flows.prepare import prepare  # noqa: E402
+from flows.rl_iteration import rl_iteration  # noqa: E402
+from flows.sft import sft  # noqa: E402
+from rlpipe.config import PipelineConfig  # noqa: E402
+from rlpipe.config_source import read_config  # noqa: E402
+from rlpipe.stages import policy as policy_stages  # noqa: E402
+from rlpipe.stages import sampling, scoring  # noqa: E402
+from rlpipe.stages.iteration import commit_iteration  # noqa: E402
+from rlpipe.stages.session import Session, open_session  # noqa: E402
+from rlpipe.types import JsonDict  # noqa: E402
+
+PRESETS = Path(__file__).parent.parent / "flows" / "presets"
+VERBS = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines")
+
+
+async def bare_iteration(session: Session, iteration: int) -> JsonDict:
+    """The iteration of flows/rl_iteration.py by the stage functions alone."""
+    started = time.monotonic()
+    policy, _ = session.run.policy(iteration)
+    before = sampling.previous_prompts(session, iteration)
+    with session.timed("sample_prompts"):
+        prompts = await sampling.sample_prompts(session, iteration, 0, before)
+    with session.timed("generate"):
+        shards = range(sampling.num_shards(session))
+        rollouts = await asyncio.gather(*(sampling.generate(session, iteration, 0, k, prompts.ref, policy) for k in shards))
+    with session.timed("score"):
+        scores = await scoring.score(session, iteration, 0, prompts.ref, [shard.ref for shard in rollouts])
+    with session.timed("filter"):
+        batch = await scoring.filter_groups(session, iteration, 0, [scores.ref])
+    with session.timed("train"):
+        trained = await policy_stages.train(session, iteration, batch.ref)
+    with session.timed("checkpoint"):
+        after = await policy_stages.checkpoint(session, iteration, batch.ref, policy, trained.metrics)
+    with session.timed("reload_engines"):
+        await policy_stages.reload_engines(session, after.ref, iteration + 1)
+    artifacts = {"prompts": prompts.ref, "batch": batch.ref, "policy": after.ref}
+    return await commit_iteration(
+        session, iteration, artifacts, {**scores.metrics, **batch.metrics, **trained.metrics}, started
+    )
+
+
+async def measure(config: PipelineConfig, pairs: int) -> tuple[list[tuple[float, JsonDict]], list[tuple[float, JsonDict]]]:
+    """[(wall seconds, metrics)] of the iterations done as flow runs, and of those done bare."""
+    flow_runs: list[tuple[float, JsonDict]] = []
+    bare: list[tuple[float, JsonDict]] = []
+    async with open_session(config) as session:
+        await sft(config)
+        await prepare(session)
+        await session.serve(session.run.policy(0)[0], 0)
+        for iteration in range(2 * pairs + 2):
+            started = time.monotonic()
+            one = rl_iteration(config, iteration) if iteration % 2 == 0 else bare_iteration(session, iteration)
+            record = await one
+            (flow_runs if iteration % 2 == 0 else bare).append((time.monotonic() - started, record["metrics"]))
+    return flow_runs[1:], bare[1:]  # the first of each warms up
+
+
+def median(rows: list[tuple[float, JsonDict]], name: str) -> float:
+    return statistics.median(metrics.get(name, 0.0) for _, metrics in rows)
+
+
+def report(flow_runs: list[tuple[float, JsonDict]], bare: list[tuple[float, JsonDict]]) -> None:
+    print(f"medians of {len(flow_runs)} iterations each, seconds      flow run      bare")
+    for verb in VERBS:
+        print(f"  {verb:40s} {median(flow_runs, f'time/{verb}_s'):12.3f} {median(bare, f'time/{verb}_s'):9.3f}")
+    spent = [
+        [wall - sum(metrics.get(f"time/{verb}_s", 0.0) for verb in VERBS) for wall, metrics in rows]
+        for rows in (flow_runs, bare)
+    ]
+    walls = [statistics.median(wall for wall, _ in rows) for rows in (flow_runs, bare)]
+    print(f"  {'in no stage (orchestration)':40s} {statistics.median(spent[0]):12.3f} {statistics.median(spent[1]):9.3f}")
+    print(f"  {'whole iteration':40s} {walls[0]:12.3f} {walls[1]:9.3f}   ratio {walls[0] / walls[1]:.2f}")
+    for name in ("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"):
+        print(f"  {name:40s} {median(flow_runs, name):12.0f} {median(bare, name):9.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=8)
+    pairs = parser.parse_args().pairs
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        overrides = ["run=bench", f"store=file://{scratch}/store", "sft.num_steps=60", "sft.decay_steps=60", "sft.segment_steps=60",
+                     f"rl.num_iterations={2 * pairs + 2}", "evaluation.every=0", "tracking.mlflow=false"]  # fmt: skip
+        config = read_config("tiny", overrides, PRESETS)
+        os.environ.setdefault("PREFECT_HOME", f"{scratch}/prefect")
+        with prefect_server(Path(scratch)):
+            flow_runs, bare = asyncio.run(measure(config, pairs))
+    report(flow_runs, bare)
+
+
+if __name__ == "__main__":
+    main()
