@@ -28,6 +28,7 @@ async def rl_iteration(config: PipelineConfig, iteration: int) -> JsonDict:
     """Weight version k samples, is rewarded, and becomes version k + 1. Returns the record of the commit."""
     started = time.monotonic()
     async with open_session(config) as session:
+        session.seconds.clear()
         policy, _ = session.run.policy(iteration)
         prompts, scores, batch = await sample_batch(session, iteration, policy)
         trained = await train(session, iteration=iteration, batch=batch.ref)

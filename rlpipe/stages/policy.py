@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.session import Session
 from rlpipe.stages.sft import commit_state
 from rlpipe.stages.training import OnProgress, rl_job, save_job, train_job
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StageResult
+
+log = logging.getLogger(__name__)
 
 
 async def train(session: Session, iteration: int, batch: ArtifactRef, on_progress: OnProgress = None) -> StageResult:
@@ -20,6 +23,11 @@ async def train(session: Session, iteration: int, batch: ArtifactRef, on_progres
     if found is not None:
         return StageResult(batch, found[1].metrics, cached=True)
     metrics = await train_job(session, "rl", iteration, rl_job(session.run, iteration, batch), on_progress)
+    if metrics["train/mismatch_abs_mean"] > session.config.rl.mismatch_max:
+        log.warning(
+            "iteration %d: engine and trainer disagree by %.3g per token (rl.mismatch_max=%g): do they hold the same weights?",
+            iteration, metrics["train/mismatch_abs_mean"], session.config.rl.mismatch_max,
+        )  # fmt: skip
     return StageResult(batch, metrics, cached=False)
 
 

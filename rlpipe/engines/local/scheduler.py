@@ -180,9 +180,10 @@ class Scheduler:
         """Makes a pool for every bucket that waits, oldest first; when all are in use, the arrival after which none is admitted."""
         wanted = sorted((jobs[0].arrival, bucket) for bucket, jobs in self.waiting.items() if jobs and bucket not in self.pools)
         for arrival, bucket in wanted:
-            idle = [other for other, pool in self.pools.items() if not pool.busy and not self.waiting.get(other)]
-            for other in idle:
-                del self.pools[other]
+            for other in [other for other, pool in self.pools.items() if not pool.busy]:
+                # an empty pool whose next job came later must go too, or both buckets wait for each other forever
+                if not self.waiting.get(other) or self.waiting[other][0].arrival > arrival:
+                    del self.pools[other]
             if len(self.pools) >= POOLS_MAX:
                 return arrival  # later arrivals wait, so that a pool drains and the oldest bucket gets its turn
             self.pools[bucket] = SlotPool(self.model, bucket)

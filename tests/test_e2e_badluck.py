@@ -1,0 +1,106 @@
+"""Bad luck with a defined answer: graders that fail, a loss that is not finite, MLflow away, a full disk; and forks."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlpipe.launch import free_port
+from tests.pipeline import MINI, Folder, read_record
+
+pytestmark = pytest.mark.e2e
+REWARDS = """
+import time
+
+def flaky(prompt, completion):
+    number = int(prompt["prompt_id"].rsplit("/", 1)[-1])
+    if number % 4 == 0:
+        raise RuntimeError("this grader dislikes multiples of four")
+    if number % 37 == 5:
+        time.sleep(3600)
+    return float(len(completion))
+
+def enormous(prompt, completion):
+    return 1e308
+"""
+
+
+def rewards(name: str) -> str:
+    return f'rl.rewards={{"graders:{name}" = 1.0}}'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    (tmp_path / "graders.py").write_text(REWARDS)
+    return Folder(tmp_path, f"file://{tmp_path}/store")
+
+
+def test_graders_that_raise_or_hang_are_counted_and_an_absent_mlflow_does_no_harm(folder: Folder) -> None:
+    away = f"tracking.uri=http://127.0.0.1:{free_port()}"
+    output = folder.complete("a", *MINI, rewards("flaky"), "rl.reward_timeout_s=0.5", "rl.num_prompts=40", away)
+    faults: dict[str, float] = {}
+    for iteration in range(5):
+        metrics = read_record(folder, "a", iteration)["metrics"]
+        assert isinstance(metrics, dict)
+        for name, count in metrics.items():
+            if name.startswith("rollout/fault_"):
+                faults[name] = faults.get(name, 0) + count
+    assert faults["rollout/fault_reward_error"] > 0
+    assert faults["rollout/fault_reward_timeout"] > 0
+    assert "dislikes multiples of four" in output
+    assert "MLflow at" in output
+
+
+def test_a_step_that_is_not_finite_is_refused_and_names_its_batch(folder: Folder) -> None:
+    code, output = folder.rlpipe(*folder.run_arguments("a", *MINI, rewards("enormous"), "rl.estimator=dr_grpo"))
+    assert code == 1, output[-3000:]
+    assert "runs/a/rl/00000/batch" in output
+    assert not folder.open_store().exists("runs/a/rl/00000/policy/manifest.json")
+    code, output = folder.rlpipe("verify", "a", "--store", folder.store)
+    assert code == 0, output
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 20 MiB; skipped where none may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_fails_the_run_and_a_second_start_goes_on(tmp_path: Path, small_disk: Path) -> None:
+    folder = Folder(tmp_path, f"file://{small_disk}/store")
+    code, output = folder.rlpipe(*folder.run_arguments("a", *MINI))
+    assert code == 1, output[-3000:]
+    assert "No space left on device" in output
+    assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
+    subprocess.run(["mount", "-o", "remount,size=600m", str(small_disk)], check=True)
+    folder.complete("a", *MINI)
+    assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
+
+
+def test_a_fork_shares_its_prefix_goes_on_differently_and_changed_settings_are_refused(folder: Folder) -> None:
+    folder.complete("a", *MINI)
+    code, output = folder.rlpipe(*folder.run_arguments("a", *MINI, "rl.clip_high=0.4"))
+    assert code == 2
+    assert "rl.clip_high: 0.4 -> 0.28" in output or "rl.clip_high: 0.28 -> 0.4" in output
+    assert "rlpipe fork a" in output
+    assert "run it again with the old ones" in output
+    code, output = folder.rlpipe(
+        "fork", "a", "--at", "2", "--run", "c", "--set", "rl.learning_rate=0.001", "--store", folder.store
+    )
+    assert code == 0, output[-3000:]
+    assert not folder.open_store().exists("runs/c/rl/00002/iteration.json")
+    assert folder.open_store().exists("runs/c/rl/00003/iteration.json")
+    assert folder.rlpipe("verify", "c", "--store", folder.store)[0] == 0
+    assert folder.final_sha256("c", 5) != folder.final_sha256("a", 5)
+    listed = folder.rlpipe("runs", "--store", folder.store)[1]
+    assert "forked from a at 2" in listed
+    assert "RL iterations 5/5" in listed

@@ -1,0 +1,113 @@
+"""The stages' own rules: settings cover what results depend on, commits answer from the manifest, curves stay bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpipe.config import OptimizerConfig, PipelineConfig, RlConfig, SftConfig, identity
+from rlpipe.config_source import read_config
+from rlpipe.report import reward_svg
+from rlpipe.stages.commit import Produced, StageKey, run_stage
+from rlpipe.stages.iteration import CURVE_POINTS_MAX, _curve
+from rlpipe.stages.sampling import rollout_seed
+from rlpipe.stages.session import Session, data_seed
+from rlpipe.stages.settings import RL_FIELDS, stage_settings
+from rlpipe.stages.training import RL_SETTINGS, SFT_SETTINGS, position
+from rlpipe.store.artifacts import write_bytes
+from rlpipe.store.run import Run, create_or_continue
+from rlpipe.types import ArtifactRef, UserError
+
+PRESETS = Path(__file__).parent.parent / "flows" / "presets"
+# fields that change no artifact: how long, how many processes, when to warn
+NOT_IN_A_RESULT = {"num_iterations", "reward_workers", "reward_timeout_s", "mismatch_max"}
+
+
+def config(tmp_path: Path, *sets: str) -> PipelineConfig:
+    return read_config("tiny", ["run=a", f"store=file://{tmp_path}", "tracking.mlflow=false", *sets], PRESETS)
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    return Session(create_or_continue(config(tmp_path)), tmp_path / "work")
+
+
+def test_every_rl_field_is_in_the_settings_of_the_stage_it_changes() -> None:
+    covered = {name for names in RL_FIELDS.values() for name in names}
+    assert set(RlConfig.model_fields) - covered == NOT_IN_A_RESULT
+    told_to_trainer = {*RL_SETTINGS, "beta1", "beta2", "weight_decay"}
+    assert told_to_trainer | {"completion_tokens_max"} == set(RL_FIELDS["policy"])
+    assert set(OptimizerConfig.model_fields) <= {*SFT_SETTINGS, "beta1", "beta2", "weight_decay"}
+    assert set(SftConfig.model_fields) >= set(SFT_SETTINGS)
+
+
+def test_a_stage_s_settings_change_with_its_own_fields_only(tmp_path: Path) -> None:
+    one, other = config(tmp_path), config(tmp_path, "rl.clip_high=0.4")
+    assert stage_settings(one, "rl", "policy") != stage_settings(other, "rl", "policy")
+    for stage in ("prompts/round-0", "rollouts/round-0/shard-000", "scores/round-0", "batch/round-0", "evaluation"):
+        assert stage_settings(one, "rl", stage) == stage_settings(other, "rl", stage)
+    assert stage_settings(one, "sft", "policy") == stage_settings(other, "sft", "policy")
+    assert identity(one) != identity(other)
+
+
+async def test_a_stage_is_done_once_and_then_answers_from_its_manifest(session: Session) -> None:
+    calls: list[str] = []
+
+    async def produce(folder: str, attempt: str) -> Produced:
+        calls.append(attempt)
+        return Produced([write_bytes(session.run.store, folder, attempt, "x.bin", b"x")], {"n": len(calls)})
+
+    key, before = StageKey("rl", 0, "scores/round-0"), {"prompts": ArtifactRef("p", "1" * 64)}
+    first = await run_stage(session, key, before, produce)
+    again = await run_stage(session, key, before, produce)
+    assert not first.cached
+    assert again.cached
+    assert (again.ref, again.metrics, len(calls)) == (first.ref, {"n": 1}, 1)
+    with pytest.raises(UserError, match="input prompts"):
+        await run_stage(session, key, {"prompts": ArtifactRef("p", "2" * 64)}, produce)
+
+
+async def test_a_stage_that_raises_commits_nothing(session: Session) -> None:
+    async def produce(folder: str, attempt: str) -> Produced:
+        write_bytes(session.run.store, folder, attempt, "half.bin", b"half")
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="disk is full"):
+        await run_stage(session, StageKey("rl", 0, "scores/round-0"), {}, produce)
+    assert session.run.artifact("rl", 0, "scores/round-0") is None
+
+
+def test_seeds_differ_in_every_part_and_are_the_same_tomorrow() -> None:
+    parts = [(0, 1, 0, 5, "words/3", 0), (1, 1, 0, 5, "words/3", 0), (0, 2, 0, 5, "words/3", 0), (0, 1, 1, 5, "words/3", 0),
+             (0, 1, 0, 5, "words/4", 0), (0, 1, 0, 5, "words/3", 1)]  # fmt: skip
+    seeds = [rollout_seed(*part) for part in parts]
+    assert len(set(seeds)) == len(parts)
+    assert rollout_seed(0, 1, 0, 5, "words/3", 0) == 790148886
+    assert abs(data_seed(0, "words") - data_seed(1, "words")) > 100_000  # neighbouring seeds must not share a generator's items
+
+
+def test_positions_name_the_run_that_owns_them(tmp_path: Path) -> None:
+    parent = Run(create_or_continue(config(tmp_path)).store, config(tmp_path))
+    child = Run(parent.store, config(tmp_path, "run=c", "rl.clip_high=0.4"), parent, fork_at=3)
+    assert position(child, "rl", 3) == "runs/a/rl/00003"
+    assert position(child, "rl", 4) == "runs/c/rl/00004"
+
+
+def test_the_curve_of_a_long_run_stays_short_and_keeps_its_ends() -> None:
+    record = None
+    for iteration in range(1000):
+        record = {"curve": _curve(record, iteration, {"rollout/reward_mean": iteration / 1000})}
+    assert record is not None
+    curve = record["curve"]
+    assert len(curve) <= CURVE_POINTS_MAX
+    assert curve[0][0] == 0
+    assert curve[-1][0] >= 999 - 1000 // 16
+    assert "polyline" in reward_svg(curve)
+    assert "polyline" in reward_svg([])
+
+
+def test_overlapping_shards_count_their_time_once(session: Session) -> None:
+    with session.timed("generate"), session.timed("generate"):
+        pass
+    assert 0 <= session.seconds["generate"] < 1.0
