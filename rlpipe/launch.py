@@ -37,14 +37,19 @@ def check_port_free(field_name: str, port: int) -> None:
             raise ValueError(f"{field_name}={port}: the port is taken ({error.strerror}); choose a free one, or 0") from error
 
 
+def _parent() -> int:
+    """The process to die with: named by whoever started us, as it may be gone before we can ask; else our parent."""
+    return int(os.environ.get(PARENT_VARIABLE) or os.getppid())
+
+
 def die_with_parent() -> None:
     """Kills this process (SIGKILL) within a second of its parent's end, however the parent ended.
 
-    Polling getppid is portable and, unlike PR_SET_PDEATHSIG, not bound to the thread that forked.
+    Polling getppid is portable and, unlike PR_SET_PDEATHSIG, not bound to the thread that forked. Children of this process that call
+    it die with this process.
     """
-    parent = os.getppid()
-    if parent == 1:
-        os._exit(1)
+    parent = _parent()
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -56,7 +61,7 @@ def die_with_parent() -> None:
 
 def run_and_die_with_parent(argv: list[str]) -> int:
     """Runs a program that knows nothing of its parent (Prefect's server, SGLang) and kills its process group with us."""
-    parent = os.getppid()
+    parent = _parent()
     child = subprocess.Popen(argv, start_new_session=True)
 
     def stop(*_: object) -> None:
@@ -100,7 +105,8 @@ class Service:
         """Starts the process (without waiting until it is ready)."""
         assert self.process is None or self.process.poll() is not None, f"{self.name} already runs"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1", **self.environment}
+        told = {"OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(os.getpid())}
+        environment = {**os.environ, **told, **self.environment}
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True

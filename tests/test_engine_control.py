@@ -17,6 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlpipe.engines.local.options import EngineOptions
+from rlpipe.engines.local.server import serve
+from rlpipe.types import UserError
 from tests.engine_fixtures import API_KEY, edit_config, engine, reference_logprobs, sampled, start_engine, stop, tiny_model
 
 PROMPT = [5, 17, 200, 3, 44]
@@ -205,9 +208,13 @@ async def test_memory_stays_flat_over_reloads() -> None:
     assert after[-1] < after[20] * 1.05
 
 
-def test_each_end_of_a_process_has_its_exit_code() -> None:
+def test_a_taken_port_is_named_before_the_model_is_loaded() -> None:
     port = int(engine("a").url.rsplit(":", 1)[1])
-    taken, taken_log, _ = start_engine("--model-path", str(tiny_model(0)), *CONTEXT, port=port)
+    with pytest.raises(UserError, match=f"port={port}"):
+        serve(EngineOptions("/no/model", port=port))
+
+
+def test_each_end_of_a_process_has_its_exit_code() -> None:
     served, served_log, _ = start_engine("--model-path", str(tiny_model(0)), *CONTEXT)
     script = (
         "import threading, time; from rlpipe.engines.local import server, scheduler;"
@@ -217,7 +224,6 @@ def test_each_end_of_a_process_has_its_exit_code() -> None:
     )
     faulty = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert faulty.returncode == 1 and "ZeroDivisionError" in faulty.stderr
-    assert taken.wait(timeout=60) == 2 and f"port={port}" in taken_log.read_text()
     deadline = time.monotonic() + 60
     while "serving" not in served_log.read_text():
         assert time.monotonic() < deadline and served.poll() is None, served_log.read_text()

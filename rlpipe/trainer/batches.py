@@ -154,12 +154,17 @@ def read_conversations(store: Store, data: ArtifactRef) -> list[TrainSequence]:
 
 
 def conversations_of_step(num_conversations: int, step: int, batch_size: int, seed: int) -> list[int]:
-    """Indices of a global step: a slice of an endless sequence of per-epoch permutations, a function of its arguments."""
+    """Indices of a global step: a slice of an endless sequence of epochs, a function of its arguments.
+
+    The first epoch is in the stored order: the mixture's cursor has shuffled it, with exact shares in every batch (shuffled again,
+    the number of hard examples a batch sees would vary, and with it what a short SFT learns). Later epochs are permuted.
+    """
     assert num_conversations > 0 and step >= 0, f"{num_conversations} conversations, step {step}"
-    indices: list[int] = []
-    for position in range(step * batch_size, (step + 1) * batch_size):
-        epoch, offset = divmod(position, num_conversations)
-        if offset == 0 or not indices:
-            order = np.random.Generator(np.random.PCG64(seed + epoch)).permutation(num_conversations)
-        indices.append(int(order[offset]))  # pyright: ignore[reportPossiblyUnboundVariable]
-    return indices
+    first, last = step * batch_size // num_conversations, ((step + 1) * batch_size - 1) // num_conversations
+    orders = {epoch: _order(num_conversations, epoch, seed) for epoch in range(first, last + 1)}
+    places = [divmod(place, num_conversations) for place in range(step * batch_size, (step + 1) * batch_size)]
+    return [int(orders[epoch][offset]) for epoch, offset in places]
+
+
+def _order(count: int, epoch: int, seed: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(seed + epoch)).permutation(count) if epoch else np.arange(count)

@@ -20,7 +20,7 @@ from rlpipe.engines.local.options import EngineOptions
 from rlpipe.engines.local.protocol import Job, Limits
 from rlpipe.engines.local.routes import Routes
 from rlpipe.engines.local.scheduler import Scheduler
-from rlpipe.launch import die_with_parent
+from rlpipe.launch import check_port_free, die_with_parent
 from rlpipe.types import UserError
 
 BODY_BYTES_MAX = 1 << 30
@@ -30,6 +30,10 @@ SWITCH_INTERVAL_S = 0.0005  # every torch call gives the GIL away; at the defaul
 
 def serve(options: EngineOptions) -> None:
     """Serves until SIGTERM or SIGINT. UserError for a model or port that cannot be used."""
+    try:
+        check_port_free("port", options.port)  # before the model is loaded
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if os.environ.get("RLPIPE_DIE_WITH_PARENT") == "1":
         die_with_parent()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -63,12 +67,7 @@ async def _serve(options: EngineOptions, model: LocalModel) -> None:
     routes.add_to(app)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
-    try:
-        await web.TCPSite(runner, options.host, options.port).start()
-    except OSError as error:
-        raise UserError(
-            f"port={options.port}: cannot listen on {options.host} ({error.strerror}); choose a free port"
-        ) from error
+    await web.TCPSite(runner, options.host, options.port).start()
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
