@@ -24,8 +24,8 @@ MODEL: JsonDict = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
     "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
-OPTIMIZER: JsonDict = {"betas": [0.9, 0.99], "weight_decay": 0.01}
-SHARED: JsonDict = {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 2, "decay_steps": 0, "grad_clip": 1.0}
+SHARED: JsonDict = {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 2, "decay_steps": 0, "grad_clip": 1.0,
+                    "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01}  # fmt: skip
 RL: JsonDict = {
     **SHARED, "num_steps": 2, "first_step": 0, "objective": "ppo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None,
     "aggregation": "token_mean", "length": 16, "kl_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0,
@@ -113,11 +113,11 @@ def conversations(store: Store, folder: str, count: int, seed: int = 0) -> Artif
 
 def load_new(position: str = "new", seed: int = 0, model: JsonDict | None = None) -> JsonDict:
     new = {"config": model or MODEL, "seed": seed}
-    return {"position": position, "new": new, "policy": None, "state": None, "optimizer": OPTIMIZER}
+    return {"position": position, "new": new, "policy": None, "state": None}
 
 
 def load_ref(position: str, kind: str, ref: ArtifactRef) -> JsonDict:
-    return {"position": position, "new": None, "policy": None, "state": None, "optimizer": OPTIMIZER, kind: ref.as_json()}
+    return {"position": position, "new": None, "policy": None, "state": None, kind: ref.as_json()}
 
 
 def train(start: str, result: str, kind: str, data: ArtifactRef, settings: JsonDict | None = None) -> JsonDict:

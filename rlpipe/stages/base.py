@@ -81,8 +81,7 @@ async def base_policy(session: Session, tokenizer: ArtifactRef) -> StageResult:
             return Produced(await asyncio.to_thread(_copy_model, session, folder, attempt), weight_version=0)
         gang = await session.gang()
         new = {"config": _new_config(session.config.model, session.tokenizer()), "seed": session.config.seed}
-        optimizer = {"betas": [0.9, 0.99], "weight_decay": 0.0}
-        load = {"position": f"{folder}/new", "new": new, "policy": None, "state": None, "optimizer": optimizer}
+        load = {"position": f"{folder}/new", "new": new, "policy": None, "state": None}
         await gang.run("load", load)
         save = {"position": load["position"], "policy_folder": folder, "state_folder": None, "attempt": attempt}
         saved = await gang.run("save", {**save, "tokenizer": tokenizer.as_json()})

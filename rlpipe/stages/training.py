@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rlpipe.config import OptimizerConfig, PipelineConfig
 from rlpipe.stages.session import Session
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import GangLost, NotResident
@@ -18,10 +17,20 @@ from rlpipe.types import ArtifactRef, JsonDict, TrainerError
 log = logging.getLogger(__name__)
 REBUILDS_MAX = 4
 RL_SETTINGS = (
-    "num_steps", "learning_rate", "schedule", "warmup_steps", "decay_steps", "grad_clip", "objective", "clip_low", "clip_high",
+    "num_steps", "learning_rate", "schedule", "warmup_steps", "decay_steps", "grad_clip", "beta1", "beta2", "weight_decay", "objective", "clip_low", "clip_high",
     "aggregation", "kl_coef", "kl_estimator", "entropy_coef", "importance", "importance_low", "importance_high", "temperature",
 )  # fmt: skip
-SFT_SETTINGS = ("batch_size", "learning_rate", "schedule", "warmup_steps", "decay_steps", "grad_clip")
+SFT_SETTINGS = (
+    "batch_size",
+    "learning_rate",
+    "schedule",
+    "warmup_steps",
+    "decay_steps",
+    "grad_clip",
+    "beta1",
+    "beta2",
+    "weight_decay",
+)
 
 OnProgress = Callable[[JsonDict], None] | None
 
@@ -54,11 +63,6 @@ def sft_job(run: Run, segment: int, data: ArtifactRef) -> JsonDict:
 
 def _job(run: Run, phase: str, iteration: int) -> JsonDict:
     return {"kind": phase, "start": position(run, phase, iteration - 1), "result": position(run, phase, iteration)}
-
-
-def _optimizer(config: PipelineConfig, phase: str) -> JsonDict:
-    section: OptimizerConfig = config.rl if phase == "rl" else config.sft
-    return {"betas": [section.beta1, section.beta2], "weight_decay": section.weight_decay}
 
 
 async def train_job(session: Session, phase: str, iteration: int, job: JsonDict, on_progress: OnProgress = None) -> JsonDict:
@@ -107,7 +111,7 @@ async def _rebuild(session: Session, phase: str, iteration: int) -> None:
     else:
         ref, _ = run.start_policy() if phase == "rl" else run.committed("base", 0, "policy")
         source["policy"] = ref.as_json()
-    load = {"position": position(run, phase, newest), "optimizer": _optimizer(run.config, phase), **source}
+    load = {"position": position(run, phase, newest), **source}
     log.info("trainer: loading %s, then replaying %d", load["position"], iteration - 1 - newest)
     await gang.run("load", load)
     for replayed in range(newest + 1, iteration):

@@ -38,6 +38,7 @@ def train_rl(
     steps: list[list[TrainSequence]] = []
     with gang.together():
         steps = read_rl_steps(gang.store, data, settings.num_steps)
+    resident.configure((settings.beta1, settings.beta2), settings.weight_decay)
     started = time.monotonic()
     planned = [plan_batch(gang, sequences) for sequences in steps]
     batches = {index: batch for index, batch in enumerate(planned) if batch.num_tokens}

@@ -24,7 +24,7 @@ WAIT_S = 20.0
 BODY_BYTES_MAX = 4 * 1024 * 1024
 IDLE_S = 600.0  # a connection without a request is closed
 FIELDS = {
-    "load": {"position", "new", "policy", "state", "optimizer"},
+    "load": {"position", "new", "policy", "state"},
     "train": {"start", "result", "kind", "data", "reference", "settings"},
     "save": {"position", "policy_folder", "state_folder", "attempt", "tokenizer"},
 }

@@ -29,6 +29,9 @@ class TrainSettings:
     warmup_steps: int
     decay_steps: int
     grad_clip: float
+    beta1: float
+    beta2: float
+    weight_decay: float
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

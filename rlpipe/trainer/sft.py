@@ -20,6 +20,7 @@ def train_sft(gang: Gang, resident: Resident, data: ArtifactRef, settings: SftSe
     conversations: list[TrainSequence] = []
     with gang.together():
         conversations = read_conversations(gang.store, data)
+    resident.configure((settings.beta1, settings.beta2), settings.weight_decay)
     started = time.monotonic()
     losses: list[float] = []
     grad_norms: list[float] = []

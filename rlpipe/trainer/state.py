@@ -43,6 +43,10 @@ class Resident:
             gradients.append(parameter.grad.to_local())  # pyright: ignore[reportAttributeAccessIssue]
         return gradients
 
+    def configure(self, betas: tuple[float, float], weight_decay: float) -> None:
+        """AdamW's constants for the steps that follow: a job brings its own."""
+        self.optimizer.param_groups[0].update(betas=betas, weight_decay=weight_decay)
+
     def apply(self, gradients: list[Tensor], learning_rate: float) -> None:
         """One AdamW update with these gradients, which are then forgotten."""
         for (name, parameter), shard, gradient in zip(self.policy.shards(), self.shards.values(), gradients, strict=True):
@@ -58,13 +62,10 @@ class Resident:
         return int(next(iter(self.optimizer.state.values()))["step"])
 
 
-def make_resident(policy: PolicyModel, config: PretrainedConfig, generation: JsonDict, optimizer: JsonDict) -> Resident:
+def make_resident(policy: PolicyModel, config: PretrainedConfig, generation: JsonDict) -> Resident:
     """A policy with a fresh optimizer (AdamW step 0)."""
     shards = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in policy.shards()}
-    beta1, beta2 = optimizer["betas"]
-    adamw = torch.optim.AdamW(
-        list(shards.values()), lr=0.0, betas=(beta1, beta2), weight_decay=optimizer["weight_decay"], fused=True
-    )
+    adamw = torch.optim.AdamW(list(shards.values()), lr=0.0, fused=True)
     for shard in shards.values():
         moments = {moment: torch.zeros_like(shard, requires_grad=False) for moment in MOMENTS}
         adamw.state[shard] = {"step": torch.zeros((), dtype=torch.float32, device=shard.device), **moments}
@@ -79,12 +80,12 @@ def load(gang: Gang, body: JsonDict) -> Resident:
     if given == ["new"]:
         config = hf_config(body["new"]["config"])
         policy = build_policy(gang, config, new_weights(config, body["new"]["seed"]))
-        return make_resident(policy, config, GenerationConfig.from_model_config(config).to_diff_dict(), body["optimizer"])
+        return make_resident(policy, config, GenerationConfig.from_model_config(config).to_diff_dict())
     folder = fetch(gang, ArtifactRef.from_json(body[given[0]]))
     if given == ["policy"]:
-        resident = make_resident(*load_policy(gang, folder), body["optimizer"])
+        resident = make_resident(*load_policy(gang, folder))
     else:
-        resident = _load_state(gang, folder, body["optimizer"])
+        resident = _load_state(gang, folder)
     forget(gang, folder)
     return resident
 
@@ -149,7 +150,7 @@ def state_record(gang: Gang, resident: Resident) -> JsonDict:
     }
 
 
-def _load_state(gang: Gang, folder: Path, optimizer: JsonDict) -> Resident:
+def _load_state(gang: Gang, folder: Path) -> Resident:
     record: JsonDict = {}
     with gang.together():
         record = json.loads((folder / "state.json").read_text())
@@ -157,7 +158,7 @@ def _load_state(gang: Gang, folder: Path, optimizer: JsonDict) -> Resident:
             raise StoreError(f"{folder}/state.json has schema_version {record.get('schema_version')}, expected {STATE_SCHEMA}")
     config = hf_config(record["config"])
     policy = build_policy(gang, config, state_rows(folder, record, "param"))
-    resident = make_resident(policy, config, record["generation_config"], optimizer)
+    resident = make_resident(policy, config, record["generation_config"])
     with gang.together():
         for moment in MOMENTS:
             read_rows = state_rows(folder, record, moment)
