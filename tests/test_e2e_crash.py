@@ -64,10 +64,11 @@ def test_kill_the_flow_alone_and_its_services_are_gone_and_a_second_start_is_ref
 ) -> None:
     process = folder.start(*folder.run_arguments("a", *MINI))
     try:
-        folder.wait_for("a", "rl/00001/iteration.json", process)
+        folder.wait_for("a", "sft/00000/policy/manifest.json", process)
         code, output = folder.rlpipe(*folder.run_arguments("a", *MINI))
         assert code == 2
         assert f"held by pid {process.pid}" in output
+        folder.wait_for("a", "rl/00000/iteration.json", process)
         services = descendants(process, "python")
         assert len(services) >= 4
         process.kill()

@@ -9,6 +9,8 @@ from rlpipe.launch import check_port_free
 from rlpipe.rewards.pool import check_rewards
 from rlpipe.stages.base import model_folder
 from rlpipe.store.backend import check_access, open_store
+from rlpipe.store.lease import check_free
+from rlpipe.store.run import find_run
 from rlpipe.types import UserError
 
 
@@ -26,7 +28,10 @@ def preflight(config: PipelineConfig) -> None:
         resolve_filters(config.rl.filters)
     for data in config.data:
         load_conversations(data, config.seed) if data.use == "sft" else load_prompts(data, config.seed)
-    check_access(open_store(config.store))
+    store = open_store(config.store)
+    check_access(store)
+    if config.run and find_run(store, config) is not None:
+        check_free(store, f"runs/{config.run}")
 
 
 def _check_ports(config: PipelineConfig) -> None:

@@ -56,14 +56,7 @@ class Lease:
 def acquire(store: Store, run_root: str) -> Lease:
     """The lease of a run; UserError naming host and pid of a holder that lives."""
     for _ in range(TAKEOVERS_MAX):
-        numbers = [
-            int(key.rsplit("/", 1)[-1].removesuffix(".json"))
-            for key in store.list(f"{run_root}/lease")
-            if not key.rsplit("/", 1)[-1].startswith(".")
-        ]
-        newest = max(numbers, default=-1)
-        if newest >= 0:
-            _refuse_living_holder(store, f"{run_root}/lease/{newest:06d}.json", run_root)
+        newest = check_free(store, run_root)
         key = f"{run_root}/lease/{newest + 1:06d}.json"
         record = {
             "host": socket.gethostname(),
@@ -77,6 +70,15 @@ def acquire(store: Store, run_root: str) -> Lease:
             lease.start_heartbeat()
             return lease
     raise UserError(f"{run_root}: {TAKEOVERS_MAX} others took the run first; is a scheduler starting it in a loop?")
+
+
+def check_free(store: Store, run_root: str) -> int:
+    """The number of the newest lease (-1: none); UserError when its holder lives. Writes nothing."""
+    names = [key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")]
+    newest = max((int(name.removesuffix(".json")) for name in names if not name.startswith(".")), default=-1)
+    if newest >= 0:
+        _refuse_living_holder(store, f"{run_root}/lease/{newest:06d}.json", run_root)
+    return newest
 
 
 def _refuse_living_holder(store: Store, key: str, run_root: str) -> None:

@@ -124,9 +124,18 @@ def create_or_continue(config: PipelineConfig) -> Run:
     assert config.run, "the command line or the flow names the run"
     store = open_store(config.store)
     check_access(store)
+    if find_run(store, config) is None:
+        store.create(f"runs/{config.run}/run.json", canonical_json(_run_record(config, None)))
+    found = find_run(store, config)
+    assert found is not None, "a run was created and is not there"
+    return found
+
+
+def find_run(store: Store, config: PipelineConfig) -> Run | None:
+    """The run of this name if there is one; UserError when it was created to compute something else. Writes nothing."""
     key = f"runs/{config.run}/run.json"
     if not store.exists(key):
-        store.create(key, canonical_json(_run_record(config, None)))
+        return None
     record = json.loads(store.read(key))
     _refuse_other_identity(config, record)
     return _with_parent(store, config, record)
