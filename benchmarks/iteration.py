@@ -102,7 +102,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
         overrides = ["run=bench", f"store=file://{scratch}/store", "sft.num_steps=60", "sft.decay_steps=60", "sft.segment_steps=60",
-                     f"rl.num_iterations={2 * pairs + 2}", "evaluation.every=0", "tracking.mlflow=false"]  # fmt: skip
+                     f"rl.num_iterations={2 * pairs + 2}", "evaluation.every=0", "tracking.uri="]  # fmt: skip
         config = read_config("tiny", overrides, PRESETS)
         os.environ.setdefault("PREFECT_HOME", f"{scratch}/prefect")
         with prefect_server(Path(scratch)):

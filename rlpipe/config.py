@@ -17,12 +17,13 @@ OPERATIONAL = {"run", "store", "trainer", "engines", "checkpoint", "tracking"}
 OPERATIONAL_FIELDS = {"rl.num_iterations", "rl.reward_workers", "rl.reward_timeout_s"}
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+STRICT = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-class ModelConfig(Section):
+class ModelConfig(BaseModel):
     """The model that training starts from: a folder in HF format, or a new Qwen3 of the given shape."""
+
+    model_config = STRICT
 
     path: str = Field(
         default="", description="Folder (or hub name) of a model in HF format; empty builds a new Qwen3 model and tokenizer"
@@ -35,12 +36,18 @@ class ModelConfig(Section):
     num_kv_heads: int = Field(default=2, ge=1, description="Key-value heads of a new model")
     init_std: float = Field(default=0.02, gt=0, le=1, description="Standard deviation of a new model's initial weights")
     vocab_size: int = Field(default=0, ge=0, description="Vocabulary for plan's estimates; 0: the tokenizer's own")
-    context_tokens_max: int = Field(default=512, ge=16, description="Longest prompt + completion, tokens")
+    context_tokens_max: int = Field(
+        default=512,
+        ge=16,
+        description="Longest prompt + completion, and longest conversation, tokens; longer ones are truncated and counted",
+    )
     chat_template: str = Field(default="", description="Jinja chat template that replaces the tokenizer's; empty keeps it")
 
 
-class DataConfig(Section):
+class DataConfig(BaseModel):
     """One data set and what it is used for."""
+
+    model_config = STRICT
 
     name: str = Field(description="Name in metrics and prompt ids", pattern=r"^[a-z0-9_]+$")
     use: Literal["sft", "rl", "evaluation"] = Field(description="Which phase reads it")
@@ -56,8 +63,10 @@ class DataConfig(Section):
     system_prompt: str = Field(default="", description="System message put before every prompt; empty: none")
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(BaseModel):
     """AdamW and its schedule; the parent of the two training sections."""
+
+    model_config = STRICT
 
     learning_rate: float = Field(default=1e-4, gt=0, le=1, description="Peak learning rate")
     schedule: Literal["constant", "cosine", "linear"] = Field(default="constant", description="Learning rate after the warm-up")
@@ -145,14 +154,18 @@ class RlConfig(OptimizerConfig):
         return self
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(BaseModel):
+    model_config = STRICT
+
     every: int = Field(default=10, ge=0, description="Iterations between evaluations; 0: only at the start and at the end")
     prompts_max: int = Field(default=200, ge=1, description="Prompts of each evaluation set")
     num_completions: int = Field(default=1, ge=1, le=64, description="Completions per prompt for pass@1, at temperature 1")
     pass_threshold: float = Field(default=1.0, description="A rollout passes when its reward is at least this")
 
 
-class TrainerConfig(Section):
+class TrainerConfig(BaseModel):
+    model_config = STRICT
+
     ranks: int = Field(default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)")
     nodes: int = Field(default=1, ge=1, le=1024, description="Nodes of the gang")
     gpu_ids: list[int] = Field(default_factory=list, description="GPUs of a node that train; empty: a CPU trains")
@@ -162,12 +175,12 @@ class TrainerConfig(Section):
         default=False, description="Recompute activations in the backward pass to save memory"
     )
     port: int = Field(default=0, ge=0, le=65535, description="Port of the trainer; 0: a free one")
-    start_timeout_s: float = Field(default=180, gt=0, description="Longest start of the gang, s")
     job_timeout_s: float = Field(default=7200, gt=0, description="Longest single job, s")
-    restarts_max: int = Field(default=5, ge=0, description="Restarts of the gang within one start of a run")
 
 
-class EnginesConfig(Section):
+class EnginesConfig(BaseModel):
+    model_config = STRICT
+
     kind: Literal["local", "sglang"] = Field(default="local", description="rlpipe's own engine on transformers, or SGLang")
     count: int = Field(default=1, ge=1, le=1024, description="Engines per node")
     nodes: int = Field(default=1, ge=1, le=1024, description="Nodes that sample")
@@ -179,25 +192,28 @@ class EnginesConfig(Section):
     flags: list[str] = Field(default_factory=list, description="More flags of SGLang's launch_server")
     in_flight_max: int = Field(default=256, ge=1, description="Rollouts in flight per engine")
     port: int = Field(default=0, ge=0, le=65535, description="Port of the first engine, the others follow; 0: free ones")
-    start_timeout_s: float = Field(default=180, gt=0, description="Longest start of an engine, s")
     request_timeout_s: float = Field(default=600, gt=0, description="Longest single request, s")
     restarts_max: int = Field(default=5, ge=0, description="Restarts of an engine within one start of a run")
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(BaseModel):
+    model_config = STRICT
+
     state_every: int = Field(
         default=5, ge=1, description="Iterations between training states; resume replays at most that many"
     )
 
 
-class TrackingConfig(Section):
-    mlflow: bool = Field(default=True, description="Track in MLflow")
-    uri: str = Field(default="sqlite:///mlflow.db", description="MLflow tracking URI")
-    experiment: str = Field(default="rlpipe", description="MLflow experiment")
+class TrackingConfig(BaseModel):
+    model_config = STRICT
+
+    uri: str = Field(default="sqlite:///mlflow.db", description="MLflow tracking URI; empty: not tracked")
 
 
-class PipelineConfig(Section):
+class PipelineConfig(BaseModel):
     """SFT and RL of one model, from data to a registered policy."""
+
+    model_config = STRICT
 
     run: str = Field(default="", description="Name of the run: the same name continues it", max_length=80)
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The one seed; all randomness derives from it")
@@ -233,8 +249,8 @@ class PipelineConfig(Section):
         if len({data.heldout_fraction for data in self.data if data.part != "all"}) > 1:
             raise ValueError("the data sets' heldout_fraction differ: a prompt held out of one would be trained on by another")
         longest = self.model.context_tokens_max
-        if self.rl.completion_tokens_max >= longest or self.sft.tokens_max > longest:
-            raise ValueError(f"model.context_tokens_max={longest} is too short for rl.completion_tokens_max or sft.tokens_max")
+        if self.rl.completion_tokens_max >= longest:
+            raise ValueError(f"model.context_tokens_max={longest} leaves no room for a prompt beside rl.completion_tokens_max")
         return self
 
     def sets(self, use: str) -> list[DataConfig]:

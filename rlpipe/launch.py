@@ -96,7 +96,7 @@ class Service:
     log_path: Path
     ready: Callable[[], bool]
     environment: dict[str, str] = field(default_factory=dict)
-    ready_timeout_s: float = 180.0
+    ready_timeout_s: float = 600.0  # large weights take minutes to load
     restarts_max: int = 5
     restarts: int = 0
     process: subprocess.Popen[bytes] | None = None

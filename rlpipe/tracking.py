@@ -19,6 +19,7 @@ from rlpipe.report import Point
 
 log = logging.getLogger(__name__)
 FINISH_TIMEOUT_S = 30.0
+EXPERIMENT = "rlpipe"
 SENT_TAG = "rlpipe.sent_"
 CATCH_UP_MAX = 200  # committed units sent per wake-up: a resume after an outage catches up in bounded steps
 
@@ -71,7 +72,7 @@ class Tracker:
             log.warning("MLflow at %s is slow; what it missed is sent at the next start", self.config.tracking.uri)
 
     def _submit(self, job: Callable[[], None]) -> None:
-        if not self.config.tracking.mlflow:
+        if not self.config.tracking.uri:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True, name="tracking")
@@ -102,8 +103,8 @@ class Tracker:
         from mlflow import MlflowClient
 
         client = MlflowClient(tracking_uri=self.config.tracking.uri)
-        experiment = client.get_experiment_by_name(self.config.tracking.experiment)
-        self._experiment = experiment.experiment_id if experiment else client.create_experiment(self.config.tracking.experiment)
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        self._experiment = experiment.experiment_id if experiment else client.create_experiment(EXPERIMENT)
         self._parent = self._run_of(client, "post-train", "")
         self._client = client
 

@@ -33,7 +33,7 @@ def test_every_preset_is_valid_and_can_be_planned(preset: str) -> None:
         ("run=a/b", "run='a/b'.*no slash"),
         ("rl.schedule=cosine", "needs decay_steps"),
         ("rl.rewards={}", "name at least one"),
-        ("model.context_tokens_max=16", "too short"),
+        ("model.context_tokens_max=16", "leaves no room"),
         ("data.nothing.weight=2", "no data set named 'nothing'"),
         ("rl", "section.field=value"),
         ("seed.x=1", "seed=.*valid integer"),
@@ -71,7 +71,7 @@ def test_where_and_how_fast_are_not_part_of_what_is_computed() -> None:
         "trainer.ranks=2",
         "rl.num_iterations=99",
         "store=s3://x/y",
-        "tracking.mlflow=false",
+        "tracking.uri=",
         "run=other",
     ):
         assert identity(read_config("tiny", [same], PRESETS)) == identity(one)

@@ -25,7 +25,7 @@ NOT_IN_A_RESULT = {"num_iterations", "reward_workers", "reward_timeout_s", "mism
 
 
 def config(tmp_path: Path, *sets: str) -> PipelineConfig:
-    return read_config("tiny", ["run=a", f"store=file://{tmp_path}", "tracking.mlflow=false", *sets], PRESETS)
+    return read_config("tiny", ["run=a", f"store=file://{tmp_path}", "tracking.uri=", *sets], PRESETS)
 
 
 @pytest.fixture

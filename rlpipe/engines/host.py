@@ -82,7 +82,6 @@ class EngineHost:
             log_path=self.work_dir / f"engine-{index}.log",
             ready=lambda: _answers(f"{url}/health"),
             environment=self._environment(index, keys),
-            ready_timeout_s=self.config.engines.start_timeout_s,
             restarts_max=self.config.engines.restarts_max,
         )
         return Engine(index, port, service, EngineClient(url, self.session, *keys))

@@ -5,6 +5,7 @@ Every rollout gets a Score. Each has `timeout_s` for itself, counted from the en
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import threading
@@ -53,13 +54,12 @@ class RewardPool:
         self.last_error: str | None = None  # the first fault of the newest `score`, for the log
         self._lock = threading.Lock()
         self._processes: list[RewardProcess] = []
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self._processes += [RewardProcess(rewards, timeout_s) for _ in range(workers)]
             for process in self._processes:
                 process.wait_ready()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()  # all are ready: they stay
 
     def score(self, items: list[JsonDict]) -> list[Score]:
         """One Score per item {"prompt": Prompt.as_json(), "completion": str}, in order; threads take turns."""

@@ -7,10 +7,10 @@ import json
 
 import numpy as np
 
-from rlpipe.engines.pool import Completion, GroupRequest
+from rlpipe.engines.pool import GroupRequest
 from rlpipe.rollouts import SCORES, prompt_of, to_parquet
 from rlpipe.stages.commit import Produced, StageKey, run_stage
-from rlpipe.stages.sampling import prompt_row, rollout_seed, sampling_params
+from rlpipe.stages.sampling import prompt_row, rollout_rows, rollout_seed, sampling_params
 from rlpipe.stages.scoring import score_rows
 from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import write_bytes
@@ -30,30 +30,31 @@ async def evaluate(session: Session, policy: ArtifactRef, version: int) -> Stage
 
     async def produce(folder: str, attempt: str) -> Produced:
         await session.serve(policy, version)
-        rows = [row for group in await _sample(session, version) for row in group]
-        prompts = {row["prompt_id"]: prompt_of(row["prompt_row"]) for row in rows}
+        prompt_rows, rows = await _sample(session, version)
+        prompts = {row["prompt_id"]: prompt_of(row) for row in prompt_rows}
+        source = {row["prompt_id"]: row["source"] for row in prompt_rows}
         scored = await asyncio.to_thread(score_rows, session, prompts, rows)
         record = await asyncio.to_thread(
             write_bytes, session.run.store, folder, attempt, "evaluation.parquet", to_parquet(scored, SCORES)
         )
         metrics: JsonDict = {}
         for data in session.config.sets("evaluation"):
-            metrics |= _metrics(session, data.name, [row for row in scored if row["source"] == data.name])
+            metrics |= _metrics(session, data.name, [row for row in scored if source[row["prompt_id"]] == data.name])
         return Produced([record], metrics, weight_version=version)
 
     return await run_stage(session, evaluation_key(session, version), {"policy": policy}, produce)
 
 
-async def _sample(session: Session, version: int) -> list[list[JsonDict]]:
-    """One group per prompt: rollout 0 greedy, the others sampled at temperature 1."""
+async def _sample(session: Session, version: int) -> tuple[list[JsonDict], list[JsonDict]]:
+    """(prompt rows, rollouts): per prompt rollout 0 is greedy, the others are sampled at temperature 1."""
     config = session.config.evaluation
     sets = await asyncio.to_thread(session.prompts, "evaluation")
     prompts = [prompt for rows in sets for prompt in rows[: config.prompts_max]]
     rows = await asyncio.to_thread(lambda: [prompt_row(session, prompt) for prompt in prompts])
     requests = [_request(session, row, version, config.num_completions) for row in rows]
     groups = await session.pool.generate(requests)
-    return [_group_rows(session, row, index, request, group)
-            for index, (row, request, group) in enumerate(zip(rows, requests, groups, strict=True))]  # fmt: skip
+    told = enumerate(zip(rows, requests, groups, strict=True))
+    return rows, [each for index, (row, request, group) in told for each in rollout_rows(session, row, index, request, group)]
 
 
 def _request(session: Session, row: JsonDict, version: int, num_completions: int) -> GroupRequest:
@@ -62,31 +63,6 @@ def _request(session: Session, row: JsonDict, version: int, num_completions: int
     ]
     params = [sampling_params(session, 0.0, 0)] + [sampling_params(session, 1.0, seed) for seed in seeds]
     return GroupRequest(row["prompt_id"], row["prompt_tokens"], params)
-
-
-def _group_rows(
-    session: Session, row: JsonDict, group_index: int, request: GroupRequest, group: list[Completion]
-) -> list[JsonDict]:
-    return [
-        {
-            "source": row["source"],
-            "prompt_row": row,
-            "prompt_id": row["prompt_id"],
-            "group_index": group_index,
-            "rollout_index": index,
-            "prompt": json.loads(row["messages"])[-1]["content"],
-            "prompt_tokens": row["prompt_tokens"],
-            "completion": session.tokenizer().decode(completion.tokens),
-            "completion_tokens": completion.tokens,
-            "loss_mask": [0] * len(completion.tokens),
-            "rollout_logprobs": completion.rollout_logprobs,
-            "weight_version": completion.weight_version,
-            "finish_reason": completion.finish_reason,
-            "seed": params["sampling_seed"],
-            "engine": completion.engine,
-        }
-        for index, (params, completion) in enumerate(zip(request.sampling_params, group, strict=True))
-    ]
 
 
 def _metrics(session: Session, name: str, rows: list[JsonDict]) -> JsonDict:

@@ -75,7 +75,10 @@ async def generate(
         requests = [_group_request(session, row, iteration, round_index, slot) for slot, row in enumerate(mine, first)]
         await session.serve(policy, iteration)
         groups = await session.pool.generate(requests)
-        rollouts = await asyncio.to_thread(_rollout_rows, session, mine, requests, groups, first + round_index * rl.num_prompts)
+        told = enumerate(zip(mine, requests, groups, strict=True), first + round_index * rl.num_prompts)
+        rollouts = [
+            rollout for index, (row, request, group) in told for rollout in rollout_rows(session, row, index, request, group)
+        ]
         data = await asyncio.to_thread(to_parquet, rollouts, ROLLOUTS)
         record = await asyncio.to_thread(write_bytes, run.store, folder, attempt, "rollouts.parquet", data)
         tokens = sum(len(row["completion_tokens"]) for row in rollouts)
@@ -107,14 +110,15 @@ def sampling_params(session: Session, temperature: float, seed: int) -> JsonDict
     }
 
 
-def _rollout_rows(
-    session: Session, rows: list[JsonDict], requests: list[GroupRequest], groups: list[list[Completion]], first_group: int
+def rollout_rows(
+    session: Session, row: JsonDict, group_index: int, request: GroupRequest, group: list[Completion]
 ) -> list[JsonDict]:
-    assert len(rows) == len(groups), "a group was lost or came twice"
+    """The rollouts of one prompt as they are stored, but for the reward."""
+    assert len(group) == len(request.sampling_params), f"{row['prompt_id']}: a completion was lost or came twice"
     return [
         {
             "prompt_id": row["prompt_id"],
-            "group_index": first_group + offset,
+            "group_index": group_index,
             "rollout_index": index,
             "prompt": json.loads(row["messages"])[-1]["content"],
             "prompt_tokens": row["prompt_tokens"],
@@ -127,7 +131,6 @@ def _rollout_rows(
             "seed": params["sampling_seed"],
             "engine": completion.engine,
         }
-        for offset, (row, request, group) in enumerate(zip(rows, requests, groups, strict=True))
         for index, (params, completion) in enumerate(zip(request.sampling_params, group, strict=True))
     ]
 

@@ -34,7 +34,7 @@ def stage_settings(config: PipelineConfig, phase: str, stage: str) -> JsonDict:
         use = "sft" if phase == "data" else "rl"
         settings["data"] = [entry for entry in tree["data"] if entry["use"] == use]
     if phase == "data":
-        return settings | {"sft.tokens_max": config.sft.tokens_max}
+        return settings | {"model.context_tokens_max": config.model.context_tokens_max}
     if kind == "evaluation":
         settings["data"] = [entry for entry in tree["data"] if entry["use"] == "evaluation"]
         settings |= {

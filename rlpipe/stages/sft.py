@@ -31,7 +31,7 @@ def _tokenise(session: Session, folder: str, attempt: str) -> Produced:
     wanted = min(sum(len(rows) for rows in sets), config.sft.num_steps * config.sft.batch_size)
     drawn, _ = cursor.take(cursor.start(), wanted)
     conversations = [sets[set_index][row_index] for set_index, row_index in drawn]
-    rows, counts = tokenise_conversations(conversations, session.tokenizer(), config.sft.tokens_max)
+    rows, counts = tokenise_conversations(conversations, session.tokenizer(), config.model.context_tokens_max)
     record = write_bytes(session.run.store, folder, attempt, "conversations.parquet", to_parquet(rows, CONVERSATIONS))
     metrics = {f"data/{name}": value for name, value in counts.items()}
     return Produced(

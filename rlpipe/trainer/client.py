@@ -72,8 +72,6 @@ class TrainerClient:
             log_path=self.work_dir / "trainer.log",
             ready=self._answers,
             environment=self._environment(),
-            ready_timeout_s=trainer.start_timeout_s,
-            restarts_max=trainer.restarts_max,
         )
         self.service.start()
         self.session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.token}"})

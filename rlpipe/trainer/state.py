@@ -62,14 +62,14 @@ class Resident:
         return int(next(iter(self.optimizer.state.values()))["step"])
 
 
-def make_resident(policy: PolicyModel, config: PretrainedConfig, generation: JsonDict) -> Resident:
+def make_resident(policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict) -> Resident:
     """A policy with a fresh optimizer (AdamW step 0)."""
     shards = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in policy.shards()}
     adamw = torch.optim.AdamW(list(shards.values()), lr=0.0, fused=True)
     for shard in shards.values():
         moments = {moment: torch.zeros_like(shard, requires_grad=False) for moment in MOMENTS}
         adamw.state[shard] = {"step": torch.zeros((), dtype=torch.float32, device=shard.device), **moments}
-    return Resident(policy, config, generation, shards, adamw)
+    return Resident(policy, config, generation_config, shards, adamw)
 
 
 def load(gang: Gang, body: JsonDict) -> Resident:
@@ -94,11 +94,11 @@ def load_policy(gang: Gang, folder: Path) -> tuple[PolicyModel, PretrainedConfig
     """The weights of a folder in HF format, its config and its generation config."""
     with gang.together():
         config = hf_config(json.loads((folder / "config.json").read_text()))
-        generation = GenerationConfig.from_model_config(config).to_diff_dict()
+        generation_config = GenerationConfig.from_model_config(config).to_diff_dict()
         if (folder / "generation_config.json").is_file():
-            generation = json.loads((folder / "generation_config.json").read_text())
+            generation_config = json.loads((folder / "generation_config.json").read_text())
         read_rows = folder_weights(folder)
-    return build_policy(gang, config, read_rows), config, generation
+    return build_policy(gang, config, read_rows), config, generation_config
 
 
 def fetch(gang: Gang, ref: ArtifactRef) -> Path:
