@@ -76,6 +76,8 @@ def _run(config: PipelineConfig) -> None:
         _fail(error, 2)
     except (StoreError, EngineError, TrainerError, OSError) as error:
         _fail(error, 1)
+    except KeyboardInterrupt:
+        _fail(RuntimeError("stopped; the same command goes on where it was"), 130)
     typer.echo(f"\nrun {config.run} is complete")
     for line in told["before_after"]:
         typer.echo(line)

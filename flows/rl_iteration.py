@@ -64,4 +64,6 @@ async def sample_batch(session: Session, iteration: int, policy: ArtifactRef) ->
 def evaluation_due(config: PipelineConfig, iteration: int) -> bool:
     """Every `evaluation.every` iterations, and at the end."""
     every = config.evaluation.every
+    if not config.sets("evaluation"):
+        return False
     return iteration + 1 == config.rl.num_iterations or (every > 0 and (iteration + 1) % every == 0)

@@ -82,8 +82,8 @@ class Tracker:
     def _work(self) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        for noisy in ("mlflow", "alembic"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        logging.getLogger("alembic").setLevel(logging.WARNING)
         from mlflow.exceptions import MlflowException
 
         while (job := self._queue.get()) is not None:
