@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -20,7 +21,7 @@ from rlpipe.plan import plan_lines
 from rlpipe.store.audit import unreferenced, verify
 from rlpipe.store.backend import Store, check_access, open_store
 from rlpipe.store.run import fork, open_existing
-from rlpipe.types import EngineError, StoreError, TrainerError, UserError
+from rlpipe.types import StoreError, UserError
 
 PRESETS = Path(__file__).parent / "presets"
 STORE = "./rlpipe-store"
@@ -39,7 +40,7 @@ def _fail(error: Exception, code: int) -> NoReturn:
 
 
 def _config(source: str, sets: list[str] | None, run: str | None = None) -> PipelineConfig:
-    overrides = list(sets or []) + ([f"run={run}"] if run is not None else [])
+    overrides = list(sets or []) + ([f"run={json.dumps(run)}"] if run is not None else [])
     return read_config(source, overrides, PRESETS)
 
 
@@ -57,7 +58,7 @@ def run_command(
         from rlpipe.stages.preflight import preflight
 
         preflight(config)
-    except UserError as error:
+    except (UserError, StoreError, OSError) as error:
         _fail(error, 2)
     _run(config)
 
@@ -74,7 +75,7 @@ def _run(config: PipelineConfig) -> None:
             told = asyncio.run(post_train(config))
     except UserError as error:
         _fail(error, 2)
-    except (StoreError, EngineError, TrainerError, OSError) as error:
+    except (RuntimeError, OSError) as error:  # the store, an engine, the trainer or the Prefect server gave up
         _fail(error, 1)
     except KeyboardInterrupt:
         _fail(RuntimeError("stopped; the same command goes on where it was"), 130)
@@ -159,12 +160,14 @@ def fork_command(
     """Create a new run that shares iterations 0..K of another, and continue it with other settings."""
     set_defaults()
     from rlpipe.config_source import override_config
+    from rlpipe.stages.preflight import preflight
 
     try:
         parent = open_existing(_store(store), run)
-        config = override_config(parent.config, [*(sets or []), f"run={new}", f"store={store}"])
+        config = override_config(parent.config, [*(sets or []), f"run={json.dumps(new)}", f"store={json.dumps(store)}"])
+        preflight(config)
         fork(parent, at, config)
-    except (UserError, StoreError) as error:
+    except (UserError, StoreError, OSError) as error:
         _fail(error, 2)
     typer.echo(f"run {new} shares {run} up to iteration {at}")
     _run(config)
@@ -177,20 +180,22 @@ def gc(
     store: StoreUrl = STORE,
 ) -> None:
     """List (or delete) what no manifest of a run names: files of attempts that died. Not while the run is worked on."""
+    from rlpipe.store import lease
+
     try:
         found = open_existing(_store(store), run)
-        from rlpipe.store import lease
-
         held = lease.acquire(found.store, found.root) if delete else None
+        try:
+            keys = unreferenced(found)
+            for key in keys if delete else []:
+                found.store.delete(key)
+        finally:
+            if held is not None:
+                held.release()
     except (UserError, StoreError) as error:
         _fail(error, 2)
-    keys = unreferenced(found)
     for key in keys:
-        if held is not None:
-            found.store.delete(key)
-        typer.echo(f"{'deleted' if held else 'unreferenced'} {key}")
-    if held is not None:
-        held.release()
+        typer.echo(f"{'deleted' if delete else 'unreferenced'} {key}")
     typer.echo(f"{run}: {len(keys)} files no manifest names" + ("" if delete or not keys else "; delete them with --delete"))
 
 

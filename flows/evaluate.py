@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prefect import flow
 
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.session import open_session
-from rlpipe.types import JsonDict
+from rlpipe.store.backend import open_store
+from rlpipe.store.run import find_run
+from rlpipe.types import JsonDict, UserError
 from tasks.evaluate import evaluate as evaluate_task
 
 
 @flow(name="evaluate", flow_run_name="evaluate {config.run} version {version}", persist_result=False)
 async def evaluate(config: PipelineConfig, version: int = 0) -> JsonDict:
     """The evaluation metrics of a weight version of the run, computed now or read from the store."""
+    if not config.run or await asyncio.to_thread(lambda: find_run(open_store(config.store), config)) is None:
+        raise UserError(f"run={config.run!r}: name a run that exists in {config.store}")
     async with open_session(config) as session:
         policy, _ = session.run.policy(version)
         return (await evaluate_task(session, policy=policy, version=version)).metrics

@@ -10,7 +10,7 @@ from flows.progress import bar, iteration_line
 from flows.rl_iteration import rl_iteration
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.session import open_session
-from rlpipe.types import JsonDict
+from rlpipe.types import JsonDict, UserError
 from tasks.evaluate import evaluate
 from tasks.reload_engines import reload_engines
 
@@ -20,8 +20,12 @@ async def rl(config: PipelineConfig) -> JsonDict:
     """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference."""
     config = named(config)
     async with open_session(config) as session:
-        await prepare(session)
         run, total = session.run, config.rl.num_iterations
+        if run.num_committed("sft", run.num_segments) < run.num_segments:
+            raise UserError(
+                f"the SFT of run {run.name} is not complete: start post-train or sft first, or set sft.num_steps = 0"
+            )
+        await prepare(session)
         first = run.num_committed("rl", total)
         session.tracker.follow("rl", first)
         if first < total:

@@ -45,29 +45,30 @@ def _short(value: Any) -> str:
 
 
 def _apply(tree: JsonDict, override: str) -> None:
-    """Sets `a.b=c` in the tree; `data.NAME.field` reaches into the list of data sets by name. c is TOML, or a plain string."""
+    """Sets `a.b=c` in the tree; c is TOML, or a plain string. `data.NAME.field` reaches every data set of that name."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"--set {override}: write it as section.field=value")
-    parts = key.strip().split(".")
-    node: Any = tree
-    for part in parts[:-1]:
-        node = _descend(node, part, override)
-    if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {'.'.join(parts[:-1])} is no section")
-    node[parts[-1]] = _value(text)
+    *sections, field = key.strip().split(".")
+    nodes: list[Any] = [tree]
+    for section in sections:
+        nodes = [child for node in nodes for child in _descend(node, section, override)]
+    for node in nodes:
+        if not isinstance(node, dict):
+            raise UserError(f"--set {override}: {'.'.join(sections)} is no section")
+        node[field] = _value(text)
 
 
-def _descend(node: Any, part: str, override: str) -> Any:
+def _descend(node: Any, section: str, override: str) -> list[Any]:
     if isinstance(node, list):
-        matches = [entry for entry in node if entry.get("name") == part]
+        matches = [entry for entry in node if entry.get("name") == section]
         if not matches:
             names = ", ".join(str(entry.get("name")) for entry in node)
-            raise UserError(f"--set {override}: no data set named {part!r} (there are: {names})")
-        return matches[0]
+            raise UserError(f"--set {override}: no data set named {section!r} (there are: {names})")
+        return matches
     if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {part} is no section")
-    return node.setdefault(part, {})
+        raise UserError(f"--set {override}: {section} is no section")
+    return [node.setdefault(section, {})]
 
 
 def _value(text: str) -> Any:

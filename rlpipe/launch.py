@@ -60,23 +60,33 @@ def die_with_parent() -> None:
 
 
 def run_and_die_with_parent(argv: list[str]) -> int:
-    """Runs a program that knows nothing of its parent (Prefect's server, SGLang) and kills its process group with us."""
-    parent = _parent()
-    child = subprocess.Popen(argv, start_new_session=True)
+    """Runs a program that knows nothing of its parent (Prefect's server, SGLang) and kills its process group with us.
+
+    SIGTERM is passed on; what is left shortly before our own SIGKILL would come is killed, grandchildren too.
+    """
+    parent, deadline = _parent(), float("inf")
+    child: subprocess.Popen[bytes] | None = None
+
+    def signal_group(number: int) -> None:
+        if child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
 
     def stop(*_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGTERM)
+        nonlocal deadline
+        deadline = min(deadline, time.monotonic() + STOP_GRACE_S - 2 * PARENT_POLL_S)
+        signal_group(signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, stop)  # before the child: a SIGTERM in between must not orphan it
+    child = subprocess.Popen(argv, start_new_session=True)
     while True:
         try:
-            return child.wait(timeout=PARENT_POLL_S)
+            code = child.wait(timeout=PARENT_POLL_S)
+            signal_group(signal.SIGKILL)
+            return code
         except subprocess.TimeoutExpired:
-            if os.getppid() != parent:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                return 1
+            if os.getppid() != parent or time.monotonic() > deadline:
+                signal_group(signal.SIGKILL)
 
 
 def wrapped(argv: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 
 from rlpipe.config import PipelineConfig, identity
 from rlpipe.report import Point
+from rlpipe.types import StoreError
 
 log = logging.getLogger(__name__)
 FINISH_TIMEOUT_S = 30.0
@@ -90,7 +92,7 @@ class Tracker:
             try:
                 job()
                 self._warned = False
-            except (MlflowException, OSError) as error:  # an outage, a full disk, a wrong URI: tracking fails open
+            except (MlflowException, StoreError, OSError) as error:  # an outage, a full disk, a wrong URI: it fails open
                 if not self._warned:
                     log.warning(
                         "MLflow at %s cannot be reached (%s); the run goes on", self.config.tracking.uri, str(error)[:200]
@@ -135,7 +137,7 @@ class Tracker:
         state = self._phases[phase]
         for unit in range(state.sent, min(committed, state.sent + CATCH_UP_MAX)):
             points = [
-                Metric(name, float(value), point.time_ms, point.step)
+                Metric(re.sub(r"[^\w\-. :/]", "_", name), float(value), point.time_ms, point.step)
                 for point in self.fetch(phase, unit)
                 for name, value in point.metrics.items()
             ]

@@ -60,7 +60,7 @@ def test_overrides_reach_fields_lists_and_named_data_sets() -> None:
     assert config.seed == 7
     assert config.rl.rewards == {"math": 0.5}
     assert config.rl.reward_fallback is None
-    assert any(data.rows_max == 77 for data in config.data)
+    assert [data.use for data in config.data if data.rows_max == 77] == ["rl", "evaluation"]
     assert override_config(config, ["seed=8"]).seed == 8
 
 

@@ -30,7 +30,7 @@ def test_rows_are_cut_dropped_and_counted(tokenizer: ChatTokenizer, caplog: pyte
     assert [row["loss_mask"] for row in rows] == [[0] * 4 + [1] * 5, [0] * 4 + [1] * 5, [0] * 4 + [1] * 2]
     assert rows[0]["tokens"][-1] == tokenizer.eos_token_id != rows[1]["tokens"][-1]
     assert "2 of 4" in caplog.text
-    assert "sft.tokens_max=9" in caplog.text
+    assert "model.context_tokens_max=9" in caplog.text
 
 
 def test_nothing_to_warn_of(tokenizer: ChatTokenizer, caplog: pytest.LogCaptureFixture) -> None:

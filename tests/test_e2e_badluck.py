@@ -24,7 +24,7 @@ def flaky(prompt, completion):
     return float(len(completion))
 
 def enormous(prompt, completion):
-    return 1e308
+    return 1e100 * len(completion)
 """
 
 

@@ -17,6 +17,7 @@ from rlpipe.weights import Weights, check_compatible, tensor_shapes
 from tests.engine_fixtures import CONTEXT_TOKENS, tiny_model
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
+pytestmark = pytest.mark.e2e  # processes that import torch, restarted on purpose
 GROUPS = 24
 
 

@@ -160,6 +160,7 @@ def test_a_state_moves_between_one_and_two_ranks(
     assert world.digests(again["state"]) == world.digests(two["state"])
 
 
+@pytest.mark.e2e
 def test_a_killed_rank_costs_a_restart_and_no_bit(gang: GangUnderTest, store: Store, data: ArtifactRef) -> None:
     job = world.train("start", "end", "rl", data, {"first_step": 2})
     gang.do("load", world.load_new("new"))

@@ -32,7 +32,7 @@ def tokenise_conversations(
     assert len(rows) + counts["dropped_empty_mask"] == len(conversations)
     if counts["truncated"]:
         logger.warning(
-            "%d of %d conversations are longer than sft.tokens_max=%d and were truncated; %d were dropped, nothing of the assistant being left",
+            "%d of %d conversations are longer than model.context_tokens_max=%d and were truncated; %d were dropped, nothing of the assistant being left",
             counts["truncated"], len(conversations), tokens_max, counts["dropped_empty_mask"],
         )  # fmt: skip
     return rows, dict(counts)

@@ -110,6 +110,8 @@ class EngineHost:
         size = ["--context-length", str(model.context_tokens_max + SGLANG_CONTEXT_SLACK), "--dtype", model.dtype]
         share = max(1, len(engines.gpu_ids) // engines.count)
         server = [engines.python or sys.executable, "-m", "sglang.launch_server", "--tp-size", str(share)]
+        if engines.gpu_ids:  # else sampling_seed is ignored, and a resumed shard samples other tokens; refused on a CPU
+            server.append("--enable-deterministic-inference")
         return wrapped([*server, *common, *size, *keys, *engines.flags])
 
     async def reload(self, weights: Weights) -> None:
@@ -118,14 +120,13 @@ class EngineHost:
         UserError or StoreError before any engine sees weights that do not fit; EngineError when the budget is spent.
         """
         assert self.weights is not None and self.engines, "start comes first"
-        if weights.version == self.weights.version:
-            return
         await asyncio.to_thread(check_compatible, self.weights.folder, weights.folder)
         before, self.weights = self.weights, weights
         canary, *others = self.engines
         await self._reload_or_restart(canary)
         await asyncio.gather(*(self._reload_or_restart(engine) for engine in others))
-        await asyncio.to_thread(shutil.rmtree, before.folder)  # the store has it; local disk holds one version
+        if before.folder != weights.folder:
+            await asyncio.to_thread(shutil.rmtree, before.folder, True)  # the store has it; local disk holds one version
 
     async def _reload_or_restart(self, engine: Engine) -> None:
         assert self.weights is not None
@@ -146,7 +147,7 @@ class EngineHost:
         """Brings an engine back on the newest weights; nothing to do when it is well. EngineError past its budget."""
         assert self.weights is not None
         async with engine.repair:
-            if not kill and engine.service.alive() and await self._right_version(engine):
+            if not kill and engine.service.alive() and await engine.client.healthy() and await self._right_version(engine):
                 return
             await asyncio.to_thread(engine.service.stop)
             engine.service.argv = self._argv(engine)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rlpipe.engines.client import EngineUnavailable
 from rlpipe.engines.host import Engine, EngineHost
-from rlpipe.types import EngineError, JsonDict
+from rlpipe.types import EngineError, JsonDict, StoreError
 from rlpipe.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -46,9 +46,11 @@ class EnginePool:
     def __init__(self, host: EngineHost) -> None:
         self.host = host
         self._slots: dict[int, asyncio.Semaphore] = {}
+        self._version: int | None = None
 
     async def start(self, weights: Weights) -> None:
         await self.host.start(weights)
+        self._version = weights.version
         config = self.host.config
         groups_max = max(1, config.engines.in_flight_max // config.rl.group_size)
         self._slots = {engine.index: asyncio.Semaphore(groups_max) for engine in self.host.engines}
@@ -59,11 +61,17 @@ class EnginePool:
 
     @property
     def version(self) -> int | None:
-        """The weight version that all engines serve."""
-        return self.host.weights.version if self.host.weights else None
+        """The weight version that all engines serve; None before the start and after a reload that failed."""
+        return self._version
 
     async def reload(self, weights: Weights) -> None:
-        await self.host.reload(weights)
+        before, self._version = self._version, None
+        try:
+            await self.host.reload(weights)
+        except StoreError:  # refused before any engine saw it: the old weights keep serving
+            self._version = before
+            raise
+        self._version = weights.version
 
     async def generate(self, groups: list[GroupRequest]) -> list[list[Completion]]:
         """The completions of every group, in order; EngineError when a group found no engine within its attempts."""

@@ -11,7 +11,7 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.settings import stage_settings
 from rlpipe.store.artifacts import check_same, commit, new_attempt
 from rlpipe.store.run import code_version
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Manifest, StageResult, sha256_of
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Manifest, StageResult, UserError, sha256_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,11 @@ async def run_stage(session: Session, key: StageKey, inputs: dict[str, ArtifactR
         ref, manifest = found
         check_same(ref.folder, manifest, hashes, settings)
         return StageResult(ref, manifest.metrics, cached=True)
-    assert run.owner(key.phase, key.iteration) is run, f"{key} belongs to the run this one was forked from"
+    owner = run.owner(key.phase, key.iteration)
+    if owner is not run:
+        raise UserError(
+            f"{key.phase}/{key.iteration:05d}/{key.stage} belongs to run {owner.name}, which this was forked from: do it there"
+        )
     folder = run.folder(key.phase, key.iteration, key.stage)
     started_at = _now()
     produced = await produce(folder, new_attempt())

@@ -25,7 +25,9 @@ async def commit_iteration(
 def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict, started: float) -> JsonDict:
     run = session.run
     previous = run.iteration_record(iteration - 1) if iteration else None
-    has_state = run.artifact("rl", iteration, "state") is not None
+    state = run.artifact("rl", iteration, "state")
+    if state is not None:
+        artifacts = artifacts | {"state": state[0]}
     metrics = {name: value for name, value in metrics.items() if "/" in name}  # the rest is bookkeeping of the stages
     metrics |= time_metrics(session, time.monotonic() - started, metrics)
     record = {
@@ -34,7 +36,7 @@ def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
         "iteration": iteration,
         "weight_version": iteration + 1,
         "artifacts": {name: ref.as_json() for name, ref in artifacts.items()},
-        "state_iteration": iteration if has_state else (previous["state_iteration"] if previous else -1),
+        "state_iteration": iteration if state is not None else (previous["state_iteration"] if previous else -1),
         "metrics": metrics,
         "curve": _curve(previous, iteration, metrics),
         "ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -30,12 +30,19 @@ async def sample_prompts(session: Session, iteration: int, round_index: int, bef
         sets, data = session.prompts("rl"), session.config.sets("rl")
         cursor = PromptCursor([len(rows) for rows in sets], [entry.weight for entry in data], session.config.seed)
         store = session.run.store
-        position = read_manifest(store, before.folder, before.sha256).metrics["cursor"] if before else cursor.start()
+        position, digest = cursor.start(), session.data_sha256("rl")
+        if before is not None:
+            told = read_manifest(store, before.folder, before.sha256).metrics
+            if told["data_sha256"] != digest:
+                raise UserError(
+                    f"the rl data sets have changed since {before.folder} was drawn: restore them, or start another run"
+                )
+            position = told["cursor"]
         drawn, after = cursor.take(position, session.config.rl.num_prompts)
         rows = [prompt_row(session, sets[set_index][row_index]) for set_index, row_index in drawn]
         assert len(rows) == session.config.rl.num_prompts, "the cursor drew another number of prompts than asked"
         record = write_bytes(store, folder, attempt, "prompts.parquet", to_parquet(rows, PROMPTS))
-        return Produced([record], {"cursor": after, "num_prompts": len(rows)})
+        return Produced([record], {"cursor": after, "num_prompts": len(rows), "data_sha256": digest})
 
     async def produce(folder: str, attempt: str) -> Produced:
         return await asyncio.to_thread(produce_sync, folder, attempt)

@@ -50,6 +50,7 @@ class Session:
         self._since: dict[str, float] = {}
         self._rewards: RewardPool | None = None
         self._prompts: dict[str, list[list[Prompt]]] = {}
+        self._digests: dict[str, str] = {}
         self._tokenizer: ChatTokenizer | None = None
         self._trainer_lock = asyncio.Lock()
         self._pool_lock = asyncio.Lock()
@@ -103,6 +104,12 @@ class Session:
             self._prompts[use] = [load_prompts(data, data_seed(self.config.seed, data.name)) for data in self.config.sets(use)]
         return self._prompts[use]
 
+    def data_sha256(self, use: str) -> str:
+        """The hash of all prompts of one use: a cursor's position means nothing in other data."""
+        if use not in self._digests:
+            self._digests[use] = sha256_of([[prompt.as_json() for prompt in rows] for rows in self.prompts(use)])
+        return self._digests[use]
+
     def tokenizer(self) -> ChatTokenizer:
         """The tokenizer of the run, from its base artifact."""
         if self._tokenizer is None:
@@ -144,7 +151,7 @@ async def open_session(config: PipelineConfig) -> AsyncIterator[Session]:
     run = await asyncio.to_thread(create_or_continue, config)
     held = await asyncio.to_thread(lease.acquire, run.store, run.root)
     work_dir = work_dir_of(config)
-    for scratch in ("weights", "trainer"):
+    for scratch in ("weights", "trainer", "tokenizer"):  # never trusted after a crash
         await asyncio.to_thread(shutil.rmtree, work_dir / scratch, True)
     work_dir.mkdir(parents=True, exist_ok=True)
     session = _open[key] = Session(run, work_dir)

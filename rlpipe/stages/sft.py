@@ -12,7 +12,7 @@ from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.session import Session, data_seed
 from rlpipe.stages.training import OnProgress, save_job, sft_job, train_job
 from rlpipe.store.artifacts import write_bytes
-from rlpipe.types import ArtifactRef, FileRecord, StageResult
+from rlpipe.types import ArtifactRef, FileRecord, StageResult, UserError
 
 
 async def prepare_sft_data(session: Session, tokenizer: ArtifactRef) -> StageResult:
@@ -32,6 +32,11 @@ def _tokenise(session: Session, folder: str, attempt: str) -> Produced:
     drawn, _ = cursor.take(cursor.start(), wanted)
     conversations = [sets[set_index][row_index] for set_index, row_index in drawn]
     rows, counts = tokenise_conversations(conversations, session.tokenizer(), config.model.context_tokens_max)
+    if not rows:
+        raise UserError(
+            f"sft: none of {len(conversations)} conversations keeps an assistant token within "
+            f"model.context_tokens_max={config.model.context_tokens_max}; raise it, or shorten the prompts"
+        )
     record = write_bytes(session.run.store, folder, attempt, "conversations.parquet", to_parquet(rows, CONVERSATIONS))
     metrics = {f"data/{name}": value for name, value in counts.items()}
     return Produced(
@@ -45,16 +50,18 @@ async def train_segment(
     """One segment of SFT steps: trained, then state and policy committed (the policy last: it is the segment's commit)."""
     run = session.run
     job = sft_job(run, segment, data)
+    previous, _ = run.committed("sft", segment - 1, "policy") if segment else run.committed("base", 0, "policy")
+    inputs = {"data": data, "tokenizer": tokenizer, "previous": previous}
 
     async def produce(folder: str, attempt: str) -> Produced:
         metrics = await train_job(session, "sft", segment, job, on_progress)
         state_folder = run.folder("sft", segment, "state")
         save = {"policy_folder": folder, "state_folder": state_folder, "attempt": attempt, "tokenizer": tokenizer.as_json()}
         saved = await save_job(session, "sft", segment, job, save)
-        await commit_state(session, "sft", segment, {"data": data}, [FileRecord(**record) for record in saved["state"]])
+        await commit_state(session, "sft", segment, inputs, [FileRecord(**record) for record in saved["state"]])
         return Produced([FileRecord(**record) for record in saved["policy"]], metrics, weight_version=0)
 
-    return await run_stage(session, StageKey("sft", segment, "policy"), {"data": data}, produce)
+    return await run_stage(session, StageKey("sft", segment, "policy"), inputs, produce)
 
 
 async def commit_state(

@@ -34,7 +34,7 @@ class Store:
             self.local = None
             self.url = url.rstrip("/")
             # listings are cached by default: a listing must show what another process committed a moment ago
-            self.filesystem = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+            self.filesystem = _ErrorsAsOSError(fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True))
         else:
             raise UserError(f"store={url!r}: unknown scheme {parts.scheme!r}; use file:///path or s3://bucket/prefix")
 
@@ -80,13 +80,13 @@ class Store:
     def _create_s3(self, key: str, data: bytes) -> bool:
         try:
             self.filesystem.pipe_file(self.address(key), data, mode="create")
-        except FileExistsError:
-            return False
         except OSError as error:
             # s3fs reports a lost If-None-Match race as a plain EINVAL whose cause names the precondition
-            if "PreconditionFailed" in repr(error.__cause__) or "PreconditionFailed" in str(error):
-                return False
-            raise
+            lost = isinstance(error, FileExistsError) or "PreconditionFailed" in f"{error.__cause__!r} {error}"
+            if not lost:
+                raise
+            # a retried PUT whose first answer was lost loses against itself: equal bytes are ours
+            return self.read(key) == data
         return True
 
     @contextlib.contextmanager
@@ -148,6 +148,26 @@ class Store:
 
     def delete(self, key: str) -> None:
         self.filesystem.rm_file(self.address(key))
+
+
+class _ErrorsAsOSError:
+    """A file system whose connection and credential errors are OSErrors: botocore's are not, and s3fs passes them on."""
+
+    def __init__(self, filesystem: Any) -> None:
+        self._filesystem = filesystem
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._filesystem, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            from botocore.exceptions import BotoCoreError
+
+            try:
+                return method(*arguments, **options)
+            except BotoCoreError as error:
+                raise OSError(errno.EIO, str(error)) from error
+
+        return call
 
 
 def _sync_folder(folder: Path) -> None:

@@ -109,6 +109,9 @@ def _start_time(pid: int) -> float | None:
     """When a process of this host started; None when it is gone or a zombie. Guards against reused pids."""
     try:
         process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        # since boot: the wall-clock time of a start moves when the clock is set
+        return round(process.create_time() - psutil.boot_time(), 1)
     except psutil.NoSuchProcess:
         return None

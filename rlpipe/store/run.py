@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from rlpipe.config import PipelineConfig, identity
 from rlpipe.store.artifacts import MANIFEST, find
@@ -137,7 +140,7 @@ def find_run(store: Store, config: PipelineConfig) -> Run | None:
     if not store.exists(key):
         return None
     record = json.loads(store.read(key))
-    _refuse_other_identity(config, record)
+    _refuse_other_identity(store, config, record)
     return _with_parent(store, config, record)
 
 
@@ -148,7 +151,7 @@ def open_existing(store: Store, name: str) -> Run:
         known = ", ".join(run_names(store)) or "none"
         raise UserError(f"no run {name!r} in {store.url} (runs: {known})")
     record = json.loads(store.read(key))
-    return _with_parent(store, PipelineConfig.model_validate(record["config"]), record)
+    return _with_parent(store, _recorded_config(store, key, record), record)
 
 
 def run_names(store: Store) -> list[str]:
@@ -161,15 +164,20 @@ def fork(run: Run, at: int, config: PipelineConfig) -> Run:
         raise UserError(
             f"--at {at}: run {run.name} has committed {run.num_committed('rl', 100_000)} iterations; choose one of them"
         )
-    if run.store.exists(f"runs/{config.run}/run.json"):
-        raise UserError(f"--run {config.run}: that run exists; choose another name")
+    key = f"runs/{config.run}/run.json"
+    forked = {"run": run.name, "at": at}
+    if run.store.exists(key):  # the same fork again continues it
+        found = find_run(run.store, config) if json.loads(run.store.read(key))["fork"] == forked else None
+        if found is None:
+            raise UserError(f"--run {config.run}: that run exists; choose another name")
+        return found
     differ = [
         line for line in _differences(identity(config), identity(run.config)) if not line.startswith(("rl.", "evaluation."))
     ]
     if differ:
         raise UserError(f"a fork shares what came before RL, so these cannot change: {'; '.join(differ)}")
-    record = _run_record(config, {"run": run.name, "at": at})
-    if not run.store.create(f"runs/{config.run}/run.json", canonical_json(record)):
+    record = _run_record(config, forked)
+    if not run.store.create(key, canonical_json(record)):
         raise UserError(f"--run {config.run}: that run exists; choose another name")
     return _with_parent(run.store, config, record)
 
@@ -181,9 +189,11 @@ def _with_parent(store: Store, config: PipelineConfig, record: JsonDict) -> Run:
 
 
 def _run_record(config: PipelineConfig, forked: JsonDict | None) -> JsonDict:
+    dumped = config.model_dump(mode="json")
+    dumped["tracking"]["uri"] = re.sub(r"//[^/@]*@", "//", dumped["tracking"]["uri"])  # no password in the store
     return {
         "schema_version": 1,
-        "config": config.model_dump(mode="json"),
+        "config": dumped,
         "fork": forked,
         "code_version": code_version(),
         "libraries": {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},
@@ -194,8 +204,18 @@ def _differences(new: JsonDict, old: JsonDict) -> list[str]:
     return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*new, *old}) if new.get(key) != old.get(key)]
 
 
-def _refuse_other_identity(config: PipelineConfig, record: JsonDict) -> None:
-    recorded = PipelineConfig.model_validate(record["config"])
+def _recorded_config(store: Store, key: str, record: JsonDict) -> PipelineConfig:
+    try:
+        return PipelineConfig.model_validate(record["config"])
+    except ValidationError as error:
+        wrong = ", ".join(".".join(map(str, fault["loc"])) for fault in error.errors())
+        raise UserError(
+            f"{store.address(key)} was written by rlpipe {record['code_version']}; this version does not know {wrong}"
+        ) from error
+
+
+def _refuse_other_identity(store: Store, config: PipelineConfig, record: JsonDict) -> None:
+    recorded = _recorded_config(store, f"runs/{config.run}/run.json", record)
     differ = _differences(identity(config), identity(recorded))
     if differ:
         raise UserError(
