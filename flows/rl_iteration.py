@@ -11,6 +11,7 @@ from flows.publish import publish_iteration
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.iteration import commit_iteration
 from rlpipe.stages.sampling import num_shards, previous_prompts
+from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.session import Session, open_session
 from rlpipe.types import ArtifactRef, JsonDict, StageResult
 from tasks.checkpoint import checkpoint
@@ -35,7 +36,7 @@ async def rl_iteration(config: PipelineConfig, iteration: int) -> JsonDict:
         after = await checkpoint(session, iteration=iteration, batch=batch.ref, previous=policy, metrics=trained.metrics)
         await reload_engines(session, policy=after.ref, version=iteration + 1)
         artifacts = {"prompts": prompts.ref, "batch": batch.ref, "policy": after.ref}
-        metrics = {**scores.metrics, **batch.metrics, **trained.metrics}
+        metrics = {**over_rounds([told.metrics for told in scores]), **batch.metrics, **trained.metrics}
         if evaluation_due(config, iteration):
             evaluation = await evaluate(session, policy=after.ref, version=iteration + 1)
             artifacts["evaluation"] = evaluation.ref
@@ -45,7 +46,9 @@ async def rl_iteration(config: PipelineConfig, iteration: int) -> JsonDict:
         return record
 
 
-async def sample_batch(session: Session, iteration: int, policy: ArtifactRef) -> tuple[StageResult, StageResult, StageResult]:
+async def sample_batch(
+    session: Session, iteration: int, policy: ArtifactRef
+) -> tuple[StageResult, list[StageResult], StageResult]:
     """Dynamic sampling: rounds of prompts, rollouts and scores until enough groups survive the filters."""
     before = previous_prompts(session, iteration)
     scores: list[StageResult] = []
@@ -58,7 +61,7 @@ async def sample_batch(session: Session, iteration: int, policy: ArtifactRef) ->
         scores.append(await score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at))
         batch = await filter_groups(session, scores=[done.ref for done in scores], **at)
         if not batch.metrics["needs_more"]:
-            return prompts, scores[-1], batch
+            return prompts, scores, batch
 
 
 def evaluation_due(config: PipelineConfig, iteration: int) -> bool:

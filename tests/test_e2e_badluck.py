@@ -40,11 +40,13 @@ def folder(tmp_path: Path) -> Folder:
 
 def test_graders_that_raise_or_hang_are_counted_and_an_absent_mlflow_does_no_harm(folder: Folder) -> None:
     away = f"tracking.uri=http://127.0.0.1:{free_port()}"
-    output = folder.complete("a", *MINI, rewards("flaky"), "rl.reward_timeout_s=0.5", "rl.num_prompts=40", away)
+    two_rounds = ["rl.rounds_max=2", "rl.groups_min=41"]  # one round has 40 groups
+    output = folder.complete("a", *MINI, rewards("flaky"), "rl.reward_timeout_s=0.5", "rl.num_prompts=40", *two_rounds, away)
     faults: dict[str, float] = {}
     for iteration in range(5):
         metrics = read_record(folder, "a", iteration)["metrics"]
         assert isinstance(metrics, dict)
+        assert (metrics["rollout/rounds"], metrics["rollout/groups_kept"]) == (2, 80)
         for name, count in metrics.items():
             if name.startswith("rollout/fault_"):
                 faults[name] = faults.get(name, 0) + count
@@ -87,8 +89,12 @@ def test_a_full_disk_fails_the_run_and_a_second_start_goes_on(tmp_path: Path, sm
 
 
 def test_a_fork_shares_its_prefix_goes_on_differently_and_changed_settings_are_refused(folder: Folder) -> None:
-    folder.complete("a", *MINI)
-    code, output = folder.rlpipe(*folder.run_arguments("a", *MINI, "rl.clip_high=0.4"))
+    mini = [*MINI, "rl.kl_coef=0.05"]  # with a reference, which the trainer loads beside the policy
+    folder.complete("a", *mini)
+    metrics = read_record(folder, "a", 4)["metrics"]
+    assert isinstance(metrics, dict)
+    assert metrics["train/kl"] > 0
+    code, output = folder.rlpipe(*folder.run_arguments("a", *mini, "rl.clip_high=0.4"))
     assert code == 2
     assert "rl.clip_high: 0.4 -> 0.28" in output or "rl.clip_high: 0.28 -> 0.4" in output
     assert "rlpipe fork a" in output

@@ -12,6 +12,7 @@ from rlpipe.report import reward_svg
 from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.iteration import CURVE_POINTS_MAX, _curve
 from rlpipe.stages.sampling import rollout_seed
+from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.session import Session, data_seed
 from rlpipe.stages.settings import RL_FIELDS, stage_settings
 from rlpipe.stages.training import RL_SETTINGS, SFT_SETTINGS, position
@@ -104,6 +105,21 @@ def test_the_curve_of_a_long_run_stays_short_and_keeps_its_ends() -> None:
     assert curve[-1][0] >= 999 - 1000 // 16
     assert "polyline" in reward_svg(curve)
     assert "polyline" in reward_svg([])
+
+
+def test_the_metrics_of_several_rounds_tell_of_all_of_them() -> None:
+    one = {"rollout/reward_mean": 0.2, "rollout/num_tokens": 10, "rollout/length_tokens_max": 7}
+    two = {
+        "rollout/reward_mean": 0.4,
+        "rollout/num_tokens": 30,
+        "rollout/length_tokens_max": 5,
+        "rollout/fault_reward_error": 2,
+    }
+    assert over_rounds([one, two]) == {
+        "rollout/reward_mean": pytest.approx(0.3), "rollout/num_tokens": 40, "rollout/length_tokens_max": 7,
+        "rollout/fault_reward_error": 2,
+    }  # fmt: skip
+    assert over_rounds([one]) == one
 
 
 def test_overlapping_shards_count_their_time_once(session: Session) -> None:

@@ -97,6 +97,18 @@ def _score_metrics(session: Session, rows: list[JsonDict]) -> JsonDict:
     }
 
 
+def over_rounds(rounds: list[JsonDict]) -> JsonDict:
+    """The score metrics of an iteration: counts add up, maxima are taken, the rest is the mean of the (equally large) rounds."""
+    merged: JsonDict = {}
+    for name in {name for told in rounds for name in told}:
+        values = [told[name] for told in rounds if name in told]
+        if name.startswith("rollout/fault_") or name == "rollout/num_tokens":
+            merged[name] = sum(values)
+        else:
+            merged[name] = max(values) if name.endswith("_max") else float(np.mean(values))
+    return merged
+
+
 async def filter_groups(session: Session, iteration: int, round_index: int, scores: list[ArtifactRef]) -> StageResult:
     """The groups kept of all rounds so far, with advantages; its metrics say whether another round is needed."""
 
