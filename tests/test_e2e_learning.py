@@ -10,7 +10,7 @@ from tests.conftest import S3Server
 from tests.pipeline import Folder
 
 pytestmark = pytest.mark.e2e
-ITERATIONS = 60
+ITERATIONS = 70
 
 
 def check_learning(folder: Folder, run: str) -> None:
