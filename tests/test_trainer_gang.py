@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -158,27 +157,6 @@ def test_a_state_moves_between_one_and_two_ranks(
     again = gang.do("save", world.save("one-again", "p3", "s3"))
     assert world.digests(again["policy"]) == world.digests(two["policy"])
     assert world.digests(again["state"]) == world.digests(two["state"])
-
-
-@pytest.mark.e2e
-def test_a_killed_rank_costs_a_restart_and_no_bit(gang: GangUnderTest, store: Store, data: ArtifactRef) -> None:
-    job = world.train("start", "end", "rl", data, {"first_step": 2})
-    gang.do("load", world.load_new("new"))
-    gang.do("train", world.train("new", "start", "rl", data))
-    state = gang.do("save", world.save("start", None, "s"))["state"]
-    ref = world.saved(store, "s", state)
-    gang.do("train", job)
-    expected = world.digests(gang.do("save", world.save("end", "p-before", None))["policy"])
-    before = gang.ranks()
-    assert len(before) == 2
-    before[1].send_signal(signal.SIGKILL)
-    _gone, alive = psutil.wait_procs(before, timeout=30)
-    assert not alive, "torchrun takes the other rank down too"
-    gang.wait_ready()
-    assert gang.ask("train", job) == (409, {"error": "not resident", "position": None})
-    gang.do("load", world.load_ref("start", "state", ref))
-    gang.do("train", job)
-    assert world.digests(gang.do("save", world.save("end", "p-after", None))["policy"]) == expected
 
 
 def test_http_refusals(gang: GangUnderTest, store: Store) -> None:

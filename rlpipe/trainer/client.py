@@ -21,6 +21,7 @@ from rlpipe.types import JsonDict, StepRefused, TrainerError, UserError
 log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0  # the gang answers within 20 s, "running" if it must
 BUSY_RETRY_S = 0.5
+DYING_S = 60.0
 
 
 class NotResident(TrainerError):
@@ -136,9 +137,14 @@ class TrainerClient:
             raise GangLost(f"the trainer died while doing {job}") from error
 
     async def _bring_back(self) -> None:
-        """torchrun restarts a dead rank; a dead torchrun is started again here, within its budget."""
+        """A dead rank ends its gang; it is started again here, within the budget. One that neither ends nor answers is ended."""
         assert self.service is not None
         await asyncio.sleep(1.0)  # a dying torchrun takes a moment to end
+        deadline = time.monotonic() + DYING_S
+        while self.service.alive() and not await asyncio.to_thread(self._answers):
+            if time.monotonic() > deadline:
+                await asyncio.to_thread(self.service.stop)
+            await asyncio.sleep(0.5)
         try:
             self.service.ensure()
         except RuntimeError as error:

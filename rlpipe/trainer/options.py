@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rlpipe.types import UserError
 
 TOKEN_VARIABLE = "RLPIPE_TRAINER_TOKEN"
-RESTARTS_MAX = 3
+RESTARTS_MAX = 0  # torchrun's own restart was seen to hang; who started the gang starts it again, within one budget
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
