@@ -38,9 +38,6 @@ class EngineClient:
     async def model_info(self) -> JsonDict:
         return await self._call("GET", "/model_info", self.api_key, None, INFO_TIMEOUT_S)
 
-    async def server_info(self) -> JsonDict:
-        return await self._call("GET", "/server_info", self.api_key, None, INFO_TIMEOUT_S)
-
     async def healthy(self) -> bool:
         try:
             await self._call("GET", "/health", self.api_key, None, INFO_TIMEOUT_S)
