@@ -38,16 +38,16 @@ async def bare_iteration(session: Session, iteration: int) -> JsonDict:
     """The iteration of flows/rl_iteration.py by the stage functions alone."""
     started = time.monotonic()
     policy, _ = session.run.policy(iteration)
-    before = sampling.previous_prompts(session, iteration)
+    before, carried = (sampling.previous_artifact(session, iteration, name) for name in ("prompts", "batch"))
     with session.timed("sample_prompts"):
-        prompts = await sampling.sample_prompts(session, iteration, 0, before)
+        prompts = await sampling.sample_prompts(session, iteration, 0, before, carried)
     with session.timed("generate"):
-        shards = range(sampling.num_shards(session))
+        shards = range(sampling.num_shards(session, prompts))
         rollouts = await asyncio.gather(*(sampling.generate(session, iteration, 0, k, prompts.ref, policy) for k in shards))
     with session.timed("score"):
         scores = await scoring.score(session, iteration, 0, prompts.ref, [shard.ref for shard in rollouts])
     with session.timed("filter"):
-        batch = await scoring.filter_groups(session, iteration, 0, [scores.ref])
+        batch = await scoring.filter_groups(session, iteration, 0, [prompts.ref], [scores.ref])
     with session.timed("train"):
         trained = await policy_stages.train(session, iteration, batch.ref)
     with session.timed("checkpoint"):

@@ -206,6 +206,27 @@ def engine(context: typer.Context) -> None:
 
 
 @app.command()
+def host(
+    run: Annotated[str, typer.Option(help="the run to join")],
+    store: StoreUrl = STORE,
+    address: Annotated[
+        str, typer.Option(help="address of this node; beyond loopback RLPIPE_HOST_KEY must be set")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port of the host; 0: a free one")] = 0,
+    sets: Sets = None,
+) -> None:
+    """Join a run with the engines of this node, until stopped. The run uses them from its next iteration on."""
+    from rlpipe.engines.agent import join_run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    try:
+        asyncio.run(join_run(_store(store), run, sets or [], address, port))
+    except (UserError, StoreError, OSError) as error:
+        _fail(error, 2)
+
+
+@app.command()
 def trainer(
     store: Annotated[str, typer.Option(help="the store that jobs refer to")],
     port: Annotated[int, typer.Option(help="port of rank 0")],

@@ -11,7 +11,6 @@ from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact,
 from rlpipe.report import before_after, draw_curves, reward_svg
 from rlpipe.rollouts import BATCH, read_rows
 from rlpipe.stages.session import Session
-from rlpipe.store.artifacts import read_manifest
 from rlpipe.types import ArtifactRef, JsonDict
 
 ROLLOUTS_SHOWN = 8
@@ -34,8 +33,7 @@ async def publish_iteration(session: Session, record: JsonDict, batch: ArtifactR
 
 
 def _rollout_table(session: Session, batch: ArtifactRef) -> list[dict[str, object]]:
-    manifest = read_manifest(session.run.store, batch.folder, batch.sha256)
-    rows = read_rows(session.run.store, batch.folder, manifest, BATCH)[:ROLLOUTS_SHOWN]
+    rows = read_rows(session.run.store, batch, "batch.parquet", BATCH)[:ROLLOUTS_SHOWN]
     return [{name: row[name] for name in ("prompt", "completion", "reward", "advantage", "finish_reason")} for row in rows]
 
 

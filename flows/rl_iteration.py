@@ -10,7 +10,7 @@ from prefect import flow
 from flows.publish import publish_iteration
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.iteration import commit_iteration
-from rlpipe.stages.sampling import num_shards, previous_prompts
+from rlpipe.stages.sampling import num_shards, previous_artifact
 from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.session import Session, open_session
 from rlpipe.types import ArtifactRef, JsonDict, StageResult
@@ -49,17 +49,25 @@ async def rl_iteration(config: PipelineConfig, iteration: int) -> JsonDict:
 async def sample_batch(
     session: Session, iteration: int, policy: ArtifactRef
 ) -> tuple[StageResult, list[StageResult], StageResult]:
-    """Dynamic sampling: rounds of prompts, rollouts and scores until enough groups survive the filters."""
-    before = previous_prompts(session, iteration)
+    """Dynamic sampling: rounds of prompts, rollouts and scores until enough groups survive the filters.
+
+    The first round takes up what the iteration before had to cut short.
+    """
+    before, carried = (previous_artifact(session, iteration, name) for name in ("prompts", "batch"))
+    rounds: list[ArtifactRef] = []
     scores: list[StageResult] = []
+    kept = 0
     while True:
-        at = {"iteration": iteration, "round_index": len(scores)}
-        prompts = await sample_prompts(session, before=before, **at)
-        before = prompts.ref
-        shards = range(num_shards(session))
-        rollouts = await asyncio.gather(*(generate(session, shard=k, prompts=prompts.ref, policy=policy, **at) for k in shards))
+        at = {"iteration": iteration, "round_index": len(rounds)}
+        prompts = await sample_prompts(session, before=before, carried=carried, **at)
+        rounds.append(prompts.ref)
+        before, carried = prompts.ref, None
+        part = {"prompts": prompts.ref, "policy": policy, "kept": kept, **at}
+        shards = range(num_shards(session, prompts))
+        rollouts = await asyncio.gather(*(generate(session, shard=shard, **part) for shard in shards))
         scores.append(await score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at))
-        batch = await filter_groups(session, scores=[done.ref for done in scores], **at)
+        batch = await filter_groups(session, prompts=rounds, scores=[done.ref for done in scores], **at)
+        kept = batch.metrics["rollout/groups_kept"]
         if not batch.metrics["needs_more"]:
             return prompts, scores, batch
 

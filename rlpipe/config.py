@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Literal
 
@@ -121,6 +122,21 @@ class RlConfig(OptimizerConfig):
     on_too_few: Literal["train", "fail"] = Field(
         default="train", description="What to do when rounds_max rounds left too few groups"
     )
+    oversampling: float = Field(
+        default=1.0,
+        ge=1,
+        le=16,
+        description="Groups started per sampling round, as a multiple of num_prompts. Above 1 a round ends when num_prompts (or "
+        "groups_min) groups have survived the filters; the next iteration continues the rest. Which those are depends on timing",
+    )
+    staleness_max: int = Field(
+        default=1,
+        ge=0,
+        description="Oldest tokens, in weight versions back, that a rollout may have when it is continued; else it starts again",
+    )
+    train_stale_tokens: bool = Field(
+        default=True, description="Whether tokens sampled by older weight versions carry loss; if not, they are context only"
+    )
     estimator: Literal["grpo", "dr_grpo", "rloo"] = Field(default="grpo", description="Advantages from the rewards of a group")
     num_steps: int = Field(default=4, ge=1, description="Optimizer steps per iteration")
     objective: Literal["ppo", "reinforce"] = Field(default="ppo", description="Policy loss")
@@ -153,6 +169,11 @@ class RlConfig(OptimizerConfig):
             raise ValueError("rewards is empty: name at least one, for example rewards = {math = 1.0}")
         return self
 
+    @property
+    def round_groups(self) -> int:
+        """Groups started in a sampling round."""
+        return math.ceil(round(self.num_prompts * self.oversampling, 6))  # 10 x 1.1 is a little more than 11
+
 
 class EvaluationConfig(BaseModel):
     model_config = STRICT
@@ -181,18 +202,22 @@ class TrainerConfig(BaseModel):
 class EnginesConfig(BaseModel):
     model_config = STRICT
 
-    kind: Literal["local", "sglang"] = Field(default="local", description="rlpipe's own engine on transformers, or SGLang")
+    kind: Literal["local", "sglang", "vllm"] = Field(
+        default="local", description="rlpipe's own engine on transformers, SGLang, or vLLM"
+    )
     count: int = Field(default=1, ge=1, le=1024, description="Engines per node")
     nodes: int = Field(default=1, ge=1, le=1024, description="Nodes that sample")
     gpu_ids: list[int] = Field(
         default_factory=list, description="GPUs of a node that sample, split among its engines; empty: CPU"
     )
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads per engine")
-    python: str = Field(default="", description="Interpreter that has SGLang installed; empty: this one")
-    flags: list[str] = Field(default_factory=list, description="More flags of SGLang's launch_server")
+    python: str = Field(default="", description="Interpreter that has SGLang or vLLM installed; empty: this one")
+    flags: list[str] = Field(default_factory=list, description="More flags for SGLang's or vLLM's server")
+    environment: dict[str, str] = Field(default_factory=dict, description="More environment variables for the engines")
     in_flight_max: int = Field(default=256, ge=1, description="Rollouts in flight per engine")
     port: int = Field(default=0, ge=0, le=65535, description="Port of the first engine, the others follow; 0: free ones")
     request_timeout_s: float = Field(default=600, gt=0, description="Longest single request, s")
+    hung_timeout_s: float = Field(default=60, gt=0, description="An engine that is unwell for so long is restarted, s")
     restarts_max: int = Field(default=5, ge=0, description="Restarts of an engine within one start of a run")
 
 

@@ -56,16 +56,18 @@ def process_lines(config: PipelineConfig) -> list[str]:
             lines.append(
                 f"  sampling node {first_node + node}: {engines.kind} engine {node * engines.count + index} on {place}"
             )
+    if engines.nodes > 1:
+        lines.append("  on each sampling node: rlpipe host --store STORE --run RUN")
     return lines
 
 
 def plan_lines(config: PipelineConfig) -> list[str]:
     """The whole plan as lines of text."""
     sft, rl = config.sft, config.rl
-    rollouts = rl.num_prompts * rl.group_size
+    rollouts, started = rl.num_prompts * rl.group_size, rl.round_groups * rl.group_size
     segments = -(-sft.num_steps // sft.segment_steps)
-    shards = -(-rl.num_prompts // rl.shard_prompts)
-    tokens = rollouts * rl.completion_tokens_max
+    shards = -(-rl.round_groups // rl.shard_prompts)
+    tokens = started * rl.completion_tokens_max
     return [
         f"processes: 1 flow, {config.trainer.ranks * config.trainer.nodes} trainer ranks, "
         f"{config.engines.count * config.engines.nodes} engines, {rl.reward_workers} reward workers",
@@ -73,7 +75,7 @@ def plan_lines(config: PipelineConfig) -> list[str]:
         f"SFT: {sft.num_steps} steps x {sft.batch_size} conversations, {segments} segments of {sft.segment_steps}",
         f"RL: {rl.num_iterations} iterations x {rl.num_steps} steps = {rl.num_iterations * rl.num_steps} optimizer steps",
         f"  an iteration: {rl.num_prompts} prompts x {rl.group_size} = {rollouts:,} rollouts in {shards} shards, "
-        f"at most {tokens:,} tokens sampled a round, {rl.rounds_max} rounds at most",
+        f"{started:,} started, at most {tokens:,} tokens sampled a round, {rl.rounds_max} rounds at most",
         f"  a step: {rollouts // rl.num_steps:,} rollouts; training state every {config.checkpoint.state_every} iterations",
         f"in all: at most {tokens * rl.num_iterations * rl.rounds_max:,} tokens sampled",
         *memory_lines(config),

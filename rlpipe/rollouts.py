@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlpipe.store.artifacts import read_file
+from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.store.backend import Store
-from rlpipe.types import JsonDict, Manifest
+from rlpipe.types import ArtifactRef, JsonDict
 
 PROMPT_FIELDS: list[tuple[str, Any]] = [
     ("prompt_id", pa.string()),
@@ -22,6 +22,8 @@ PROMPT_FIELDS: list[tuple[str, Any]] = [
     ("prompt_tokens", pa.list_(pa.int32())),
 ]
 PROMPTS = pa.schema(PROMPT_FIELDS)
+# spans of the completion in order; they add up to its tokens
+WEIGHT_VERSIONS = pa.list_(pa.struct([("version", pa.int32()), ("num_tokens", pa.int32())]))
 ROLLOUTS = pa.schema(
     [
         ("prompt_id", pa.string()),
@@ -33,7 +35,8 @@ ROLLOUTS = pa.schema(
         ("completion_tokens", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.int8())),
         ("rollout_logprobs", pa.list_(pa.float32())),
-        ("weight_version", pa.int32()),
+        ("weight_version", pa.int32()),  # of the last token
+        ("weight_versions", WEIGHT_VERSIONS),
         ("finish_reason", pa.string()),
         ("seed", pa.int64()),
         ("engine", pa.string()),
@@ -41,6 +44,10 @@ ROLLOUTS = pa.schema(
 )
 SCORES = pa.schema([*ROLLOUTS, ("reward", pa.float64()), ("reward_parts", pa.string()), ("reward_fault", pa.string())])
 BATCH = pa.schema([*SCORES, ("advantage", pa.float64())])
+# the groups that an iteration hands to the next: the prompt, and each rollout as it is continued
+CARRIED_ROLLOUT = ["group_index", "rollout_index", "completion_tokens", "rollout_logprobs", "weight_versions", "finish_reason",
+                   "seed", "engine"]  # fmt: skip
+CARRIED = pa.schema([*PROMPT_FIELDS, *(ROLLOUTS.field(name) for name in CARRIED_ROLLOUT), ("num_tokens_expired", pa.int32())])
 CONVERSATIONS = pa.schema([("tokens", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.int8()))])
 
 
@@ -63,13 +70,18 @@ def from_parquet(data: bytes, schema: pa.Schema) -> list[JsonDict]:
     return table.to_pylist()
 
 
-def read_rows(store: Store, folder: str, manifest: Manifest, schema: pa.Schema) -> list[JsonDict]:
-    """All rows of an artifact's Parquet files, in the order of its manifest, verified."""
-    rows: list[JsonDict] = []
-    for record in manifest.files:
-        if record.name.endswith(".parquet"):
-            rows += from_parquet(read_file(store, folder, record), schema)
-    return rows
+def read_rows(store: Store, ref: ArtifactRef, name: str, schema: pa.Schema) -> list[JsonDict]:
+    """All rows of one Parquet file of an artifact, verified."""
+    record = read_manifest(store, ref.folder, ref.sha256).file(name)
+    return from_parquet(read_file(store, ref.folder, record), schema)
+
+
+def grouped(rows: list[JsonDict]) -> list[list[JsonDict]]:
+    """Rollouts by `group_index`, in the order in which the groups come."""
+    groups: dict[int, list[JsonDict]] = {}
+    for row in rows:
+        groups.setdefault(row["group_index"], []).append(row)
+    return list(groups.values())
 
 
 def prompt_of(row: JsonDict) -> JsonDict:

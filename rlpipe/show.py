@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rlpipe.report import before_after
 from rlpipe.rollouts import BATCH, read_rows
-from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run, open_existing, run_names
 from rlpipe.types import ArtifactRef, UserError
@@ -48,9 +47,8 @@ def iteration_lines(run: Run, iteration: int, rows_max: int) -> list[str]:
         raise UserError(f"--iteration {iteration}: not committed in run {run.name}; rlpipe show {run.name} lists what is")
     lines = [f"{name:40s} {value:.6g}" for name, value in sorted(record["metrics"].items())]
     batch = ArtifactRef.from_json(record["artifacts"]["batch"])
-    manifest = read_manifest(run.store, batch.folder, batch.sha256)
     lines += ["", "group  reward  advantage  finish  prompt -> completion"]
-    for row in read_rows(run.store, batch.folder, manifest, BATCH)[:rows_max]:
+    for row in read_rows(run.store, batch, "batch.parquet", BATCH)[:rows_max]:
         lines.append(f"{row['group_index']:5d}  {row['reward']:6.3f}  {row['advantage']:9.3f}  {row['finish_reason']:6s}  "
                      f"{row['prompt']!r} -> {row['completion']!r}")  # fmt: skip
     return lines

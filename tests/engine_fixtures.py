@@ -1,7 +1,12 @@
-"""Tiny models built in code, and engine servers as processes. Shared by the engine tests."""
+"""Tiny models built in code, and engine servers as processes. Shared by the engine tests.
+
+The contract tests (marker `contract`) run against the engine that RLPIPE_TEST_ENGINE names: "local" (the default) or "sglang", a
+real SGLang on this CPU in the virtual environment SGLANG_VENV (`make test-sglang`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import json
@@ -12,6 +17,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +27,14 @@ import aiohttp
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlpipe.launch import free_port
+from rlpipe.launch import free_port, wrapped
 
-START_TIMEOUT_S = 60
+ENGINE_KIND = os.environ.get("RLPIPE_TEST_ENGINE", "local")
+SGLANG_VENV = os.environ.get("SGLANG_VENV", "~/.cache/rlpipe/sglang-0.5.23")
+SGLANG_SERVE = Path(__file__).parent.parent / "scripts" / "sglang-cpu" / "serve.sh"
+START_TIMEOUT_S = {"local": 60, "sglang": 240}
 CALL_TIMEOUT_S = 30
+UPDATES_MAX = 3
 API_KEY, ADMIN_KEY = "test-api", "test-admin"
 CONTEXT_TOKENS = 512
 VOCAB = 320
@@ -104,37 +115,112 @@ class Server:
     async def update(self, folder: Path, version: str) -> tuple[int, Any]:
         return await self.call("/update_weights_from_disk", {"model_path": str(folder), "weight_version": version})
 
+    async def reload(self, folder: Path, version: str) -> None:
+        """New weights by the sequence that is safe with SGLang: what runs is retracted, a refused update is sent again."""
+        await self.call("/pause_generation", {"mode": "retract"})
+        try:
+            refusals = []
+            while len(refusals) < UPDATES_MAX:
+                status, answer = await self.update(folder, version)
+                if status == 200:
+                    return
+                refusals.append(answer)
+            raise AssertionError(refusals)
+        finally:
+            await self.call("/continue_generation", {})
+
+    async def until_load(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Returns when what the engine says of its requests is as wanted."""
+        loads: list[dict[str, Any]] = []
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while time.monotonic() < deadline:
+            loads = (await self.get("/v1/loads"))[1]["loads"]
+            if wanted(loads[0]):
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError(f"this was never reached: {loads}")
+
+    async def until_running(self, num: int, tokens: int = 0) -> None:
+        """Returns when at least `num` requests run and hold at least `tokens` tokens."""
+        asked_at_s = time.time()  # SGLang answers with the state of every 15th step: an older one is of requests long gone
+        await self.until_load(
+            lambda load: (
+                load["timestamp"] > asked_at_s and load["num_running_reqs"] >= num and load["num_used_tokens"] >= tokens
+            )
+        )
+
+    async def until_idle(self) -> None:
+        await self.until_load(lambda load: load["num_running_reqs"] + load["num_waiting_reqs"] == 0)
+
 
 def start_engine(*arguments: str, port: int | None = None) -> tuple[subprocess.Popen[bytes], Path, str]:
-    """An engine process, its log and its URL; not waited for."""
+    """A local engine's process, its log and its URL; not waited for."""
     port = port or free_port()
+    return _start([sys.executable, "-m", "rlpipe.engines.local.server", "--port", str(port), *arguments], port)
+
+
+def _start_sglang(*arguments: str) -> tuple[subprocess.Popen[bytes], Path, str]:
+    port = free_port()
+    keys = ["--api-key", API_KEY, "--admin-api-key", ADMIN_KEY]
+    serve = [str(SGLANG_SERVE), str(Path(SGLANG_VENV).expanduser()), str(tiny_model(0)), str(port)]
+    return _start(wrapped([*serve, "--skip-tokenizer-init", *keys, *arguments]), port)
+
+
+def _start(command: list[str], port: int) -> tuple[subprocess.Popen[bytes], Path, str]:
     log = scratch() / f"engine-{port}-{time.monotonic_ns()}.log"
     environment = {
         **os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "RLPIPE_DIE_WITH_PARENT": "1",
         "RLPIPE_API_KEY": API_KEY, "RLPIPE_ADMIN_API_KEY": ADMIN_KEY,
     }  # fmt: skip
-    command = [sys.executable, "-m", "rlpipe.engines.local.server", "--port", str(port), *arguments]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
     return process, log, f"http://127.0.0.1:{port}"
 
 
-@functools.cache
-def engine(name: str) -> Server:
-    """The engine called `name`, started once in a test session, on model 0 as weight version 1."""
-    process, log, url = start_engine(
-        "--model-path", str(tiny_model(0)), "--weight-version", "1", "--context-tokens-max", str(CONTEXT_TOKENS)
-    )  # fmt: skip
+def _serving(kind: str) -> Server:
+    """A new engine on model 0 as weight version 1. AssertionError when there is none: a missing SGLang is no reason to skip."""
+    if kind == "sglang":
+        process, log, url = _start_sglang("--weight-version", "1")
+    else:
+        assert kind == "local", f"RLPIPE_TEST_ENGINE={kind}: choose local or sglang"
+        sizes = ["--weight-version", "1", "--context-tokens-max", str(CONTEXT_TOKENS)]
+        process, log, url = start_engine("--model-path", str(tiny_model(0)), *sizes)
     atexit.register(stop, process)
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline = time.monotonic() + START_TIMEOUT_S[kind]
     while time.monotonic() < deadline:
-        assert process.poll() is None, f"engine {name} ended: {log.read_text()}"
+        assert process.poll() is None, f"the {kind} engine ended: {log.read_text()}"
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return Server(url, process)
-        except (urllib.error.URLError, ConnectionError):
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.1)
-    raise AssertionError(f"engine {name} did not start in {START_TIMEOUT_S} s: {log.read_text()}")
+    raise AssertionError(f"the {kind} engine did not start in {START_TIMEOUT_S[kind]} s: {log.read_text()}")
+
+
+@functools.cache
+def _engine(kind: str, name: str) -> Server:
+    assert name, "engines of one kind are told apart by their names"
+    return _serving(kind)
+
+
+def engine(name: str) -> Server:
+    """The engine called `name`, of the kind that the contract tests run against; started once in a test session."""
+    return _engine(ENGINE_KIND, name)
+
+
+def local_engine(name: str) -> Server:
+    """rlpipe's own engine, whatever the contract tests run against."""
+    return _engine("local", name)
+
+
+@contextmanager
+def engine_of_its_own() -> Iterator[Server]:
+    """An engine for a test that may kill it."""
+    server = _serving(ENGINE_KIND)
+    try:
+        yield server
+    finally:
+        stop(server.process)
 
 
 def stop(process: subprocess.Popen[bytes]) -> int:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlpipe.engines.local.model import LocalModel
 from rlpipe.engines.local.protocol import Limits, parse_generate
 from rlpipe.engines.local.scheduler import POOLS_MAX, Scheduler
-from tests.engine_fixtures import VOCAB, engine, sampled, tiny_model
+from tests.engine_fixtures import VOCAB, local_engine, sampled, tiny_model
 
 NUM_REQUESTS = 12
 
@@ -104,9 +104,7 @@ def test_any_company_gives_the_same_bits(order: list[int]) -> None:
 
 
 async def test_every_engine_and_every_order_of_arrival_gives_the_same_bits() -> None:
-    servers = [engine("a"), engine("b")]
-    if not (await servers[0].get("/server_info"))[1]["enable_deterministic_inference"]:
-        pytest.skip("this engine says that it is not deterministic")
+    servers = [local_engine("a"), local_engine("b")]
     prompts, params = [list(column) for column in zip(*requests(), strict=True)]
     batch = [sampled(answer) for answer in await servers[0].generate(prompts, params)]
     single = [sampled(await servers[1].generate(prompt, how)) for prompt, how in requests()]

@@ -51,6 +51,13 @@ def test_a_stage_s_settings_change_with_its_own_fields_only(tmp_path: Path) -> N
     assert identity(one) != identity(other)
 
 
+def test_filters_change_what_is_sampled_only_where_they_end_a_round(tmp_path: Path) -> None:
+    shard, other = "rollouts/round-0/shard-000", "rl.filters={diversity = 0.5}"
+    assert stage_settings(config(tmp_path), "rl", shard) == stage_settings(config(tmp_path, other), "rl", shard)
+    more = "rl.oversampling=1.5"
+    assert stage_settings(config(tmp_path, more), "rl", shard) != stage_settings(config(tmp_path, more, other), "rl", shard)
+
+
 async def test_a_stage_is_done_once_and_then_answers_from_its_manifest(session: Session) -> None:
     calls: list[str] = []
 
@@ -108,16 +115,17 @@ def test_the_curve_of_a_long_run_stays_short_and_keeps_its_ends() -> None:
 
 
 def test_the_metrics_of_several_rounds_tell_of_all_of_them() -> None:
-    one = {"rollout/reward_mean": 0.2, "rollout/num_tokens": 10, "rollout/length_tokens_max": 7}
+    one = {"num_scored": 8, "rollout/reward_mean": 0.2, "rollout/num_tokens": 10, "rollout/length_tokens_max": 7}
     two = {
+        "num_scored": 24,
         "rollout/reward_mean": 0.4,
         "rollout/num_tokens": 30,
         "rollout/length_tokens_max": 5,
         "rollout/fault_reward_error": 2,
     }
     assert over_rounds([one, two]) == {
-        "rollout/reward_mean": pytest.approx(0.3), "rollout/num_tokens": 40, "rollout/length_tokens_max": 7,
-        "rollout/fault_reward_error": 2,
+        "rollout/reward_mean": pytest.approx(0.35), "rollout/num_tokens": 40, "rollout/length_tokens_max": 7,
+        "rollout/fault_reward_error": 2, "num_scored": 32,
     }  # fmt: skip
     assert over_rounds([one]) == one
 

@@ -126,7 +126,8 @@ def train(start: str, result: str, kind: str, data: ArtifactRef, settings: JsonD
 
 
 def save(position: str, policy: str | None, state: str | None) -> JsonDict:
-    return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1", "tokenizer": None}
+    return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1", "tokenizer": None,
+            "probe_tokens": [5, 9, 2, 7]}  # fmt: skip
 
 
 def fingerprint(tensors: list[torch.Tensor]) -> str:

@@ -1,7 +1,11 @@
-"""One engine over SGLang's HTTP protocol. Every call has a deadline."""
+"""What the pool asks of one engine, whatever serves it: `sglang.py` and `vllm.py` speak two protocols behind this.
+
+Every call has a deadline. Tokens go in and tokens come out; nothing is decoded here.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +15,13 @@ from rlpipe.types import EngineError, JsonDict
 
 CONTROL_TIMEOUT_S = 120.0
 INFO_TIMEOUT_S = 5.0
+MESSAGE_CHARS_MAX = 1000
+KEEPALIVE_S = 2.0
+
+
+def new_session() -> aiohttp.ClientSession:
+    """Connections to engines: bounded by the requests in flight, and dropped before a server drops them (uvicorn after 5 s idle)."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
 
 
 class EngineUnavailable(EngineError):
@@ -22,59 +33,97 @@ class RequestRefused(EngineError):
 
 
 @dataclass(frozen=True)
-class EngineClient:
-    """Calls to one engine. Control calls carry the admin key, /generate the API key, as SGLang wants with both set."""
+class SamplingParams:
+    """How one completion is sampled. `seed` is honoured where the engine can (DESIGN section 7)."""
 
-    url: str
-    session: aiohttp.ClientSession
-    api_key: str
-    admin_api_key: str
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
-    async def generate(self, body: JsonDict, timeout_s: float) -> list[JsonDict]:
-        """The answers of one (batched) request, in order."""
-        answer = await self._call("POST", "/generate", self.api_key, body, timeout_s)
-        return answer if isinstance(answer, list) else [answer]
 
-    async def model_info(self) -> JsonDict:
-        return await self._call("GET", "/model_info", self.api_key, None, INFO_TIMEOUT_S)
+@dataclass(frozen=True)
+class SampleRequest:
+    """One completion wanted. `tokens`: the prompt and, of a rollout that goes on, what was sampled before.
 
-    async def healthy(self) -> bool:
-        try:
-            await self._call("GET", "/health", self.api_key, None, INFO_TIMEOUT_S)
-        except EngineError:
-            return False
-        return True
+    `request_id`: no id in flight may be a prefix of another (an abort takes all that begin with it): use equal lengths.
+    """
 
-    async def pause(self, mode: str) -> None:
-        await self._control("/pause_generation", {"mode": mode})
+    request_id: str
+    tokens: list[int]
+    params: SamplingParams
 
-    async def resume(self) -> None:
-        await self._control("/continue_generation", {})
 
-    async def update_weights(self, model_path: str, version: int) -> None:
-        """RequestRefused (the old weights keep serving) when the engine cannot load the folder."""
-        answer = await self._control(
-            "/update_weights_from_disk",
-            {"model_path": model_path, "weight_version": str(version), "flush_cache": True},
-        )
-        if not answer.get("success", False):
-            raise RequestRefused(f"{self.url} refused {model_path}: {answer.get('message')}")
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled for one rollout. `spans`: (weight version, number of tokens) in order; they add up to the tokens."""
 
+    tokens: list[int]
+    rollout_logprobs: list[float]  # of the temperature-scaled distribution
+    finish_reason: str  # "stop", "length" or "abort" (cut short: `tokens` is what there was)
+    spans: list[tuple[int, int]]
+    engine: str  # the name of the engine that sampled last; empty when nothing was sampled yet
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason != "abort"
+
+
+NOTHING_YET = Completion([], [], "abort", [], "")
+
+
+class EngineClient(ABC):
+    """Calls to one engine. Faults: EngineUnavailable (try elsewhere), RequestRefused (do not)."""
+
+    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, api_key: str, admin_api_key: str) -> None:
+        self.name = name
+        self.url = url
+        self.session = session
+        self.api_key = api_key
+        self.admin_api_key = admin_api_key
+
+    @abstractmethod
+    async def sample(self, requests: list[SampleRequest], timeout_s: float) -> list[Completion | EngineUnavailable]:
+        """The outcome of each request, in order: what was lost is in its place as the fault that lost it."""
+
+    @abstractmethod
+    async def score(self, tokens: list[int], num_scored: int) -> list[float]:
+        """Logprobs (temperature 1) of the last `num_scored` of `tokens`, each given all before it."""
+
+    @abstractmethod
+    async def load(self, model_path: str, version: int) -> None:
+        """Puts new weights in place of the old and lets the engine go on; returns when it reports `version`.
+
+        After any fault the engine is in an unknown state: restart it.
+        """
+
+    async def adopt(self, version: int) -> None:  # noqa: B027 (most engines are told on their command line)
+        """Tells a newly started engine which version it was started on, where its command cannot say it."""
+
+    @abstractmethod
     async def weight_version(self) -> int:
-        return int((await self.model_info())["weight_version"])
+        """The version that the engine says it serves."""
 
-    async def _control(self, path: str, body: JsonDict) -> JsonDict:
-        return await self._call("POST", path, self.admin_api_key, body, CONTROL_TIMEOUT_S)
+    @abstractmethod
+    async def abort(self, request_ids: list[str]) -> None:
+        """Ends the named requests; they answer with what they have. To be repeated until all have answered."""
 
-    async def _call(self, method: str, path: str, key: str, body: JsonDict | None, timeout_s: float) -> Any:
+    @abstractmethod
+    async def healthy(self) -> bool:
+        """Whether the engine answers and its scheduler works; of a paused engine this says nothing."""
+
+    async def call(self, method: str, path: str, key: str, body: JsonDict | None, timeout_s: float) -> Any:
+        """One HTTP call; the decoded JSON, or the text."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         headers = {"Authorization": f"Bearer {key}"}
         try:
             async with self.session.request(method, self.url + path, json=body, headers=headers, timeout=timeout) as answer:
-                if answer.status >= 500:
-                    raise EngineUnavailable(f"{self.url}{path} answered {answer.status}: {(await answer.text())[:300]}")
                 if answer.status >= 400:
-                    raise RequestRefused(f"{self.url}{path} answered {answer.status}: {(await answer.text())[:1000]}")
-                return await answer.json() if answer.content_type == "application/json" else {"success": True}
+                    message = f"{self.url}{path} answered {answer.status}: {(await answer.text())[:MESSAGE_CHARS_MAX]}"
+                    raise EngineUnavailable(message) if answer.status >= 500 else RequestRefused(message)
+                return await (answer.json() if answer.content_type == "application/json" else answer.text())
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__} {error}") from error

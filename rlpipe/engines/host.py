@@ -1,12 +1,13 @@
-"""The engines of this node: starts them, restarts the dead ones on the newest weights, reloads them through a canary."""
+"""The engines of one node: brings weights to them, proves that they serve them, and restarts what died or hangs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import shutil
-import sys
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
@@ -15,53 +16,184 @@ from pathlib import Path
 import aiohttp
 
 from rlpipe.config import PipelineConfig
-from rlpipe.engines.client import EngineClient, EngineUnavailable, RequestRefused
-from rlpipe.launch import Service, check_port_free, free_port, wrapped
-from rlpipe.types import EngineError, UserError
-from rlpipe.weights import Weights, check_compatible
+from rlpipe.engines.client import EngineClient, new_session
+from rlpipe.engines.commands import Place, argv_of, client_of, environment_of
+from rlpipe.launch import Service, check_port_free, free_port
+from rlpipe.store.artifacts import materialise
+from rlpipe.store.backend import Store
+from rlpipe.types import ArtifactRef, EngineError, UserError
+from rlpipe.weights import Probe, Weights, check_compatible, untied
 
 log = logging.getLogger(__name__)
-SGLANG_CONTEXT_SLACK = 8  # prompt + completion one or two below SGLang's context length stops early, silently
+WATCH_S = 0.5
+HEALTH_S = 5.0
+# mean |engine - trainer| of the probe's logprobs. A wrong model is off by 1 or more; two right ones by rounding
+PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 @dataclass
 class Engine:
     """One engine process and the client that talks to it."""
 
-    index: int
-    port: int
+    place: Place
     service: Service
     client: EngineClient
-    repair: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time per engine
+    control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time; no repair during a reload
+    proved: int | None = None  # the weight version that it was proved to serve; None: it may not sample
+    broken: bool = False  # only a restart helps
+    restarting: bool = False
+    unwell_since: float | None = None
+    given_up: str = ""  # why it is not restarted any more
 
 
 class EngineHost:
-    """Owns `engines.count` engine processes, all on the weights it was last told of."""
+    """Owns `engines.count` engine processes, all on the weights that it was last told to serve.
 
-    def __init__(self, config: PipelineConfig, work_dir: Path) -> None:
+    `address`: where the engines listen. `keys`: API key and admin key of the engines.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        store: Store,
+        work_dir: Path,
+        name: str = "engine",
+        address: str = "127.0.0.1",
+        keys: tuple[str, str] | None = None,
+    ) -> None:
         self.config = config
+        self.store = store
         self.work_dir = work_dir
+        self.name = name
+        self.address = address
+        self.keys = keys or (secrets.token_hex(16), secrets.token_hex(16))
         self.engines: list[Engine] = []
         self.weights: Weights | None = None
-        self.session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._watches: list[asyncio.Task[None]] = []
+        self._serving = asyncio.Lock()
 
-    async def start(self, weights: Weights) -> None:
-        """Starts all engines on `weights` and waits until each reports their version."""
-        assert not self.engines, "the engines run already"
+    # what the pool asks
+
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
+        """Puts a committed policy on all engines, starting them if need be; nothing to do when they serve it.
+
+        One canary first, then all. An engine that fails is restarted on the new weights beside the work of the others.
+        UserError or StoreError before any engine sees weights that do not fit; EngineError when no engine serves them.
+        """
+        async with self._serving:
+            if self.weights is not None and self.weights.version == version:
+                return
+            weights = await asyncio.to_thread(self._fetch, policy, version, probe)
+            serving = (self.weights or weights).folder
+            await asyncio.to_thread(check_compatible, serving, weights.folder)
+            if self.weights is None:
+                await self._start(weights)
+                return
+            self.weights = weights
+            await self._reload(weights)
+            await asyncio.to_thread(self._prune, weights)
+
+    async def clients(self, version: int) -> list[EngineClient]:
+        """The engines that may sample `version`; EngineError when none ever will again."""
+        for watch in self._watches:
+            if watch.done():
+                watch.result()  # a fault of the watch itself
+        if self.engines and all(engine.given_up for engine in self.engines):
+            raise EngineError(self.engines[0].given_up)
+        return [engine.client for engine in self.engines if engine.proved == version]
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await asyncio.gather(*(asyncio.to_thread(engine.service.stop) for engine in self.engines))
+        self.engines, self._watches, self.weights = [], [], None
+        if self._session is not None:
+            await self._session.close()
+
+    # weights
+
+    def _fetch(self, policy: ArtifactRef, version: int, probe: Probe) -> Weights:
+        folder = materialise(self.store, policy, self.work_dir / "weights")
+        if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
+            folder = untied(folder)
+        return Weights(folder, version, probe)
+
+    def _prune(self, weights: Weights) -> None:
+        """Local disk holds one version; the store has the others."""
+        for folder in weights.folder.parent.iterdir():
+            if folder != weights.folder:
+                shutil.rmtree(folder)
+
+    async def _reload(self, weights: Weights) -> None:
+        """The first engine that reloads is the canary. When none can, one is restarted: if that fails, the weights are at fault."""
+        waiting = sorted((engine for engine in self.engines if not engine.given_up), key=lambda engine: engine.restarting)
+        canary = waiting[0]
+        while waiting and not await self._put(waiting.pop(0), weights):
+            pass
+        if not any(engine.proved == weights.version for engine in self.engines):
+            async with canary.control:
+                await self._restart(canary)
+        await asyncio.gather(*(self._put(engine, weights) for engine in waiting if not engine.restarting))
+
+    async def _put(self, engine: Engine, weights: Weights) -> bool:
+        """Loads and proves weights on a running engine; False when it has to be restarted."""
+        async with engine.control:
+            engine.proved = None
+            try:
+                await engine.client.load(str(weights.folder), weights.version)
+                await self._prove(engine, weights)
+            except EngineError as error:
+                log.warning("%s could not reload (%s): it is restarted", engine.client.name, error)
+                engine.broken = True
+                return False
+            return True
+
+    async def _prove(self, engine: Engine, weights: Weights) -> None:
+        """A version label proves nothing: the engine's logprobs of a fixed text must be the trainer's. EngineError otherwise."""
+        if (reported := await engine.client.weight_version()) != weights.version:
+            raise EngineError(f"{engine.client.name} reports weight version {reported}, not {weights.version}")
+        scored = await engine.client.score(weights.probe.tokens, len(weights.probe.logprobs))
+        differences = [abs(mine - told) for mine, told in zip(scored, weights.probe.logprobs, strict=True)]
+        mean, tolerance = sum(differences) / len(differences), PROBE_TOLERANCE[self.config.model.dtype]
+        if not (math.isfinite(mean) and mean <= tolerance):
+            raise EngineError(
+                f"{engine.client.name} says that it serves weight version {weights.version}, but its logprobs of the probe are "
+                f"{mean:.3g} away from the trainer's (at most {tolerance:g})"
+            )
+        engine.proved, engine.broken, engine.unwell_since = weights.version, False, None
+
+    # processes
+
+    async def _start(self, weights: Weights) -> None:
+        """Starts all engines and waits until each is proved; a fault here is the configuration's, so it is not retried."""
         self.weights = weights
-        # each request has its own deadline; the connection pool is bounded by the requests in flight
-        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        keys = (secrets.token_hex(16), secrets.token_hex(16))
-        for index in range(self.config.engines.count):
-            self.engines.append(self._engine(index, self._port(index), keys))
+        self._session = new_session()
+        self.engines = [self._engine(index) for index in range(self.config.engines.count)]
         for engine in self.engines:
-            engine.service.argv = self._argv(engine)
+            engine.service.argv = argv_of(self.config, engine.place, weights)
             engine.service.start()
         try:
-            await asyncio.gather(*(self._await_right_version(engine) for engine in self.engines))
-        except EngineError:
+            await asyncio.gather(*(self._await_proof(engine, weights) for engine in self.engines))
+        except BaseException:
             await self.close()
             raise
+        self._watches = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
+
+    def _engine(self, index: int) -> Engine:
+        assert self._session is not None
+        kind, name = self.config.engines.kind, f"{self.name}-{index}"
+        place = Place(index, self.address, self._port(index), *self.keys)
+        service = Service(
+            name=name,
+            argv=[],  # set at each start: it names the newest weights
+            log_path=self.work_dir / f"{name}.log",
+            ready=lambda: _answers(f"{place.url}/health"),
+            environment=environment_of(self.config, place),
+            restarts_max=self.config.engines.restarts_max,
+        )
+        return Engine(place, service, client_of(kind, name, place.url, self._session, self.keys))
 
     def _port(self, index: int) -> int:
         first = self.config.engines.port
@@ -73,110 +205,67 @@ class EngineHost:
             raise UserError(str(error)) from error
         return first + index
 
-    def _engine(self, index: int, port: int, keys: tuple[str, str]) -> Engine:
-        assert self.session is not None and self.weights is not None
-        url = f"http://127.0.0.1:{port}"
-        service = Service(
-            name=f"engine {index}",
-            argv=[],  # set at each start: it names the newest weights
-            log_path=self.work_dir / f"engine-{index}.log",
-            ready=lambda: _answers(f"{url}/health"),
-            environment=self._environment(index, keys),
-            restarts_max=self.config.engines.restarts_max,
-        )
-        return Engine(index, port, service, EngineClient(url, self.session, *keys))
-
-    def _environment(self, index: int, keys: tuple[str, str]) -> dict[str, str]:
-        engines = self.config.engines
-        environment = {"RLPIPE_API_KEY": keys[0], "RLPIPE_ADMIN_API_KEY": keys[1], "RLPIPE_DIE_WITH_PARENT": "1",
-                       "OMP_NUM_THREADS": str(engines.threads), "HF_HUB_OFFLINE": "1"}  # fmt: skip
-        if engines.gpu_ids:
-            share = len(engines.gpu_ids) // engines.count
-            mine = engines.gpu_ids[index * share : (index + 1) * share]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
-        return environment
-
-    def _argv(self, engine: Engine) -> list[str]:
-        """The command of an engine on the newest weights."""
-        assert self.weights is not None
-        engines, model = self.config.engines, self.config.model
-        common = ["--model-path", str(self.weights.folder), "--weight-version", str(self.weights.version),
-                  "--host", "127.0.0.1", "--port", str(engine.port)]  # fmt: skip
-        if engines.kind == "local":
-            device = ["--device", "cuda" if engines.gpu_ids else "cpu"]
-            size = ["--threads", str(engines.threads), "--context-tokens-max", str(model.context_tokens_max)]
-            return [sys.executable, "-m", "rlpipe.engines.local.server", *common, *size, *device]
-        keys = ["--api-key", engine.client.api_key, "--admin-api-key", engine.client.admin_api_key]
-        size = ["--context-length", str(model.context_tokens_max + SGLANG_CONTEXT_SLACK), "--dtype", model.dtype]
-        share = max(1, len(engines.gpu_ids) // engines.count)
-        server = [engines.python or sys.executable, "-m", "sglang.launch_server", "--tp-size", str(share)]
-        if engines.gpu_ids:  # else sampling_seed is ignored, and a resumed shard samples other tokens; refused on a CPU
-            server.append("--enable-deterministic-inference")
-        return wrapped([*server, *common, *size, *keys, *engines.flags])
-
-    async def reload(self, weights: Weights) -> None:
-        """Puts new weights on every engine: one canary first, then all. An engine that fails is restarted on them.
-
-        UserError or StoreError before any engine sees weights that do not fit; EngineError when the budget is spent.
-        """
-        assert self.weights is not None and self.engines, "start comes first"
-        await asyncio.to_thread(check_compatible, self.weights.folder, weights.folder)
-        before, self.weights = self.weights, weights
-        canary, *others = self.engines
-        await self._reload_or_restart(canary)
-        await asyncio.gather(*(self._reload_or_restart(engine) for engine in others))
-        if before.folder != weights.folder:
-            await asyncio.to_thread(shutil.rmtree, before.folder, True)  # the store has it; local disk holds one version
-
-    async def _reload_or_restart(self, engine: Engine) -> None:
-        assert self.weights is not None
-        async with engine.repair:
-            try:
-                await engine.client.pause("retract")
-                try:
-                    await engine.client.update_weights(str(self.weights.folder), self.weights.version)
-                finally:
-                    await engine.client.resume()
-                if await engine.client.weight_version() == self.weights.version:
-                    return
-            except (EngineUnavailable, RequestRefused) as error:
-                log.warning("engine %d could not reload (%s): restarting it", engine.index, error)
-        await self.restart(engine, kill=True)
-
-    async def restart(self, engine: Engine, kill: bool = False) -> None:
-        """Brings an engine back on the newest weights; nothing to do when it is well. EngineError past its budget."""
-        assert self.weights is not None
-        async with engine.repair:
-            if not kill and engine.service.alive() and await engine.client.healthy() and await self._right_version(engine):
-                return
-            await asyncio.to_thread(engine.service.stop)
-            engine.service.argv = self._argv(engine)
-            try:
-                engine.service.ensure()
-            except RuntimeError as error:
-                raise EngineError(str(error)) from error
-            await self._await_right_version(engine)
-
-    async def _await_right_version(self, engine: Engine) -> None:
+    async def _await_proof(self, engine: Engine, weights: Weights) -> None:
         try:
             await asyncio.to_thread(engine.service.wait_ready)
         except RuntimeError as error:
             raise EngineError(str(error)) from error
-        if not await self._right_version(engine):
-            raise EngineError(f"engine {engine.index} does not report weight version {self.weights and self.weights.version}")
+        await engine.client.adopt(weights.version)
+        await self._prove(engine, weights)
 
-    async def _right_version(self, engine: Engine) -> bool:
-        assert self.weights is not None
+    async def _restart(self, engine: Engine) -> None:
+        """Brings an engine back on the newest weights, within its budget. The caller holds `control`. EngineError past it."""
+        assert engine.control.locked()
+        engine.proved, engine.restarting = None, True
         try:
-            return await engine.client.weight_version() == self.weights.version
-        except EngineUnavailable:
-            return False
+            while True:
+                assert self.weights is not None
+                weights = self.weights
+                await asyncio.to_thread(engine.service.stop)
+                engine.service.argv = argv_of(self.config, engine.place, weights)
+                try:
+                    engine.service.ensure()
+                except RuntimeError as error:
+                    engine.given_up = str(error)
+                    raise EngineError(engine.given_up) from error
+                try:
+                    return await self._await_proof(engine, weights)
+                except EngineError as error:
+                    log.warning("%s did not come back: %s", engine.client.name, error)
+        finally:
+            engine.restarting = False
 
-    async def close(self) -> None:
-        await asyncio.gather(*(asyncio.to_thread(engine.service.stop) for engine in self.engines))
-        self.engines, self.weights = [], None
-        if self.session is not None:
-            await self.session.close()
+    # the watch
+
+    async def _watch(self, engine: Engine) -> None:
+        """Looks after one engine for as long as the host lives: dead, hung, broken or behind the newest weights."""
+        looked = time.monotonic()
+        while not engine.given_up:
+            await asyncio.sleep(WATCH_S)
+            if self._serving.locked():
+                continue  # it is being reloaded: paused is not dead
+            try:
+                async with engine.control:
+                    if engine.broken or time.monotonic() - looked > HEALTH_S or not engine.service.alive():
+                        looked = time.monotonic()
+                        await self._look_after(engine)
+                assert self.weights is not None
+                if engine.proved != self.weights.version and not engine.broken and not self._serving.locked():
+                    await self._put(engine, self.weights)  # it was being restarted when the others were reloaded
+            except EngineError as error:
+                log.error("%s is given up: %s", engine.client.name, error)
+
+    async def _look_after(self, engine: Engine) -> None:
+        alive = engine.service.alive()
+        if alive and not engine.broken:
+            if await engine.client.healthy():
+                engine.unwell_since = None
+                return
+            engine.unwell_since = engine.unwell_since or time.monotonic()
+            if time.monotonic() - engine.unwell_since < self.config.engines.hung_timeout_s:
+                return
+        log.warning("%s is %s: restarting it", engine.client.name, "broken or hung" if alive else "dead")
+        await self._restart(engine)
 
 
 def _answers(url: str) -> bool:

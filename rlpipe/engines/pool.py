@@ -3,131 +3,269 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import zlib
-from dataclasses import dataclass
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from rlpipe.engines.client import EngineUnavailable
-from rlpipe.engines.host import Engine, EngineHost
-from rlpipe.types import EngineError, JsonDict, StoreError
-from rlpipe.weights import Weights
+from rlpipe.engines.client import Completion, EngineClient, EngineUnavailable, SampleRequest, SamplingParams
+from rlpipe.types import ArtifactRef, EngineError, StoreError
+from rlpipe.weights import Probe
 
 log = logging.getLogger(__name__)
-ATTEMPTS_MAX = 6
-BACKOFF_S = 0.2
+ATTEMPTS_MAX = 10
+REST_FIRST_S, REST_MAX_S = 0.2, 30.0  # an engine that failed gets nothing for so long, doubled with each fault in a row
+LOOK_AGAIN_S = 0.5  # how often a group that found no engine asks again
+ABORT_AGAIN_S = 0.2  # a request may reach the engine after the abort: it is repeated until all have answered
 
 
 @dataclass(frozen=True)
 class GroupRequest:
     """All completions wanted for one prompt: they go to one engine, which computes the prompt once.
 
-    Example: GroupRequest("words/17", [5, 9, 300], [{"max_new_tokens": 16, "sampling_seed": 7, ...}] * 8)
+    `prior`: what is there of each completion already, `NOTHING_YET` for nothing; a finished one is not sampled again, an
+    unfinished one goes on where it was cut short. Example: GroupRequest("words/17", [5, 9, 300], params, [NOTHING_YET] * 8)
     """
 
     prompt_id: str
     prompt_tokens: list[int]
-    sampling_params: list[JsonDict]  # one per completion
+    params: list[SamplingParams]  # one per completion; max_new_tokens counts the prior tokens too
+    prior: list[Completion]
+
+    def __post_init__(self) -> None:
+        assert self.prompt_tokens and self.params, f"{self.prompt_id} asks for nothing"
+        assert len(self.prior) == len(self.params), f"{self.prompt_id}: {len(self.prior)} priors, {len(self.params)} params"
 
 
-@dataclass(frozen=True)
-class Completion:
-    """What an engine sampled. `rollout_logprobs` are of the temperature-scaled distribution."""
+OnGroup = Callable[[int, list[Completion]], Awaitable[None]]
 
-    tokens: list[int]
-    rollout_logprobs: list[float]
-    finish_reason: str  # "stop" or "length"
-    weight_version: int
-    engine: str
+
+class Host(Protocol):
+    """The engines of one node."""
+
+    name: str
+
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
+        """Puts a committed policy on its engines. StoreError: refused before any engine saw it. EngineError: none serves it."""
+        ...
+
+    async def clients(self, version: int) -> list[EngineClient]:
+        """The engines that were proved to serve `version`. EngineUnavailable: not now; another EngineError: none ever will."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class _Seat:
+    """What the pool remembers of one engine."""
+
+    in_flight: int = 0
+    faults: int = 0  # in a row
+    rest_until: float = 0.0
+
+
+@dataclass
+class _Order:
+    """One group on its way: what is there of it so far."""
+
+    index: int
+    group: GroupRequest
+    done: list[Completion] = field(default_factory=list)
+    fault: str = ""  # the last one
+
+    def missing(self) -> list[int]:
+        return [index for index, completion in enumerate(self.done) if not completion.finished]
 
 
 class EnginePool:
-    """The engines of the host as one place to send groups to."""
+    """The engines of all hosts as one place to send groups to."""
 
-    def __init__(self, host: EngineHost) -> None:
-        self.host = host
-        self._slots: dict[int, asyncio.Semaphore] = {}
+    def __init__(self, hosts: list[Host], in_flight_max: int, request_timeout_s: float) -> None:
+        self.hosts = hosts
+        self.in_flight_max = in_flight_max
+        self.request_timeout_s = request_timeout_s
         self._version: int | None = None
-
-    async def start(self, weights: Weights) -> None:
-        await self.host.start(weights)
-        self._version = weights.version
-        config = self.host.config
-        groups_max = max(1, config.engines.in_flight_max // config.rl.group_size)
-        self._slots = {engine.index: asyncio.Semaphore(groups_max) for engine in self.host.engines}
-
-    @property
-    def started(self) -> bool:
-        return bool(self._slots)
+        self._clients: list[EngineClient] = []  # the engines that may sample, as last looked up
+        self._seats: dict[str, _Seat] = {}
+        self._changed = asyncio.Condition()  # an engine has room, or is back
 
     @property
     def version(self) -> int | None:
-        """The weight version that all engines serve; None before the start and after a reload that failed."""
+        """The weight version that the pool serves; None before the start and after a reload that failed."""
         return self._version
 
-    async def reload(self, weights: Weights) -> None:
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
+        """Puts a policy on all hosts. StoreError: it was refused and the old one keeps serving. EngineError: no host serves it."""
         before, self._version = self._version, None
-        try:
-            await self.host.reload(weights)
-        except StoreError:  # refused before any engine saw it: the old weights keep serving
-            self._version = before
-            raise
-        self._version = weights.version
+        told = await asyncio.gather(*(host.serve(policy, version, probe) for host in self.hosts), return_exceptions=True)
+        faults = [outcome for outcome in told if isinstance(outcome, BaseException)]
+        for fault in faults:
+            if isinstance(fault, StoreError):
+                self._version = before
+            if not isinstance(fault, EngineError):
+                raise fault
+            log.warning("a host does not serve weight version %d: %s", version, fault)
+        if len(faults) == len(self.hosts):
+            raise faults[0] if faults else EngineError("no engine host has joined the run")
+        self._version = version
 
-    async def generate(self, groups: list[GroupRequest]) -> list[list[Completion]]:
-        """The completions of every group, in order; EngineError when a group found no engine within its attempts."""
+    async def generate(
+        self, groups: list[GroupRequest], on_group: OnGroup | None = None, enough: asyncio.Event | None = None
+    ) -> list[list[Completion]]:
+        """The completions of every group, in order; EngineError when a rollout found no engine within its bounds.
+
+        `on_group` (index, completions) is awaited as each group finishes. Once `enough` is set, what runs is cut short and what
+        waits is not started: every group is answered all the same, its unfinished completions with `finish_reason` "abort".
+        """
+        assert self._version is not None, "serve comes first"
+        enough = enough or asyncio.Event()
+        orders = [_Order(index, group, list(group.prior)) for index, group in enumerate(groups)]
+        await self._look_up()
+        watcher = asyncio.create_task(self._keep_looking_up())
         try:
             async with asyncio.TaskGroup() as tasks:
-                pending = [tasks.create_task(self._generate_group(group)) for group in groups]
+                for order in orders:
+                    tasks.create_task(self._fill(order, on_group, enough))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # one group's fault says it; hundreds of them say no more
-        return [task.result() for task in pending]
+        finally:
+            watcher.cancel()
+        return [order.done for order in orders]
 
-    async def _generate_group(self, group: GroupRequest) -> list[Completion]:
-        assert group.prompt_tokens and group.sampling_params, f"{group.prompt_id} asks for nothing"
-        engines = self.host.engines
-        # the same prompt goes to the same engine whatever else is asked, so its prefix stays cached there
-        first = zlib.crc32(group.prompt_id.encode()) % len(engines)
-        reason = ""
-        for attempt in range(ATTEMPTS_MAX):
-            engine = engines[(first + attempt) % len(engines)]
+    async def _look_up(self) -> None:
+        assert self._version is not None
+        told = await asyncio.gather(*(host.clients(self._version) for host in self.hosts), return_exceptions=True)
+        for fault in told:
+            if isinstance(fault, BaseException) and not isinstance(fault, EngineError):
+                raise fault
+        final = [fault for fault in told if isinstance(fault, EngineError) and not isinstance(fault, EngineUnavailable)]
+        if final and len(final) == len(told):
+            raise final[0]
+        self._clients = [client for outcome in told if isinstance(outcome, list) for client in outcome]
+
+    async def _keep_looking_up(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            with contextlib.suppress(EngineError):  # who waits for an engine says so in the end
+                await self._look_up()
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _fill(self, order: _Order, on_group: OnGroup | None, enough: asyncio.Event) -> None:
+        """Samples what is missing of one group, on one engine after another until it is all there."""
+        for attempt in range(ATTEMPTS_MAX + 1):
+            if not order.missing() or enough.is_set():
+                break
+            if attempt == ATTEMPTS_MAX:
+                raise EngineError(f"{order.group.prompt_id} was given up after {attempt} attempts; last: {order.fault}")
+            count = len(order.missing())
+            client = await self._take_seat(count, enough)
+            if client is None:
+                break
             try:
-                return await self._ask(engine, group)
-            except EngineUnavailable as error:
-                reason = str(error)
-                log.warning("group %s goes elsewhere: %s", group.prompt_id, error)
-                await asyncio.sleep(BACKOFF_S * attempt)
-                await self.host.restart(engine)
-        raise EngineError(f"{group.prompt_id} was given up after {ATTEMPTS_MAX} attempts; last: {reason}")
+                await self._ask(client, order, enough)
+            finally:
+                self._seats[client.name].in_flight -= count
+                async with self._changed:
+                    self._changed.notify_all()
+        if not order.missing() and on_group is not None:
+            await on_group(order.index, order.done)
 
-    async def _ask(self, engine: Engine, group: GroupRequest) -> list[Completion]:
-        body = {
-            "input_ids": [group.prompt_tokens] * len(group.sampling_params),
-            "sampling_params": group.sampling_params,
-            "return_logprob": True,
-        }
-        async with self._slots[engine.index]:
-            answers = await engine.client.generate(body, self.host.config.engines.request_timeout_s)
-        if len(answers) != len(group.sampling_params):
-            raise EngineUnavailable(f"{engine.client.url} answered {len(answers)} of {len(group.sampling_params)} completions")
-        return [self._completion(engine, answer) for answer in answers]
+    async def _take_seat(self, count: int, enough: asyncio.Event) -> EngineClient | None:
+        """Takes room for `count` requests on the engine that has the fewest in flight; None once `enough` is set."""
+        deadline = time.monotonic() + self.request_timeout_s
+        async with self._changed:
+            while not enough.is_set():
+                free = [client for client in self._clients if self._has_room(client.name, count)]
+                if free:
+                    client = min(free, key=lambda client: self._seats[client.name].in_flight)
+                    self._seats[client.name].in_flight += count
+                    return client
+                if time.monotonic() > deadline:
+                    raise EngineError(f"no engine was well or had room for {self.request_timeout_s:g} s: see the engines' logs")
+                await self._changed.wait()  # woken at least every LOOK_AGAIN_S
+        return None
 
-    def _completion(self, engine: Engine, answer: JsonDict) -> Completion:
-        meta = answer["meta_info"]
-        tokens = answer["output_ids"]
-        triples = meta["output_token_logprobs"]
-        if meta["finish_reason"]["type"] == "abort":  # comes with HTTP 200 and partial tokens
-            raise EngineUnavailable(f"{engine.client.url} aborted a request")
-        version = int(meta["weight_version"])
-        if version != self.version:
-            raise EngineUnavailable(f"{engine.client.url} sampled with weight version {version}, expected {self.version}")
-        assert [triple[1] for triple in triples] == tokens, "logprobs and tokens of a completion differ"
-        return Completion(
-            tokens=tokens,
-            rollout_logprobs=[triple[0] for triple in triples],
-            finish_reason=meta["finish_reason"]["type"],
-            weight_version=version,
-            engine=f"engine-{engine.index}",
-        )
+    def _has_room(self, name: str, count: int) -> bool:
+        seat = self._seats.setdefault(name, _Seat())
+        fits = seat.in_flight + count <= self.in_flight_max or seat.in_flight == 0
+        return fits and time.monotonic() >= seat.rest_until
+
+    async def _ask(self, client: EngineClient, order: _Order, enough: asyncio.Event) -> None:
+        """Asks one engine for what is missing; keeps what came back whole, or was cut short because there is enough."""
+        missing = order.missing()
+        requests = [_request(order.group, index) for index in missing]
+        sampling = asyncio.create_task(client.sample(requests, self.request_timeout_s))
+        try:
+            await self._await_or_cut_short(sampling, client, requests, enough)
+            outcomes = sampling.result()
+        finally:
+            sampling.cancel()
+        faults = []
+        for index, outcome in zip(missing, outcomes, strict=True):
+            fault = outcome if isinstance(outcome, EngineUnavailable) else self._fault(client, outcome, enough)
+            if fault is None:
+                assert isinstance(outcome, Completion)
+                order.done[index] = _joined(order.group.prior[index], outcome)
+            else:
+                faults.append(fault)
+        seat = self._seats[client.name]
+        if not faults:
+            seat.faults = 0
+            return
+        order.fault = str(faults[0])
+        log.warning("%d of %d rollouts of %s go elsewhere: %s", len(faults), len(requests), order.group.prompt_id, faults[0])
+        if time.monotonic() >= seat.rest_until:  # all that were in flight fail together: that is one fault
+            seat.rest_until = time.monotonic() + min(REST_FIRST_S * 2**seat.faults, REST_MAX_S)
+            seat.faults += 1
+
+    async def _await_or_cut_short(
+        self, sampling: asyncio.Task[Any], client: EngineClient, requests: list[SampleRequest], enough: asyncio.Event
+    ) -> None:
+        told = asyncio.create_task(enough.wait())
+        await asyncio.wait({sampling, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        while not sampling.done():
+            with contextlib.suppress(EngineUnavailable):  # then the request fails as well
+                await client.abort([request.request_id for request in requests])
+            await asyncio.wait({sampling}, timeout=ABORT_AGAIN_S)
+
+    def _fault(self, client: EngineClient, completion: Completion, enough: asyncio.Event) -> EngineUnavailable | None:
+        versions = {version for version, _ in completion.spans}
+        if versions - {self._version}:
+            return EngineUnavailable(f"{client.url} sampled with weight versions {sorted(versions)}, expected {self._version}")
+        if not completion.finished and not enough.is_set():
+            return EngineUnavailable(f"{client.url} aborted a request that nobody asked it to abort")
+        return None
 
     async def close(self) -> None:
-        await self.host.close()
+        await asyncio.gather(*(host.close() for host in self.hosts))
+
+
+def _request(group: GroupRequest, index: int) -> SampleRequest:
+    prior, params = group.prior[index], group.params[index]
+    left = params.max_new_tokens - len(prior.tokens)
+    assert left > 0, f"{group.prompt_id}: a completion with all its tokens is finished"
+    # random: the same rollout may still run on an engine that was given up; equal lengths: no id is a prefix of another
+    return SampleRequest(uuid.uuid4().hex, group.prompt_tokens + prior.tokens, replace(params, max_new_tokens=left))
+
+
+def _joined(prior: Completion, rest: Completion) -> Completion:
+    """A completion that was cut short, and how it went on."""
+    spans = [*prior.spans]
+    for version, count in rest.spans:
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1] + count)
+        else:
+            spans.append((version, count))
+    return Completion(
+        tokens=prior.tokens + rest.tokens,
+        rollout_logprobs=prior.rollout_logprobs + rest.rollout_logprobs,
+        finish_reason=rest.finish_reason,
+        spans=spans,
+        engine=rest.engine if rest.tokens else prior.engine or rest.engine,
+    )

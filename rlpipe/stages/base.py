@@ -12,6 +12,7 @@ from rlpipe.data.prompt import Prompt
 from rlpipe.data.tiny_tokenizer import build_tokenizer
 from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.session import Session
+from rlpipe.stages.training import probe_of, save_body
 from rlpipe.store.artifacts import write_file
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StageResult, UserError
 from rlpipe.weights import tensor_shapes
@@ -83,11 +84,24 @@ async def base_policy(session: Session, tokenizer: ArtifactRef) -> StageResult:
         new = {"config": _new_config(session.config.model, session.tokenizer()), "seed": session.config.seed}
         load = {"position": f"{folder}/new", "new": new, "policy": None, "state": None}
         await gang.run("load", load)
-        save = {"position": load["position"], "policy_folder": folder, "state_folder": None, "attempt": attempt}
-        saved = await gang.run("save", {**save, "tokenizer": tokenizer.as_json()})
-        return Produced([FileRecord(**record) for record in saved["policy"]], weight_version=0)
+        save = await asyncio.to_thread(save_body, session, folder, None, attempt)
+        saved = await gang.run("save", {"position": load["position"], **save})
+        return Produced([FileRecord(**record) for record in saved["policy"]], probe_of(save, saved), weight_version=0)
 
     return await run_stage(session, StageKey("base", 0, "policy"), {"tokenizer": tokenizer}, produce)
+
+
+async def base_probe(session: Session, policy: ArtifactRef) -> StageResult:
+    """The probe of a base model that was copied, and so not saved by the trainer."""
+
+    async def produce(folder: str, attempt: str) -> Produced:
+        gang = await session.gang()
+        load = {"position": f"{policy.folder}/fresh", "new": None, "policy": policy.as_json(), "state": None}
+        await gang.run("load", load)
+        save = await asyncio.to_thread(save_body, session, None, None, attempt)
+        return Produced([], probe_of(save, await gang.run("save", {"position": load["position"], **save})))
+
+    return await run_stage(session, StageKey("base", 0, "probe"), {"policy": policy}, produce)
 
 
 def _copy_model(session: Session, folder: str, attempt: str) -> list[FileRecord]:

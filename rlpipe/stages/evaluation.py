@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 
+from rlpipe.engines.client import NOTHING_YET
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.rollouts import SCORES, prompt_of, to_parquet
 from rlpipe.stages.commit import Produced, StageKey, run_stage
@@ -54,7 +55,11 @@ async def _sample(session: Session, version: int) -> tuple[list[JsonDict], list[
     requests = [_request(session, row, version, config.num_completions) for row in rows]
     groups = await session.pool.generate(requests)
     told = enumerate(zip(rows, requests, groups, strict=True))
-    return rows, [each for index, (row, request, group) in told for each in rollout_rows(session, row, index, request, group)]
+    return rows, [
+        rollout
+        for index, (row, request, group) in told
+        for rollout in rollout_rows(session, row, index, request, group, version)
+    ]
 
 
 def _request(session: Session, row: JsonDict, version: int, num_completions: int) -> GroupRequest:
@@ -62,7 +67,7 @@ def _request(session: Session, row: JsonDict, version: int, num_completions: int
         rollout_seed(session.config.seed, "evaluation", version, row["prompt_id"], index) for index in range(num_completions)
     ]
     params = [sampling_params(session, 0.0, 0)] + [sampling_params(session, 1.0, seed) for seed in seeds]
-    return GroupRequest(row["prompt_id"], row["prompt_tokens"], params)
+    return GroupRequest(row["prompt_id"], row["prompt_tokens"], params, [NOTHING_YET] * len(params))
 
 
 def _metrics(session: Session, name: str, rows: list[JsonDict]) -> JsonDict:

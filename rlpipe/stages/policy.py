@@ -8,7 +8,7 @@ import logging
 from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.session import Session
 from rlpipe.stages.sft import commit_state
-from rlpipe.stages.training import OnProgress, rl_job, save_job, train_job
+from rlpipe.stages.training import OnProgress, probe_of, rl_job, save_body, save_job, train_job
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StageResult
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,8 @@ async def train(session: Session, iteration: int, batch: ArtifactRef, on_progres
     if found is not None:
         return StageResult(batch, found[1].metrics, cached=True)
     metrics = await train_job(session, "rl", iteration, rl_job(session.run, iteration, batch), on_progress)
-    if metrics["train/mismatch_abs_mean"] > session.config.rl.mismatch_max:
+    stale = session.config.rl.oversampling > 1 and session.config.rl.train_stale_tokens  # then it holds the policy's own change
+    if metrics["train/mismatch_abs_mean"] > session.config.rl.mismatch_max and not stale:
         log.warning(
             "iteration %d: engine and trainer disagree by %.3g per token (rl.mismatch_max=%g): do they hold the same weights?",
             iteration, metrics["train/mismatch_abs_mean"], session.config.rl.mismatch_max,
@@ -37,15 +38,15 @@ async def checkpoint(
     """Commits the policy after an iteration (weight version iteration + 1), and before it the state when that is due."""
     run = session.run
     due = (iteration + 1) % session.config.checkpoint.state_every == 0
-    tokenizer, _ = await asyncio.to_thread(run.committed, "base", 0, "tokenizer")
 
     async def produce(folder: str, attempt: str) -> Produced:
         state_folder = run.folder("rl", iteration, "state") if due else None
-        save = {"policy_folder": folder, "state_folder": state_folder, "attempt": attempt, "tokenizer": tokenizer.as_json()}
+        save = await asyncio.to_thread(save_body, session, folder, state_folder, attempt)
         saved = await save_job(session, "rl", iteration, rl_job(run, iteration, batch), save)
         if due:
             await commit_state(session, "rl", iteration, {"batch": batch}, [FileRecord(**record) for record in saved["state"]])
-        return Produced([FileRecord(**record) for record in saved["policy"]], metrics, weight_version=iteration + 1)
+        told = metrics | probe_of(save, saved)
+        return Produced([FileRecord(**record) for record in saved["policy"]], told, weight_version=iteration + 1)
 
     inputs = {"batch": batch, "previous": previous}
     return await run_stage(session, StageKey("rl", iteration, "policy"), inputs, produce)

@@ -16,10 +16,8 @@ from rlpipe.types import UserError
 
 def preflight(config: PipelineConfig) -> None:
     """UserError naming field, file or row, and the fix, when the run could not succeed."""
-    if config.trainer.nodes * config.engines.nodes > 1:
-        raise UserError(
-            "trainer.nodes and engines.nodes: `rlpipe run` starts the processes of one node; plan accepts more, run does not yet"
-        )
+    if config.trainer.nodes > 1:
+        raise UserError("trainer.nodes: `rlpipe run` starts a gang on one node; plan accepts more, run does not yet")
     _check_ports(config)
     if config.model.path:
         model_folder(config.model)

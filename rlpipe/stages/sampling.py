@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.data.prompt import Prompt
-from rlpipe.engines.pool import Completion, GroupRequest
-from rlpipe.rollouts import PROMPTS, ROLLOUTS, read_rows, to_parquet
+from rlpipe.engines.client import NOTHING_YET, Completion, SamplingParams
+from rlpipe.engines.pool import GroupRequest
+from rlpipe.rollouts import CARRIED, PROMPTS, ROLLOUTS, grouped, read_rows, to_parquet
+from rlpipe.stages.carrying import loss_mask, num_tokens_of, prior_of
 from rlpipe.stages.commit import Produced, StageKey, run_stage
+from rlpipe.stages.scoring import judge
 from rlpipe.stages.session import Session
+from rlpipe.stages.survivors import Survivors
 from rlpipe.store.artifacts import read_manifest, write_bytes
 from rlpipe.types import ArtifactRef, JsonDict, StageResult, UserError
 
@@ -23,14 +28,19 @@ def rollout_seed(*parts: Any) -> int:
     return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
 
 
-async def sample_prompts(session: Session, iteration: int, round_index: int, before: ArtifactRef | None) -> StageResult:
-    """The prompts of one sampling round. `before` is the previous round's artifact: the cursor goes on from there."""
+async def sample_prompts(
+    session: Session, iteration: int, round_index: int, before: ArtifactRef | None, carried: ArtifactRef | None = None
+) -> StageResult:
+    """The prompts of one sampling round: first those of the groups that `carried` (the batch of the iteration before) hands on.
+
+    `before` is the previous round's artifact: the cursor goes on from there.
+    """
 
     def produce_sync(folder: str, attempt: str) -> Produced:
-        sets, data = session.prompts("rl"), session.config.sets("rl")
+        sets, data, rl = session.prompts("rl"), session.config.sets("rl"), session.config.rl
         cursor = PromptCursor([len(rows) for rows in sets], [entry.weight for entry in data], session.config.seed)
         store = session.run.store
-        position, digest = cursor.start(), session.data_sha256("rl")
+        position, digest, first_group = cursor.start(), session.data_sha256("rl"), 0
         if before is not None:
             told = read_manifest(store, before.folder, before.sha256).metrics
             if told["data_sha256"] != digest:
@@ -38,17 +48,32 @@ async def sample_prompts(session: Session, iteration: int, round_index: int, bef
                     f"the rl data sets have changed since {before.folder} was drawn: restore them, or start another run"
                 )
             position = told["cursor"]
-        drawn, after = cursor.take(position, session.config.rl.num_prompts)
-        rows = [prompt_row(session, sets[set_index][row_index]) for set_index, row_index in drawn]
-        assert len(rows) == session.config.rl.num_prompts, "the cursor drew another number of prompts than asked"
-        record = write_bytes(store, folder, attempt, "prompts.parquet", to_parquet(rows, PROMPTS))
-        return Produced([record], {"cursor": after, "num_prompts": len(rows), "data_sha256": digest})
+            first_group = told["first_group"] + told["num_prompts"] if round_index else 0
+        handed = _carried_groups(session, carried) if carried else []
+        drawn, after = cursor.take(position, max(0, rl.round_groups - len(handed)))
+        rows = [{name: group[0][name] for name in PROMPTS.names} for group in handed]
+        rows += [prompt_row(session, sets[set_index][row_index]) for set_index, row_index in drawn]
+        assert len(rows) == max(rl.round_groups, len(handed)), "the cursor drew another number of prompts than asked"
+        files = [write_bytes(store, folder, attempt, "prompts.parquet", to_parquet(rows, PROMPTS))]
+        if handed:
+            data = to_parquet([row for group in handed for row in group], CARRIED)
+            files.append(write_bytes(store, folder, attempt, "carried.parquet", data))
+        metrics = {"cursor": after, "num_prompts": len(rows), "data_sha256": digest, "first_group": first_group}
+        return Produced(files, metrics)
 
     async def produce(folder: str, attempt: str) -> Produced:
         return await asyncio.to_thread(produce_sync, folder, attempt)
 
-    inputs = {"before": before} if before else {}
+    inputs = {name: ref for name, ref in (("before", before), ("carried", carried)) if ref is not None}
     return await run_stage(session, StageKey("rl", iteration, f"prompts/round-{round_index}"), inputs, produce)
+
+
+def _carried_groups(session: Session, ref: ArtifactRef) -> list[list[JsonDict]]:
+    """The groups of an artifact's carried.parquet, which it has when there are any."""
+    manifest = read_manifest(session.run.store, ref.folder, ref.sha256)
+    if not any(record.plain_name == "carried.parquet" for record in manifest.files):
+        return []
+    return grouped(read_rows(session.run.store, ref, "carried.parquet", CARRIED))
 
 
 def prompt_row(session: Session, prompt: Prompt) -> JsonDict:
@@ -63,65 +88,139 @@ def prompt_row(session: Session, prompt: Prompt) -> JsonDict:
     }
 
 
-def num_shards(session: Session) -> int:
+def num_shards(session: Session, prompts: StageResult) -> int:
     """Shards of a sampling round."""
-    return -(-session.config.rl.num_prompts // session.config.rl.shard_prompts)
+    return _num_shards(session, prompts.metrics["num_prompts"])
+
+
+def _num_shards(session: Session, num_prompts: int) -> int:
+    return -(-num_prompts // session.config.rl.shard_prompts)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One group of a sampling round: its prompt, and what an earlier iteration sampled of it already."""
+
+    slot: int  # in the round
+    group_index: int  # in the iteration
+    prompt: JsonDict
+    carried: list[JsonDict]
+
+
+def _rollouts_key(iteration: int, round_index: int, shard: int) -> StageKey:
+    return StageKey("rl", iteration, f"rollouts/round-{round_index}/shard-{shard:03d}")
 
 
 async def generate(
-    session: Session, iteration: int, round_index: int, shard: int, prompts: ArtifactRef, policy: ArtifactRef
+    session: Session, iteration: int, round_index: int, shard: int, prompts: ArtifactRef, policy: ArtifactRef, kept: int = 0
 ) -> StageResult:
-    """The rollouts of one shard of a round's prompts, sampled with weight version `iteration`."""
-    run, rl = session.run, session.config.rl
+    """The rollouts of one shard of a round's prompts, sampled with weight version `iteration`.
+
+    `kept`: groups that survived the earlier rounds. When enough have survived of a round that is over-sampled, what runs is cut
+    short; it is committed all the same.
+    """
+    rl = session.config.rl
 
     async def produce(folder: str, attempt: str) -> Produced:
-        manifest = await asyncio.to_thread(read_manifest, run.store, prompts.folder, prompts.sha256)
-        rows = await asyncio.to_thread(read_rows, run.store, prompts.folder, manifest, PROMPTS)
-        first = shard * rl.shard_prompts
-        mine = rows[first : first + rl.shard_prompts]
-        requests = [_group_request(session, row, iteration, round_index, slot) for slot, row in enumerate(mine, first)]
+        places = await asyncio.to_thread(_places, session, prompts)
+        mine = places[shard * rl.shard_prompts : (shard + 1) * rl.shard_prompts]
+        requests = [_group_request(session, place, iteration, round_index) for place in mine]
         await session.serve(policy, iteration)
-        groups = await session.pool.generate(requests)
-        told = enumerate(zip(mine, requests, groups, strict=True), first + round_index * rl.num_prompts)
+        if rl.oversampling > 1:
+            survivors = _survivors(session, iteration, round_index, kept)
+            await _recount(session, survivors, iteration, round_index, places)
+            groups = await _until_enough(session, survivors, iteration, mine, requests)
+        else:
+            groups = await session.pool.generate(requests)
         rollouts = [
-            rollout for index, (row, request, group) in told for rollout in rollout_rows(session, row, index, request, group)
+            rollout
+            for place, request, group in zip(mine, requests, groups, strict=True)
+            for rollout in rollout_rows(session, place.prompt, place.group_index, request, group, iteration)
         ]
         data = await asyncio.to_thread(to_parquet, rollouts, ROLLOUTS)
-        record = await asyncio.to_thread(write_bytes, run.store, folder, attempt, "rollouts.parquet", data)
-        tokens = sum(len(row["completion_tokens"]) for row in rollouts)
+        record = await asyncio.to_thread(write_bytes, session.run.store, folder, attempt, "rollouts.parquet", data)
+        tokens = sum(num_tokens_of(row, iteration) for row in rollouts)
         return Produced([record], {"num_rollouts": len(rollouts), "num_tokens": tokens}, weight_version=iteration)
 
-    key = StageKey("rl", iteration, f"rollouts/round-{round_index}/shard-{shard:03d}")
-    return await run_stage(session, key, {"prompts": prompts, "policy": policy}, produce)
+    inputs = {"prompts": prompts, "policy": policy}
+    return await run_stage(session, _rollouts_key(iteration, round_index, shard), inputs, produce)
 
 
-def _group_request(session: Session, row: JsonDict, iteration: int, round_index: int, slot: int) -> GroupRequest:
-    seed = session.config.seed
+def _places(session: Session, prompts: ArtifactRef) -> list[Place]:
+    """The groups of a round, the carried ones first."""
+    first = read_manifest(session.run.store, prompts.folder, prompts.sha256).metrics["first_group"]
+    handed = dict(enumerate(_carried_groups(session, prompts)))
+    rows = read_rows(session.run.store, prompts, "prompts.parquet", PROMPTS)
+    return [Place(slot, first + slot, row, handed.get(slot, [])) for slot, row in enumerate(rows)]
+
+
+def _group_request(session: Session, place: Place, iteration: int, round_index: int) -> GroupRequest:
+    """What is asked of the pool. A carried group keeps its size; a rollout that goes on does so with a seed of this iteration."""
+    rl, prompt_id = session.config.rl, place.prompt["prompt_id"]
+    prior = [prior_of(row, rl.completion_tokens_max) for row in place.carried] or [NOTHING_YET] * rl.group_size
     seeds = [
-        rollout_seed(seed, iteration, round_index, slot, row["prompt_id"], index)
-        for index in range(session.config.rl.group_size)
+        place.carried[index]["seed"]
+        if done.finished
+        else rollout_seed(session.config.seed, iteration, round_index, place.slot, prompt_id, index)
+        for index, done in enumerate(prior)
     ]
-    temperature = session.config.rl.temperature
-    return GroupRequest(row["prompt_id"], row["prompt_tokens"], [sampling_params(session, temperature, seed) for seed in seeds])
+    params = [sampling_params(session, rl.temperature, seed) for seed in seeds]
+    return GroupRequest(prompt_id, place.prompt["prompt_tokens"], params, prior)
 
 
-def sampling_params(session: Session, temperature: float, seed: int) -> JsonDict:
-    """What an engine is told for one completion."""
+def _survivors(session: Session, iteration: int, round_index: int, kept: int) -> Survivors:
+    """Those of this round, shared by its shards; those of the round before are forgotten."""
+    key, rl = (iteration, round_index), session.config.rl
+    if key not in session.survivors:
+        session.survivors.clear()
+        session.survivors[key] = Survivors(max(rl.num_prompts, rl.groups_min) - kept)
+    return session.survivors[key]
+
+
+async def _recount(session: Session, survivors: Survivors, iteration: int, round_index: int, places: list[Place]) -> None:
+    """Counts the shards of the round that an earlier process committed: once, by the shard that comes first."""
+    async with survivors.recounting:
+        if survivors.recounted:
+            return
+        prompts = {place.group_index: place.prompt for place in places}
+        keys = [_rollouts_key(iteration, round_index, shard) for shard in range(_num_shards(session, len(places)))]
+        looks = (asyncio.to_thread(session.run.artifact, key.phase, key.iteration, key.stage) for key in keys)
+        for found in await asyncio.gather(*looks):
+            if found is not None:
+                rows = await asyncio.to_thread(read_rows, session.run.store, found[0], "rollouts.parquet", ROLLOUTS)
+                for group in grouped(rows):
+                    await judge(session, survivors, prompts[group[0]["group_index"]], group)
+        survivors.recounted = True
+
+
+async def _until_enough(
+    session: Session, survivors: Survivors, iteration: int, places: list[Place], requests: list[GroupRequest]
+) -> list[list[Completion]]:
+    enough = survivors.begin(place.group_index for place in places)
+
+    async def on_group(index: int, group: list[Completion]) -> None:
+        if not enough.is_set():
+            place = places[index]
+            rows = rollout_rows(session, place.prompt, place.group_index, requests[index], group, iteration)
+            await judge(session, survivors, place.prompt, rows)
+
+    return await session.pool.generate(requests, on_group, enough)
+
+
+def sampling_params(session: Session, temperature: float, seed: int) -> SamplingParams:
+    """How one completion is sampled."""
     rl = session.config.rl
-    return {
-        "max_new_tokens": rl.completion_tokens_max,
-        "temperature": temperature,
-        "top_p": rl.top_p,
-        "top_k": rl.top_k,
-        "sampling_seed": seed,
-    }
+    return SamplingParams(rl.completion_tokens_max, temperature, rl.top_p, rl.top_k, seed)
 
 
 def rollout_rows(
-    session: Session, row: JsonDict, group_index: int, request: GroupRequest, group: list[Completion]
+    session: Session, row: JsonDict, group_index: int, request: GroupRequest, group: list[Completion], version: int
 ) -> list[JsonDict]:
-    """The rollouts of one prompt as they are stored, but for the reward."""
-    assert len(group) == len(request.sampling_params), f"{row['prompt_id']}: a completion was lost or came twice"
+    """The rollouts of one prompt as they are stored, but for the reward; `version` is that of the iteration."""
+    assert len(group) == len(request.params), f"{row['prompt_id']}: a completion was lost or came twice"
+    for prior, completion in zip(request.prior, group, strict=True):
+        assert completion.tokens[: len(prior.tokens)] == prior.tokens, f"{row['prompt_id']}: a rollout did not go on as it was"
+    train_stale_tokens = session.config.rl.train_stale_tokens
     return [
         {
             "prompt_id": row["prompt_id"],
@@ -131,19 +230,20 @@ def rollout_rows(
             "prompt_tokens": row["prompt_tokens"],
             "completion": session.tokenizer().decode(completion.tokens),
             "completion_tokens": completion.tokens,
-            "loss_mask": [1] * len(completion.tokens),
+            "loss_mask": loss_mask(completion.spans, version, train_stale_tokens),
             "rollout_logprobs": completion.rollout_logprobs,
-            "weight_version": completion.weight_version,
+            "weight_version": completion.spans[-1][0] if completion.spans else version,
+            "weight_versions": [{"version": span, "num_tokens": count} for span, count in completion.spans],
             "finish_reason": completion.finish_reason,
-            "seed": params["sampling_seed"],
+            "seed": params.seed,
             "engine": completion.engine,
         }
-        for index, (params, completion) in enumerate(zip(request.sampling_params, group, strict=True))
+        for index, (params, completion) in enumerate(zip(request.params, group, strict=True))
     ]
 
 
-def previous_prompts(session: Session, iteration: int) -> ArtifactRef | None:
-    """The prompts artifact that the cursor goes on from: the last round of the iteration before."""
+def previous_artifact(session: Session, iteration: int, name: str) -> ArtifactRef | None:
+    """What the commit of the iteration before names: `prompts` (its last round, where the cursor goes on) or `batch`."""
     if iteration == 0:
         return None
     record = session.run.iteration_record(iteration - 1)
@@ -151,4 +251,4 @@ def previous_prompts(session: Session, iteration: int) -> ArtifactRef | None:
         raise UserError(
             f"iteration {iteration - 1} of run {session.run.name} is not committed: run it before iteration {iteration}"
         )
-    return ArtifactRef.from_json(record["artifacts"]["prompts"])
+    return ArtifactRef.from_json(record["artifacts"][name])

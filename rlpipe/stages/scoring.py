@@ -6,28 +6,34 @@ import asyncio
 import json
 import logging
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 
 from rlpipe.advantages import group_advantages
 from rlpipe.filters import apply_filters, resolve_filters
-from rlpipe.rollouts import BATCH, PROMPTS, ROLLOUTS, SCORES, prompt_of, read_rows, to_parquet
+from rlpipe.rewards.pool import Score
+from rlpipe.rollouts import BATCH, CARRIED, PROMPTS, ROLLOUTS, SCORES, grouped, prompt_of, read_rows, to_parquet
+from rlpipe.stages.carrying import account, carried_rows, finished, num_tokens_of
 from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.session import Session
-from rlpipe.store.artifacts import read_manifest, write_bytes
+from rlpipe.stages.survivors import ScoreKey, Survivors
+from rlpipe.store.artifacts import write_bytes
 from rlpipe.types import ArtifactRef, JsonDict, StageResult, UserError
 
 log = logging.getLogger(__name__)
+NO_SCORE: JsonDict = {"reward": None, "reward_parts": "{}", "reward_fault": ""}
 
 
-def score_rows(session: Session, prompts: dict[str, JsonDict], rows: list[JsonDict]) -> list[JsonDict]:
+def score_rows(
+    session: Session, prompts: dict[str, JsonDict], rows: list[JsonDict], known: Mapping[ScoreKey, Score] | None = None
+) -> list[JsonDict]:
     """The rows with reward, reward_parts and reward_fault. A rollout that could not be scored gets the fallback, counted.
 
     UserError when it has no fallback (`rl.reward_fallback = none`), or when not a single rollout could be scored.
     """
     pool, fallback = session.rewards(), session.config.rl.reward_fallback
-    scores = pool.score([{"prompt": prompts[row["prompt_id"]], "completion": row["completion"]} for row in rows])
-    assert len(scores) == len(rows), "a score was lost"
+    scores = _scores(session, prompts, rows, known or {})
     faults = Counter(score.reason for score in scores if score.reason)
     if faults:
         log.warning(
@@ -38,29 +44,70 @@ def score_rows(session: Session, prompts: dict[str, JsonDict], rows: list[JsonDi
             f"rl.rewards={list(session.config.rl.rewards)}: {faults.total()} of {len(rows)} rollouts could not be scored "
             f"({dict(faults)}; {pool.last_error}). Mend the reward and start again: what was sampled is kept"
         )
-    return [
-        {
-            **row,
-            "reward": fallback if score.reward is None else score.reward,
-            "reward_parts": json.dumps(score.parts, sort_keys=True),
-            "reward_fault": score.reason or "",
-        }
-        for row, score in zip(rows, scores, strict=True)
-    ]
+    return [_scored(session, row, score) for row, score in zip(rows, scores, strict=True)]
+
+
+def _scores(
+    session: Session, prompts: dict[str, JsonDict], rows: list[JsonDict], known: Mapping[ScoreKey, Score]
+) -> list[Score]:
+    """The scores of rollouts, in order; those that are known are not computed again."""
+    unknown = [row for row in rows if _score_key(row) not in known]
+    items = [{"prompt": prompts[row["prompt_id"]], "completion": row["completion"]} for row in unknown]
+    computed = iter(session.rewards().score(items))
+    scores = [known[key] if (key := _score_key(row)) in known else next(computed) for row in rows]
+    assert next(computed, None) is None, "a score was lost"
+    return scores
+
+
+def _score_key(row: JsonDict) -> ScoreKey:
+    return row["prompt_id"], row["completion"]
+
+
+def _scored(session: Session, row: JsonDict, score: Score) -> JsonDict:
+    return {
+        **row,
+        "reward": session.config.rl.reward_fallback if score.reward is None else score.reward,
+        "reward_parts": json.dumps(score.parts, sort_keys=True),
+        "reward_fault": score.reason or "",
+    }
+
+
+async def judge(session: Session, survivors: Survivors, prompt: JsonDict, group: list[JsonDict]) -> None:
+    """Scores and filters one group while others are still sampled, and counts it when it survives.
+
+    The scores are kept for the stage score, which also decides what to do about a rollout that cannot be scored.
+    """
+
+    def survives() -> bool:
+        scores = _scores(session, {prompt["prompt_id"]: prompt_of(prompt)}, group, survivors.scores)
+        survivors.scores.update({_score_key(row): score for row, score in zip(group, scores, strict=True)})
+        scored = [_scored(session, row, score) for row, score in zip(group, scores, strict=True)]
+        if any(row["reward"] is None for row in scored):
+            return False
+        return bool(apply_filters([scored], resolve_filters(session.config.rl.filters))[0])
+
+    if finished(group):
+        async with survivors.judging:
+            if await asyncio.to_thread(survives):
+                survivors.add(group[0]["group_index"])
 
 
 async def score(
     session: Session, iteration: int, round_index: int, prompts: ArtifactRef, rollouts: list[ArtifactRef]
 ) -> StageResult:
-    """The rewards of one round's rollouts."""
+    """The rewards of one round's rollouts; none for those of a group that was cut short."""
 
     def produce_sync(folder: str, attempt: str) -> Produced:
-        store = session.run.store
-        known = {row["prompt_id"]: prompt_of(row) for row in _rows(session, prompts, PROMPTS)}
-        rows = [row for ref in rollouts for row in _rows(session, ref, ROLLOUTS)]
-        scored = score_rows(session, known, rows)
-        record = write_bytes(store, folder, attempt, "scores.parquet", to_parquet(scored, SCORES))
-        return Produced([record], _score_metrics(session, scored))
+        store, survivors = session.run.store, session.survivors.get((iteration, round_index))
+        known = {row["prompt_id"]: prompt_of(row) for row in read_rows(store, prompts, "prompts.parquet", PROMPTS)}
+        rows = [row for ref in rollouts for row in read_rows(store, ref, "rollouts.parquet", ROLLOUTS)]
+        groups = grouped(rows)
+        whole = [row for group in groups if finished(group) for row in group]
+        scored = iter(score_rows(session, known, whole, survivors.scores if survivors else None))
+        told = [next(scored) if finished(group) else {**row, **NO_SCORE} for group in groups for row in group]
+        assert next(scored, None) is None and len(told) == len(rows), "a score was lost"
+        record = write_bytes(store, folder, attempt, "scores.parquet", to_parquet(told, SCORES))
+        return Produced([record], _score_metrics(session, iteration, told))
 
     async def produce(folder: str, attempt: str) -> Produced:
         return await asyncio.to_thread(produce_sync, folder, attempt)
@@ -69,12 +116,9 @@ async def score(
     return await run_stage(session, StageKey("rl", iteration, f"scores/round-{round_index}"), inputs, produce)
 
 
-def _rows(session: Session, ref: ArtifactRef, schema: object) -> list[JsonDict]:
-    manifest = read_manifest(session.run.store, ref.folder, ref.sha256)
-    return read_rows(session.run.store, ref.folder, manifest, schema)
-
-
-def _score_metrics(session: Session, rows: list[JsonDict]) -> JsonDict:
+def _score_metrics(session: Session, iteration: int, told: list[JsonDict]) -> JsonDict:
+    rows = [row for row in told if row["reward"] is not None]
+    assert rows, "a round ends when groups have survived it, and these are finished"
     rewards = np.array([row["reward"] for row in rows])
     lengths = np.array([len(row["completion_tokens"]) for row in rows])
     if not rewards.any() and lengths.any():
@@ -85,37 +129,44 @@ def _score_metrics(session: Session, rows: list[JsonDict]) -> JsonDict:
             parts.setdefault(name, []).append(value)
     faults = Counter(row["reward_fault"] for row in rows if row["reward_fault"])
     return {
+        "num_scored": len(rows),
         "rollout/reward_mean": float(rewards.mean()),
         "rollout/reward_std": float(rewards.std()),
         "rollout/pass_rate": float((rewards >= session.config.evaluation.pass_threshold).mean()),
         "rollout/length_tokens_mean": float(lengths.mean()),
         "rollout/length_tokens_max": int(lengths.max()),
         "rollout/truncated_fraction": float(np.mean([row["finish_reason"] == "length" for row in rows])),
-        "rollout/num_tokens": int(lengths.sum()),
+        "rollout/num_tokens": sum(num_tokens_of(row, iteration) for row in told),
         **{f"rollout/reward_{name.rsplit(':', 1)[-1]}_mean": float(np.mean(values)) for name, values in parts.items()},
         **{f"rollout/fault_{reason}": count for reason, count in faults.items()},
     }
 
 
 def over_rounds(rounds: list[JsonDict]) -> JsonDict:
-    """The score metrics of an iteration: counts add up, maxima are taken, the rest is the mean of the (equally large) rounds."""
+    """The score metrics of an iteration: counts add up, maxima are taken, the rest is the mean, each rollout weighing the same."""
     merged: JsonDict = {}
+    largest = max(told["num_scored"] for told in rounds)
     for name in {name for told in rounds for name in told}:
-        values = [told[name] for told in rounds if name in told]
-        if name.startswith("rollout/fault_") or name == "rollout/num_tokens":
+        values, weights = zip(*[(told[name], told["num_scored"] / largest) for told in rounds if name in told], strict=True)
+        if name.startswith("rollout/fault_") or name in ("rollout/num_tokens", "num_scored"):
             merged[name] = sum(values)
         else:
-            merged[name] = max(values) if name.endswith("_max") else float(np.mean(values))
+            merged[name] = max(values) if name.endswith("_max") else float(np.average(values, weights=weights))
     return merged
 
 
-async def filter_groups(session: Session, iteration: int, round_index: int, scores: list[ArtifactRef]) -> StageResult:
-    """The groups kept of all rounds so far, with advantages; its metrics say whether another round is needed."""
+async def filter_groups(
+    session: Session, iteration: int, round_index: int, prompts: list[ArtifactRef], scores: list[ArtifactRef]
+) -> StageResult:
+    """The groups kept of all rounds so far, with advantages, and those to be carried: both lists have one artifact a round.
+
+    The metrics say whether another round is needed, and where every rollout went.
+    """
 
     def produce_sync(folder: str, attempt: str) -> Produced:
-        rl = session.config.rl
-        rows = [row for ref in scores for row in _rows(session, ref, SCORES)]
-        groups = _groups(rows)
+        rl, store = session.config.rl, session.run.store
+        every = grouped([row for ref in scores for row in read_rows(store, ref, "scores.parquet", SCORES)])
+        groups = [group for group in every if finished(group)]
         kept, dropped = apply_filters(groups, resolve_filters(rl.filters))
         assert len(kept) + len(dropped) == len(groups), "a group was lost or counted twice"
         needs_more = len(kept) < rl.groups_min and round_index + 1 < rl.rounds_max
@@ -123,24 +174,34 @@ async def filter_groups(session: Session, iteration: int, round_index: int, scor
             raise UserError(f"rl.groups_min={rl.groups_min}: only {len(kept)} groups survived {round_index + 1} rounds "
                             f"(dropped: {dict(Counter(dropped.values()))}); loosen rl.filters or set rl.on_too_few = 'train'")  # fmt: skip
         batch = [row for index in kept for row in groups[index]]
-        record = write_bytes(
-            session.run.store, folder, attempt, "batch.parquet", to_parquet(_with_advantages(session, batch), BATCH)
-        )
+        filtered = [row for index in dropped for row in groups[index]]
+        carried = _carried(session, iteration, prompts, [group for group in every if not finished(group)])
+        files = [write_bytes(store, folder, attempt, "batch.parquet", to_parquet(_with_advantages(session, batch), BATCH))]
+        if carried:
+            files.append(write_bytes(store, folder, attempt, "carried.parquet", to_parquet(carried, CARRIED)))
         reasons = {str(groups[index][0]["group_index"]): reason for index, reason in dropped.items()}
-        return Produced([record], _filter_metrics(kept, dropped, round_index) | {"needs_more": needs_more, "dropped": reasons})
+        metrics = _filter_metrics(kept, dropped, round_index) | account(every, batch, filtered, carried, iteration)
+        metrics["rollout/groups_carried"] = len(every) - len(groups)
+        return Produced(files, metrics | {"needs_more": needs_more, "dropped": reasons})
 
     async def produce(folder: str, attempt: str) -> Produced:
         return await asyncio.to_thread(produce_sync, folder, attempt)
 
-    inputs = {f"scores-{index}": ref for index, ref in enumerate(scores)}
+    inputs = {
+        f"{name}-{index}": ref for name, refs in (("prompts", prompts), ("scores", scores)) for index, ref in enumerate(refs)
+    }
     return await run_stage(session, StageKey("rl", iteration, f"batch/round-{round_index}"), inputs, produce)
 
 
-def _groups(rows: list[JsonDict]) -> list[list[JsonDict]]:
-    groups: dict[int, list[JsonDict]] = {}
-    for row in rows:
-        groups.setdefault(row["group_index"], []).append(row)
-    return list(groups.values())
+def _carried(session: Session, iteration: int, prompts: list[ArtifactRef], unfinished: list[list[JsonDict]]) -> list[JsonDict]:
+    """The rows of carried.parquet: what goes on in the next iteration."""
+    if not unfinished:
+        return []
+    known = {row["prompt_id"]: row for ref in prompts for row in read_rows(session.run.store, ref, "prompts.parquet", PROMPTS)}
+    staleness_max = session.config.rl.staleness_max
+    return [
+        row for group in unfinished for row in carried_rows(group, known[group[0]["prompt_id"]], iteration + 1, staleness_max)
+    ]
 
 
 def _with_advantages(session: Session, rows: list[JsonDict]) -> list[JsonDict]:

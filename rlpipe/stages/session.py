@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 import shutil
 import time
 from collections import Counter, defaultdict
@@ -20,19 +21,23 @@ from rlpipe.config import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.prompt import Prompt
 from rlpipe.data.sources import load_prompts
+from rlpipe.engines.agent import KEY_VARIABLE
 from rlpipe.engines.host import EngineHost
-from rlpipe.engines.pool import EnginePool
+from rlpipe.engines.pool import EnginePool, Host
+from rlpipe.engines.remote import JoinedHosts
 from rlpipe.report import fetch_points
 from rlpipe.rewards.pool import RewardPool
+from rlpipe.stages.survivors import RoundKey, Survivors
 from rlpipe.store import lease
-from rlpipe.store.artifacts import materialise
+from rlpipe.store.artifacts import materialise, read_manifest
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.tracking import Tracker
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.types import ArtifactRef, StageResult, sha256_of
-from rlpipe.weights import fetch_weights
+from rlpipe.types import ArtifactRef, EngineError, StageResult, sha256_of
+from rlpipe.weights import Probe
 
 log = logging.getLogger(__name__)
+HOST_POLL_S = 1.0
 
 
 class Session:
@@ -41,11 +46,16 @@ class Session:
     def __init__(self, run: Run, work_dir: Path) -> None:
         self.run = run
         self.work_dir = work_dir
-        self.pool = EnginePool(EngineHost(run.config, work_dir))
+        engines = run.config.engines
+        # of several nodes that sample, each brings its own host, which joins
+        self._own_hosts: list[Host] = [EngineHost(run.config, run.store, work_dir)] if engines.nodes == 1 else []
+        self._joined = JoinedHosts(run.store, run.root, os.environ.get(KEY_VARIABLE, ""))
+        self.pool = EnginePool(self._own_hosts, engines.in_flight_max, engines.request_timeout_s)
         self.trainer = TrainerClient(run.config, work_dir)
         self.tracker = Tracker(run.config, run.store.url, partial(fetch_points, run))
         self.prepared: StageResult | None = None  # the committed tokenizer, once this process has seen it
         self.seconds: dict[str, float] = defaultdict(float)  # per stage verb, of the current iteration
+        self.survivors: dict[RoundKey, Survivors] = {}  # of the sampling round at work, when it is over-sampled
         self._active: Counter[str] = Counter()
         self._since: dict[str, float] = {}
         self._rewards: RewardPool | None = None
@@ -84,13 +94,28 @@ class Session:
         async with self._pool_lock:
             if self.pool.version == version:
                 return False
-            weights = await asyncio.to_thread(fetch_weights, self.run.store, policy, version, self.work_dir / "weights")
-            if self.pool.started:
-                await self.pool.reload(weights)
-            else:
-                await self.pool.start(weights)
+            self.pool.hosts = await self._hosts()
+            await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy))
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True
+
+    async def _hosts(self) -> list[Host]:
+        """This process's own host and those that have joined; waits for one where there is none."""
+        deadline = time.monotonic() + self.config.engines.request_timeout_s
+        while not (hosts := [*self._own_hosts, *await self._joined.current()]):
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"engines.nodes={self.config.engines.nodes}: no host has joined; on each node that samples run "
+                    f"`rlpipe host --store {self.run.store.url} --run {self.run.name}`"
+                )
+            await asyncio.sleep(HOST_POLL_S)
+        return hosts
+
+    def _probe(self, policy: ArtifactRef) -> Probe:
+        metrics = read_manifest(self.run.store, policy.folder, policy.sha256).metrics
+        if "probe" not in metrics:  # the base model was copied
+            metrics = self.run.committed("base", 0, "probe")[1].metrics
+        return Probe(**metrics["probe"])
 
     def rewards(self) -> RewardPool:
         if self._rewards is None:
@@ -119,7 +144,9 @@ class Session:
         return self._tokenizer
 
     async def close(self) -> None:
-        await asyncio.gather(self.pool.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close))
+        await asyncio.gather(
+            self.pool.close(), self._joined.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close)
+        )
         if self._rewards is not None:
             self._rewards.close()
 

@@ -11,11 +11,12 @@ TRAINING = [
     *OPTIMIZER, "num_steps", "objective", "clip_low", "clip_high", "aggregation", "kl_coef", "kl_estimator", "entropy_coef",
     "importance", "importance_low", "importance_high", "temperature", "completion_tokens_max",
 ]  # fmt: skip
+ENOUGH = ["num_prompts", "groups_min", "rewards", "reward_fallback", "filters"]  # what ends a round that is over-sampled
 RL_FIELDS = {
-    "prompts": ["num_prompts"],
-    "rollouts": ["group_size", "temperature", "shard_prompts", *SAMPLING],
+    "prompts": ["num_prompts", "oversampling"],
+    "rollouts": ["group_size", "temperature", "shard_prompts", "oversampling", "train_stale_tokens", *SAMPLING],
     "scores": ["rewards", "reward_fallback"],
-    "batch": ["filters", "estimator", "groups_min", "rounds_max", "on_too_few"],
+    "batch": ["filters", "estimator", "groups_min", "rounds_max", "on_too_few", "staleness_max"],
     "policy": TRAINING,
     "state": TRAINING,
     "evaluation": ["rewards", "reward_fallback", *SAMPLING],
@@ -43,4 +44,5 @@ def stage_settings(config: PipelineConfig, phase: str, stage: str) -> JsonDict:
     if phase == "sft" and kind in ("policy", "state"):
         names = [*OPTIMIZER, "num_steps", "batch_size", "segment_steps"]
         return settings | {f"sft.{name}": tree["sft"][name] for name in names}
-    return settings | {f"rl.{name}": tree["rl"][name] for name in RL_FIELDS[kind]}
+    names = RL_FIELDS[kind] + (ENOUGH if kind == "rollouts" and config.rl.oversampling > 1 else [])
+    return settings | {f"rl.{name}": tree["rl"][name] for name in names}

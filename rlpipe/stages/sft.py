@@ -10,7 +10,7 @@ from rlpipe.data.sources import load_conversations
 from rlpipe.rollouts import CONVERSATIONS, to_parquet
 from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.session import Session, data_seed
-from rlpipe.stages.training import OnProgress, save_job, sft_job, train_job
+from rlpipe.stages.training import OnProgress, probe_of, save_body, save_job, sft_job, train_job
 from rlpipe.store.artifacts import write_bytes
 from rlpipe.types import ArtifactRef, FileRecord, StageResult, UserError
 
@@ -56,10 +56,11 @@ async def train_segment(
     async def produce(folder: str, attempt: str) -> Produced:
         metrics = await train_job(session, "sft", segment, job, on_progress)
         state_folder = run.folder("sft", segment, "state")
-        save = {"policy_folder": folder, "state_folder": state_folder, "attempt": attempt, "tokenizer": tokenizer.as_json()}
+        save = await asyncio.to_thread(save_body, session, folder, state_folder, attempt)
         saved = await save_job(session, "sft", segment, job, save)
         await commit_state(session, "sft", segment, inputs, [FileRecord(**record) for record in saved["state"]])
-        return Produced([FileRecord(**record) for record in saved["policy"]], metrics, weight_version=0)
+        told = metrics | probe_of(save, saved)
+        return Produced([FileRecord(**record) for record in saved["policy"]], told, weight_version=0)
 
     return await run_stage(session, StageKey("sft", segment, "policy"), inputs, produce)
 

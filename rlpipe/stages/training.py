@@ -13,6 +13,7 @@ from rlpipe.stages.session import Session
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import GangLost, NotResident
 from rlpipe.types import ArtifactRef, JsonDict, TrainerError
+from rlpipe.weights import probe_tokens
 
 log = logging.getLogger(__name__)
 REBUILDS_MAX = 4
@@ -90,6 +91,22 @@ async def save_job(session: Session, phase: str, iteration: int, job: JsonDict, 
             log.warning("%s: training it again", error)
             await train_job(session, phase, iteration, job)
     raise TrainerError(f"the trainer was lost {REBUILDS_MAX} times while saving {phase} {iteration}")
+
+
+def save_body(session: Session, policy_folder: str | None, state_folder: str | None, attempt: str) -> JsonDict:
+    """What the trainer is asked to save, but for the position."""
+    return {
+        "policy_folder": policy_folder,
+        "state_folder": state_folder,
+        "attempt": attempt,
+        "tokenizer": session.run.committed("base", 0, "tokenizer")[0].as_json(),
+        "probe_tokens": probe_tokens(session.tokenizer().vocab_size),
+    }
+
+
+def probe_of(save: JsonDict, saved: JsonDict) -> JsonDict:
+    """What an engine with the saved weights must answer: kept in the policy's manifest."""
+    return {"probe": {"tokens": save["probe_tokens"], "logprobs": saved["probe"]}}
 
 
 async def _rebuild_until_held(session: Session, phase: str, iteration: int) -> None:

@@ -78,5 +78,9 @@ def unreferenced(run: Run) -> list[str]:
     for folder in manifests(run):
         kept.add(f"{folder}/{MANIFEST}")
         kept |= {f"{folder}/{record.name}" for record in read_manifest(run.store, folder).files}
-    keys = run.store.list(run.root)
-    return [key for key in keys if key not in kept and not key.endswith("/iteration.json") and f"{run.root}/lease/" not in key]
+    others = (f"{run.root}/lease/", f"{run.root}/hosts/")  # who holds the run, who samples for it
+    return [
+        key
+        for key in run.store.list(run.root)
+        if key not in kept and not key.endswith("/iteration.json") and not key.startswith(others)
+    ]

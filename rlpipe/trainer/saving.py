@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlpipe.store.artifacts import read_file, read_manifest, write_bytes, write_file
+from rlpipe.trainer.batches import TrainSequence, collate
 from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.packing import row_length
 from rlpipe.trainer.state import Resident, state_file, state_record, state_tensors
+from rlpipe.trainer.step import frozen_logprobs
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict
 
 FILE_BYTES_MAX = 5 * 10**9
@@ -31,14 +35,25 @@ class Target:
 
 
 def save(gang: Gang, resident: Resident, body: JsonDict) -> JsonDict:
-    """The result of a /save on rank 0: the records of the files written; the lists are empty where nothing was asked for."""
+    """The result of a /save on rank 0: the records of the files written; the lists are empty where nothing was asked for.
+
+    `probe`: the logprobs (temperature 1) of `probe_tokens` but the first, as an engine with these weights must give them.
+    """
     policy: list[FileRecord] = []
     state: list[FileRecord] = []
     if body["policy_folder"] is not None:
         policy = save_policy(gang, resident, Target(body["policy_folder"], body["attempt"]), body["tokenizer"])
     if body["state_folder"] is not None:
         state = save_state(gang, resident, Target(body["state_folder"], body["attempt"]))
-    return {name: [dataclasses.asdict(entry) for entry in records] for name, records in (("policy", policy), ("state", state))}
+    records = {name: [dataclasses.asdict(entry) for entry in made] for name, made in (("policy", policy), ("state", state))}
+    return records | {"probe": probe_logprobs(gang, resident, body["probe_tokens"])}
+
+
+def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:
+    """Every rank computes the same row: the forward pass of sharded weights is a collective."""
+    sequence = TrainSequence(np.array(tokens), np.arange(1, len(tokens)), np.zeros(len(tokens) - 1, dtype=np.float32))
+    microbatch = collate([sequence], [[0]], row_length([len(tokens)], len(tokens))).to(gang.device)
+    return frozen_logprobs(resident.policy, [microbatch], temperature=1.0)[0].flatten().tolist()
 
 
 def files_of(sizes: dict[str, int], bytes_max: int) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ IDLE_S = 600.0  # a connection without a request is closed
 FIELDS = {
     "load": {"position", "new", "policy", "state"},
     "train": {"start", "result", "kind", "data", "reference", "settings"},
-    "save": {"position", "policy_folder", "state_folder", "attempt", "tokenizer"},
+    "save": {"position", "policy_folder", "state_folder", "attempt", "tokenizer", "probe_tokens"},
 }
 
 

@@ -65,13 +65,14 @@ def copy_into(lm: Any, tensors: dict[str, Tensor]) -> None:
         wanted[name].data.copy_(tensor)
 
 
-def checksum(lm: Any) -> str:
-    """sha256 over the names and bytes of all tensors that serve, sorted by name."""
-    digest = hashlib.sha256()
+def checksums(lm: Any) -> tuple[dict[str, str], str]:
+    """sha256 of every tensor that serves, by name, and one over all of them."""
+    each: dict[str, str] = {}
+    overall = hashlib.sha256()
     for name, parameter in sorted(lm.named_parameters()):
-        digest.update(name.encode())
-        digest.update(parameter.data.contiguous().view(-1).view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()
+        each[name] = hashlib.sha256(parameter.data.contiguous().view(-1).view(torch.uint8).cpu().numpy()).hexdigest()
+        overall.update(name.encode() + each[name].encode())
+    return each, overall.hexdigest()
 
 
 def _read_files(folder: Path) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlpipe.engines.local.checkpoint import check_same_architecture, checksum, copy_into, read_checkpoint, read_config
+from rlpipe.engines.local.checkpoint import check_same_architecture, checksums, copy_into, read_checkpoint, read_config
 from rlpipe.engines.local.kvcache import PrefillCache, PrefixBlock, SlotCache
 from rlpipe.types import UserError
 
@@ -79,8 +79,8 @@ class LocalModel:
         copy_into(self.lm, read_checkpoint(Path(folder), self.lm))
         self.folder = folder
 
-    def checksum(self) -> str:
-        return checksum(self.lm)
+    def checksums(self) -> tuple[dict[str, str], str]:
+        return checksums(self.lm)
 
     def new_slots(self, bucket: int) -> SlotCache:
         like = next(self.lm.parameters())

@@ -12,11 +12,30 @@ from rlpipe.types import JsonDict
 STOP_TOKEN_IDS_MAX = 32
 SEED_MASK = (1 << 64) - 1
 SEED_STEP = 0xD1342543DE82EF95  # odd, so that the n seeds of one request differ
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+ABORTED_WAITING = {"type": "abort", "message": "Abort in waiting queue"}  # its answer lacks prompt_tokens and cached_tokens
 BODY_FIELDS = frozenset({"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "rid"})
 
 
 class RequestRefused(ValueError):
-    """A request that no engine could serve: answered with 400."""
+    """A request that no engine could serve: answered with 400, in the shape that SGLang gives to a value out of bounds."""
+
+    def body(self) -> JsonDict:
+        return {"error": {"message": str(self)}}
+
+
+class WrongType(RequestRefused):
+    """A field of the wrong type, or one that nobody knows: SGLang has another shape for these."""
+
+    def body(self) -> JsonDict:
+        return {"error": str(self)}
+
+
+class MalformedBody(RequestRefused):
+    """A body that is no JSON, or not of the route's form: SGLang's third shape."""
+
+    def body(self) -> JsonDict:
+        return {"object": "error", "message": str(self), "type": "Bad Request", "param": None, "code": 400}
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,6 @@ class Job:
 class Call:
     """One HTTP request: its jobs, answered together."""
 
-    rid: str
     return_logprob: bool
     many: bool
     jobs: list[Job] = field(default_factory=list)
@@ -82,7 +100,7 @@ class Call:
 def parse_generate(body: Any, limits: Limits, new_id: str, new_seed: int) -> Call:
     """A checked request; RequestRefused with field and value otherwise. `new_id` and `new_seed` stand in for missing ones."""
     if not isinstance(body, dict):
-        raise RequestRefused("the body must be a JSON object")
+        raise MalformedBody("the body must be a JSON object")
     unknown = sorted(key for key, value in body.items() if key not in BODY_FIELDS and value not in (None, False))
     if unknown:
         raise RequestRefused(f"unsupported fields {unknown}: this engine knows {sorted(BODY_FIELDS)}")
@@ -90,8 +108,8 @@ def parse_generate(body: Any, limits: Limits, new_id: str, new_seed: int) -> Cal
     samplings = _per_prompt("sampling_params", body.get("sampling_params") or {}, len(prompts))
     checked = {id(value): _sampling(value, limits) for value in samplings}  # a shared dict is checked once
     score_from = _score_from(body)
-    call = Call(_call_rid(body.get("rid"), new_id), bool(body.get("return_logprob")), many)
-    rids = _rids(body.get("rid"), call.rid, len(prompts), many)
+    call = Call(bool(body.get("return_logprob")), many)
+    rids = _rids(body.get("rid"), new_id, len(prompts), many)
     for index, (prompt, value, rid) in enumerate(zip(prompts, samplings, rids, strict=True)):
         sampling, stops = checked[id(value)]
         if len(prompt) + sampling.max_new_tokens > limits.context_tokens_max:
@@ -100,14 +118,15 @@ def parse_generate(body: Any, limits: Limits, new_id: str, new_seed: int) -> Cal
                 f" more than the context of {limits.context_tokens_max}"
             )
         seed = sampling.sampling_seed if sampling.sampling_seed is not None else new_seed + index
+        if score_from is not None and score_from > len(prompt):
+            raise RequestRefused(f"logprob_start_len={score_from}: input_ids[{index}] has {len(prompt)} tokens")
         for copy in range(sampling.n):
-            name = rid if sampling.n == 1 else f"{rid}_{copy}"
+            # as in SGLang, the completions of n > 1 have names that the caller does not know
+            name = rid if sampling.n == 1 else f"{new_id}_{index}_{copy}"
             job_seed = (seed + copy * SEED_STEP) & SEED_MASK
             call.jobs.append(Job(name, call, prompt, sampling, stops, job_seed, score_from))
     call.many = many or len(call.jobs) > 1
-    if len({job.rid for job in call.jobs}) != len(call.jobs):
-        raise RequestRefused("rid: with n > 1 the ids get a suffix, and two of them are then the same")
-    assert call.jobs, "a request without completions"
+    assert len({job.rid for job in call.jobs}) == len(call.jobs) > 0, "each completion has a name of its own"
     return call
 
 
@@ -118,10 +137,10 @@ def _prompts(input_ids: Any, limits: Limits) -> tuple[list[tuple[int, ...]], boo
     lists = input_ids if many else [input_ids]
     for index, tokens in enumerate(lists):
         if not isinstance(tokens, list) or not tokens:
-            raise RequestRefused(f"input_ids[{index}] must be a non-empty list of token ids")
+            raise WrongType(f"input_ids[{index}] must be a non-empty list of token ids")
         # type() and not isinstance: true is an int in Python
         if any(type(token) is not int for token in tokens):
-            raise RequestRefused(f"input_ids[{index}] holds something that is no integer")
+            raise WrongType(f"input_ids[{index}] holds something that is no integer")
         if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
             raise RequestRefused(
                 f"input_ids[{index}] holds token {max(tokens, key=abs)}, outside the vocabulary of {limits.vocab_size}"
@@ -139,18 +158,19 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 def _sampling(value: Any, limits: Limits) -> tuple[Sampling, tuple[int, ...]]:
     if not isinstance(value, dict):
-        raise RequestRefused("sampling_params must be an object, or a list of them")
+        raise WrongType("sampling_params must be an object, or a list of them")
     given = {key: entry for key, entry in value.items() if entry is not None}
     unknown = sorted(given.keys() - Sampling.__dataclass_fields__.keys())
     if unknown:
-        raise RequestRefused(f"unknown sampling_params {unknown}: this engine knows {sorted(Sampling.__dataclass_fields__)}")
+        raise WrongType(f"unknown sampling_params {unknown}: this engine knows {sorted(Sampling.__dataclass_fields__)}")
     stops = given.pop("stop_token_ids", [])
     if not isinstance(stops, list) or any(type(token) is not int or token < 0 for token in stops):
-        raise RequestRefused(f"stop_token_ids={stops}: must be a list of token ids")
+        raise WrongType(f"stop_token_ids={stops}: must be a list of token ids")
     sampling = Sampling(**given, stop_token_ids=tuple(stops))
     _check_types(sampling)
     _check_bounds(sampling)
-    merged = dict.fromkeys((*stops, *(() if sampling.ignore_eos else limits.eos_token_ids)))
+    # as in SGLang, ignore_eos ignores stop_token_ids too
+    merged = dict.fromkeys(() if sampling.ignore_eos else (*stops, *limits.eos_token_ids))
     if len(merged) > STOP_TOKEN_IDS_MAX:
         raise RequestRefused(f"{len(merged)} stop tokens: at most {STOP_TOKEN_IDS_MAX} are supported")
     return sampling, tuple(token for token in merged if token < limits.vocab_size)
@@ -160,13 +180,13 @@ def _check_types(sampling: Sampling) -> None:
     for name in ("max_new_tokens", "top_k", "n", "min_new_tokens", "sampling_seed"):
         value = getattr(sampling, name)
         if value is not None and type(value) is not int:
-            raise RequestRefused(f"{name}={value!r}: must be an integer")
+            raise WrongType(f"{name}={value!r}: must be an integer")
     for name in ("temperature", "top_p"):
         value = getattr(sampling, name)
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise RequestRefused(f"{name}={value!r}: must be a finite number")
+            raise WrongType(f"{name}={value!r}: must be a finite number")
     if type(sampling.ignore_eos) is not bool:
-        raise RequestRefused(f"ignore_eos={sampling.ignore_eos!r}: must be true or false")
+        raise WrongType(f"ignore_eos={sampling.ignore_eos!r}: must be true or false")
 
 
 def _check_bounds(sampling: Sampling) -> None:
@@ -192,18 +212,15 @@ def _score_from(body: JsonDict) -> int | None:
     return start
 
 
-def _call_rid(rid: Any, new_id: str) -> str:
+def _rids(rid: Any, new_id: str, count: int, many: bool) -> list[str]:
     if rid is not None and not isinstance(rid, (str, list)):
-        raise RequestRefused(f"rid={rid!r}: must be a string or a list of strings")
-    return rid if isinstance(rid, str) else new_id
-
-
-def _rids(rid: Any, call_rid: str, count: int, many: bool) -> list[str]:
+        raise MalformedBody(f"rid={rid!r}: must be a string or a list of strings")
     if isinstance(rid, list):
         if any(not isinstance(name, str) for name in rid) or len(set(rid)) != len(rid) or len(rid) != count:
             raise RequestRefused(f"rid must be {count} different strings, one per input_ids")
         return rid
-    return [f"{call_rid}_{index}" for index in range(count)] if many else [call_rid]
+    name = new_id if rid is None else rid
+    return [f"{name}_{index}" for index in range(count)] if many else [name]
 
 
 def answer(call: Call) -> JsonDict | list[JsonDict]:
@@ -218,17 +235,28 @@ def _answer_one(job: Job) -> JsonDict:
     meta: JsonDict = {
         "id": job.rid,
         "finish_reason": job.finish_reason,
-        "prompt_tokens": len(job.prompt),
         "completion_tokens": len(job.tokens),
-        "cached_tokens": job.cached_tokens or 0,
         "weight_version": job.weight_version,
-        "weight_versions": job.spans,
+        "weight_versions": _weight_versions(job),
         "e2e_latency": time.monotonic() - job.call.started_at_s,
     }
+    if job.finish_reason != ABORTED_WAITING:
+        meta |= {"prompt_tokens": len(job.prompt), "cached_tokens": job.cached_tokens or 0}
     if job.call.return_logprob:
         meta["output_token_logprobs"] = [[*pair, None] for pair in zip(job.logprobs, job.tokens, strict=True)]
         meta["input_token_logprobs"] = _input_logprobs(job)
-    return {"text": "", "output_ids": job.tokens, "meta_info": meta}
+    return {"output_ids": job.tokens, "meta_info": meta}
+
+
+def _weight_versions(job: Job) -> list[JsonDict]:
+    """Which tokens were sampled under which weight version, in order; an empty span when there are none."""
+    versions: list[JsonDict] = []
+    end = 0
+    for version, count in job.spans or [[job.weight_version, 0]]:
+        versions.append({"version": version, "start": end, "end": end + count})
+        end += count
+    assert end == len(job.tokens), f"{job.rid}: spans and tokens differ"
+    return versions
 
 
 def _input_logprobs(job: Job) -> list[list[Any]]:

@@ -14,12 +14,13 @@ from typing import Any
 from aiohttp import web
 
 from rlpipe.engines.local.options import EngineOptions
-from rlpipe.engines.local.protocol import Call, Job, Limits, RequestRefused, answer, parse_generate
+from rlpipe.engines.local.protocol import Call, Job, Limits, MalformedBody, RequestRefused, answer, parse_generate
 from rlpipe.engines.local.scheduler import Scheduler, running_max
 from rlpipe.types import JsonDict, UserError
 
 HEARTBEAT_MAX_S = 60.0
-HEALTH_TIMEOUT_S = 20.0
+HEALTH_TIMEOUT_S = 20.0  # as SGLang's
+HEALTH_POLL_S = 0.05
 PAUSE_MODES = ("abort", "retract", "in_place")
 
 
@@ -48,11 +49,11 @@ class Routes:
         get: dict[str, Callable[[web.Request], Any]] = {
             "/flush_cache": self.flush,
             "/health": self.health,
-            "/health_generate": self.health_generate,
+            "/health_generate": self.health,
             "/ready": self.ready,
             "/model_info": self.model_info,
             "/server_info": self.server_info,
-            "/get_load": self.load,
+            "/v1/loads": self.loads,
         }
         app.add_routes([*(web.post(path, handler) for path, handler in post.items())])
         app.add_routes([*(web.get(path, handler) for path, handler in get.items())])
@@ -64,7 +65,7 @@ class Routes:
             call = parse_generate(await _body(request), self.limits, f"local-{next(self._ids)}", next(self._seeds))
             await self._run(call)
         except RequestRefused as error:
-            return _refused(str(error))
+            return _refused(error)
         return web.json_response(answer(call))
 
     async def _run(self, call: Call) -> None:
@@ -99,10 +100,10 @@ class Routes:
     async def pause(self, request: web.Request) -> web.Response:
         try:
             mode = (await _body(request)).get("mode", "abort")
+            if mode not in PAUSE_MODES:
+                raise MalformedBody(f"mode={mode!r}: choose one of {PAUSE_MODES}")
         except RequestRefused as error:
-            return _refused(str(error))
-        if mode not in PAUSE_MODES:
-            return _refused(f"mode={mode!r}: choose one of {PAUSE_MODES}")
+            return _refused(error)
         await self._ask(lambda: self.scheduler.pause(mode))
         return web.json_response({"status": "ok", "message": "Generation paused successfully."})
 
@@ -111,60 +112,55 @@ class Routes:
         return web.json_response({"status": "ok", "message": "Generation continued successfully."})
 
     async def abort(self, request: web.Request) -> web.Response:
+        """200 whether or not there was something to end."""
         try:
             body = await _body(request)
         except RequestRefused as error:
-            return _refused(str(error))
-        rid = body.get("rid")
-        if not body.get("abort_all") and not (isinstance(rid, str) and rid):
-            return _refused("rid: give the id of a request, or abort_all=true")
-        await self._ask(lambda: self.scheduler.abort(None if body.get("abort_all") else rid))
-        return web.json_response({})
+            return _refused(error)
+        rid = None if body.get("abort_all") else str(body.get("rid") or "")
+        await self._ask(lambda: self.scheduler.abort(rid))
+        return web.Response()
 
     async def update_weights(self, request: web.Request) -> web.Response:
         try:
             body = await _body(request)
-            folder, weight_version = body.get("model_path"), body.get("weight_version")
-            if not isinstance(folder, str) or not isinstance(weight_version, (str, int, type(None))):
-                raise RequestRefused("model_path must be a folder and weight_version a string")
-            name = None if weight_version is None else str(weight_version)
+            folder, name = body.get("model_path"), body.get("weight_version")
+            if not isinstance(folder, str) or not isinstance(name, str | None):
+                raise MalformedBody("model_path must be a folder and weight_version a string")
             await self._ask(lambda: self.scheduler.update_weights(folder, name, body.get("flush_cache", True)))
-        except (RequestRefused, UserError) as error:
-            return web.json_response({"success": False, "message": str(error)}, status=400)
-        return web.json_response({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+        except RequestRefused as error:
+            return _refused(error)
+        except UserError as error:
+            return web.json_response({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
+        told = "" if name is None else f" Weight version updated to {name}."
+        message = f"Succeeded to update model weights.{told}"
+        return web.json_response({"success": True, "message": message, "num_paused_requests": 0})
 
     async def flush(self, _: web.Request) -> web.Response:
-        await self._ask(self.scheduler.flush)
-        return web.Response(text="Cache flushed.\n")
+        if await self._ask(self.scheduler.flush):
+            return web.Response(text="Cache flushed.\n")
+        return web.Response(text="Flush cache failed.\n", status=400)
 
     async def check_weights(self, request: web.Request) -> web.Response:
         try:
-            action = (await _body(request)).get("action")
+            action = (await _body(request)).get("action", "checksum")
         except RequestRefused as error:
-            return _refused(str(error))
+            return _refused(error)
         if action != "checksum":
             return web.json_response({"success": False, "message": f"action={action!r}: only checksum is known"}, status=400)
-        checksum = await self._ask(self.scheduler.model.checksum)
-        return web.json_response({"success": True, "message": "Success.", "checksum": checksum})
+        checksums, overall = await self._ask(self.scheduler.model.checksums)
+        ranks = [{"checksums": checksums, "per_gpu_checksum": overall}]
+        return web.json_response({"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": overall})
 
     # state
 
     async def health(self, _: web.Request) -> web.Response:
-        """503 when the scheduler has not finished a step for a minute; a pause is no fault."""
-        return web.Response(status=200 if time.monotonic() - self.scheduler.heartbeat_s < HEARTBEAT_MAX_S else 503)
-
-    async def health_generate(self, _: web.Request) -> web.Response:
-        """Samples one token; 503 when that takes too long or the engine is paused."""
-        if self.scheduler.paused is not None:
-            return web.Response(status=503)
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-        try:
-            await asyncio.wait_for(
-                self._run(parse_generate(body, self.limits, f"health-{next(self._ids)}", 0)), HEALTH_TIMEOUT_S
-            )
-        except TimeoutError:
-            return web.Response(status=503)
-        return web.Response(status=200)
+        """503 when the scheduler has not finished a step for a minute, or a pause does not end: it is waited for, as in SGLang."""
+        deadline_s = time.monotonic() + HEALTH_TIMEOUT_S
+        while self.scheduler.paused is not None and time.monotonic() < deadline_s:
+            await asyncio.sleep(HEALTH_POLL_S)
+        steps = time.monotonic() - self.scheduler.heartbeat_s < HEARTBEAT_MAX_S
+        return web.Response(status=200 if steps and self.scheduler.paused is None else 503)
 
     async def ready(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.scheduler.paused is None else 503)
@@ -198,8 +194,8 @@ class Routes:
             }
         )
 
-    async def load(self, _: web.Request) -> web.Response:
-        return web.json_response(await self._ask(self.scheduler.load))
+    async def loads(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": version("rlpipe"), "loads": [await self._ask(self.scheduler.load)]})
 
 
 async def _body(request: web.Request) -> JsonDict:
@@ -207,11 +203,11 @@ async def _body(request: web.Request) -> JsonDict:
     try:
         value = json.loads(raw) if raw else {}
     except ValueError as error:
-        raise RequestRefused(f"the body is no JSON: {error}") from error
+        raise MalformedBody(f"the body is no JSON: {error}") from error
     if not isinstance(value, dict):
-        raise RequestRefused("the body must be a JSON object")
+        raise MalformedBody("the body must be a JSON object")
     return value
 
 
-def _refused(message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "BadRequest", "code": 400}}, status=400)
+def _refused(error: RequestRefused) -> web.Response:
+    return web.json_response(error.body(), status=400)

@@ -14,7 +14,7 @@ import torch
 
 from rlpipe.engines.local.kvcache import PrefixBlock, PrefixStore
 from rlpipe.engines.local.model import BUCKET_STEP, PROMPT_STEP, LocalModel, block_rows, round_up, slot_count
-from rlpipe.engines.local.protocol import Call, Job, RequestRefused
+from rlpipe.engines.local.protocol import ABORTED, ABORTED_WAITING, Call, Job, RequestRefused
 from rlpipe.engines.local.slots import SlotPool
 from rlpipe.types import JsonDict, UserError
 
@@ -90,7 +90,7 @@ class Scheduler:
     def submit(self, call: Call) -> None:
         """Queues a request's jobs; RequestRefused for a request id that is in use, or when too many wait."""
         if taken := [job.rid for job in call.jobs if job.rid in self.live]:
-            raise RequestRefused(f"rid {taken[0]!r} is in use by a request that still runs")
+            raise RequestRefused(f"Duplicate request ID detected: {taken[0]}")
         if len(self.live) + len(call.jobs) > WAITING_MAX:
             raise RequestRefused(f"more than {WAITING_MAX} requests wait")
         for job in call.jobs:
@@ -100,13 +100,18 @@ class Scheduler:
             self.waiting.setdefault(round_up(job.tokens_max, BUCKET_STEP), deque()).append(job)
 
     def abort(self, rid: str | None) -> int:
-        """Ends the job or the whole request called `rid`, or everything (None), with the tokens so far; how many ended."""
-        chosen = [job for job in self.live.values() if rid is None or rid in (job.rid, job.call.rid)]
-        return self.abort_jobs(chosen)
+        """Ends the job called `rid`, or everything (None), with the tokens so far; how many ended.
+
+        As in SGLang, a live `rid` takes along every rid that it is a prefix of, and one that is not live ends nothing.
+        """
+        if rid is not None and rid not in self.live:
+            return 0
+        return self.abort_jobs([job for name, job in self.live.items() if name.startswith(rid or "")])
 
     def abort_jobs(self, jobs: list[Job]) -> int:
         """Ends those of `jobs` that are not finished."""
         chosen = {id(job) for job in jobs if job.rid in self.live and self.live[job.rid] is job}
+        waiting = {id(job) for queued in self.waiting.values() for job in queued}
         for pool in self.pools.values():
             for slot in pool.running():
                 if id(pool.jobs[slot]) in chosen:
@@ -115,7 +120,7 @@ class Scheduler:
             self.waiting[bucket] = deque(job for job in self.waiting[bucket] if id(job) not in chosen)
         for job in jobs:
             if id(job) in chosen:
-                self._finish(job, {"type": "abort", "message": "Abort by request"})
+                self._finish(job, ABORTED_WAITING if id(job) in waiting else ABORTED)
         return len(chosen)
 
     # control
@@ -148,13 +153,18 @@ class Scheduler:
         self.prefixes.clear()
         self.weight_version = self.weight_version if version is None else version
 
-    def flush(self) -> None:
-        """Forgets computed prompts; what runs goes on."""
+    def flush(self) -> bool:
+        """Forgets computed prompts; false, with nothing done, while requests run."""
+        if any(pool.busy for pool in self.pools.values()):
+            return False
         self.prefixes.clear()
+        return True
 
     def load(self) -> JsonDict:
         running = sum(int(pool.active_S.sum()) for pool in self.pools.values())
-        return {"num_running_reqs": running, "num_waiting_reqs": len(self.live) - running, "num_reqs": len(self.live)}
+        tokens = sum(int(pool.length_S[pool.active_S].sum()) for pool in self.pools.values())
+        waiting = len(self.live) - running
+        return {"timestamp": time.time(), "num_running_reqs": running, "num_waiting_reqs": waiting, "num_used_tokens": tokens}
 
     def _retract(self) -> None:
         for bucket, pool in self.pools.items():

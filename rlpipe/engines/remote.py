@@ -1,0 +1,110 @@
+"""Hosts on other nodes, as the pool sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from dataclasses import asdict
+
+import aiohttp
+
+from rlpipe.engines.agent import FAULTS, HostRecord, engine_keys, hosts_folder
+from rlpipe.engines.client import EngineClient, EngineUnavailable, new_session
+from rlpipe.engines.commands import client_of
+from rlpipe.store.backend import Store
+from rlpipe.types import ArtifactRef, JsonDict, StoreError
+from rlpipe.weights import Probe
+
+log = logging.getLogger(__name__)
+CONNECT_TIMEOUT_S = 3.0
+STATUS_TIMEOUT_S = 5.0
+SERVE_TIMEOUT_S = 1800.0  # large weights take minutes to fetch
+REST_FIRST_S, REST_MAX_S = 1.0, 60.0  # a host that cannot be reached is left alone for so long, doubled each time
+
+
+class RemoteHost:
+    """The engines of another node, behind its agent."""
+
+    def __init__(self, record: HostRecord, session: aiohttp.ClientSession, key: str) -> None:
+        self.name = record.name
+        self.record = record
+        self.session = session
+        self.key = key
+        self._clients: dict[str, EngineClient] = {}
+        self._rest_s = 0.0
+        self._rest_until = 0.0
+
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
+        body = {"policy": policy.as_json(), "version": version, "probe": asdict(probe)}
+        await self._call("POST", "/serve", body, SERVE_TIMEOUT_S)
+
+    async def clients(self, version: int) -> list[EngineClient]:
+        told = await self._call("GET", f"/status?version={version}", None, STATUS_TIMEOUT_S)
+        return [self._client(engine["name"], engine["url"]) for engine in told["engines"]]
+
+    async def close(self) -> None:
+        """The engines stay: another start of the run finds them warm."""
+
+    def _client(self, name: str, url: str) -> EngineClient:
+        if name not in self._clients:
+            self._clients[name] = client_of(self.record.kind, name, url, self.session, engine_keys(self.key))
+        return self._clients[name]
+
+    async def _call(self, method: str, path: str, body: JsonDict | None, timeout_s: float) -> JsonDict:
+        if time.monotonic() < self._rest_until:
+            raise EngineUnavailable(f"host {self.name} could not be reached a moment ago")
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {self.key}"}
+        url = self.record.url + path
+        try:
+            async with self.session.request(method, url, json=body, headers=headers, timeout=timeout) as answer:
+                told = await answer.json()
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            self._rest_s = min(max(2 * self._rest_s, REST_FIRST_S), REST_MAX_S)
+            self._rest_until = time.monotonic() + self._rest_s
+            raise EngineUnavailable(f"host {self.name} at {self.record.url}: {type(error).__name__} {error}") from error
+        self._rest_s = 0.0
+        if answer.status in (200, 202):
+            return told
+        if "kind" in told:
+            raise FAULTS[told["kind"]](told["error"])
+        raise EngineUnavailable(f"host {self.name} answered {answer.status}: {told}")
+
+
+class JoinedHosts:
+    """The hosts that have joined a run: looked up in the store, so that they may come and go while it runs."""
+
+    def __init__(self, store: Store, run_root: str, key: str) -> None:
+        self.store = store
+        self.run_root = run_root
+        self.key = key
+        self._hosts: dict[str, RemoteHost] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def current(self) -> list[RemoteHost]:
+        """Those that have joined and not left."""
+        records = {record.name: record for record in await asyncio.to_thread(self._records)}
+        if records and self._session is None:
+            self._session = new_session()
+        for name in records.keys() - self._hosts.keys():
+            assert self._session is not None
+            log.warning("host %s has joined", name)
+            self._hosts[name] = RemoteHost(records[name], self._session, self.key)
+        for name in self._hosts.keys() - records.keys():
+            log.warning("host %s has left", name)
+            del self._hosts[name]
+        return list(self._hosts.values())
+
+    def _records(self) -> list[HostRecord]:
+        records = []
+        for key in self.store.list(hosts_folder(self.run_root)):
+            with contextlib.suppress(StoreError):  # it left between the two calls
+                records.append(HostRecord(**json.loads(self.store.read(key))))
+        return records
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()

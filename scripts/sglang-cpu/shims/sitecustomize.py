@@ -1,0 +1,25 @@
+"""Declares two operator schemas just before torchvision is imported.
+
+The registry's torchvision is a CUDA build whose extension does not load on CPU torch; its import then
+fails because `torchvision::nms` was never declared. SGLang imports torchvision at start-up.
+"""
+
+import importlib.abc
+import sys
+
+_library = None
+
+
+class _DeclareTorchvisionOps(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        global _library
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            _library = torch.library.Library("torchvision", "FRAGMENT")
+            for op in ("nms", "qnms"):
+                _library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+sys.meta_path.insert(0, _DeclareTorchvisionOps())

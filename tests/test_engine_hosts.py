@@ -1,0 +1,129 @@
+"""Hosts that join a run as processes of their own, die and leave, while the pool goes on with what is there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlpipe.engines.agent import KEY_VARIABLE, hosts_folder
+from rlpipe.engines.client import EngineUnavailable
+from rlpipe.engines.pool import Host
+from rlpipe.engines.remote import JoinedHosts
+from rlpipe.store.run import Run, create_or_continue
+from rlpipe.types import StoreError, UserError
+from tests.engine_world import World, config, probe, requests, tokens, versions, world
+from tests.test_engine_pool import check_whole
+
+pytestmark = pytest.mark.e2e
+KEY = "test-host-key"
+DEADLINE_S = 90.0
+
+
+@pytest.fixture
+async def one(tmp_path: Path) -> AsyncIterator[World]:
+    async with world(tmp_path, "engines.count=1") as made:
+        yield made
+
+
+@pytest.fixture
+def run(one: World) -> Run:
+    return create_or_continue(config("engines.count=1", f"store={one.store.url}"))
+
+
+@contextmanager
+def host_process(one: World, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "flows.cli", "host", "--store", one.store.url, "--run", "a"]
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, KEY_VARIABLE: KEY, "PYTHONPATH": str(root)}
+    with (folder / "host.log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+
+
+async def until_joined(joined: JoinedHosts, count: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while len(await joined.current()) != count:
+            await asyncio.sleep(0.1)
+
+
+async def until_engines(one: World, version: int, count: int) -> None:
+    """Until so many engines of all hosts may sample a version."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            told = await asyncio.gather(*(host.clients(version) for host in one.pool.hosts), return_exceptions=True)
+            if sum(len(clients) for clients in told if isinstance(clients, list)) == count:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def test_hosts_join_follow_the_weights_die_and_leave(one: World, run: Run, tmp_path: Path) -> None:
+    undisturbed = await one.pool.generate(requests())
+    joined = JoinedHosts(one.store, run.root, KEY)
+    with host_process(one, tmp_path) as process:
+        await until_joined(joined, 1)
+        one.pool.hosts = [one.host, *await joined.current()]
+        await one.serve(1)  # does not wait for the engines that are only being started
+        check_whole(await one.pool.generate(requests()), 6)
+        await until_engines(one, one.version, 2)
+        groups = await one.pool.generate(requests())
+        assert len({completion.engine for group in groups for completion in group}) == 2 and versions(groups) == {one.version}
+        await one.serve(0)
+        groups = await one.pool.generate(requests())
+        assert len({completion.engine for group in groups for completion in group}) == 2 and versions(groups) == {one.version}
+        assert tokens(groups) == tokens(undisturbed)
+
+        with pytest.raises(StoreError, match="torn"):  # a host far away refuses as the one in this process does
+            await joined_host(one).serve(one.policy(2, "torn", tear), one.version + 1, probe(2))
+
+        process.kill()
+        process.wait(timeout=10)
+        check_whole(await one.pool.generate(requests()), 6)
+        await one.serve(1)  # the dead host's record still stands
+        check_whole(await one.pool.generate(requests()), 6)
+        with pytest.raises(EngineUnavailable):
+            await joined_host(one).clients(one.version)
+    with host_process(one, tmp_path) as process:
+        await until_joined(joined, 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+        await until_joined(joined, 1)  # left; the dead one's record is still there
+    await joined.close()
+
+
+def joined_host(one: World) -> Host:
+    (host,) = [host for host in one.pool.hosts if host is not one.host]
+    return host
+
+
+def tear(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+async def test_a_wrong_key_is_refused_and_beyond_loopback_one_is_needed(
+    one: World, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlpipe.engines.agent import join_run
+
+    with host_process(one, tmp_path):
+        wrong = JoinedHosts(one.store, run.root, "another key")
+        await until_joined(wrong, 1)
+        with pytest.raises(EngineUnavailable, match="401"):
+            await (await wrong.current())[0].clients(3)
+        await wrong.close()
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(UserError, match=KEY_VARIABLE):
+        await join_run(one.store, "a", [], "0.0.0.0", 0)
+    assert one.store.list(hosts_folder(run.root))

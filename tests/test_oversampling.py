@@ -1,0 +1,355 @@
+"""Over-sampling through the stages, with engines that are played: whatever happens, no rollout, token or prompt is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from rlpipe.config import PipelineConfig
+from rlpipe.config_source import read_config
+from rlpipe.data.cursor import PromptCursor
+from rlpipe.data.prompt import Prompt
+from rlpipe.engines.client import Completion
+from rlpipe.engines.pool import GroupRequest, OnGroup
+from rlpipe.rewards.pool import Score
+from rlpipe.rollouts import BATCH, CARRIED, ROLLOUTS, SCORES, grouped, read_rows
+from rlpipe.stages.carrying import finished, spans_of
+from rlpipe.stages.iteration import commit_iteration
+from rlpipe.stages.sampling import generate, num_shards, previous_artifact, rollout_seed, sample_prompts
+from rlpipe.stages.scoring import filter_groups, score
+from rlpipe.stages.session import Session
+from rlpipe.store.artifacts import read_manifest
+from rlpipe.store.audit import verify
+from rlpipe.store.run import Run, create_or_continue, fork
+from rlpipe.types import ArtifactRef, EngineError, JsonDict, StageResult
+
+PRESETS = Path(__file__).parent.parent / "flows" / "presets"
+PROMPTS = [Prompt(f"words/{index}", "words", [{"role": "user", "content": f"word {index}"}], "x") for index in range(11)]
+POLICY = ArtifactRef("p", "0" * 64)
+LENGTH = 5
+
+
+@dataclass
+class PlayedTokenizer:
+    def encode_prompt(self, messages: list[JsonDict]) -> list[int]:
+        return [1, 2]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+@dataclass
+class PlayedRewards:
+    """A reward of 0 or 1 that is a function of the completion."""
+
+    scored: Counter[str] = field(default_factory=Counter)
+    last_error: str | None = None
+
+    def score(self, items: list[JsonDict]) -> list[Score]:
+        self.scored.update(item["completion"] for item in items)
+        return [Score(float(zlib.crc32(item["completion"].encode()) % 2)) for item in items]
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class PlayedPool:
+    """Samples tokens that no other token equals, in an order of its own; is lost at times."""
+
+    random: Random
+    version: int = 0
+    token: int = 100
+    faults: float = 0.0  # how often a shard is lost
+    seeds: list[int] = field(default_factory=list)
+
+    async def generate(
+        self, groups: list[GroupRequest], on_group: OnGroup | None = None, enough: asyncio.Event | None = None
+    ) -> list[list[Completion]]:
+        done = [list(group.prior) for group in groups]
+        running = [index for index, group in enumerate(done) if not all(completion.finished for completion in group)]
+        lost_at = self.random.randrange(8) if self.random.random() < self.faults else -1
+        while running and not (enough and enough.is_set()):
+            await asyncio.sleep(0)
+            index = self.random.choice(running[:3])  # the first come first, as with a bound on what is in flight
+            rollout = self.random.choice([i for i, completion in enumerate(done[index]) if not completion.finished])
+            done[index][rollout] = self._longer(done[index][rollout], groups[index].params[rollout].max_new_tokens)
+            self.seeds.append(groups[index].params[rollout].seed)
+            if all(completion.finished for completion in done[index]):
+                running.remove(index)
+                if on_group:
+                    await on_group(index, done[index])
+                if (lost_at := lost_at - 1) == 0:
+                    raise EngineError("every engine was lost")
+        return done
+
+    def _longer(self, completion: Completion, tokens_max: int) -> Completion:
+        self.token += 1
+        tokens, spans = [*completion.tokens, self.token], [*completion.spans]
+        if spans and spans[-1][0] == self.version:
+            spans[-1] = (self.version, spans[-1][1] + 1)
+        else:
+            spans.append((self.version, 1))
+        reason = "stop" if self.random.random() < 0.3 else "abort"
+        reason = "length" if reason == "abort" and len(tokens) == tokens_max else reason
+        return Completion(tokens, [*completion.rollout_logprobs, -float(self.token)], reason, spans, "engine-0")
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class World:
+    """A run whose engines and rewards are played; `session` may be replaced at any time, as after a crash."""
+
+    folder: Path
+    pool: PlayedPool
+    sets: list[str]
+    crashes: float = 0.0
+    session: Session = field(init=False)
+    rewards: PlayedRewards = field(default_factory=PlayedRewards)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def config(self, *sets: str) -> PipelineConfig:
+        small = ["rl.num_prompts=4", "rl.group_size=3", "rl.shard_prompts=3", f"rl.completion_tokens_max={LENGTH}"]
+        where = ["run=a", f"store=file://{self.folder}/store", "tracking.uri="]
+        return read_config("tiny", [*where, *small, *self.sets, *sets], PRESETS)
+
+    def start(self, run: Run | None = None) -> None:
+        session = Session(run or create_or_continue(self.config()), self.folder / "work")
+        played: Any = session
+        played.pool, played._rewards, played._tokenizer = self.pool, self.rewards, PlayedTokenizer()
+        session._prompts["rl"] = [PROMPTS]
+        self.session = session
+
+    async def retried(self, stage: Any, *arguments: Any) -> StageResult:
+        while True:
+            try:
+                return await stage(self.session, *arguments)
+            except EngineError:
+                continue
+
+    def crash(self) -> bool:
+        return self.pool.random.random() < self.crashes
+
+    async def iterate(self, iteration: int) -> JsonDict:
+        """The metrics of an iteration, done again from its start after each crash."""
+        while (told := await self._iterate(iteration)) is None:
+            self.start()
+        return told
+
+    async def _iterate(self, iteration: int) -> JsonDict | None:
+        self.pool.version = iteration
+        before, carried = (previous_artifact(self.session, iteration, name) for name in ("prompts", "batch"))
+        rounds: list[ArtifactRef] = []
+        scores: list[StageResult] = []
+        kept = 0
+        while True:
+            at = (iteration, len(rounds))
+            prompts = await sample_prompts(self.session, *at, before, carried)
+            rounds.append(prompts.ref)
+            before, carried = prompts.ref, None
+            shards = list(range(num_shards(self.session, prompts)))
+            if self.crash():  # some shards are committed, some are not
+                lost = self.pool.random.sample(shards, len(shards) // 2)
+                await asyncio.gather(*(self.retried(generate, *at, shard, prompts.ref, POLICY, kept) for shard in lost))
+                return None
+            told = await asyncio.gather(*(self.retried(generate, *at, shard, prompts.ref, POLICY, kept) for shard in shards))
+            if self.crash():
+                return None
+            scores.append(await score(self.session, *at, prompts.ref, [shard.ref for shard in told]))
+            batch = await filter_groups(self.session, *at, rounds, [done.ref for done in scores])
+            kept = batch.metrics["rollout/groups_kept"]
+            if not batch.metrics["needs_more"]:
+                break
+        metrics = {"rollout/reward_mean": 0.0, **batch.metrics}
+        artifacts = {"prompts": prompts.ref, "batch": batch.ref}
+        await commit_iteration(self.session, iteration, artifacts, metrics, 0.0)
+        return batch.metrics | {"rounds": [ref.folder for ref in rounds]}
+
+    def rows(self, iteration: int, stage: str, name: str, schema: Any) -> list[JsonDict]:
+        ref, manifest = self.session.run.committed("rl", iteration, stage)
+        present = any(record.plain_name == name for record in manifest.files)
+        return read_rows(self.session.run.store, ref, name, schema) if present else []
+
+    def rollouts(self, iteration: int, num_rounds: int) -> list[JsonDict]:
+        found: list[JsonDict] = []
+        for round_index in range(num_rounds):
+            _, manifest = self.session.run.committed("rl", iteration, f"prompts/round-{round_index}")
+            for shard in range(-(-manifest.metrics["num_prompts"] // 3)):
+                stage = f"rollouts/round-{round_index}/shard-{shard:03d}"
+                found += self.rows(iteration, stage, "rollouts.parquet", ROLLOUTS)
+        return found
+
+
+def tokens(rows: list[JsonDict]) -> set[int]:
+    found = [token for row in rows for token in row["completion_tokens"]]
+    assert len(set(found)) == len(found), "a token is there twice"
+    return set(found)
+
+
+def check_iteration(world: World, iteration: int, told: JsonDict, carried_before: list[JsonDict]) -> list[JsonDict]:
+    """Every rollout and every token of one iteration is in one place; the rows carried on."""
+    rl, last = world.session.config.rl, len(told["rounds"]) - 1
+    rollouts = world.rollouts(iteration, last + 1)
+    scored = [row for r in range(last + 1) for row in world.rows(iteration, f"scores/round-{r}", "scores.parquet", SCORES)]
+    trained = world.rows(iteration, f"batch/round-{last}", "batch.parquet", BATCH)
+    carried = world.rows(iteration, f"batch/round-{last}", "carried.parquet", CARRIED)
+    filtered = [row for row in scored if str(row["group_index"]) in told["dropped"]]
+    unfinished = [row for group in grouped(rollouts) if not finished(group) for row in group]
+    assert tokens(carried_before) <= tokens(rollouts)
+    assert tokens(trained) | tokens(filtered) | tokens(unfinished) == tokens(rollouts)
+    assert len(tokens(trained)) + len(tokens(filtered)) + len(tokens(unfinished)) == len(tokens(rollouts))
+    assert len(tokens(carried)) + told["rollout/num_tokens_expired"] == len(tokens(unfinished))
+    assert tokens(carried) <= tokens(unfinished)
+    assert len(carried) == len(unfinished) == rl.group_size * told["rollout/groups_carried"]
+    counts = [told[f"rollout/num_{name}"] for name in ("trained", "filtered", "carried", "expired")]
+    assert told["rollout/num_sampled"] == sum(counts) == len(rollouts) - told["rollout/num_unsampled"]
+    assert told["rollout/num_continued"] == sum(bool(row["completion_tokens"]) for row in carried_before)
+    for row in trained:
+        assert len(row["loss_mask"]) == len(row["completion_tokens"]) == sum(count for _, count in spans_of(row))
+        assert row["rollout_logprobs"] == [-float(token) for token in row["completion_tokens"]]
+        sampled_by = [version for version, count in spans_of(row) for _ in range(count)]
+        assert iteration - min(sampled_by) <= rl.staleness_max
+        assert row["loss_mask"] == [int(rl.train_stale_tokens or version == iteration) for version in sampled_by]
+        assert row["weight_version"] == sampled_by[-1]
+    return carried
+
+
+async def check_run(folder: Path, seed: int, iterations: int, faults: float, crashes: float, sets: list[str]) -> World:
+    world = World(folder, PlayedPool(Random(seed), faults=faults), sets, crashes)
+    carried: list[JsonDict] = []
+    ended: Counter[str] = Counter()
+    num_fresh = 0
+    for iteration in range(iterations):
+        told = await world.iterate(iteration)
+        fresh = sum(read_manifest(world.session.run.store, ref).metrics["num_prompts"] for ref in told["rounds"]) - len(
+            grouped(carried)
+        )
+        num_fresh += fresh
+        carried = check_iteration(world, iteration, told, carried)
+        groups = grouped(world.rollouts(iteration, len(told["rounds"])))
+        ended.update(group[0]["prompt_id"] for group in groups if finished(group))
+        wanted = max(world.session.config.rl.num_prompts, world.session.config.rl.groups_min)
+        if carried and not faults and not crashes:
+            assert told["rollout/groups_kept"] >= wanted  # what was cut short was not needed
+    ended.update(group[0]["prompt_id"] for group in grouped(carried))
+    drawn, position = PromptCursor([len(PROMPTS)], [1.0], world.session.config.seed), None
+    rows, position = drawn.take(drawn.start(), num_fresh)
+    assert ended == Counter(PROMPTS[row].prompt_id for _, row in rows)  # none is lost, none is repeated
+    last = previous_artifact(world.session, iterations, "prompts")
+    assert last is not None
+    assert read_manifest(world.session.run.store, last.folder).metrics["cursor"] == position
+    if not faults and not crashes:
+        assert max(world.rewards.scored.values()) == 1  # the stage score takes over what ended the round
+    return world
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    oversampling=st.sampled_from([1.0, 1.3, 2.0, 3.0]),
+    staleness_max=st.integers(0, 3),
+    stale=st.booleans(),
+    rounds=st.sampled_from([(1, 1), (3, 4), (3, 6)]),
+    disturbed=st.booleans(),
+)
+@example(seed=1, oversampling=2.0, staleness_max=1, stale=False, rounds=(3, 6), disturbed=True)
+def test_every_rollout_token_and_prompt_is_in_exactly_one_place(
+    seed: int, oversampling: float, staleness_max: int, stale: bool, rounds: tuple[int, int], disturbed: bool
+) -> None:
+    sets = [f"rl.oversampling={oversampling}", f"rl.staleness_max={staleness_max}", f"rl.train_stale_tokens={str(stale).lower()}",
+            f"rl.rounds_max={rounds[0]}", f"rl.groups_min={rounds[1]}"]  # fmt: skip
+    chance = 0.3 if disturbed else 0.0
+    with tempfile.TemporaryDirectory() as scratch:
+        asyncio.run(check_run(Path(scratch), seed, 4, chance, chance, sets))
+
+
+async def test_rollouts_go_on_with_seeds_of_the_iteration_that_continues_them(tmp_path: Path) -> None:
+    world = await check_run(tmp_path, 3, 5, 0.0, 0.0, ["rl.oversampling=2.5", "rl.staleness_max=3"])
+    rows = [row for k in range(5) for row in world.rows(k, "batch/round-0", "batch.parquet", BATCH)]
+    continued = [row for row in rows if len(row["weight_versions"]) > 1]
+    assert continued
+    carried = {
+        (row["prompt_id"], tuple(row["completion_tokens"])): row["seed"]
+        for k in range(5)
+        for row in world.rows(k, "batch/round-0", "carried.parquet", CARRIED)
+        if row["completion_tokens"]
+    }
+    for row in continued:
+        first = row["weight_versions"][0]["num_tokens"]
+        assert carried[row["prompt_id"], tuple(row["completion_tokens"][:first])] != row["seed"]
+
+
+async def test_a_round_that_is_not_over_sampled_is_sampled_to_its_end_with_the_seeds_it_always_had(tmp_path: Path) -> None:
+    world = await check_run(tmp_path, 3, 2, 0.0, 0.0, ["rl.rounds_max=2", "rl.groups_min=4"])
+    rows = world.rollouts(0, 1)
+    assert [row["group_index"] for row in rows] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    slots = [(row["group_index"], row["prompt_id"], row["rollout_index"]) for row in rows]
+    assert [row["seed"] for row in rows] == [rollout_seed(0, 0, 0, *slot) for slot in slots]
+    for iteration in range(2):
+        _, manifest = world.session.run.committed("rl", iteration, "batch/round-0")
+        assert [record.plain_name for record in manifest.files] == ["batch.parquet"]
+        _, manifest = world.session.run.committed("rl", iteration, "prompts/round-0")
+        assert [record.plain_name for record in manifest.files] == ["prompts.parquet"]
+        assert manifest.metrics["num_prompts"] == 4
+
+
+async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Path) -> None:
+    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4", "rl.staleness_max=3"])
+    handed = grouped(world.rows(1, "batch/round-0", "carried.parquet", CARRIED))
+    less = ["rl.oversampling=1", "rl.num_prompts=2", "rl.group_size=2", "rl.completion_tokens_max=2"]
+    assert len(handed) > 2
+    assert any(len(row["completion_tokens"]) >= 2 and row["finish_reason"] == "abort" for group in handed for row in group)
+    forked = fork(world.session.run, 1, world.config("run=b", *less))
+    world.start(forked)
+    told = await world.iterate(2)
+    rows = world.rollouts(2, 1)
+    assert Counter(row["prompt_id"] for row in rows) == Counter(row["prompt_id"] for group in handed for row in group)
+    assert told["rollout/num_continued"] == sum(bool(row["completion_tokens"]) for group in handed for row in group)
+    assert told["rollout/num_sampled"] == told["rollout/num_trained"] + told["rollout/num_filtered"] == len(rows)
+    assert [fault for fault in verify(forked)[1] if POLICY.sha256[:12] not in fault] == []
+
+
+@pytest.mark.parametrize("staleness_max", [0, 1])
+async def test_tokens_expire_and_the_rollout_starts_again(tmp_path: Path, staleness_max: int) -> None:
+    sets = ["rl.oversampling=4", f"rl.staleness_max={staleness_max}", "rl.filters={}"]
+    world = await check_run(tmp_path, 11, 6, 0.0, 0.0, sets)
+    records = [world.session.run.iteration_record(k) for k in range(6)]
+    metrics = [record["metrics"] for record in records if record]
+    expired = sum(told["rollout/num_expired"] for told in metrics)
+    carried = sum(told["rollout/num_carried"] for told in metrics)
+    assert expired > 0
+    assert (carried == 0) == (staleness_max == 0)
+    # over the run: what was started anew ended trained, filtered, expired, or is still carried
+    started = sum(told["rollout/num_sampled"] - told["rollout/num_continued"] for told in metrics)
+    ended = sum(told[f"rollout/num_{name}"] for told in metrics for name in ("trained", "filtered", "expired"))
+    assert started == ended + metrics[-1]["rollout/num_carried"]
+
+
+async def test_a_process_that_takes_over_a_round_counts_what_was_committed(tmp_path: Path) -> None:
+    world = World(tmp_path, PlayedPool(Random(2)), ["rl.oversampling=3", "rl.filters={}"])
+    prompts = await sample_prompts(world.session, 0, 0, None)
+    for shard in (0, 1):
+        await generate(world.session, 0, 0, shard, prompts.ref, POLICY)
+    rows = [
+        row for shard in (0, 1) for row in world.rows(0, f"rollouts/round-0/shard-{shard:03d}", "rollouts.parquet", ROLLOUTS)
+    ]
+    whole = [row for group in grouped(rows) if finished(group) for row in group]
+    assert 4 * 3 == len(whole) < len(rows)  # there was enough
+    world.start()
+    world.rewards.scored.clear()
+    await generate(world.session, 0, 0, 3, prompts.ref, POLICY)
+    late = world.rows(0, "rollouts/round-0/shard-003", "rollouts.parquet", ROLLOUTS)
+    assert [row["completion_tokens"] for row in late] == [[]] * 9
+    assert world.rewards.scored == Counter(row["completion"] for row in whole)
