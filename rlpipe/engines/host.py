@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
@@ -174,11 +175,10 @@ class EngineHost:
         for engine in self.engines:
             engine.service.argv = argv_of(self.config, engine.place, weights)
             engine.service.start()
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
             await asyncio.gather(*(self._await_proof(engine, weights) for engine in self.engines))
-        except BaseException:
-            await self.close()
-            raise
+            undo.pop_all()
         self._watches = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
 
     def _engine(self, index: int) -> Engine:

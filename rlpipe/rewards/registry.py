@@ -15,7 +15,7 @@ Reward = Callable[[JsonDict, str], Any]
 def resolve(name: str) -> Reward:
     """The reward function called `name`, its libraries imported; UserError names what exists.
 
-    Names: reasoning_gym, math, format, or package.module:function.
+    Names: reasoning_gym, math, exact, format, or package.module:function.
     """
     if ":" in name:
         return load_function("rl.rewards", name)
@@ -52,6 +52,15 @@ def _format() -> Reward:
     return reward
 
 
+def _exact() -> Reward:
+    def reward(prompt: JsonDict, completion: str) -> float:
+        """1 when the text of the last answer is the reference answer, whatever the case; verifiers may be kinder."""
+        answers = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
+        return float(bool(answers) and answers[-1].strip().lower() == str(prompt["answer"]).strip().lower())
+
+    return reward
+
+
 def _reasoning_gym() -> Reward:
     from rlpipe.rewards.verifier import score_answer
 
@@ -64,4 +73,9 @@ def _math() -> Reward:
     return score_math
 
 
-NAMED: dict[str, Callable[[], Reward]] = {"reasoning_gym": _reasoning_gym, "math": _math, "format": _format}
+NAMED: dict[str, Callable[[], Reward]] = {
+    "reasoning_gym": _reasoning_gym,
+    "math": _math,
+    "exact": _exact,
+    "format": _format,
+}
