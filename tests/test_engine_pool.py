@@ -99,6 +99,18 @@ async def test_an_engine_that_dies_before_a_reload_comes_back_on_the_new_weights
     await two.until_back()
 
 
+async def test_an_engine_that_takes_several_iterations_to_come_back_finds_its_weights(two: World) -> None:
+    restarts = two.restarts()
+    two.signal(0, signal.SIGKILL)
+    for _ in range(3):
+        await asyncio.sleep(1)
+        await two.serve(two.other)
+        assert versions(await two.pool.generate(requests(2))) == {two.version}
+    await two.until_back()
+    assert two.restarts() == [restarts[0] + 1, restarts[1]]
+    assert len(list((two.host.work_dir / "weights").iterdir())) <= 2
+
+
 async def test_a_reload_that_did_nothing_but_says_it_did_is_caught_by_the_probe(
     two: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

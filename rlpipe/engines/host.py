@@ -42,7 +42,7 @@ class Engine:
     control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time; no repair during a reload
     proved: int | None = None  # the weight version that it was proved to serve; None: it may not sample
     broken: bool = False  # only a restart helps
-    restarting: bool = False
+    restarting_on: Path | None = None  # the weights that a restart under way reads
     unwell_since: float | None = None
     given_up: str = ""  # why it is not restarted any more
 
@@ -93,7 +93,9 @@ class EngineHost:
                 return
             self.weights = weights
             await self._reload(weights)
-            await asyncio.to_thread(self._prune, weights)
+            # an engine that is being restarted may still read older ones
+            kept = {weights.folder, *(engine.restarting_on for engine in self.engines)}
+            await asyncio.to_thread(_prune, weights.folder.parent, kept)
 
     async def clients(self, version: int) -> list[EngineClient]:
         """The engines that may sample `version`; EngineError when none ever will again."""
@@ -121,26 +123,24 @@ class EngineHost:
             folder = untied(folder)
         return Weights(folder, version, probe)
 
-    def _prune(self, weights: Weights) -> None:
-        """Local disk holds one version; the store has the others."""
-        for folder in weights.folder.parent.iterdir():
-            if folder != weights.folder:
-                shutil.rmtree(folder)
-
     async def _reload(self, weights: Weights) -> None:
         """The first engine that reloads is the canary. When none can, one is restarted: if that fails, the weights are at fault."""
-        waiting = sorted((engine for engine in self.engines if not engine.given_up), key=lambda engine: engine.restarting)
+        waiting = sorted(
+            (engine for engine in self.engines if not engine.given_up), key=lambda engine: engine.restarting_on is not None
+        )
         canary = waiting[0]
         while waiting and not await self._put(waiting.pop(0), weights):
             pass
         if not any(engine.proved == weights.version for engine in self.engines):
             async with canary.control:
                 await self._restart(canary)
-        await asyncio.gather(*(self._put(engine, weights) for engine in waiting if not engine.restarting))
+        await asyncio.gather(*(self._put(engine, weights) for engine in waiting if not engine.restarting_on))
 
     async def _put(self, engine: Engine, weights: Weights) -> bool:
         """Loads and proves weights on a running engine; False when it has to be restarted."""
         async with engine.control:
+            if weights is not self.weights:
+                return True  # newer ones came while this waited, and whoever brought them puts them
             engine.proved = None
             try:
                 await engine.client.load(str(weights.folder), weights.version)
@@ -216,11 +216,12 @@ class EngineHost:
     async def _restart(self, engine: Engine) -> None:
         """Brings an engine back on the newest weights, within its budget. The caller holds `control`. EngineError past it."""
         assert engine.control.locked()
-        engine.proved, engine.restarting = None, True
+        engine.proved = None
         try:
             while True:
                 assert self.weights is not None
                 weights = self.weights
+                engine.restarting_on = weights.folder
                 await asyncio.to_thread(engine.service.stop)
                 engine.service.argv = argv_of(self.config, engine.place, weights)
                 try:
@@ -233,7 +234,7 @@ class EngineHost:
                 except EngineError as error:
                     log.warning("%s did not come back: %s", engine.client.name, error)
         finally:
-            engine.restarting = False
+            engine.restarting_on = None
 
     # the watch
 
@@ -266,6 +267,13 @@ class EngineHost:
                 return
         log.warning("%s is %s: restarting it", engine.client.name, "broken or hung" if alive else "dead")
         await self._restart(engine)
+
+
+def _prune(folder: Path, kept: set[Path | None]) -> None:
+    """Local disk holds what is served; the store has the rest."""
+    for entry in folder.iterdir():
+        if entry not in kept:
+            shutil.rmtree(entry)
 
 
 def _answers(url: str) -> bool:
