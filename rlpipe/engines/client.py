@@ -13,7 +13,9 @@ import aiohttp
 
 from rlpipe.types import EngineError, JsonDict
 
-CONTROL_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 300.0  # of large weights
+SCORE_TIMEOUT_S = 120.0  # the first request of a new engine may wait for a compiler
+CONTROL_TIMEOUT_S = 10.0  # everything else is answered in milliseconds, or the engine hangs
 INFO_TIMEOUT_S = 5.0
 MESSAGE_CHARS_MAX = 1000
 KEEPALIVE_S = 2.0

@@ -10,6 +10,8 @@ import aiohttp
 from rlpipe.engines.client import (
     CONTROL_TIMEOUT_S,
     INFO_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    SCORE_TIMEOUT_S,
     Completion,
     EngineClient,
     EngineUnavailable,
@@ -73,7 +75,7 @@ class SglangClient(EngineClient):
             "return_logprob": True,
             "logprob_start_len": len(tokens) - num_scored - 1,
         }
-        answer = await self.call("POST", "/generate", self.api_key, body, CONTROL_TIMEOUT_S)
+        answer = await self.call("POST", "/generate", self.api_key, body, SCORE_TIMEOUT_S)
         scored = answer["meta_info"]["input_token_logprobs"][-num_scored:]
         # the token ids beside them are no proof: SGLang reports the last token of the vocabulary as 0
         assert len(scored) == num_scored, f"{self.url} scored {len(scored)} of {num_scored} tokens"
@@ -86,7 +88,7 @@ class SglangClient(EngineClient):
             for attempt in range(UPDATES_MAX):
                 # a refused update may have changed the weights all the same: it is sent again before anything is sampled
                 try:
-                    await self._control("/update_weights_from_disk", body)
+                    await self._control("/update_weights_from_disk", body, LOAD_TIMEOUT_S)
                     break
                 except RequestRefused:
                     if attempt == UPDATES_MAX - 1:
@@ -109,8 +111,8 @@ class SglangClient(EngineClient):
             return False
         return True
 
-    async def _control(self, path: str, body: JsonDict) -> Any:
-        return await self.call("POST", path, self.admin_api_key, body, CONTROL_TIMEOUT_S)
+    async def _control(self, path: str, body: JsonDict, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        return await self.call("POST", path, self.admin_api_key, body, timeout_s)
 
 
 def _sampling_params(request: SampleRequest) -> JsonDict:

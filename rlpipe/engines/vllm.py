@@ -13,6 +13,8 @@ from typing import Any
 from rlpipe.engines.client import (
     CONTROL_TIMEOUT_S,
     INFO_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    SCORE_TIMEOUT_S,
     Completion,
     EngineClient,
     EngineUnavailable,
@@ -55,14 +57,15 @@ class VllmClient(EngineClient):
     async def score(self, tokens: list[int], num_scored: int) -> list[float]:
         # one token has to be sampled; prompt_logprobs are never taken from the prefix cache
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        answer = await self._generate(f"score-{uuid.uuid4().hex}", tokens, params, CONTROL_TIMEOUT_S)
+        answer = await self._generate(f"score-{uuid.uuid4().hex}", tokens, params, SCORE_TIMEOUT_S)
         entries = answer["prompt_logprobs"][-num_scored:]
         return [entry[str(token)]["logprob"] for entry, token in zip(entries, tokens[-num_scored:], strict=True)]
 
     async def load(self, model_path: str, version: int) -> None:
         try:
             await self._control("/pause?mode=keep")
-            await self._control("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": model_path}})
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": model_path}}
+            await self._control("/collective_rpc", reload, LOAD_TIMEOUT_S)
             await self.adopt(version)
             # what is in flight goes on, its tokens so far computed again with the new weights
             if not (await self._control("/reset_prefix_cache?reset_running_requests=true"))["success"]:
@@ -106,8 +109,8 @@ class VllmClient(EngineClient):
         body = {"request_id": request_id, "token_ids": tokens, "sampling_params": params}
         return await self.call("POST", GENERATE, self.api_key, body, timeout_s)
 
-    async def _control(self, path: str, body: JsonDict | None = None) -> Any:
-        return await self.call("POST", path, self.api_key, body, CONTROL_TIMEOUT_S)
+    async def _control(self, path: str, body: JsonDict | None = None, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        return await self.call("POST", path, self.api_key, body, timeout_s)
 
 
 def _sampling_params(request: SampleRequest) -> JsonDict:
