@@ -25,7 +25,7 @@ from rlpipe.config import PipelineConfig
 from rlpipe.config_source import read_config
 from rlpipe.engines.client import NOTHING_YET, SamplingParams
 from rlpipe.engines.host import EngineHost
-from rlpipe.engines.pool import EnginePool, GroupRequest
+from rlpipe.engines.pool import EnginePool, GroupRequest, Host
 from rlpipe.store.artifacts import commit, write_file
 from rlpipe.store.backend import Store, open_store
 from rlpipe.types import ArtifactRef, Manifest
@@ -104,7 +104,12 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     sources = [tiny_model(seed, folder / f"model-{seed}") for seed in (0, 1)]
     policies = [committed(store, f"policy-{seed}", source) for seed, source in enumerate(sources)]
     lm = AutoModelForCausalLM.from_pretrained(sources[0], dtype=torch.float32).eval()
-    pool = EnginePool([EngineHost(config, store, folder / "work")], config.engines.in_flight_max, 600)
+    host = EngineHost(config, store, folder / "work")
+
+    async def find_hosts() -> list[Host]:
+        return [host]
+
+    pool = EnginePool(find_hosts, config.engines.in_flight_max, 600)
     plain, pooled, reloads = [], [], []
     try:
         await pool.serve(policies[0][0], 0, policies[0][1])

@@ -78,9 +78,13 @@ def _read_header(path: Path) -> tuple[JsonDict, int]:
 
 
 def check_compatible(serving: Path, candidate: Path) -> None:
-    """StoreError naming the folder and tensors when `candidate` cannot replace what engines serve from `serving`."""
-    old, new = tensor_shapes(serving), tensor_shapes(candidate)
-    differ = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    """StoreError naming the folder and tensors when `candidate` cannot replace what engines serve from `serving`.
+
+    Number types may differ (engines cast), and what a model does not train: a copied tied head, rotary frequencies.
+    """
+    old, new = ({name: entry["shape"] for name, entry in tensor_shapes(folder).items()} for folder in (serving, candidate))
+    untrained = {name for name in old.keys() ^ new.keys() if name == HEAD or name.endswith("inv_freq")}
+    differ = sorted(name for name in {*old, *new} - untrained if old.get(name) != new.get(name))
     if differ:
         raise StoreError(f"{candidate} does not fit the model that is served: {len(differ)} tensors differ, first {differ[:3]}")
 

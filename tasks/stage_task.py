@@ -10,12 +10,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from rlpipe.engines.client import RequestRefused
 from rlpipe.stages.session import Session
 from rlpipe.types import StageResult, StepRefused, StoreError, UserError
 
 RETRIES = 2
 RETRY_DELAY_S = 2.0
-FINAL = (UserError, StoreError, StepRefused, AssertionError)  # asking again changes nothing
+FINAL = (UserError, StoreError, StepRefused, RequestRefused, AssertionError)  # asking again changes nothing
 
 Stage = Callable[..., Awaitable[StageResult]]
 

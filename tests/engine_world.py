@@ -21,7 +21,7 @@ from rlpipe.config_source import read_config
 from rlpipe.data.tiny_tokenizer import build_tokenizer
 from rlpipe.engines.client import NOTHING_YET, Completion, SamplingParams
 from rlpipe.engines.host import Engine, EngineHost
-from rlpipe.engines.pool import EnginePool, GroupRequest
+from rlpipe.engines.pool import EnginePool, GroupRequest, Host
 from rlpipe.store.artifacts import write_file
 from rlpipe.store.backend import Store, open_store
 from rlpipe.types import ArtifactRef
@@ -77,6 +77,7 @@ class World:
     store: Store
     host: EngineHost
     pool: EnginePool
+    hosts: list[Host]
     refs: dict[str, ArtifactRef] = field(default_factory=dict)
     version: int = 2  # the one that is served
     serving: int = 0  # the seed of the policy that is served
@@ -139,8 +140,13 @@ async def world(folder: Path, *sets: str) -> AsyncIterator[World]:
     store = open_store(f"file://{folder}/store")
     told = config(*sets)
     host = EngineHost(told, store, folder / "work")
-    pool = EnginePool([host], told.engines.in_flight_max, told.engines.request_timeout_s)
-    made = World(store, host, pool)
+    hosts: list[Host] = [host]
+
+    async def find_hosts() -> list[Host]:
+        return [*hosts]
+
+    pool = EnginePool(find_hosts, told.engines.in_flight_max, told.engines.request_timeout_s)
+    made = World(store, host, pool, hosts)
     try:
         await made.serve(0)
         yield made

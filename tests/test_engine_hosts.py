@@ -73,7 +73,7 @@ async def test_hosts_join_follow_the_weights_die_and_leave(one: World, run: Run,
     joined = JoinedHosts(one.store, run.root, KEY)
     with host_process(one, tmp_path) as process:
         await until_joined(joined, 1)
-        one.pool.hosts = [one.host, *await joined.current()]
+        one.hosts += await joined.current()
         await one.serve(1)  # does not wait for the engines that are only being started
         check_whole(await one.pool.generate(requests()), 6)
         await until_engines(one, one.version, 2)
@@ -86,6 +86,10 @@ async def test_hosts_join_follow_the_weights_die_and_leave(one: World, run: Run,
 
         with pytest.raises(StoreError, match="torn"):  # a host far away refuses as the one in this process does
             await joined_host(one).serve(one.policy(2, "torn", tear), one.version + 1, probe(2))
+        with pytest.raises(StoreError, match="torn"):
+            await joined_host(one).clients(one.version + 1)
+        await one.serve(0)  # and forgets it with the next weights
+        await until_engines(one, one.version, 2)
 
         process.kill()
         process.wait(timeout=10)

@@ -102,6 +102,13 @@ async def test_an_engine_that_dies_before_a_reload_comes_back_on_the_new_weights
     await two.until_back()
 
 
+async def test_a_hung_engine_does_not_keep_new_weights_from_the_other(two: World) -> None:
+    two.signal(0, signal.SIGSTOP)
+    await two.serve(two.other)  # its calls run into their deadline
+    assert versions(await two.pool.generate(requests())) == {two.version}
+    await two.until_back()
+
+
 async def test_an_engine_that_takes_several_iterations_to_come_back_finds_its_weights(two: World) -> None:
     restarts = two.restarts()
     two.signal(0, signal.SIGKILL)
@@ -211,12 +218,15 @@ async def test_weights_that_no_engine_serves_rightly_stop_the_run(tmp_path: Path
 
 async def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     (tmp_path / "other").mkdir()
     save_file({"model.norm.weight": torch.zeros(7)}, tmp_path / "other" / "model.safetensors")
     with pytest.raises(StoreError, match="does not fit"):
         check_compatible(tiny_model(0), tmp_path / "other")
+    halves = {name: tensor.half() for name, tensor in load_file(tiny_model(0) / "model.safetensors").items()}
+    save_file(halves, tmp_path / "other" / "model.safetensors")
+    check_compatible(tmp_path / "other", tiny_model(0))  # a base model of another number type is trained and served in ours
     (tmp_path / "other" / "model.safetensors").write_bytes(b"\x10\x00")
     with pytest.raises(StoreError, match="no whole safetensors header"):
         tensor_shapes(tmp_path / "other")

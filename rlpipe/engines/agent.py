@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import logging
 import os
+import shutil
 import signal
 import socket
 import time
@@ -31,6 +32,7 @@ from rlpipe.weights import Probe
 
 log = logging.getLogger(__name__)
 KEY_VARIABLE = "RLPIPE_HOST_KEY"
+RELOAD_WAIT_S = 10.0
 RUN_WAIT_S, RUN_POLL_S = 600.0, 5.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "EngineError": EngineError, "UserError": UserError}
@@ -61,7 +63,7 @@ class Agent:
     def __init__(self, host: EngineHost, key: str) -> None:
         self.host = host
         self.key = key
-        self.fault: Exception | None = None  # why the engines could not be started
+        self.fault: Exception | None = None  # why the newest weights are not served
         self._serving: set[asyncio.Task[None]] = set()
 
     def app(self) -> web.Application:
@@ -77,44 +79,45 @@ class Agent:
         return await handler(request)
 
     async def serve(self, request: web.Request) -> web.Response:
-        """Waits for a reload; answers at once while the engines are started: a run does not wait for a host that joins."""
+        """Starts to serve, and waits a moment for it: a run does not wait for a host that joins. /status tells what became of it."""
         body = await request.json()
         serving = asyncio.create_task(
             self._serve(ArtifactRef.from_json(body["policy"]), body["version"], Probe(**body["probe"]))
         )
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
-        if not self.host.engines:
+        await asyncio.wait({serving}, timeout=RELOAD_WAIT_S if self.host.weights else 0)
+        if not serving.done():
             return web.json_response({}, status=202)
-        try:
-            await asyncio.shield(serving)
-        except tuple(FAULTS.values()) as error:
-            return _fault(error)
-        return web.json_response({})
+        return _fault(self.fault) if self.fault else web.json_response({})
 
     async def _serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
-        starting = not self.host.engines
         try:
             await self.host.serve(policy, version, probe)
-        except tuple(FAULTS.values()) as error:
-            if not starting:
-                raise
+            self.fault = None
+        except (StoreError, EngineError, UserError, OSError, AssertionError) as error:
             self.fault = error
-            log.error("the engines could not be started: %s", error)
+            log.error("weight version %d is not served: %s", version, error)
+
+    async def close(self) -> None:
+        for serving in self._serving:
+            serving.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        await self.host.close()
 
     async def status(self, request: web.Request) -> web.Response:
         """The engines that were proved to serve the asked version."""
+        if self.fault is not None:
+            return _fault(self.fault)
         try:
-            if self.fault is not None:
-                raise self.fault
             clients = await self.host.clients(int(request.query["version"]))
-        except tuple(FAULTS.values()) as error:
+        except EngineError as error:
             return _fault(error)
         return web.json_response({"engines": [{"name": client.name, "url": client.url} for client in clients]})
 
 
 def _fault(error: Exception) -> web.Response:
-    kind = next(name for name, known in FAULTS.items() if isinstance(error, known))
+    kind = next((name for name, known in FAULTS.items() if isinstance(error, known)), "EngineError")
     return web.json_response({"error": str(error), "kind": kind}, status=409)
 
 
@@ -140,10 +143,13 @@ async def join_run(store: Store, run: str, sets: list[str], address: str, port: 
         raise UserError(
             f"address={address}: beyond loopback a host needs a key: set {KEY_VARIABLE} here and where the flow runs"
         )
+    if others := [entry for entry in sets if not entry.startswith("engines.")]:
+        raise UserError(f"--set {others[0]}: a host's own settings are those of its engines; the rest is the run's")
     config = override_config(await _config_of(store, run), sets)
     name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
     host = EngineHost(config, store, Path.cwd() / ".rlpipe" / f"host-{name}", name, address, engine_keys(key))
-    runner = web.AppRunner(Agent(host, key).app())
+    agent = Agent(host, key)
+    runner = web.AppRunner(agent.app())
     await runner.setup()
     port = port or free_port()
     await web.TCPSite(runner, address, port).start()
@@ -158,5 +164,6 @@ async def join_run(store: Store, run: str, sets: list[str], address: str, port: 
         await ended.wait()
     finally:
         await asyncio.to_thread(store.delete, record_key)
-        await host.close()
+        await agent.close()
         await runner.cleanup()
+        await asyncio.to_thread(shutil.rmtree, host.work_dir / "weights", True)

@@ -8,6 +8,7 @@ import logging
 import math
 import secrets
 import shutil
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.5
 HEALTH_S = 5.0
 # mean |engine - trainer| of the probe's logprobs. A wrong model is off by 1 or more; two right ones by rounding
-PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
+PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
 
 
 @dataclass
@@ -70,6 +71,7 @@ class EngineHost:
         self.keys = keys or (secrets.token_hex(16), secrets.token_hex(16))
         self.engines: list[Engine] = []
         self.weights: Weights | None = None
+        self._served: tuple[ArtifactRef, int] | None = None
         self._session: aiohttp.ClientSession | None = None
         self._watches: list[asyncio.Task[None]] = []
         self._serving = asyncio.Lock()
@@ -83,11 +85,12 @@ class EngineHost:
         UserError or StoreError before any engine sees weights that do not fit; EngineError when no engine serves them.
         """
         async with self._serving:
-            if self.weights is not None and self.weights.version == version:
+            if self._served == (policy, version) and any(engine.proved == version for engine in self.engines):
                 return
             weights = await asyncio.to_thread(self._fetch, policy, version, probe)
             serving = (self.weights or weights).folder
             await asyncio.to_thread(check_compatible, serving, weights.folder)
+            self._served = (policy, version)
             if self.weights is None:
                 await self._start(weights)
                 return
@@ -111,7 +114,7 @@ class EngineHost:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(engine.service.stop) for engine in self.engines))
-        self.engines, self._watches, self.weights = [], [], None
+        self.engines, self._watches, self.weights, self._served = [], [], None, None
         if self._session is not None:
             await self._session.close()
 
@@ -125,15 +128,19 @@ class EngineHost:
 
     async def _reload(self, weights: Weights) -> None:
         """The first engine that reloads is the canary. When none can, one is restarted: if that fails, the weights are at fault."""
+        # an engine that hangs or is being restarted would make all others wait for it
         waiting = sorted(
-            (engine for engine in self.engines if not engine.given_up), key=lambda engine: engine.restarting_on is not None
+            (engine for engine in self.engines if not engine.given_up),
+            key=lambda engine: engine.restarting_on is not None or engine.unwell_since is not None,
         )
-        canary = waiting[0]
+        living = [*waiting]
         while waiting and not await self._put(waiting.pop(0), weights):
             pass
-        if not any(engine.proved == weights.version for engine in self.engines):
-            async with canary.control:
-                await self._restart(canary)
+        for engine in living:
+            if not any(each.proved == weights.version for each in self.engines):
+                await self._restart_or_give_up(engine)
+        if not any(each.proved == weights.version for each in self.engines):
+            raise EngineError(self.engines[0].given_up)
         await asyncio.gather(*(self._put(engine, weights) for engine in waiting if not engine.restarting_on))
 
     async def _put(self, engine: Engine, weights: Weights) -> bool:
@@ -156,7 +163,8 @@ class EngineHost:
         if (reported := await engine.client.weight_version()) != weights.version:
             raise EngineError(f"{engine.client.name} reports weight version {reported}, not {weights.version}")
         scored = await engine.client.score(weights.probe.tokens, len(weights.probe.logprobs))
-        differences = [abs(mine - told) for mine, told in zip(scored, weights.probe.logprobs, strict=True)]
+        pairs = zip(scored, weights.probe.logprobs, strict=True)
+        differences = [math.inf if mine is None else abs(mine - told) for mine, told in pairs]  # a NaN comes as null
         mean, tolerance = sum(differences) / len(differences), PROBE_TOLERANCE[self.config.model.dtype]
         if not (math.isfinite(mean) and mean <= tolerance):
             raise EngineError(
@@ -171,12 +179,12 @@ class EngineHost:
         """Starts all engines and waits until each is proved; a fault here is the configuration's, so it is not retried."""
         self.weights = weights
         self._session = new_session()
-        self.engines = [self._engine(index) for index in range(self.config.engines.count)]
-        for engine in self.engines:
-            engine.service.argv = argv_of(self.config, engine.place, weights)
-            engine.service.start()
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
+            self.engines = [self._engine(index) for index in range(self.config.engines.count)]
+            for engine in self.engines:
+                engine.service.argv = argv_of(self.config, engine.place, weights)
+                engine.service.start()
             await asyncio.gather(*(self._await_proof(engine, weights) for engine in self.engines))
             undo.pop_all()
         self._watches = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
@@ -213,6 +221,13 @@ class EngineHost:
         await engine.client.adopt(weights.version)
         await self._prove(engine, weights)
 
+    async def _restart_or_give_up(self, engine: Engine) -> None:
+        async with engine.control:
+            try:
+                await self._restart(engine)
+            except EngineError as error:
+                log.error("%s is given up: %s", engine.client.name, error)
+
     async def _restart(self, engine: Engine) -> None:
         """Brings an engine back on the newest weights, within its budget. The caller holds `control`. EngineError past it."""
         assert engine.control.locked()
@@ -222,11 +237,11 @@ class EngineHost:
                 assert self.weights is not None
                 weights = self.weights
                 engine.restarting_on = weights.folder
-                await asyncio.to_thread(engine.service.stop)
-                engine.service.argv = argv_of(self.config, engine.place, weights)
                 try:
+                    await asyncio.to_thread(engine.service.stop)
+                    engine.service.argv = argv_of(self.config, engine.place, weights)
                     engine.service.ensure()
-                except RuntimeError as error:
+                except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
                     engine.given_up = str(error)
                     raise EngineError(engine.given_up) from error
                 try:
@@ -254,7 +269,7 @@ class EngineHost:
                 if engine.proved != self.weights.version and not engine.broken and not self._serving.locked():
                     await self._put(engine, self.weights)  # it was being restarted when the others were reloaded
             except EngineError as error:
-                log.error("%s is given up: %s", engine.client.name, error)
+                log.error("%s: %s", engine.client.name, error)
 
     async def _look_after(self, engine: Engine) -> None:
         alive = engine.service.alive()

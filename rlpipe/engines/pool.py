@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 import uuid
@@ -18,6 +19,7 @@ from rlpipe.weights import Probe
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 10
 REST_FIRST_S, REST_MAX_S = 0.2, 30.0  # an engine that failed gets nothing for so long, doubled with each fault in a row
+ASK_AGAIN_S = 5.0  # how often hosts are asked to serve while no engine is there
 LOOK_AGAIN_S = 0.5  # how often a group that found no engine asks again
 ABORT_AGAIN_S = 0.2  # a request may reach the engine after the abort: it is repeated until all have answered
 
@@ -59,6 +61,9 @@ class Host(Protocol):
     async def close(self) -> None: ...
 
 
+FindHosts = Callable[[], Awaitable[list[Host]]]
+
+
 @dataclass
 class _Seat:
     """What the pool remembers of one engine."""
@@ -84,11 +89,14 @@ class _Order:
 class EnginePool:
     """The engines of all hosts as one place to send groups to."""
 
-    def __init__(self, hosts: list[Host], in_flight_max: int, request_timeout_s: float) -> None:
-        self.hosts = hosts
+    def __init__(self, find_hosts: FindHosts, in_flight_max: int, request_timeout_s: float) -> None:
+        self.find_hosts = find_hosts
+        self.hosts: list[Host] = []
         self.in_flight_max = in_flight_max
         self.request_timeout_s = request_timeout_s
         self._version: int | None = None
+        self._served: tuple[ArtifactRef, int, Probe] | None = None
+        self._well_at = 0.0  # when an engine was last there
         self._clients: list[EngineClient] = []  # the engines that may sample, as last looked up
         self._seats: dict[str, _Seat] = {}
         self._changed = asyncio.Condition()  # an engine has room, or is back
@@ -101,17 +109,18 @@ class EnginePool:
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
         """Puts a policy on all hosts. StoreError: it was refused and the old one keeps serving. EngineError: no host serves it."""
         before, self._version = self._version, None
+        self.hosts = await self.find_hosts()
         told = await asyncio.gather(*(host.serve(policy, version, probe) for host in self.hosts), return_exceptions=True)
         faults = [outcome for outcome in told if isinstance(outcome, BaseException)]
-        for fault in faults:
+        for host, fault in zip(self.hosts, told, strict=True):
+            if isinstance(fault, BaseException):
+                log.warning("host %s does not serve weight version %d: %s", host.name, version, fault)
+        if len(faults) == len(told):
+            fault = next((fault for fault in faults if not isinstance(fault, EngineUnavailable)), faults[0])
             if isinstance(fault, StoreError):
                 self._version = before
-            if not isinstance(fault, EngineError):
-                raise fault
-            log.warning("a host does not serve weight version %d: %s", version, fault)
-        if len(faults) == len(self.hosts):
-            raise faults[0] if faults else EngineError("no engine host has joined the run")
-        self._version = version
+            raise fault
+        self._version, self._served = version, (policy, version, probe)
 
     async def generate(
         self, groups: list[GroupRequest], on_group: OnGroup | None = None, enough: asyncio.Event | None = None
@@ -123,44 +132,56 @@ class EnginePool:
         """
         assert self._version is not None, "serve comes first"
         enough = enough or asyncio.Event()
+        self._well_at = time.monotonic()  # engines that are only being started get their time too
         orders = [_Order(index, group, list(group.prior)) for index, group in enumerate(groups)]
         await self._look_up()
-        watcher = asyncio.create_task(self._keep_looking_up())
         try:
             async with asyncio.TaskGroup() as tasks:
-                for order in orders:
-                    tasks.create_task(self._fill(order, on_group, enough))
+                watcher = tasks.create_task(self._keep_looking_up())
+                filling = [tasks.create_task(self._fill(order, on_group, enough)) for order in orders]
+                await asyncio.gather(*filling)
+                watcher.cancel()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # one group's fault says it; hundreds of them say no more
-        finally:
-            watcher.cancel()
         return [order.done for order in orders]
 
     async def _look_up(self) -> None:
+        """Which engines may sample now. A fault of one host is that host's; of all, and a lasting one, it is raised."""
         assert self._version is not None
         told = await asyncio.gather(*(host.clients(self._version) for host in self.hosts), return_exceptions=True)
-        for fault in told:
-            if isinstance(fault, BaseException) and not isinstance(fault, EngineError):
-                raise fault
-        final = [fault for fault in told if isinstance(fault, EngineError) and not isinstance(fault, EngineUnavailable)]
-        if final and len(final) == len(told):
-            raise final[0]
+        lasting = [fault for fault in told if isinstance(fault, BaseException) and not isinstance(fault, EngineUnavailable)]
+        if lasting and len(lasting) == len(told):
+            raise lasting[0]
         self._clients = [client for outcome in told if isinstance(outcome, list) for client in outcome]
+        if self._clients:
+            self._well_at = time.monotonic()
 
     async def _keep_looking_up(self) -> None:
+        asked = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
-            with contextlib.suppress(EngineError):  # who waits for an engine says so in the end
-                await self._look_up()
+            if not self._clients and time.monotonic() - asked > ASK_AGAIN_S:
+                asked = time.monotonic()
+                await self._ask_hosts_again()
+            await self._look_up()
             async with self._changed:
                 self._changed.notify_all()
 
+    async def _ask_hosts_again(self) -> None:
+        """No engine is there: a host may have joined meanwhile, or have missed what is to be served."""
+        assert self._served is not None
+        self.hosts = await self.find_hosts()
+        with contextlib.suppress(EngineError, StoreError):  # the look-up says what becomes of it
+            await asyncio.gather(*(host.serve(*self._served) for host in self.hosts))
+
     async def _fill(self, order: _Order, on_group: OnGroup | None, enough: asyncio.Event) -> None:
         """Samples what is missing of one group, on one engine after another until it is all there."""
-        for attempt in range(ATTEMPTS_MAX + 1):
+        started = time.monotonic()
+        for attempt in itertools.count():
             if not order.missing() or enough.is_set():
                 break
-            if attempt == ATTEMPTS_MAX:
+            # engines that refuse connections use up attempts in no time: both bounds have to be passed
+            if attempt >= ATTEMPTS_MAX and time.monotonic() - started > self.request_timeout_s:
                 raise EngineError(f"{order.group.prompt_id} was given up after {attempt} attempts; last: {order.fault}")
             count = len(order.missing())
             client = await self._take_seat(count, enough)
@@ -177,7 +198,6 @@ class EnginePool:
 
     async def _take_seat(self, count: int, enough: asyncio.Event) -> EngineClient | None:
         """Takes room for `count` requests on the engine that has the fewest in flight; None once `enough` is set."""
-        deadline = time.monotonic() + self.request_timeout_s
         async with self._changed:
             while not enough.is_set():
                 free = [client for client in self._clients if self._has_room(client.name, count)]
@@ -185,8 +205,8 @@ class EnginePool:
                     client = min(free, key=lambda client: self._seats[client.name].in_flight)
                     self._seats[client.name].in_flight += count
                     return client
-                if time.monotonic() > deadline:
-                    raise EngineError(f"no engine was well or had room for {self.request_timeout_s:g} s: see the engines' logs")
+                if time.monotonic() - self._well_at > self.request_timeout_s:
+                    raise EngineError(f"no engine was well for {self.request_timeout_s:g} s: see the engines' logs")
                 await self._changed.wait()  # woken at least every LOOK_AGAIN_S
         return None
 
@@ -227,8 +247,10 @@ class EnginePool:
         self, sampling: asyncio.Task[Any], client: EngineClient, requests: list[SampleRequest], enough: asyncio.Event
     ) -> None:
         told = asyncio.create_task(enough.wait())
-        await asyncio.wait({sampling, told}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        try:
+            await asyncio.wait({sampling, told}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            told.cancel()
         while not sampling.done():
             with contextlib.suppress(EngineUnavailable):  # then the request fails as well
                 await client.abort([request.request_id for request in requests])
@@ -243,6 +265,7 @@ class EnginePool:
         return None
 
     async def close(self) -> None:
+        self._version = None
         await asyncio.gather(*(host.close() for host in self.hosts))
 
 

@@ -21,7 +21,7 @@ from rlpipe.weights import Probe
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
 STATUS_TIMEOUT_S = 5.0
-SERVE_TIMEOUT_S = 1800.0  # large weights take minutes to fetch
+SERVE_TIMEOUT_S = 20.0  # longer than the agent waits for a reload
 REST_FIRST_S, REST_MAX_S = 1.0, 60.0  # a host that cannot be reached is left alone for so long, doubled each time
 
 
@@ -42,6 +42,8 @@ class RemoteHost:
         await self._call("POST", "/serve", body, SERVE_TIMEOUT_S)
 
     async def clients(self, version: int) -> list[EngineClient]:
+        if time.monotonic() < self._rest_until:
+            raise EngineUnavailable(f"host {self.name} could not be reached a moment ago")
         told = await self._call("GET", f"/status?version={version}", None, STATUS_TIMEOUT_S)
         return [self._client(engine["name"], engine["url"]) for engine in told["engines"]]
 
@@ -54,8 +56,6 @@ class RemoteHost:
         return self._clients[name]
 
     async def _call(self, method: str, path: str, body: JsonDict | None, timeout_s: float) -> JsonDict:
-        if time.monotonic() < self._rest_until:
-            raise EngineUnavailable(f"host {self.name} could not be reached a moment ago")
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         headers = {"Authorization": f"Bearer {self.key}"}
         url = self.record.url + path
@@ -63,8 +63,9 @@ class RemoteHost:
             async with self.session.request(method, url, json=body, headers=headers, timeout=timeout) as answer:
                 told = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            self._rest_s = min(max(2 * self._rest_s, REST_FIRST_S), REST_MAX_S)
-            self._rest_until = time.monotonic() + self._rest_s
+            if time.monotonic() >= self._rest_until:  # calls that fail together are one fault
+                self._rest_s = min(max(2 * self._rest_s, REST_FIRST_S), REST_MAX_S)
+                self._rest_until = time.monotonic() + self._rest_s
             raise EngineUnavailable(f"host {self.name} at {self.record.url}: {type(error).__name__} {error}") from error
         self._rest_s = 0.0
         if answer.status in (200, 202):
@@ -101,7 +102,8 @@ class JoinedHosts:
     def _records(self) -> list[HostRecord]:
         records = []
         for key in self.store.list(hosts_folder(self.run_root)):
-            with contextlib.suppress(StoreError):  # it left between the two calls
+            # gone between the two calls, or left half-written by a host that was killed
+            with contextlib.suppress(StoreError, ValueError, TypeError):
                 records.append(HostRecord(**json.loads(self.store.read(key))))
         return records
 

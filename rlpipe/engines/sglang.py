@@ -18,7 +18,7 @@ from rlpipe.engines.client import (
     RequestRefused,
     SampleRequest,
 )
-from rlpipe.types import JsonDict
+from rlpipe.types import EngineError, JsonDict
 
 UPDATES_MAX = 3
 
@@ -78,7 +78,8 @@ class SglangClient(EngineClient):
         answer = await self.call("POST", "/generate", self.api_key, body, SCORE_TIMEOUT_S)
         scored = answer["meta_info"]["input_token_logprobs"][-num_scored:]
         # the token ids beside them are no proof: SGLang reports the last token of the vocabulary as 0
-        assert len(scored) == num_scored, f"{self.url} scored {len(scored)} of {num_scored} tokens"
+        if len(scored) != num_scored:
+            raise EngineUnavailable(f"{self.url} scored {len(scored)} of {num_scored} tokens")
         return [triple[0] for triple in scored]
 
     async def load(self, model_path: str, version: int) -> None:
@@ -107,7 +108,7 @@ class SglangClient(EngineClient):
     async def healthy(self) -> bool:
         try:
             await self.call("GET", "/health", self.api_key, None, INFO_TIMEOUT_S)
-        except EngineUnavailable:
+        except EngineError:
             return False
         return True
 

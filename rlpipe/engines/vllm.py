@@ -21,7 +21,7 @@ from rlpipe.engines.client import (
     RequestRefused,
     SampleRequest,
 )
-from rlpipe.types import JsonDict
+from rlpipe.types import EngineError, JsonDict
 
 GENERATE = "/inference/v1/generate"
 ID_PREFIX = "generate-tokens-"  # what vLLM puts before our request ids; an abort of an id without it does nothing
@@ -96,7 +96,7 @@ class VllmClient(EngineClient):
         # /health says 200 while the scheduler hangs; this has to go through it
         try:
             await self.call("GET", "/weight_info", self.api_key, None, INFO_TIMEOUT_S)
-        except EngineUnavailable:
+        except EngineError:
             return False
         return True
 

@@ -11,7 +11,7 @@ from rlpipe.engines.client import NOTHING_YET
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.rollouts import SCORES, prompt_of, to_parquet
 from rlpipe.stages.commit import Produced, StageKey, run_stage
-from rlpipe.stages.sampling import prompt_row, rollout_rows, rollout_seed, sampling_params
+from rlpipe.stages.sampling import check_lengths, prompt_row, rollout_rows, rollout_seed, sampling_params
 from rlpipe.stages.scoring import score_rows
 from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import write_bytes
@@ -49,6 +49,7 @@ async def evaluate(session: Session, policy: ArtifactRef, version: int) -> Stage
 async def _sample(session: Session, version: int) -> tuple[list[JsonDict], list[JsonDict]]:
     """(prompt rows, rollouts): per prompt rollout 0 is greedy, the others are sampled at temperature 1."""
     config = session.config.evaluation
+    await asyncio.to_thread(check_lengths, session, "evaluation")
     sets = await asyncio.to_thread(session.prompts, "evaluation")
     prompts = [prompt for rows in sets for prompt in rows[: config.prompts_max]]
     rows = await asyncio.to_thread(lambda: [prompt_row(session, prompt) for prompt in prompts])

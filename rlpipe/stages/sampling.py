@@ -49,7 +49,11 @@ async def sample_prompts(
                 )
             position = told["cursor"]
             first_group = told["first_group"] + told["num_prompts"] if round_index else 0
+        if before is None:
+            check_lengths(session, "rl")
         handed = _carried_groups(session, carried) if carried else []
+        if handed:
+            _check_same_sampling(session, iteration)
         drawn, after = cursor.take(position, max(0, rl.round_groups - len(handed)))
         rows = [{name: group[0][name] for name in PROMPTS.names} for group in handed]
         rows += [prompt_row(session, sets[set_index][row_index]) for set_index, row_index in drawn]
@@ -74,6 +78,28 @@ def _carried_groups(session: Session, ref: ArtifactRef) -> list[list[JsonDict]]:
     if not any(record.plain_name == "carried.parquet" for record in manifest.files):
         return []
     return grouped(read_rows(session.run.store, ref, "carried.parquet", CARRIED))
+
+
+def _check_same_sampling(session: Session, iteration: int) -> None:
+    """UserError when what is carried was sampled from another distribution, by the run that this was forked from."""
+    before, now = session.run.owner("rl", iteration - 1).config.rl, session.config.rl
+    differ = [name for name in ("temperature", "top_p", "top_k") if getattr(before, name) != getattr(now, name)]
+    if differ and now.train_stale_tokens:
+        raise UserError(
+            f"rl.{differ[0]} differs from that of the rollouts that iteration {iteration - 1} carried: keep it, or set "
+            "rl.train_stale_tokens = false, so that their logprobs are not trained on"
+        )
+
+
+def check_lengths(session: Session, use: str) -> None:
+    """UserError naming the first prompt that leaves no room for a completion: no engine would take it."""
+    room = session.config.model.context_tokens_max - session.config.rl.completion_tokens_max
+    for prompt in (prompt for rows in session.prompts(use) for prompt in rows):
+        if (count := len(session.tokenizer().encode_prompt(prompt.messages))) > room:
+            raise UserError(
+                f"data set {prompt.source}: prompt {prompt.prompt_id} has {count} tokens; model.context_tokens_max less "
+                f"rl.completion_tokens_max leaves {room}: remove it, or start a run with a larger context"
+            )
 
 
 def prompt_row(session: Session, prompt: Prompt) -> JsonDict:

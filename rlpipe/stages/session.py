@@ -33,7 +33,7 @@ from rlpipe.store.artifacts import materialise, read_manifest
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.tracking import Tracker
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.types import ArtifactRef, EngineError, StageResult, sha256_of
+from rlpipe.types import ArtifactRef, EngineError, StageResult, UserError, sha256_of
 from rlpipe.weights import Probe
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Session:
         # of several nodes that sample, each brings its own host, which joins
         self._own_hosts: list[Host] = [EngineHost(run.config, run.store, work_dir)] if engines.nodes == 1 else []
         self._joined = JoinedHosts(run.store, run.root, os.environ.get(KEY_VARIABLE, ""))
-        self.pool = EnginePool(self._own_hosts, engines.in_flight_max, engines.request_timeout_s)
+        self.pool = EnginePool(self._hosts, engines.in_flight_max, engines.request_timeout_s)
         self.trainer = TrainerClient(run.config, work_dir)
         self.tracker = Tracker(run.config, run.store.url, partial(fetch_points, run))
         self.prepared: StageResult | None = None  # the committed tokenizer, once this process has seen it
@@ -94,7 +94,6 @@ class Session:
         async with self._pool_lock:
             if self.pool.version == version:
                 return False
-            self.pool.hosts = await self._hosts()
             await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy))
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True
@@ -113,8 +112,10 @@ class Session:
 
     def _probe(self, policy: ArtifactRef) -> Probe:
         metrics = read_manifest(self.run.store, policy.folder, policy.sha256).metrics
-        if "probe" not in metrics:  # the base model was copied
+        if "probe" not in metrics and policy == self.run.committed("base", 0, "policy")[0]:  # it was copied
             metrics = self.run.committed("base", 0, "probe")[1].metrics
+        if "probe" not in metrics:
+            raise UserError(f"{policy.folder} was committed by an older rlpipe, without a probe: start another run from it")
         return Probe(**metrics["probe"])
 
     def rewards(self) -> RewardPool:
