@@ -1,0 +1,59 @@
+"""Whole runs that start or stand elsewhere than the preset's: from a model on disk, and with the engines of other hosts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlpipe.store.artifacts import materialise
+from rlpipe.store.run import open_existing
+from tests.pipeline import MINI, Folder, kill_group
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path, f"file://{tmp_path}/store")
+
+
+def check_whole(folder: Folder, run: str) -> None:
+    code, output = folder.rlpipe("verify", run, "--store", folder.store)
+    assert code == 0 and "0 faults" in output, output
+
+
+def test_rl_starts_from_a_model_on_disk_of_another_number_type(folder: Folder) -> None:
+    folder.complete("a", *MINI, "rl.num_iterations=1")
+    ref, _ = open_existing(folder.open_store(), "a").policy(1)
+    base = materialise(folder.open_store(), ref, folder.path / "base")
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    folder.complete("b", *MINI, f"model.path={base}", "sft.num_steps=0", "rl.num_iterations=2")
+    shutil.rmtree(base)  # the run is whole by itself
+    check_whole(folder, "b")
+    told = open_existing(folder.open_store(), "b").committed("base", 0, "probe")[1].metrics
+    assert len(told["probe"]["logprobs"]) == len(told["probe"]["tokens"]) - 1
+
+
+def test_a_run_without_engines_of_its_own_uses_the_hosts_that_join_and_survives_one(folder: Folder) -> None:
+    undisturbed = Folder(folder.path / "undisturbed", f"file://{folder.path}/undisturbed-store")
+    undisturbed.path.mkdir()
+    undisturbed.complete("a", *MINI)
+    hosts = [folder.start("host", "--run", "a", "--store", folder.store) for _ in range(2)]
+    flow = folder.start(*folder.run_arguments("a", *MINI, "engines.nodes=2"))
+    try:
+        folder.wait_for("a", "rl/00001/iteration.json", flow)
+        kill_group(hosts[0])
+        assert flow.wait(timeout=300) == 0, (folder.path / "output.log").read_text()[-4000:]
+    finally:
+        for process in (*hosts, flow):
+            kill_group(process)
+    check_whole(folder, "a")
+    assert folder.final_sha256("a", 5) == undisturbed.final_sha256("a", 5)
