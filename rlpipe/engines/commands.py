@@ -111,5 +111,6 @@ def _vllm(config: PipelineConfig, place: Place, weights: Weights) -> list[str]:
         "--max-model-len", str(model.context_tokens_max),
         "--tensor-parallel-size", str(max(1, len(gpus_of(config, place.index)))),
     ]  # fmt: skip
-    on_cpu = [] if engines.gpu_ids else ["--enforce-eager"]
+    # a seeded request whose prompt is computed in two chunks kills vLLM 0.32 on a CPU ("CPU Generator does not use offset")
+    on_cpu = [] if engines.gpu_ids else ["--enforce-eager", "--no-enable-chunked-prefill"]
     return wrapped([*argv, *VLLM_FLAGS, *on_cpu, *engines.flags])
