@@ -17,7 +17,7 @@ import pytest_asyncio
 from rlpipe.engines.client import Completion, EngineUnavailable
 from rlpipe.types import EngineError, StoreError
 from rlpipe.weights import check_compatible, tensor_shapes
-from tests.engine_fixtures import tiny_model
+from tests.engine_fixtures import ENGINE_KIND, tiny_model
 from tests.engine_world import GROUP_SIZE, GROUPS, SEEDED, World, probe, requests, tokens, unavailable, versions, world
 
 # processes that import torch, restarted on purpose
@@ -207,6 +207,20 @@ async def test_two_hundred_reloads_leave_memory_flat_and_never_a_stale_version(t
         sizes.append(two.memory_bytes())
     assert max(sizes[-20:]) < max(sizes[30:50]) * 1.05, sizes[::20]
     assert two.restarts() == restarts
+
+
+@pytest.mark.skipif(ENGINE_KIND != "vllm", reason="a fact of vLLM")
+async def test_vllm_reloads_a_tied_model_wrongly_and_does_not_get_to_sample(
+    two: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarts = two.restarts()
+    monkeypatch.setattr("rlpipe.engines.host.untied", lambda folder: folder)
+    await two.serve(two.other)  # 200 and the right version from both; the probe says otherwise
+    await two.until_back()
+    assert two.restarts() == [count + 1 for count in restarts]
+    groups = await two.pool.generate(requests())
+    check_whole(groups, 6)
+    assert versions(groups) == {two.version}
 
 
 async def test_weights_that_no_engine_serves_rightly_stop_the_run(tmp_path: Path) -> None:

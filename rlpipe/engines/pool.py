@@ -238,8 +238,9 @@ class EnginePool:
             seat.faults = 0
             return
         order.fault = str(faults[0])
-        log.warning("%d of %d rollouts of %s go elsewhere: %s", len(faults), len(requests), order.group.prompt_id, faults[0])
+        log.info("%d of %d rollouts of %s go elsewhere: %s", len(faults), len(requests), order.group.prompt_id, faults[0])
         if time.monotonic() >= seat.rest_until:  # all that were in flight fail together: that is one fault
+            log.warning("%s gets nothing for a while, its rollouts go elsewhere: %s", client.name, faults[0])
             seat.rest_until = time.monotonic() + min(REST_FIRST_S * 2**seat.faults, REST_MAX_S)
             seat.faults += 1
 
