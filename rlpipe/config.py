@@ -278,6 +278,11 @@ class PipelineConfig(BaseModel):
             raise ValueError(f"model.context_tokens_max={longest} leaves no room for a prompt beside rl.completion_tokens_max")
         return self
 
+    @property
+    def engines_here(self) -> bool:
+        """Whether the node of the flow samples: one node does, on GPUs that train nothing. Else hosts have to join."""
+        return self.engines.nodes == 1 and not set(self.trainer.gpu_ids) & set(self.engines.gpu_ids)
+
     def sets(self, use: str) -> list[DataConfig]:
         """The data sets of one use, in the order of the config."""
         return [data for data in self.data if data.use == use]

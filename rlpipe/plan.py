@@ -47,8 +47,7 @@ def process_lines(config: PipelineConfig) -> list[str]:
             )
             lines.append(f"  train node {node}: trainer rank {node * trainer.ranks + rank} on {place}")
     share = max(1, len(engines.gpu_ids) // engines.count)
-    shared = trainer.nodes * engines.nodes == 1 and not set(trainer.gpu_ids) & set(engines.gpu_ids)
-    first_node = 0 if shared else trainer.nodes
+    first_node = 0 if config.engines_here and trainer.nodes == 1 else trainer.nodes
     for node in range(engines.nodes):
         for index in range(engines.count):
             gpus = engines.gpu_ids[index * share : (index + 1) * share]
@@ -56,7 +55,7 @@ def process_lines(config: PipelineConfig) -> list[str]:
             lines.append(
                 f"  sampling node {first_node + node}: {engines.kind} engine {node * engines.count + index} on {place}"
             )
-    if engines.nodes > 1:
+    if not config.engines_here:
         lines.append("  on each sampling node: rlpipe host --store STORE --run RUN")
     return lines
 

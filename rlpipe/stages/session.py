@@ -47,8 +47,7 @@ class Session:
         self.run = run
         self.work_dir = work_dir
         engines = run.config.engines
-        # of several nodes that sample, each brings its own host, which joins
-        self._own_hosts: list[Host] = [EngineHost(run.config, run.store, work_dir)] if engines.nodes == 1 else []
+        self._own_hosts: list[Host] = [EngineHost(run.config, run.store, work_dir)] if run.config.engines_here else []
         self._joined = JoinedHosts(run.store, run.root, os.environ.get(KEY_VARIABLE, ""))
         self.pool = EnginePool(self._hosts, engines.in_flight_max, engines.request_timeout_s)
         self.trainer = TrainerClient(run.config, work_dir)
@@ -62,6 +61,7 @@ class Session:
         self._prompts: dict[str, list[list[Prompt]]] = {}
         self._digests: dict[str, str] = {}
         self._tokenizer: ChatTokenizer | None = None
+        self._closed = False
         self._trainer_lock = asyncio.Lock()
         self._pool_lock = asyncio.Lock()
 
@@ -85,6 +85,7 @@ class Session:
     async def gang(self) -> TrainerClient:
         """The trainer, started if need be."""
         async with self._trainer_lock:
+            self._check_open()
             if not self.trainer.started:
                 await self.trainer.start()
         return self.trainer
@@ -92,6 +93,7 @@ class Session:
     async def serve(self, policy: ArtifactRef, version: int) -> bool:
         """Puts a committed policy on every engine, starting the pool if need be; False when it was served already."""
         async with self._pool_lock:
+            self._check_open()
             if self.pool.version == version:
                 return False
             await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy))
@@ -104,7 +106,8 @@ class Session:
         while not (hosts := [*self._own_hosts, *await self._joined.current()]):
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"engines.nodes={self.config.engines.nodes}: no host has joined; on each node that samples run "
+                    f"engines.nodes={self.config.engines.nodes}, engines.gpu_ids={self.config.engines.gpu_ids}: this node does not "
+                    f"sample, and no host has joined; on each node that samples run "
                     f"`rlpipe host --store {self.run.store.url} --run {self.run.name}`"
                 )
             await asyncio.sleep(HOST_POLL_S)
@@ -144,7 +147,13 @@ class Session:
             self._tokenizer = ChatTokenizer.from_folder(folder, self.config.model.chat_template)
         return self._tokenizer
 
+    def _check_open(self) -> None:
+        """A shard may outlive another that failed, and the flow that failed with it: it starts nothing any more."""
+        if self._closed:
+            raise EngineError(f"run {self.run.name} was closed")
+
     async def close(self) -> None:
+        self._closed = True
         await asyncio.gather(
             self.pool.close(), self._joined.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close)
         )
