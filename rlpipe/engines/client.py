@@ -80,6 +80,8 @@ NOTHING_YET = Completion([], [], "abort", [], "")
 class EngineClient(ABC):
     """Calls to one engine. Faults: EngineUnavailable (try elsewhere), RequestRefused (do not)."""
 
+    health_path: str  # answers 200 only when the scheduler works
+
     def __init__(self, name: str, url: str, session: aiohttp.ClientSession, api_key: str, admin_api_key: str) -> None:
         self.name = name
         self.url = url
@@ -97,9 +99,9 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def load(self, model_path: str, version: int) -> None:
-        """Puts new weights in place of the old and lets the engine go on; returns when it reports `version`.
+        """Puts new weights in place of the old, labels them `version` and lets the engine go on.
 
-        After any fault the engine is in an unknown state: restart it.
+        An answer of 200 proves nothing: the caller reads the version back and scores a probe. After a fault: restart the engine.
         """
 
     async def adopt(self, version: int) -> None:  # noqa: B027 (most engines are told on their command line)
@@ -113,9 +115,17 @@ class EngineClient(ABC):
     async def abort(self, request_ids: list[str]) -> None:
         """Ends the named requests; they answer with what they have. To be repeated until all have answered."""
 
-    @abstractmethod
     async def healthy(self) -> bool:
         """Whether the engine answers and its scheduler works; of a paused engine this says nothing."""
+        try:
+            await self.call("GET", self.health_path, self.api_key, None, INFO_TIMEOUT_S)
+        except EngineError:
+            return False
+        return True
+
+    async def control(self, path: str, body: JsonDict | None = None, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        """A call that changes the engine's state."""
+        return await self.call("POST", path, self.admin_api_key, body, timeout_s)
 
     async def call(self, method: str, path: str, key: str, body: JsonDict | None, timeout_s: float) -> Any:
         """One HTTP call; the decoded JSON, or the text."""

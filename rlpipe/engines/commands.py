@@ -43,7 +43,7 @@ class Place:
 def client_of(kind: str, name: str, url: str, session: aiohttp.ClientSession, keys: tuple[str, str]) -> EngineClient:
     """The client that speaks an engine's protocol."""
     if kind == "vllm":
-        return VllmClient(name, url, session, *keys)
+        return VllmClient(name, url, session, keys[0], keys[0])  # it has one key
     return SglangClient(name, url, session, *keys, together=kind == "local")
 
 

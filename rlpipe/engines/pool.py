@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 10
 REST_FIRST_S, REST_MAX_S = 0.2, 30.0  # an engine that failed gets nothing for so long, doubled with each fault in a row
 ASK_AGAIN_S = 5.0  # how often hosts are asked to serve while no engine is there
-LOOK_AGAIN_S = 0.5  # how often a group that found no engine asks again
+LOOK_AGAIN_S = 0.5  # how often hosts are asked which engines may sample
 ABORT_AGAIN_S = 0.2  # a request may reach the engine after the abort: it is repeated until all have answered
 
 
@@ -94,7 +94,6 @@ class EnginePool:
         self.hosts: list[Host] = []
         self.in_flight_max = in_flight_max
         self.request_timeout_s = request_timeout_s
-        self._version: int | None = None
         self._served: tuple[ArtifactRef, int, Probe] | None = None
         self._well_at = 0.0  # when an engine was last there
         self._clients: list[EngineClient] = []  # the engines that may sample, as last looked up
@@ -104,12 +103,13 @@ class EnginePool:
     @property
     def version(self) -> int | None:
         """The weight version that the pool serves; None before the start and after a reload that failed."""
-        return self._version
+        return self._served[1] if self._served else None
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
         """Puts a policy on all hosts. StoreError: it was refused and the old one keeps serving. EngineError: no host serves it."""
-        before, self._version = self._version, None
+        before, self._served = self._served, None
         self.hosts = await self.find_hosts()
+        assert self.hosts, "who finds the hosts waits for one"
         told = await asyncio.gather(*(host.serve(policy, version, probe) for host in self.hosts), return_exceptions=True)
         faults = [outcome for outcome in told if isinstance(outcome, BaseException)]
         for host, fault in zip(self.hosts, told, strict=True):
@@ -118,9 +118,9 @@ class EnginePool:
         if len(faults) == len(told):
             fault = next((fault for fault in faults if not isinstance(fault, EngineUnavailable)), faults[0])
             if isinstance(fault, StoreError):
-                self._version = before
+                self._served = before
             raise fault
-        self._version, self._served = version, (policy, version, probe)
+        self._served = (policy, version, probe)
 
     async def generate(
         self, groups: list[GroupRequest], on_group: OnGroup | None = None, enough: asyncio.Event | None = None
@@ -130,7 +130,7 @@ class EnginePool:
         `on_group` (index, completions) is awaited as each group finishes. Once `enough` is set, what runs is cut short and what
         waits is not started: every group is answered all the same, its unfinished completions with `finish_reason` "abort".
         """
-        assert self._version is not None, "serve comes first"
+        assert self.version is not None, "serve comes first"
         enough = enough or asyncio.Event()
         self._well_at = time.monotonic()  # engines that are only being started get their time too
         orders = [_Order(index, group, list(group.prior)) for index, group in enumerate(groups)]
@@ -147,8 +147,9 @@ class EnginePool:
 
     async def _look_up(self) -> None:
         """Which engines may sample now. A fault of one host is that host's; of all, and a lasting one, it is raised."""
-        assert self._version is not None
-        told = await asyncio.gather(*(host.clients(self._version) for host in self.hosts), return_exceptions=True)
+        version = self.version
+        assert version is not None
+        told = await asyncio.gather(*(host.clients(version) for host in self.hosts), return_exceptions=True)
         lasting = [fault for fault in told if isinstance(fault, BaseException) and not isinstance(fault, EngineUnavailable)]
         if lasting and len(lasting) == len(told):
             raise lasting[0]
@@ -259,14 +260,14 @@ class EnginePool:
 
     def _fault(self, client: EngineClient, completion: Completion, enough: asyncio.Event) -> EngineUnavailable | None:
         versions = {version for version, _ in completion.spans}
-        if versions - {self._version}:
-            return EngineUnavailable(f"{client.url} sampled with weight versions {sorted(versions)}, expected {self._version}")
+        if versions - {self.version}:
+            return EngineUnavailable(f"{client.url} sampled with weight versions {sorted(versions)}, expected {self.version}")
         if not completion.finished and not enough.is_set():
             return EngineUnavailable(f"{client.url} aborted a request that nobody asked it to abort")
         return None
 
     async def close(self) -> None:
-        self._version = None
+        self._served = None
         await asyncio.gather(*(host.close() for host in self.hosts))
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import aiohttp
 
 from rlpipe.engines.client import (
-    CONTROL_TIMEOUT_S,
     INFO_TIMEOUT_S,
     LOAD_TIMEOUT_S,
     SCORE_TIMEOUT_S,
@@ -18,7 +16,7 @@ from rlpipe.engines.client import (
     RequestRefused,
     SampleRequest,
 )
-from rlpipe.types import EngineError, JsonDict
+from rlpipe.types import JsonDict
 
 UPDATES_MAX = 3
 
@@ -29,6 +27,8 @@ class SglangClient(EngineClient):
     `together`: requests of one `sample` go as one HTTP request, and are answered (or lost) together. That suits the local engine,
     whose completions are short and whose HTTP side shares a CPU with the model.
     """
+
+    health_path = "/health"
 
     def __init__(
         self, name: str, url: str, session: aiohttp.ClientSession, api_key: str, admin_api_key: str, together: bool
@@ -84,36 +84,24 @@ class SglangClient(EngineClient):
 
     async def load(self, model_path: str, version: int) -> None:
         body = {"model_path": model_path, "weight_version": str(version), "flush_cache": True}
-        await self._control("/pause_generation", {"mode": "retract"})
+        await self.control("/pause_generation", {"mode": "retract"})
         try:
             for attempt in range(UPDATES_MAX):
                 # a refused update may have changed the weights all the same: it is sent again before anything is sampled
                 try:
-                    await self._control("/update_weights_from_disk", body, LOAD_TIMEOUT_S)
+                    await self.control("/update_weights_from_disk", body, LOAD_TIMEOUT_S)
                     break
                 except RequestRefused:
                     if attempt == UPDATES_MAX - 1:
                         raise
         finally:
-            await self._control("/continue_generation", {})
-        if (reported := await self.weight_version()) != version:
-            raise EngineUnavailable(f"{self.url} reports weight version {reported} after a reload to {version}")
+            await self.control("/continue_generation", {})
 
     async def weight_version(self) -> int:
         return int((await self.call("GET", "/model_info", self.api_key, None, INFO_TIMEOUT_S))["weight_version"])
 
     async def abort(self, request_ids: list[str]) -> None:
-        await asyncio.gather(*(self._control("/abort_request", {"rid": request_id}) for request_id in request_ids))
-
-    async def healthy(self) -> bool:
-        try:
-            await self.call("GET", "/health", self.api_key, None, INFO_TIMEOUT_S)
-        except EngineError:
-            return False
-        return True
-
-    async def _control(self, path: str, body: JsonDict, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        return await self.call("POST", path, self.admin_api_key, body, timeout_s)
+        await asyncio.gather(*(self.control("/abort_request", {"rid": request_id}) for request_id in request_ids))
 
 
 def _sampling_params(request: SampleRequest) -> JsonDict:
