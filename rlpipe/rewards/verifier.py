@@ -1,8 +1,14 @@
-"""The reward `reasoning_gym`: a data set's own verifier on the text between the answer tags."""
+"""The reward `reasoning_gym`: a data set's own verifier on the text between the answer tags.
+
+Some verifiers evaluate the answer as Python (`eval`, or sympy's `parse_expr`, which is one): a completion could run code of its own
+and patch the scores after it. What may reach those is a grammar in which no attribute, string or unknown function can be written.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -11,20 +17,41 @@ from reasoning_gym.utils import extract_answer
 
 from rlpipe.types import JsonDict, canonical_json
 
+# a function name, a single letter, a number: never two letters in a row that are not listed, nor a dot after a letter or bracket
+_FUNCTIONS = "exp|log|ln|sqrt|sin|cos|tan|cot|sec|csc|asin|acos|atan|sinh|cosh|tanh|asinh|acosh|atanh|erf|erfi|pi|Abs"
+_NUMBER = r"\d+(?:\.\d*)?|\.\d+"
+_ARITHMETIC = rf"(?:{_NUMBER}|\*(?!\*)|[\s+\-/()])*+"  # a power is none of the four operations, and 9**9**9 takes for ever
+_FORMULA = rf"(?:{_NUMBER}|(?<![A-Za-z])(?:{_FUNCTIONS}|[A-Za-z])(?![A-Za-z_])|[\s+\-*/()])*+"
+_LISTS = r"[\w\s,\[\]'\"-]*+"  # lists of numbers and words: nothing can be called without a parenthesis
+EVALUATED: dict[str, re.Pattern[str]] = {
+    name: re.compile(pattern, re.ASCII)
+    for pattern, names in {
+        _ARITHMETIC: ("countdown", "puzzle24"),
+        _FORMULA: ("simple_integration", "intermediate_integration", "polynomial_multiplication"),
+        _LISTS: ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"),
+    }.items()
+    for name in names
+}
+
 
 def score_answer(prompt: JsonDict, completion: str) -> float:
-    """The verifier's score of the last `<answer>` of the completion, 0 to 1; KeyError for a prompt of another source."""
+    """The verifier's score of the last `<answer>` of the completion, 0 to 1; KeyError for a prompt of another source.
+
+    Where the verifier would evaluate the answer, one outside EVALUATED's grammar counts as none.
+    """
     made = prompt["metadata"]["reasoning_gym"]
     entry = made["entry"]
     if isinstance(entry, str):  # Python literals: some verifiers compare tuples
         entry = ast.literal_eval(entry)
     assert "answer" in entry
     dataset = _dataset(made["dataset"], canonical_json(made["args"]))
-    return float(dataset.score_answer(extract_answer(completion), entry))
+    answer = extract_answer(completion)
+    grammar = EVALUATED.get(entry.get("metadata", {}).get("source_dataset", ""), EVALUATED.get(made["dataset"]))
+    if answer is not None and grammar is not None and not grammar.fullmatch(answer):
+        answer = None
+    return float(dataset.score_answer(answer, entry))
 
 
 @lru_cache(maxsize=64)
 def _dataset(name: str, arguments: bytes) -> Any:
-    import json
-
     return reasoning_gym.create_dataset(name, **json.loads(arguments))
