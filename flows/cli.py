@@ -9,35 +9,30 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
 
+from flows.cli_options import STORE, Sets, StoreUrl
+from flows.cli_options import checked_store as _store
+from flows.cli_options import fail as _fail
+from flows.cli_services import host, trainer
 from flows.server import prefect_server, set_defaults
 from rlpipe import show as listing
 from rlpipe.config import PipelineConfig
 from rlpipe.config_source import read_config
 from rlpipe.plan import plan_lines
 from rlpipe.store.audit import unreferenced, verify
-from rlpipe.store.backend import Store, check_access, open_store
 from rlpipe.store.run import fork, open_existing
 from rlpipe.types import StoreError, UserError
 
 PRESETS = Path(__file__).parent / "presets"
-STORE = "./rlpipe-store"
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="SFT and RL that lose nothing."
 )
 
 Source = Annotated[str, typer.Argument(metavar="PRESET|FILE", help="a preset's name, or a TOML file")]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a field of the config")]
-StoreUrl = Annotated[str, typer.Option("--store", help="where runs are kept")]
-
-
-def _fail(error: Exception, code: int) -> NoReturn:
-    typer.echo(f"rlpipe: {error}", err=True)
-    raise typer.Exit(code)
 
 
 def _config(source: str, sets: list[str] | None, run: str | None = None) -> PipelineConfig:
@@ -98,12 +93,6 @@ def plan(source: Source, sets: Sets = None) -> None:
         _fail(error, 2)
     for line in plan_lines(config):
         typer.echo(line)
-
-
-def _store(url: str) -> Store:
-    store = open_store(url)
-    check_access(store)
-    return store
 
 
 @app.command()
@@ -228,49 +217,8 @@ def engine(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "rlpipe.engines.local.server", *context.args])
 
 
-@app.command()
-def host(
-    run: Annotated[str, typer.Option(help="the run to join")],
-    store: StoreUrl = STORE,
-    address: Annotated[
-        str, typer.Option(help="address of this node; beyond loopback RLPIPE_HOST_KEY must be set")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port of the host; 0: a free one")] = 0,
-    sets: Sets = None,
-) -> None:
-    """Join a run with the engines of this node, until stopped. The run uses them from its next iteration on."""
-    from rlpipe.engines.agent import join_run
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
-    try:
-        asyncio.run(join_run(_store(store), run, sets or [], address, port))
-    except (UserError, StoreError, OSError) as error:
-        _fail(error, 2)
-
-
-@app.command()
-def trainer(
-    store: Annotated[str, typer.Option(help="the store that jobs refer to")],
-    port: Annotated[int, typer.Option(help="port of rank 0")],
-    host: Annotated[
-        str, typer.Option(help="address of rank 0; beyond loopback RLPIPE_TRAINER_TOKEN must be set")
-    ] = "127.0.0.1",
-    ranks: Annotated[int, typer.Option(help="processes on this node")] = 1,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    work_dir: Annotated[str, typer.Option(help="scratch on local disk")] = ".rlpipe/trainer",
-) -> None:
-    """Run a trainer gang that waits for jobs."""
-    from rlpipe.trainer.options import TrainerOptions, torchrun_argv
-
-    try:
-        options = TrainerOptions(store=store, host=host, port=port, work_dir=work_dir, device=device, dtype=dtype)
-        argv = torchrun_argv(options, ranks)
-    except UserError as error:
-        _fail(error, 2)
-    os.execv(argv[0], argv)
-
+app.command()(host)
+app.command()(trainer)
 
 if __name__ == "__main__":
     app()

@@ -6,8 +6,8 @@ import asyncio
 
 from prefect import flow
 
+from flows.session import open_session
 from rlpipe.config import PipelineConfig
-from rlpipe.stages.session import open_session
 from rlpipe.store.backend import open_store
 from rlpipe.store.run import find_run
 from rlpipe.types import JsonDict, UserError

@@ -8,9 +8,9 @@ from flows.naming import named, run_name
 from flows.publish import publish_report
 from flows.rl import rl
 from flows.rl_offline import rl_offline
+from flows.session import open_session
 from flows.sft import sft
 from rlpipe.config import PipelineConfig
-from rlpipe.stages.session import open_session
 from rlpipe.types import JsonDict
 
 

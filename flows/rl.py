@@ -7,8 +7,8 @@ from prefect import flow
 from flows.naming import named, run_name
 from flows.rl_iteration import rl_iteration
 from flows.rl_phase import begin_rl, iterate
+from flows.session import open_session
 from rlpipe.config import PipelineConfig
-from rlpipe.stages.session import open_session
 from rlpipe.types import JsonDict, UserError
 from tasks.evaluate import evaluate
 from tasks.reload_engines import reload_engines
@@ -23,6 +23,10 @@ async def rl(config: PipelineConfig) -> JsonDict:
     async with open_session(config) as session:
         first = await begin_rl(session)
         if first < config.rl.num_iterations:
+            if config.trainer.place == "deployment":
+                await (
+                    session.gang()
+                )  # before the engines: two runs that each hold one of two full pools would wait for each other
             start, _ = session.run.policy(first)
             await reload_engines(session, policy=start, version=first)
             if first == 0 and config.sets("evaluation"):

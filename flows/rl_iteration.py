@@ -9,11 +9,12 @@ from typing import NamedTuple
 from prefect import flow
 
 from flows.publish import publish_iteration
+from flows.session import open_session
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.iteration import commit_iteration
 from rlpipe.stages.sampling import num_shards, previous_artifact
 from rlpipe.stages.scoring import over_rounds
-from rlpipe.stages.session import Session, open_session
+from rlpipe.stages.session import Session
 from rlpipe.types import ArtifactRef, JsonDict, StageResult
 from tasks.checkpoint import checkpoint
 from tasks.evaluate import evaluate

@@ -7,8 +7,8 @@ from prefect import flow
 from flows.naming import named, run_name
 from flows.rl_offline_iteration import rl_offline_iteration
 from flows.rl_phase import begin_rl, iterate
+from flows.session import open_session
 from rlpipe.config import PipelineConfig
-from rlpipe.stages.session import open_session
 from rlpipe.types import JsonDict
 from tasks.evaluate import evaluate
 

@@ -7,8 +7,8 @@ import time
 from prefect import flow
 
 from flows.rl_iteration import Sampled, evaluation_due, finish_iteration
+from flows.session import open_session
 from rlpipe.config import PipelineConfig
-from rlpipe.stages.session import open_session
 from rlpipe.types import JsonDict
 from tasks.checkpoint import checkpoint
 from tasks.evaluate import evaluate

@@ -8,10 +8,10 @@ import time
 from prefect import flow
 
 from flows.rl_iteration import Sampled, finish_iteration
+from flows.session import open_session
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.redo import rounds_to_redo
 from rlpipe.stages.sampling import previous_artifact
-from rlpipe.stages.session import open_session
 from rlpipe.types import JsonDict, StageResult
 from tasks.checkpoint import checkpoint
 from tasks.filter import filter_groups

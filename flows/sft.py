@@ -9,9 +9,9 @@ from prefect import flow
 from flows.naming import named, run_name
 from flows.prepare import prepare
 from flows.progress import bar, segment_line
+from flows.session import open_session
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.selection import LOSS, out_of_patience, validation_losses
-from rlpipe.stages.session import open_session
 from rlpipe.types import JsonDict
 from tasks.prepare import prepare_sft_data
 from tasks.select_segment import select_segment

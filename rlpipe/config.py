@@ -95,9 +95,19 @@ class EvaluationConfig(BaseModel):
     pass_threshold: float = Field(default=1.0, description="A rollout passes when its reward is at least this")
 
 
+Place = Literal["process", "deployment", "elsewhere"]
+
+
 class TrainerConfig(BaseModel):
     model_config = STRICT
 
+    place: Place = Field(
+        default="process",
+        description="Where the gang runs: child processes of the flow, runs of a Prefect deployment, or elsewhere (at `url`, or "
+        "joined by `rlpipe trainer`)",
+    )
+    deployment: str = Field(default="serve-trainer/serve-trainer", description="The deployment that serves a node of the gang")
+    url: str = Field(default="", description="Where a gang already runs; empty: it joins the run through the store")
     ranks: int = Field(default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)")
     nodes: int = Field(default=1, ge=1, le=1024, description="Nodes of the gang")
     gpu_ids: list[int] = Field(default_factory=list, description="GPUs of a node that train; empty: a CPU trains")
@@ -113,6 +123,17 @@ class TrainerConfig(BaseModel):
 class EnginesConfig(BaseModel):
     model_config = STRICT
 
+    place: Place = Field(
+        default="process",
+        description="Where the engines run: child processes of the flow, runs of a Prefect deployment, or elsewhere (at `urls`, or "
+        "joined by `rlpipe host`)",
+    )
+    deployment: str = Field(
+        default="serve-engines/serve-engines", description="The deployment that serves the engines of a node"
+    )
+    urls: list[str] = Field(
+        default_factory=list, description="Hosts that already run; empty: they join the run through the store"
+    )
     kind: Literal["local", "sglang", "vllm"] = Field(
         default="local", description="rlpipe's own engine on transformers, SGLang, or vLLM"
     )
@@ -189,6 +210,7 @@ class PipelineConfig(BaseModel):
             )
         if self.run and self.rl.rollouts_from == f"run:{self.run}":
             raise ValueError(f"rl.rollouts_from={self.rl.rollouts_from!r}: a run cannot be fed from itself; name another one")
+        self._check_places()
         if "environment" in self.rl.rewards and not self.rl.environment and "evaluation" in uses:
             raise ValueError(
                 "rl.rewards names 'environment', and evaluations sample: name an rl.environment for them, or drop them"
@@ -203,10 +225,23 @@ class PipelineConfig(BaseModel):
             raise ValueError(f"model.context_tokens_max={longest} leaves no room for a prompt beside rl.completion_tokens_max")
         return self
 
+    def _check_places(self) -> None:
+        trainer, engines = self.trainer, self.engines
+        for section, address in (("trainer.url", trainer.url), ("engines.urls", engines.urls)):
+            if address and getattr(self, section.split(".")[0]).place != "elsewhere":
+                raise ValueError(f"{section}={address!r} is read with place = 'elsewhere' only: set it, or drop the address")
+        for name, part in (("trainer", trainer), ("engines", engines)):
+            if part.nodes > 1 and part.place == "process":
+                raise ValueError(f"{name}.nodes={part.nodes}: child processes are on one node; set {name}.place = 'deployment'")
+        if trainer.place == engines.place == "process" and set(trainer.gpu_ids) & set(engines.gpu_ids):
+            raise ValueError(
+                f"engines.gpu_ids={engines.gpu_ids}: the trainer has some of them; set engines.place = 'deployment'"
+            )
+
     @property
     def engines_here(self) -> bool:
-        """Whether the node of the flow samples: one node does, on GPUs that train nothing. Else hosts have to join."""
-        return self.engines.nodes == 1 and not set(self.trainer.gpu_ids) & set(self.engines.gpu_ids)
+        """Whether the engines are child processes of the flow."""
+        return self.engines.place == "process"
 
     @property
     def samples(self) -> bool:

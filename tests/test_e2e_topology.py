@@ -47,7 +47,7 @@ def test_a_run_without_engines_of_its_own_uses_the_hosts_that_join_and_survives_
     undisturbed.path.mkdir()
     undisturbed.complete("a", *MINI)
     hosts = [folder.start("host", "--run", "a", "--store", folder.store) for _ in range(2)]
-    flow = folder.start(*folder.run_arguments("a", *MINI, "engines.nodes=2"))
+    flow = folder.start(*folder.run_arguments("a", *MINI, "engines.place=elsewhere"))
     try:
         folder.wait_for("a", "rl/00001/iteration.json", flow)
         kill_group(hosts[0])

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.engines.agent import KEY_VARIABLE, hosts_folder
 from rlpipe.engines.client import EngineUnavailable
 from rlpipe.engines.pool import Host
-from rlpipe.engines.remote import JoinedHosts
+from rlpipe.engines.remote import RegisteredHosts
+from rlpipe.services import ENGINES, KEY_VARIABLE, own_address, registered
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.types import StoreError, UserError
 from tests.engine_world import World, config, probe, requests, tokens, versions, world
@@ -52,7 +52,7 @@ def host_process(one: World, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(timeout=10)
 
 
-async def until_joined(joined: JoinedHosts, count: int) -> None:
+async def until_joined(joined: RegisteredHosts, count: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while len(await joined.current()) != count:
             await asyncio.sleep(0.1)
@@ -68,9 +68,12 @@ async def until_engines(one: World, version: int, count: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_hosts_join_follow_the_weights_die_and_leave(one: World, run: Run, tmp_path: Path) -> None:
+async def test_hosts_join_follow_the_weights_die_and_leave(
+    one: World, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
     undisturbed = await one.pool.generate(requests())
-    joined = JoinedHosts(one.store, run.root, KEY)
+    joined = RegisteredHosts(one.store, run.root)
     with host_process(one, tmp_path) as process:
         await until_joined(joined, 1)
         one.hosts += await joined.current()
@@ -119,15 +122,14 @@ def tear(folder: Path) -> None:
 async def test_a_wrong_key_is_refused_and_beyond_loopback_one_is_needed(
     one: World, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlpipe.engines.agent import join_run
-
     with host_process(one, tmp_path):
-        wrong = JoinedHosts(one.store, run.root, "another key")
+        monkeypatch.setenv(KEY_VARIABLE, "another key")
+        wrong = RegisteredHosts(one.store, run.root)
         await until_joined(wrong, 1)
         with pytest.raises(EngineUnavailable, match="401"):
             await (await wrong.current())[0].clients(3)
         await wrong.close()
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with pytest.raises(UserError, match=KEY_VARIABLE):
-        await join_run(one.store, "a", [], "0.0.0.0", 0)
-    assert one.store.list(hosts_folder(run.root))
+        own_address("0.0.0.0")
+    assert registered(one.store, run.root, ENGINES)

@@ -23,7 +23,7 @@ def test_a_job_asked_twice_is_done_once() -> None:
     board = Board()
     job = board.submit("load", LOAD)
     assert board.submit("load", dict(LOAD)) is job and board.next(0) is job
-    assert board.status() == {"position": None, "busy": True, "progress": {"done": 0, "total": 0}}
+    assert board.status() == {"position": None, "busy": True, "progress": {"done": 0, "total": 0}, "idle_s": 0.0}
     board.finish(job, 200, {})
     trained = do(board, "train", TRAIN)
     assert board.position == "b"

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rlpipe.launch import free_port
+from rlpipe.services import KEY_VARIABLE
 from rlpipe.store.artifacts import materialise
 from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.jobs import Trainer
@@ -45,7 +46,7 @@ class GangUnderTest:
         self.options = world.options(folder, port=free_port(), tokens_max=512)
         self.url = f"http://127.0.0.1:{self.options.port}"
         self.log = folder / "gang.log"
-        environment = {**os.environ, "RLPIPE_TRAINER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        environment = {**os.environ, KEY_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         with self.log.open("wb") as log:
             code = f"import subprocess; subprocess.Popen({torchrun_argv(self.options, 2)!r}).wait()"
             self.parent = subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log, env=environment)
@@ -74,7 +75,8 @@ class GangUnderTest:
         while time.monotonic() < deadline:
             assert self.parent.poll() is None, self.log.read_text()[-3000:]
             try:
-                assert self.ask("health") == (200, {"ranks": 2})
+                status, told = self.ask("health")
+                assert status == 200 and told["ranks"] == 2
                 return
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.2)

@@ -1,6 +1,6 @@
-"""`rlpipe host`: the engines of this node for a run that goes on elsewhere. Joins it through the store, serves it over HTTP.
+"""The engines of this node as a service of a run that goes on elsewhere: `rlpipe host`, the deployment serve-engines.
 
-GET /status; POST /serve (JSON, bearer key). A flow finds the hosts of its run in `runs/<run>/hosts/`.
+GET /status; POST /serve (JSON, bearer key). A flow finds the hosts of its run in the store.
 """
 
 from __future__ import annotations
@@ -9,52 +9,30 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import os
 import shutil
-import signal
-import socket
 import time
-import uuid
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from rlpipe.config import PipelineConfig
-from rlpipe.config_source import override_config
 from rlpipe.engines.host import EngineHost
 from rlpipe.launch import free_port
+from rlpipe.services import ENGINES, Registration, ServiceRecord, service_key
 from rlpipe.store.backend import Store
-from rlpipe.store.run import open_existing
-from rlpipe.types import ArtifactRef, EngineError, JsonDict, StoreError, UserError, canonical_json
+from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
 from rlpipe.weights import Probe
 
 log = logging.getLogger(__name__)
-KEY_VARIABLE = "RLPIPE_HOST_KEY"
 RELOAD_WAIT_S = 10.0
-RUN_WAIT_S, RUN_POLL_S = 600.0, 5.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "EngineError": EngineError, "UserError": UserError}
-
-
-@dataclass(frozen=True)
-class HostRecord:
-    """What a host leaves in the store, so that the run finds it."""
-
-    name: str
-    url: str
-    kind: str
 
 
 def engine_keys(key: str) -> tuple[str, str]:
     """API key and admin key of a host's engines, which both sides derive from the host's key."""
     api, admin = (hashlib.sha256(f"{key}:{name}".encode()).hexdigest() for name in ("api", "admin"))
     return api, admin
-
-
-def hosts_folder(run_root: str) -> str:
-    return f"{run_root}/hosts"
 
 
 class Agent:
@@ -65,6 +43,11 @@ class Agent:
         self.key = key
         self.fault: Exception | None = None  # why the newest weights are not served
         self._serving: set[asyncio.Task[None]] = set()
+        self._asked_at = time.monotonic()
+
+    async def idle_s(self) -> float:
+        """Seconds since the run last asked for anything; while it samples, it asks all the time."""
+        return time.monotonic() - self._asked_at
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._allowed])
@@ -76,6 +59,7 @@ class Agent:
         given = request.headers.get("Authorization", "").removeprefix("Bearer").strip()  # on loopback the key may be empty
         if not hmac.compare_digest(given.encode(), self.key.encode()):
             return web.json_response({"error": "wrong or missing bearer key"}, status=401)
+        self._asked_at = time.monotonic()
         return await handler(request)
 
     async def serve(self, request: web.Request) -> web.Response:
@@ -121,49 +105,24 @@ def _fault(error: Exception) -> web.Response:
     return web.json_response({"error": str(error), "kind": kind}, status=409)
 
 
-async def _config_of(store: Store, run: str) -> PipelineConfig:
-    deadline = time.monotonic() + RUN_WAIT_S
-    while True:
-        try:
-            return (await asyncio.to_thread(open_existing, store, run)).config
-        except UserError:
-            if time.monotonic() > deadline:
-                raise
-            log.info("waiting for run %s to be started", run)
-            await asyncio.sleep(RUN_POLL_S)
-
-
-async def join_run(store: Store, run: str, sets: list[str], address: str, port: int) -> None:
-    """Joins a run (waiting until it is there), serves it until SIGTERM or SIGINT, and leaves.
-
-    UserError when others could reach it without a key, or no such run was started within RUN_WAIT_S.
-    """
-    key = os.environ.get(KEY_VARIABLE, "")
-    if address not in LOOPBACK and not key:
-        raise UserError(
-            f"address={address}: beyond loopback a host needs a key: set {KEY_VARIABLE} here and where the flow runs"
-        )
-    if others := [entry for entry in sets if not entry.startswith("engines.")]:
-        raise UserError(f"--set {others[0]}: a host's own settings are those of its engines; the rest is the run's")
-    config = override_config(await _config_of(store, run), sets)
-    name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
-    host = EngineHost(config, store, Path.cwd() / ".rlpipe" / f"host-{name}", name, address, engine_keys(key))
+async def serve_engines(
+    store: Store, config: PipelineConfig, name: str, address: str, port: int, idle_timeout_s: float, ended: asyncio.Event
+) -> str:
+    """Serves a run with this node's engines until it is over; says why it ended. `address`: of this node; `port` 0: a free one."""
+    key, port = service_key(), port or free_port()
+    host = EngineHost(config, store, Path.cwd() / ".rlpipe" / f"host-{config.run}-{name}", name, address, engine_keys(key))
     agent = Agent(host, key)
     runner = web.AppRunner(agent.app())
     await runner.setup()
-    port = port or free_port()
     await web.TCPSite(runner, address, port).start()
-    record_key = f"{hosts_folder(f'runs/{run}')}/{name}.json"
-    record: JsonDict = asdict(HostRecord(name, f"http://{address}:{port}", config.engines.kind))
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    record = ServiceRecord(name, f"http://{address}:{port}", config.engines.kind)
+    registration = Registration(store, f"runs/{config.run}", ENGINES, record)
     try:
-        await asyncio.to_thread(store.create, record_key, canonical_json(record))
-        log.info("host %s with %d %s engines joined run %s", name, config.engines.count, config.engines.kind, run)
-        await ended.wait()
+        await registration.enter()
+        log.info("host %s with %d %s engines joined run %s", name, config.engines.count, config.engines.kind, config.run)
+        return await registration.until_over(agent.idle_s, idle_timeout_s, ended)
     finally:
-        await asyncio.to_thread(store.delete, record_key)
+        await registration.leave()
         await agent.close()
         await runner.cleanup()
         await asyncio.to_thread(shutil.rmtree, host.work_dir / "weights", True)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import time
 from dataclasses import asdict
 
 import aiohttp
 
-from rlpipe.engines.agent import FAULTS, HostRecord, engine_keys, hosts_folder
+from rlpipe.engines.agent import FAULTS, engine_keys
 from rlpipe.engines.client import EngineClient, EngineUnavailable, new_session
 from rlpipe.engines.commands import client_of
+from rlpipe.services import ENGINES, ServiceRecord, registered, service_key
 from rlpipe.store.backend import Store
-from rlpipe.types import ArtifactRef, JsonDict, StoreError
+from rlpipe.types import ArtifactRef, EngineError, JsonDict, StoreError, UserError
 from rlpipe.weights import Probe
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ REST_FIRST_S, REST_MAX_S = 1.0, 60.0  # a host that cannot be reached is left al
 class RemoteHost:
     """The engines of another node, behind its agent."""
 
-    def __init__(self, record: HostRecord, session: aiohttp.ClientSession, key: str) -> None:
+    def __init__(self, record: ServiceRecord, session: aiohttp.ClientSession, key: str) -> None:
         self.name = record.name
         self.record = record
         self.session = session
@@ -36,6 +35,22 @@ class RemoteHost:
         self._clients: dict[str, EngineClient] = {}
         self._rest_s = 0.0
         self._rest_until = 0.0
+        self._lost_at: float | None = None  # when it could not be reached for the first time since it last was
+
+    @property
+    def lost_s(self) -> float:
+        """For how many seconds it could not be reached, as far as somebody tried."""
+        return time.monotonic() - self._lost_at if self._lost_at is not None else 0.0
+
+    async def answers(self) -> bool:
+        """Whether it can be reached now, whatever it has to say."""
+        try:
+            await self._call("GET", "/status?version=-1", None, STATUS_TIMEOUT_S)
+        except EngineUnavailable:
+            return False
+        except (EngineError, StoreError, UserError):
+            return True
+        return True
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
         body = {"policy": policy.as_json(), "version": version, "probe": asdict(probe)}
@@ -52,7 +67,7 @@ class RemoteHost:
 
     def _client(self, name: str, url: str) -> EngineClient:
         if name not in self._clients:
-            self._clients[name] = client_of(self.record.kind, name, url, self.session, engine_keys(self.key))
+            self._clients[name] = client_of(self.record.engine, name, url, self.session, engine_keys(self.key))
         return self._clients[name]
 
     async def _call(self, method: str, path: str, body: JsonDict | None, timeout_s: float) -> JsonDict:
@@ -63,11 +78,12 @@ class RemoteHost:
             async with self.session.request(method, url, json=body, headers=headers, timeout=timeout) as answer:
                 told = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            self._lost_at = self._lost_at or time.monotonic()
             if time.monotonic() >= self._rest_until:  # calls that fail together are one fault
                 self._rest_s = min(max(2 * self._rest_s, REST_FIRST_S), REST_MAX_S)
                 self._rest_until = time.monotonic() + self._rest_s
             raise EngineUnavailable(f"host {self.name} at {self.record.url}: {type(error).__name__} {error}") from error
-        self._rest_s = 0.0
+        self._rest_s, self._lost_at = 0.0, None
         if answer.status in (200, 202):
             return told
         if "kind" in told:
@@ -75,37 +91,29 @@ class RemoteHost:
         raise EngineUnavailable(f"host {self.name} answered {answer.status}: {told}")
 
 
-class JoinedHosts:
-    """The hosts that have joined a run: looked up in the store, so that they may come and go while it runs."""
+class RegisteredHosts:
+    """The hosts that serve a run: looked up in the store, so that they may come and go while it runs."""
 
-    def __init__(self, store: Store, run_root: str, key: str) -> None:
+    def __init__(self, store: Store, run_root: str) -> None:
         self.store = store
         self.run_root = run_root
-        self.key = key
-        self._hosts: dict[str, RemoteHost] = {}
+        self._hosts: dict[str, RemoteHost] = {}  # by the start of the service
         self._session: aiohttp.ClientSession | None = None
 
     async def current(self) -> list[RemoteHost]:
         """Those that have joined and not left."""
-        records = {record.name: record for record in await asyncio.to_thread(self._records)}
-        if records and self._session is None:
-            self._session = new_session()
-        for name in records.keys() - self._hosts.keys():
-            assert self._session is not None
-            log.warning("host %s has joined", name)
-            self._hosts[name] = RemoteHost(records[name], self._session, self.key)
-        for name in self._hosts.keys() - records.keys():
-            log.warning("host %s has left", name)
-            del self._hosts[name]
+        records = {record.start: record for record in await asyncio.to_thread(registered, self.store, self.run_root, ENGINES)}
+        for start in records.keys() - self._hosts.keys():
+            log.warning("host %s has joined", records[start].name)
+            self._hosts[start] = self.remote(records[start])
+        for start in self._hosts.keys() - records.keys():
+            log.warning("host %s has left", self._hosts.pop(start).name)
         return list(self._hosts.values())
 
-    def _records(self) -> list[HostRecord]:
-        records = []
-        for key in self.store.list(hosts_folder(self.run_root)):
-            # gone between the two calls, or left half-written by a host that was killed
-            with contextlib.suppress(StoreError, ValueError, TypeError):
-                records.append(HostRecord(**json.loads(self.store.read(key))))
-        return records
+    def remote(self, record: ServiceRecord) -> RemoteHost:
+        """A host at a known place."""
+        self._session = self._session or new_session()
+        return RemoteHost(record, self._session, service_key())
 
     async def close(self) -> None:
         if self._session is not None:

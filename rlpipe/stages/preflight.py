@@ -25,8 +25,6 @@ from rlpipe.types import UserError
 
 def preflight(config: PipelineConfig, redo: bool = False) -> None:
     """UserError naming field, file or row, and the fix, when the run could not succeed. A redo needs nothing but the store."""
-    if config.trainer.nodes > 1:
-        raise UserError("trainer.nodes: `rlpipe run` starts a gang on one node; plan accepts more, run does not yet")
     _check_ports(config)
     if config.model.path:
         model_folder(config.model)
@@ -70,9 +68,10 @@ def _check_environment(config: PipelineConfig) -> None:
 
 
 def _check_ports(config: PipelineConfig) -> None:
-    ports = [("trainer.port", config.trainer.port)] if config.trainer.port else []
-    if config.engines.port:
-        ports += [("engines.port", config.engines.port + index) for index in range(config.engines.count)]
+    trainer, engines = config.trainer, config.engines
+    ports = [("trainer.port", trainer.port)] if trainer.port and trainer.place == "process" else []
+    if engines.port and engines.place == "process":
+        ports += [("engines.port", engines.port + index) for index in range(engines.count)]
     for field, port in ports:
         try:
             check_port_free(field, port)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import shutil
 import time
 from collections import Counter, defaultdict
@@ -21,13 +20,12 @@ from rlpipe.config import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.prompt import Prompt
 from rlpipe.data.sources import load_prompts
-from rlpipe.engines.agent import KEY_VARIABLE
-from rlpipe.engines.host import EngineHost
-from rlpipe.engines.pool import EnginePool, Host
-from rlpipe.engines.remote import JoinedHosts
+from rlpipe.engines.finder import HostFinder
+from rlpipe.engines.pool import EnginePool
 from rlpipe.environments.pool import EnvironmentPool
 from rlpipe.report import fetch_points
 from rlpipe.rewards.pool import RewardPool
+from rlpipe.services import StartService, nobody_starts
 from rlpipe.stages.rollout_source import RolloutSource, open_source
 from rlpipe.stages.survivors import RoundKey, Survivors
 from rlpipe.store import lease
@@ -35,24 +33,23 @@ from rlpipe.store.artifacts import materialise, read_manifest
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.tracking import Tracker
 from rlpipe.trainer.client import TrainerClient
+from rlpipe.trainer.elsewhere import gang_place
 from rlpipe.types import ArtifactRef, EngineError, StageResult, UserError, sha256_of
 from rlpipe.weights import Probe
 
 log = logging.getLogger(__name__)
-HOST_POLL_S = 1.0
 
 
 class Session:
     """One held run and its resident parts. Parts start when first asked for."""
 
-    def __init__(self, run: Run, work_dir: Path) -> None:
+    def __init__(self, run: Run, work_dir: Path, start_service: StartService = nobody_starts) -> None:
         self.run = run
         self.work_dir = work_dir
         engines = run.config.engines
-        self._own_hosts: list[Host] = [EngineHost(run.config, run.store, work_dir)] if run.config.engines_here else []
-        self._joined = JoinedHosts(run.store, run.root, os.environ.get(KEY_VARIABLE, ""))
-        self.pool = EnginePool(self._hosts, engines.in_flight_max, engines.request_timeout_s)
-        self.trainer = TrainerClient(run.config, work_dir)
+        self._hosts = HostFinder(run, work_dir, start_service)
+        self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.request_timeout_s)
+        self.trainer = TrainerClient(gang_place(run, work_dir, start_service), run.config.trainer.job_timeout_s)
         self.tracker = Tracker(run.config, run.store.url, partial(fetch_points, run))
         self.prepared: StageResult | None = None  # the committed tokenizer, once this process has seen it
         self.seconds: dict[str, float] = defaultdict(float)  # per stage verb, of the current iteration
@@ -103,19 +100,6 @@ class Session:
             await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy))
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True
-
-    async def _hosts(self) -> list[Host]:
-        """This process's own host and those that have joined; waits for one where there is none."""
-        deadline = time.monotonic() + self.config.engines.request_timeout_s
-        while not (hosts := [*self._own_hosts, *await self._joined.current()]):
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"engines.nodes={self.config.engines.nodes}, engines.gpu_ids={self.config.engines.gpu_ids}: this node does not "
-                    f"sample, and no host has joined; on each node that samples run "
-                    f"`rlpipe host --store {self.run.store.url} --run {self.run.name}`"
-                )
-            await asyncio.sleep(HOST_POLL_S)
-        return hosts
 
     def _probe(self, policy: ArtifactRef) -> Probe:
         metrics = read_manifest(self.run.store, policy.folder, policy.sha256).metrics
@@ -176,7 +160,7 @@ class Session:
     async def close(self) -> None:
         self._closed = True
         await asyncio.gather(
-            self.pool.close(), self._joined.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close)
+            self.pool.close(), self._hosts.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close)
         )
         if self._rewards is not None:
             self._rewards.close()
@@ -199,8 +183,8 @@ def work_dir_of(config: PipelineConfig) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def open_session(config: PipelineConfig) -> AsyncIterator[Session]:
-    """The session of a run: opened by the outermost flow, shared by the flows inside it.
+async def open_session(config: PipelineConfig, start_service: StartService = nobody_starts) -> AsyncIterator[Session]:
+    """The session of a run: opened by the outermost flow, shared by the flows inside it. `start_service`: for what runs elsewhere.
 
     UserError when the run is held by another process, or was created with other settings.
     """
@@ -214,7 +198,7 @@ async def open_session(config: PipelineConfig) -> AsyncIterator[Session]:
     for scratch in ("weights", "trainer", "tokenizer"):  # never trusted after a crash
         await asyncio.to_thread(shutil.rmtree, work_dir / scratch, True)
     work_dir.mkdir(parents=True, exist_ok=True)
-    session = _open[key] = Session(run, work_dir)
+    session = _open[key] = Session(run, work_dir, start_service)
     try:
         yield session
     finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -52,11 +53,13 @@ class Board:
         self._finished: OrderedDict[str, Job] = OrderedDict()
         self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._worked = time.monotonic()  # when somebody last asked for work, or it ended
 
     def submit(self, kind: str, body: JsonDict) -> Job:
         """The job that does this: one that runs, one that is done and still holds, or a new one. Refused otherwise."""
         job = Job(kind, body)
         with self._lock:
+            self._worked = time.monotonic()
             if self.running is not None:
                 if self.running.key == job.key:
                     return self.running
@@ -98,7 +101,7 @@ class Board:
             self._finished[job.key] = job
             while len(self._finished) > FINISHED_MAX:
                 self._finished.popitem(last=False)
-            self.running = None
+            self.running, self._worked = None, time.monotonic()
             job.done.set()
 
     def told(self, job: Job) -> None:
@@ -108,5 +111,8 @@ class Board:
                 del self._finished[job.key]
 
     def status(self) -> JsonDict:
+        """What is resident, what runs and how far it is, and for how many seconds there was nothing to do."""
         running = self.running
-        return {"position": self.position, "busy": running is not None, "progress": running.progress if running else None}
+        idle_s = 0.0 if running else time.monotonic() - self._worked
+        told = running.progress if running else None
+        return {"position": self.position, "busy": running is not None, "progress": told, "idle_s": idle_s}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from dataclasses import dataclass
 
+from rlpipe.services import KEY_VARIABLE, LOOPBACK, service_key
 from rlpipe.types import UserError
 
-TOKEN_VARIABLE = "RLPIPE_TRAINER_TOKEN"
 RESTARTS_MAX = 0  # torchrun's own restart was seen to hang; who started the gang starts it again, within one budget
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,12 @@ class TrainerOptions:
         if self.tokens_max < 1 or self.threads < 1:
             raise UserError(f"trainer.tokens_max={self.tokens_max}, trainer.threads={self.threads}: both must be at least 1")
         if self.host not in LOOPBACK and not self.token:
-            raise UserError(f"trainer host={self.host}: set {TOKEN_VARIABLE}, or listen on 127.0.0.1")
+            raise UserError(f"trainer host={self.host}: set {KEY_VARIABLE}, or listen on 127.0.0.1")
 
     @property
     def token(self) -> str:
         """The bearer token, from the environment: never on a command line, never in a config. Empty: none is asked for."""
-        return os.environ.get(TOKEN_VARIABLE, "")
+        return service_key()
 
     def as_argument(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -52,9 +50,14 @@ class TrainerOptions:
         return cls(**json.loads(text))
 
 
-def torchrun_argv(options: TrainerOptions, ranks: int, *, nodes: int = 1, rendezvous: str = "127.0.0.1:0") -> list[str]:
-    """The command of one node's part of a gang of `ranks` per node. Several nodes share a rendezvous host:port."""
-    assert ranks >= 1 and nodes >= 1, f"ranks={ranks}, nodes={nodes}"
+def torchrun_argv(options: TrainerOptions, ranks: int, *, nodes: int = 1, node: int = 0, rendezvous: str = "") -> list[str]:
+    """The command of one node's part of a gang of `ranks` per node. Several nodes meet at node 0's rendezvous, host:port."""
+    assert ranks >= 1 and 0 <= node < nodes, f"ranks={ranks}, node {node} of {nodes}"
     launch = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--max-restarts", str(RESTARTS_MAX)]
-    launch += ["--monitor-interval", "0.5", "--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous]
+    launch += ["--monitor-interval", "0.5"]
+    if nodes == 1:
+        launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    else:  # static: the ranks of node 0 are the first ones, and rank 0 is the one that answers
+        host, port = rendezvous.rsplit(":", 1)
+        launch += ["--node-rank", str(node), "--master-addr", host, "--master-port", port]
     return [sys.executable, "-m", "rlpipe.trainer.agent", *launch, "-m", "rlpipe.trainer.server", options.as_argument()]

@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             return
         board = self.server.board
-        answers: dict[str, JsonDict] = {"/health": {"ranks": self.server.ranks}, "/status": board.status()}
+        answers: dict[str, JsonDict] = {"/health": self.server.told, "/status": board.status()}
         self._answer(*((200, answers[self.path]) if self.path in answers else (404, {"error": f"no {self.path}"})))
 
     def do_POST(self) -> None:
@@ -101,7 +101,7 @@ class GangServer(ThreadingHTTPServer):
     def __init__(self, options: TrainerOptions, board: Board, ranks: int) -> None:
         super().__init__((options.host, options.port), Handler)
         self.board = board
-        self.ranks = ranks
+        self.told: JsonDict = {"ranks": ranks, "store": options.store, "dtype": options.dtype}
         self.token = options.token
 
 

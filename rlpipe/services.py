@@ -1,0 +1,154 @@
+"""Services: trainer gangs and engine hosts in processes of their own, elsewhere. How a run finds them, and when they end.
+
+A service leaves a record in `runs/<run>/services/<kind>/<name>.json`, and is the run's for as long as that record is its own: who
+deletes it, or puts another in its place, dismisses the service. Nobody has to reach it for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field, replace
+
+from pydantic import BaseModel
+
+from rlpipe.config import PipelineConfig
+from rlpipe.store.backend import Store
+from rlpipe.store.run import open_existing
+from rlpipe.types import StoreError, UserError, canonical_json
+
+log = logging.getLogger(__name__)
+KEY_VARIABLE, ADDRESS_VARIABLE = "RLPIPE_SERVICE_KEY", "RLPIPE_ADDRESS"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+WATCH_S = 2.0
+LOST_S = 45.0  # what is registered and cannot be reached for so long is lost: a restart on its own node is quicker
+QUEUE_WAIT_S = 24 * 3600.0  # a work pool may be full for a night; who wants to wait less sets a timeout of the flow
+RUN_WAIT_S, RUN_POLL_S = 600.0, 5.0
+TRAINER, ENGINES = "trainer", "engines"
+
+# (kind, node, whether what is registered there is lost): sees to it that one is started, unless one is on its way
+StartService = Callable[[str, int, bool], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class ServiceRecord:
+    """What a service leaves in the store. `engine`: the kind of its engines; `rendezvous`: host:port of a gang of several nodes."""
+
+    name: str
+    url: str
+    engine: str = ""
+    rendezvous: str = ""
+    start: str = field(default_factory=lambda: secrets.token_hex(8))  # no two starts leave the same record
+
+
+async def nobody_starts(kind: str, node: int, lost: bool) -> None:
+    """Of a process without Prefect: UserError."""
+    raise UserError(f"{kind}.place='deployment': only a flow starts deployments; use place = 'process' or 'elsewhere'")
+
+
+def node_name(node: int) -> str:
+    """The name of the service that a run starts for one of its nodes: a second start of it takes the first one's place."""
+    return f"node-{node}"
+
+
+def service_key() -> str:
+    """The bearer key that flow, gangs and hosts share; empty: none is asked for."""
+    return os.environ.get(KEY_VARIABLE, "")
+
+
+def own_address(address: str = "") -> str:
+    """The address to listen at: the given one, else this node's ($RLPIPE_ADDRESS), else loopback.
+
+    UserError when others could reach it without a key.
+    """
+    address = address or os.environ.get(ADDRESS_VARIABLE, "") or LOOPBACK[0]
+    if address not in LOOPBACK and not service_key():
+        raise UserError(
+            f"address={address}: beyond loopback a service needs a key: set {KEY_VARIABLE} here and where the flow runs"
+        )
+    return address
+
+
+def services_folder(run_root: str, kind: str) -> str:
+    assert kind in (TRAINER, ENGINES), kind
+    return f"{run_root}/services/{kind}"
+
+
+def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
+    """The records of a kind, in the order of their names."""
+    records = []
+    for key in sorted(store.list(services_folder(run_root, kind))):
+        if key.rsplit("/", 1)[-1].startswith("."):
+            continue  # being written
+        with contextlib.suppress(StoreError, TypeError):  # gone between the two calls, or of another version
+            records.append(ServiceRecord(**json.loads(store.read(key))))
+    return records
+
+
+def dismiss(store: Store, run_root: str, kind: str, name: str) -> None:
+    """Ends a service, wherever it is, within a few seconds."""
+    store.delete(f"{services_folder(run_root, kind)}/{name}.json")
+
+
+@dataclass
+class Registration:
+    """A service's own record, from the first `enter` on."""
+
+    store: Store
+    run_root: str
+    kind: str
+    record: ServiceRecord
+
+    @property
+    def key(self) -> str:
+        return f"{services_folder(self.run_root, self.kind)}/{self.record.name}.json"
+
+    async def enter(self, **fields: str) -> None:
+        """Leaves the record, or changes it."""
+        self.record = replace(self.record, **fields)
+        await asyncio.to_thread(self.store.put, self.key, canonical_json(asdict(self.record)))
+
+    async def stands(self) -> bool:
+        """Whether the record is still this service's own."""
+        records = await asyncio.to_thread(registered, self.store, self.run_root, self.kind)
+        return self.record.start in (record.start for record in records)
+
+    async def leave(self) -> None:
+        """Takes the record away, unless another service has taken the place."""
+        if await self.stands():
+            await asyncio.to_thread(self.store.delete, self.key)
+
+    async def until_over(self, idle_s: Callable[[], Awaitable[float]], idle_timeout_s: float, ended: asyncio.Event) -> str:
+        """Returns why the service has nothing more to do: told to end, dismissed, or without work for `idle_timeout_s` (0: never)."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), WATCH_S)
+                return "it was told to end"
+            try:
+                if not await self.stands():
+                    return "the run dismissed it"
+            except (OSError, StoreError) as error:
+                log.warning("the store does not answer: %s", error)  # who is asked for work goes on working
+            idle = await idle_s()
+            if idle_timeout_s and idle > idle_timeout_s:
+                return f"it had no work for {idle:.0f} s"
+
+
+async def config_of(store: Store, run: str, **sections: BaseModel) -> PipelineConfig:
+    """The config of a run with other operational sections, waiting until somebody has started it; UserError after RUN_WAIT_S."""
+    deadline = time.monotonic() + RUN_WAIT_S
+    while True:
+        try:
+            config = (await asyncio.to_thread(open_existing, store, run)).config
+            return config.model_copy(update={"store": store.url, **sections})
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+            log.info("waiting for run %s to be started", run)
+            await asyncio.sleep(RUN_POLL_S)
