@@ -93,7 +93,8 @@ def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
 
 def dismiss(store: Store, run_root: str, kind: str, name: str) -> None:
     """Ends a service, wherever it is, within a few seconds."""
-    store.delete(f"{services_folder(run_root, kind)}/{name}.json")
+    with contextlib.suppress(FileNotFoundError):  # it left, or another dismissed it
+        store.delete(f"{services_folder(run_root, kind)}/{name}.json")
 
 
 @dataclass
@@ -122,7 +123,7 @@ class Registration:
     async def leave(self) -> None:
         """Takes the record away, unless another service has taken the place."""
         if await self.stands():
-            await asyncio.to_thread(self.store.delete, self.key)
+            await asyncio.to_thread(dismiss, self.store, self.run_root, self.kind, self.record.name)
 
     async def until_over(self, idle_s: Callable[[], Awaitable[float]], idle_timeout_s: float, ended: asyncio.Event) -> str:
         """Returns why the service has nothing more to do: told to end, dismissed, or without work for `idle_timeout_s` (0: never)."""

@@ -1,0 +1,82 @@
+"""Runs whose gang and engines are services of their own: found, killed, adopted by the next start, ended when nobody needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlpipe.services import ENGINES, TRAINER, registered
+from tests.pipeline import MINI, Folder, descendants, kill_group
+
+pytestmark = pytest.mark.e2e
+ELSEWHERE = ["trainer.place=elsewhere", "trainer.nodes=2", "engines.place=elsewhere"]
+
+
+@contextlib.contextmanager
+def services(folder: Folder) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Two nodes of a gang and a host, as somebody starts them on three nodes."""
+    join = ["--store", folder.store, "--run", "a"]
+    started = {f"node-{node}": folder.start("trainer", *join, "--node", str(node)) for node in (0, 1)}
+    started["host"] = folder.start("host", *join, "--idle-timeout-s", "600")
+    try:
+        yield started
+    finally:
+        for process in started.values():
+            kill_group(process)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path, f"file://{tmp_path}/store")
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> Folder:
+    (tmp_path / "undisturbed").mkdir()
+    folder = Folder(tmp_path / "undisturbed", f"file://{tmp_path}/undisturbed-store")
+    folder.complete("a", *MINI, "trainer.ranks=2")
+    return folder
+
+
+def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all(folder: Folder, undisturbed: Folder) -> None:
+    with services(folder) as started:
+        flow = folder.start(*folder.run_arguments("a", *MINI, *ELSEWHERE))
+        folder.wait_for("a", "rl/00000/iteration.json", flow)
+        for process in descendants(started["node-1"], "rlpipe.trainer.server"):  # the rank, and torchrun above it
+            process.kill()  # the whole gang has to meet again
+        folder.wait_for("a", "rl/00001/iteration.json", flow)
+        kill_group(flow)  # and then nobody asks for anything
+        names = [record.name for record in registered(folder.open_store(), "runs/a", TRAINER)]
+        before = registered(folder.open_store(), "runs/a", ENGINES)
+        assert names == ["node-0", "node-1"]
+        assert all(process.poll() is None for process in started.values())
+        folder.complete("a", *MINI, *ELSEWHERE)
+        assert registered(folder.open_store(), "runs/a", ENGINES) == before
+        for process in started.values():
+            process.terminate()
+        assert [process.wait(timeout=60) for process in started.values()] == [0, 0, 0]
+    assert not registered(folder.open_store(), "runs/a", TRAINER) and not registered(folder.open_store(), "runs/a", ENGINES)
+    assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
+    assert folder.final_sha256("a", 5) == undisturbed.final_sha256("a", 5)
+
+
+def test_services_whose_flow_is_gone_end_by_themselves(folder: Folder) -> None:
+    join = ["--store", folder.store, "--run", "a", "--idle-timeout-s", "5"]
+    started = [folder.start("trainer", *join), folder.start("host", *join)]
+    flow = folder.start(*folder.run_arguments("a", *MINI, "trainer.place=elsewhere", "engines.place=elsewhere"))
+    try:
+        folder.wait_for("a", "rl/00000/iteration.json", flow)
+        kill_group(flow)
+        deadline = time.monotonic() + 60
+        while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert [process.poll() for process in started] == [0, 0], (folder.path / "output.log").read_text()[-3000:]
+        assert not registered(folder.open_store(), "runs/a", TRAINER) and not registered(folder.open_store(), "runs/a", ENGINES)
+    finally:
+        for process in (flow, *started):
+            kill_group(process)
