@@ -134,7 +134,7 @@ def test_numbers_that_are_none_and_weights_that_are_missing(folder: Path, tmp_pa
     shutil.copytree(folder, headless)
     LlamaForCausalLM(tiny_config()).save_pretrained(headless)
     with pytest.raises(UserError, match="holds a LlamaForCausalLM"):
-        check_rewards({f"hf:{headless}": 1.0}, {})
+        check_rewards({f"hf:{headless}": 1.0}, {}, 10.0)
     config = json.loads((headless / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
     (headless / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"lack \['score.weight'\]"):
@@ -142,6 +142,6 @@ def test_numbers_that_are_none_and_weights_that_are_missing(folder: Path, tmp_pa
 
 
 def test_a_folder_and_an_output_are_checked_without_loading(folder: Path) -> None:
-    check_rewards({f"hf:{folder}": 1.0}, {})
+    check_rewards({f"hf:{folder}": 1.0}, {}, 10.0)
     with pytest.raises(UserError, match=r"output=2: the model .* has the outputs 0 to 1"):
-        check_rewards({f"hf:{folder}": 1.0}, {f"hf:{folder}": {"output": 2}})
+        check_rewards({f"hf:{folder}": 1.0}, {f"hf:{folder}": {"output": 2}}, 10.0)

@@ -182,7 +182,7 @@ def test_killing_the_owner_leaves_no_worker(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
-    check_rewards({"math": 1.0, "behaviours:half": 0.5}, {})
+    check_rewards({"math": 1.0, "behaviours:half": 0.5}, {}, 10.0)
     assert "behaviours" not in sys.modules
     (folder / "broken_here.py").write_text("raise RuntimeError('half a file')\n")
     (folder / "leaves_here.py").write_text("import os\nos._exit(4)\n")
@@ -194,7 +194,7 @@ def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
         ({"leaves_here:f": 1.0}, "ended with code"),
     ]:
         with pytest.raises(UserError, match=said):
-            check_rewards(rewards, {})
+            check_rewards(rewards, {}, 10.0)
     with pytest.raises(UserError, match="has no 'nope'"):
         RewardPool({"behaviours:nope": 1.0}, workers=1, timeout_s=1.0)
     assert os.getcwd() == str(folder)

@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
+from rlpipe.rewards.code import check_time
 from rlpipe.rewards.functions import FunctionScorer
 from rlpipe.rewards.registry import can_be_refused, check_names, is_service
 from rlpipe.rewards.score import Score, Scorer, combined
@@ -73,13 +74,15 @@ def _scorers(rewards: dict[str, float], args: dict[str, JsonDict], workers: int,
     return ([FunctionScorer(functions, own, workers, timeout_s)] if functions else []) + services
 
 
-def check_rewards(rewards: dict[str, float], args: dict[str, JsonDict]) -> None:
-    """UserError when a reward cannot be loaded; functions are tried in a process of their own, so that this one imports none.
+def check_rewards(rewards: dict[str, float], args: dict[str, JsonDict], timeout_s: float) -> None:
+    """UserError when a reward cannot be loaded, or cannot keep to `timeout_s`; functions are tried in a process of their own, so that this one imports none.
 
     Services are not called: one that is down when it is needed is a fault of the rollouts, `reward_unavailable`.
     """
     for scorer in _scorers(rewards, args, workers=1, timeout_s=1.0):
         scorer.close()
+    if "code" in rewards:
+        check_time(args.get("code", {}), timeout_s)
     # loading the libraries of the others would take seconds
     tried = {name: weight for name, weight in rewards.items() if not is_service(name) and can_be_refused(name)}
     if tried:
