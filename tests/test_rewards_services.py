@@ -15,6 +15,7 @@ from rlpipe.rewards import http
 from rlpipe.rewards.judge import verdict
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import InvalidReward, Score
+from rlpipe.types import EngineError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[Handler], Awaitable[str]]
@@ -160,6 +161,15 @@ async def test_a_service_that_hangs_is_given_up(remote: dict[str, Any], monkeypa
     scores, _ = await scored({"remote": 1.0}, remote, *["hang"] * 500, timeout_s=0.3)
     assert {score.reason for score in scores} == {"reward_timeout", "reward_unavailable"}
     assert calls["hang"] < 40  # 16 at a time
+
+
+async def test_what_is_being_asked_when_the_pool_closes_records_no_fault(remote: dict[str, Any]) -> None:
+    with RewardPool({"remote": 1.0}, remote, workers=1, timeout_s=1.0) as pool:
+        scoring = asyncio.create_task(asyncio.to_thread(pool.score, [item("hang")] * 100))
+        while not calls["hang"]:
+            await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match="closed"):
+        await scoring
 
 
 async def test_no_more_calls_at_a_time_than_the_concurrency(serve: Serve) -> None:

@@ -126,12 +126,14 @@ class Session:
         return Probe(**metrics["probe"])
 
     def rewards(self) -> RewardPool:
+        self._check_open()
         if self._rewards is None:
             rl = self.config.rl
             self._rewards = RewardPool(rl.rewards, rl.reward_args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s)
         return self._rewards
 
     def environments(self) -> EnvironmentPool:
+        self._check_open()
         if self._environments is None:
             rl = self.config.rl
             self._environments = EnvironmentPool(
