@@ -42,11 +42,18 @@ def score_rows(
             "%d of %d rollouts could not be scored %s; last error: %s", faults.total(), len(rows), dict(faults), pool.last_error
         )
     if rows and (faults.total() == len(rows) or (faults and fallback is None)):
-        raise UserError(
-            f"rl.rewards={list(session.config.rl.rewards)}: {faults.total()} of {len(rows)} rollouts could not be scored "
-            f"({dict(faults)}; {pool.last_error}). Mend the reward and start again: what was sampled is kept"
-        )
+        raise UserError(_unscored(session, faults, len(rows), pool.last_error))
     return [_scored(session, row, score) for row, score in zip(rows, scores, strict=True)]
+
+
+def _unscored(session: Session, faults: Counter[str], num_rows: int, last_error: str | None) -> str:
+    told = f"{faults.total()} of {num_rows} rollouts could not be scored ({dict(faults)}; {last_error or 'the log says which'})"
+    if all(reason.startswith("environment_") for reason in faults):
+        return (
+            f"rl.environment={session.config.rl.environment!r}: {told}. Mend the environment and start again; rollouts that are "
+            f"committed with their faults stay so: sample them anew in a fork of {session.run.name} from an iteration before them"
+        )
+    return f"rl.rewards={list(session.config.rl.rewards)}: {told}. Mend the reward and start again: what was sampled is kept"
 
 
 def _scores(
