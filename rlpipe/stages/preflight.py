@@ -31,7 +31,7 @@ def preflight(config: PipelineConfig, redo: bool = False) -> None:
     if config.model.path:
         model_folder(config.model)
     if config.rl.num_iterations:
-        check_rewards(config.rl.rewards, config.rl.reward_args)
+        check_rewards(config.rl.rewards, config.rl.reward_args, config.rl.reward_timeout_s)
         resolve_filters(config.rl.filters)
         if config.rl.environment:
             _check_environment(config)

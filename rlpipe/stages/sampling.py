@@ -14,6 +14,7 @@ from rlpipe.rollouts import CARRIED, PROMPTS, ROLLOUTS, grouped, read_rows, to_p
 from rlpipe.stages.carrying import num_sampled_of, prior_of
 from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.curriculum import draw_prompts
+from rlpipe.stages.faulted import check_answered
 from rlpipe.stages.rows import check_lengths, prompt_rows, rollout_rows
 from rlpipe.stages.scoring import judge
 from rlpipe.stages.seeds import rollout_seed
@@ -140,9 +141,10 @@ async def generate(
     `kept`: groups that survived the earlier rounds. When enough have survived of a round that is over-sampled, what runs is cut
     short; it is committed all the same.
     """
-    rl = session.config.rl
+    rl, key = session.config.rl, _rollouts_key(iteration, round_index, shard)
 
     async def produce(folder: str, attempt: str) -> Produced:
+        session.unanswered.discard((key.iteration, key.stage))
         places = await asyncio.to_thread(_places, session, prompts)
         mine = places[shard * rl.shard_prompts : (shard + 1) * rl.shard_prompts]
         requests = [_group_request(session, place, iteration, round_index) for place in mine]
@@ -158,13 +160,15 @@ async def generate(
             for place, request, group in zip(mine, requests, groups, strict=True)
             for rollout in rollout_rows(session, place.prompt, place.group_index, request, group, iteration)
         ]
+        shards = (_rollouts_key(iteration, round_index, each) for each in range(_num_shards(session, len(places))))
+        await check_answered(session, key, [other for other in shards if other != key], rollouts)
         data = await asyncio.to_thread(to_parquet, rollouts, ROLLOUTS)
         record = await asyncio.to_thread(write_bytes, session.run.store, folder, attempt, "rollouts.parquet", data)
         tokens = sum(num_sampled_of(row, iteration) for row in rollouts)
         return Produced([record], {"num_rollouts": len(rollouts), "num_tokens": tokens}, weight_version=iteration)
 
     inputs = {"prompts": prompts, "policy": policy}
-    return await run_stage(session, _rollouts_key(iteration, round_index, shard), inputs, produce)
+    return await run_stage(session, key, inputs, produce)
 
 
 def _places(session: Session, prompts: ArtifactRef) -> list[Place]:

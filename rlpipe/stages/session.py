@@ -57,6 +57,7 @@ class Session:
         self.prepared: StageResult | None = None  # the committed tokenizer, once this process has seen it
         self.seconds: dict[str, float] = defaultdict(float)  # per stage verb, of the current iteration
         self.survivors: dict[RoundKey, Survivors] = {}  # of the sampling round at work, when it is over-sampled
+        self.unanswered: set[tuple[int, str]] = set()  # iteration and stage of shards that wait for others (faulted.py)
         self._active: Counter[str] = Counter()
         self._since: dict[str, float] = {}
         self._rewards: RewardPool | None = None
@@ -89,7 +90,7 @@ class Session:
     async def gang(self) -> TrainerClient:
         """The trainer, started if need be."""
         async with self._trainer_lock:
-            self._check_open()
+            self.check_open()
             if not self.trainer.started:
                 await self.trainer.start()
         return self.trainer
@@ -97,7 +98,7 @@ class Session:
     async def serve(self, policy: ArtifactRef, version: int) -> bool:
         """Puts a committed policy on every engine, starting the pool if need be; False when it was served already."""
         async with self._pool_lock:
-            self._check_open()
+            self.check_open()
             if self.pool.version == version:
                 return False
             await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy))
@@ -126,12 +127,14 @@ class Session:
         return Probe(**metrics["probe"])
 
     def rewards(self) -> RewardPool:
+        self.check_open()
         if self._rewards is None:
             rl = self.config.rl
             self._rewards = RewardPool(rl.rewards, rl.reward_args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s)
         return self._rewards
 
     def environments(self) -> EnvironmentPool:
+        self.check_open()
         if self._environments is None:
             rl = self.config.rl
             self._environments = EnvironmentPool(
@@ -168,7 +171,7 @@ class Session:
             )
         return self._tokenizer
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         """A shard may outlive another that failed, and the flow that failed with it: it starts nothing any more."""
         if self._closed:
             raise EngineError(f"run {self.run.name} was closed")
