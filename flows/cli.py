@@ -179,10 +179,10 @@ def fork_command(
         parent = open_existing(_store(store), run)
         check_committed(parent, at)
         config = override_config(parent.config, overrides + ([f"rl.num_iterations={at + 1}"] if redo else []))
-        planned_fork(parent, at, config, redo or "")
+        planned = planned_fork(parent, at, config, redo or "")
         if redo:
             check_redo(parent, at, config, redo)
-        preflight(config, bool(redo))
+        preflight(config, planned)
         forked = fork(parent, at, config, redo or "")
     except (UserError, StoreError, OSError) as error:
         _fail(error, 2)

@@ -16,15 +16,20 @@ from rlpipe.launch import check_port_free
 from rlpipe.rewards.pool import check_rewards
 from rlpipe.stages.base import model_folder
 from rlpipe.stages.rollout_source import open_source
+from rlpipe.stages.sampling import check_carried
 from rlpipe.stages.session import data_seed
 from rlpipe.store.backend import check_access, open_store
 from rlpipe.store.lease import check_free
-from rlpipe.store.run import find_run
+from rlpipe.store.run import Run, find_run
 from rlpipe.types import UserError
 
 
-def preflight(config: PipelineConfig, redo: bool = False) -> None:
-    """UserError naming field, file or row, and the fix, when the run could not succeed. A redo needs nothing but the store."""
+def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
+    """UserError naming field, file or row, and the fix, when the run could not succeed.
+
+    `fork`: the run that is about to be forked (`planned_fork`). A redo needs nothing but the store.
+    """
+    redo = fork is not None and bool(fork.redo)
     if config.trainer.nodes > 1:
         raise UserError("trainer.nodes: `rlpipe run` starts a gang on one node; plan accepts more, run does not yet")
     _check_ports(config)
@@ -39,6 +44,8 @@ def preflight(config: PipelineConfig, redo: bool = False) -> None:
         _check_data(config)
     store = open_store(config.store)
     check_access(store)
+    if fork is not None:
+        check_carried(fork)
     found = find_run(store, config) if config.run else None
     if found is not None:
         check_free(store, found.root)
