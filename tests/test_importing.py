@@ -11,6 +11,7 @@ from rlpipe.config_source import read_config
 from rlpipe.data.prompt import Prompt
 from rlpipe.rollouts import KEPT_REWARDS, PROMPTS, ROLLOUTS, SCORES, read_rows
 from rlpipe.stages.importing import import_prompts, import_rollouts
+from rlpipe.stages.preflight import preflight
 from rlpipe.stages.scoring import filter_groups, score
 from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import commit, read_manifest, write_bytes
@@ -128,6 +129,23 @@ async def test_a_source_that_changed_is_named_and_what_is_imported_needs_it_no_m
     for path in folder.iterdir():
         path.unlink()
     assert [each.ref for each in await imported(opened(tmp_path, folder), 0)] == [each.ref for each in before]
+
+
+async def test_preflight_needs_the_source_until_the_last_iteration_is_imported(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", rollouts(0, 1, 2, 3))
+    for iteration in range(2):
+        session = opened(tmp_path, path)
+        preflight(session.config)
+        prompts = await import_prompts(session, iteration)
+        path.rename(tmp_path / "gone")
+        with pytest.raises(UserError, match="no Parquet file there"):
+            preflight(session.config)
+        (tmp_path / "gone").rename(path)
+        await import_rollouts(session, iteration, prompts.ref)
+    path.unlink()
+    preflight(session.config)  # no iteration is committed: all goes on from what was imported
+    with pytest.raises(UserError, match="no Parquet file there"):
+        preflight(opened(tmp_path, path, "rl.num_iterations=3").config)
 
 
 async def test_tokens_of_another_tokenizer_and_too_few_groups_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from rlpipe.filters import resolve_filters
 from rlpipe.launch import check_port_free
 from rlpipe.rewards.pool import check_rewards
 from rlpipe.stages.base import model_folder
+from rlpipe.stages.importing import IMPORTED
 from rlpipe.stages.rollout_source import open_source
 from rlpipe.stages.sampling import check_carried
 from rlpipe.stages.session import data_seed
@@ -46,11 +47,11 @@ def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
     check_access(store)
     if fork is not None:
         check_carried(fork)
-    found = find_run(store, config) if config.run else None
+    found = fork or (find_run(store, config) if config.run else None)
     if found is not None:
         check_free(store, found.root)
-    total = config.rl.num_iterations
-    if config.rl.rollouts_from and not redo and (found is None or found.num_committed("rl", total) < total):
+    run, last = found or Run(store, config), config.rl.num_iterations - 1
+    if config.rl.rollouts_from and not redo and last >= 0 and run.artifact("rl", last, IMPORTED) is None:
         prompts = [prompt for data in config.sets("rl") for prompt in load_prompts(data, data_seed(config.seed, data.name))]
         open_source(config, store, prompts)
 
