@@ -226,10 +226,11 @@ def check_committed(run: Run, at: int) -> None:
         return
     count = run.num_committed("rl", 100_000)
     has = f"iterations 0 to {count - 1}" if count else "none"
-    choose = f"choose K from 0 to {count - 1}, or " if count else ""
+    ways = [f"choose K from 0 to {count - 1}"] if count else []
+    ways += [f"let `rlpipe run ... --run {run.name}` get there first"] if at >= 0 else []
     raise UserError(
-        f"--at {at}: iteration {at} of run {run.name} is not committed (committed: {has}); {choose}"
-        f"let `rlpipe run ... --run {run.name}` get there first"
+        f"--at {at}: iteration {at} of run {run.name} is not committed (committed: {has}); "
+        f"{', or '.join(ways) or 'there is none below 0'}"
     )
 
 
