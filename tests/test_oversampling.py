@@ -27,14 +27,15 @@ from rlpipe.rollouts import BATCH, CARRIED, ROLLOUTS, SCORES, grouped, read_rows
 from rlpipe.rollouts import PROMPTS as PROMPT_ROWS
 from rlpipe.stages.carrying import finished, spans_of
 from rlpipe.stages.iteration import commit_iteration
+from rlpipe.stages.preflight import preflight
 from rlpipe.stages.sampling import generate, num_shards, previous_artifact, rollout_seed, sample_prompts
 from rlpipe.stages.scoring import filter_groups, judge, score
 from rlpipe.stages.session import Session
 from rlpipe.stages.survivors import Survivors
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.audit import verify
-from rlpipe.store.run import Run, create_or_continue, fork
-from rlpipe.types import ArtifactRef, EngineError, JsonDict, StageResult
+from rlpipe.store.run import Run, create_or_continue, fork, planned_fork
+from rlpipe.types import ArtifactRef, EngineError, JsonDict, StageResult, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 PROMPTS = [Prompt(f"words/{index}", "words", [{"role": "user", "content": f"word {index}"}], "x") for index in range(11)]
@@ -353,6 +354,25 @@ async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Pa
     assert told["rollout/num_continued"] == sum(bool(row["completion_tokens"]) for group in handed for row in group)
     assert told["rollout/num_sampled"] == told["rollout/num_trained"] + told["rollout/num_filtered"] == len(rows)
     assert [fault for fault in verify(forked)[1] if POLICY.sha256[:12] not in fault] == []
+
+
+async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4"])
+    run = world.session.run
+    world.start(fork(run, 1, world.config("run=finished", "rl.oversampling=1")))
+    assert (await world.iterate(2))["rollout/groups_carried"] == 0
+    for parent, at, sets, said in (
+        (run, 1, ["rl.environment=calculator"], r"rl\.environment='calculator': \d+ groups that iteration 1 carried.*fork that run at 2"),
+        (run, 1, ["rl.temperature=0.5"], r"rl\.temperature differs .* iteration 1 carried: keep it, or set rl\.train_stale_tokens"),
+        (run, 1, ["rl.temperature=0.5", "rl.train_stale_tokens=false"], ""),
+        (world.session.run, 2, ["rl.environment=calculator"], ""),
+    ):  # fmt: skip
+        planned = planned_fork(parent, at, world.config("run=b", "rl.oversampling=1", *sets))
+        if said:
+            with pytest.raises(UserError, match=said):
+                preflight(planned.config, planned)
+        else:
+            preflight(planned.config, planned)
 
 
 @pytest.mark.parametrize("staleness_max", [0, 1])

@@ -22,6 +22,8 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.survivors import Survivors
 from rlpipe.stages.turns import play
 from rlpipe.store.artifacts import read_manifest, write_bytes
+from rlpipe.store.backend import Store
+from rlpipe.store.run import Run
 from rlpipe.types import ArtifactRef, JsonDict, StageResult, UserError
 
 
@@ -81,9 +83,7 @@ def _draw(
             first_group, skipped = told["first_group"] + told["num_prompts"], told
     if before is None:
         check_lengths(session, "rl")
-    handed = _carried_groups(session, carried) if carried else []
-    if handed:
-        _check_same_sampling(session, iteration)
+    handed = _carried_groups(session.run.store, carried) if carried else []
     wanted = max(0, session.config.rl.round_groups - len(handed))
     drawn, after, counts = draw_prompts(session, iteration, cursor, position, wanted, pass_rates)
     metrics = {"cursor": after, "data_sha256": digest, "first_group": first_group}
@@ -91,21 +91,32 @@ def _draw(
     return handed, [sets[set_index][row_index] for set_index, row_index in drawn], metrics
 
 
-def _carried_groups(session: Session, ref: ArtifactRef) -> list[list[JsonDict]]:
+def _carried_groups(store: Store, ref: ArtifactRef) -> list[list[JsonDict]]:
     """The groups of an artifact's carried.parquet, which it has when there are any."""
-    manifest = read_manifest(session.run.store, ref.folder, ref.sha256)
+    manifest = read_manifest(store, ref.folder, ref.sha256)
     if not any(record.plain_name == "carried.parquet" for record in manifest.files):
         return []
-    return grouped(read_rows(session.run.store, ref, "carried.parquet", CARRIED))
+    return grouped(read_rows(store, ref, "carried.parquet", CARRIED))
 
 
-def _check_same_sampling(session: Session, iteration: int) -> None:
-    """UserError when what is carried was sampled from another distribution, by the run that this was forked from."""
-    before, now = session.run.owner("rl", iteration - 1, "rollouts").config.rl, session.config.rl
+def check_carried(run: Run) -> None:
+    """UserError when a fork could not go on with the groups that its parent handed on: they were sampled otherwise."""
+    at, now = run.fork_at, run.config.rl
+    record = run.iteration_record(at) if run.parent is not None and at >= 0 else None
+    if record is None or run.redo or now.rollouts_from:
+        return
+    num_groups = len(_carried_groups(run.store, ArtifactRef.from_json(record["artifacts"]["batch"])))
+    before = run.owner("rl", at, "rollouts").config.rl
     differ = [name for name in ("temperature", "top_p", "top_k") if getattr(before, name) != getattr(now, name)]
-    if differ and now.train_stale_tokens:
+    if num_groups and now.environment:
         raise UserError(
-            f"rl.{differ[0]} differs from that of the rollouts that iteration {iteration - 1} carried: keep it, or set "
+            f"rl.environment={now.environment!r}: {num_groups} groups that iteration {at} carried were begun without it, and a "
+            f"rollout does not go on in it. Two ways out: fork with rl.oversampling = 1 and rl.num_iterations = {at + 2}, which "
+            f"finishes them, and then fork that run at {at + 1}; or fork at an iteration whose rollout/groups_carried is 0"
+        )
+    if num_groups and differ and now.train_stale_tokens:
+        raise UserError(
+            f"rl.{differ[0]} differs from that of the rollouts that iteration {at} carried: keep it, or set "
             "rl.train_stale_tokens = false, so that their logprobs are not trained on"
         )
 
@@ -174,7 +185,7 @@ async def generate(
 def _places(session: Session, prompts: ArtifactRef) -> list[Place]:
     """The groups of a round, the carried ones first."""
     first = read_manifest(session.run.store, prompts.folder, prompts.sha256).metrics["first_group"]
-    handed = dict(enumerate(_carried_groups(session, prompts)))
+    handed = dict(enumerate(_carried_groups(session.run.store, prompts)))
     rows = read_rows(session.run.store, prompts, "prompts.parquet", PROMPTS)
     return [Place(slot, first + slot, row, handed.get(slot, [])) for slot, row in enumerate(rows)]
 

@@ -145,7 +145,7 @@ class Session:
     def prompts(self, use: str) -> list[list[Prompt]]:
         """The prompt sets of one use, read once."""
         if use not in self._prompts:
-            self._prompts[use] = [load_prompts(data, data_seed(self.config.seed, data.name)) for data in self.config.sets(use)]
+            self._prompts[use] = load_sets(self.config, use)
         return self._prompts[use]
 
     def data_sha256(self, use: str) -> str:
@@ -158,7 +158,7 @@ class Session:
         """What `rl.rollouts_from` names, opened and checked once."""
         if self._source is None:
             prompts = [prompt for rows in self.prompts("rl") for prompt in rows]
-            self._source = open_source(self.config, self.run.store, prompts)
+            self._source = open_source(self.run, prompts)
         return self._source
 
     def tokenizer(self) -> ChatTokenizer:
@@ -190,6 +190,11 @@ class Session:
 def data_seed(seed: int, name: str) -> int:
     """The seed of one data set. Generators use seed + index, so neighbouring seeds would share nearly all items."""
     return int(sha256_of([seed, name])[:7], 16)
+
+
+def load_sets(config: PipelineConfig, use: str) -> list[list[Prompt]]:
+    """The prompt sets of one use, each with its own seed."""
+    return [load_prompts(data, data_seed(config.seed, data.name)) for data in config.sets(use)]
 
 
 _open: dict[tuple[str, str], Session] = {}
