@@ -23,7 +23,7 @@ from rlpipe.config import PipelineConfig
 from rlpipe.config_source import read_config
 from rlpipe.plan import plan_lines
 from rlpipe.store.audit import unreferenced, verify
-from rlpipe.store.run import fork, open_existing
+from rlpipe.store.run import check_committed, fork, open_existing, planned_fork
 from rlpipe.types import StoreError, UserError
 
 PRESETS = Path(__file__).parent / "presets"
@@ -166,10 +166,12 @@ def fork_command(
                 f"--redo ends with iteration {at}: leave rl.num_iterations away, and go on with rlpipe run after it"
             )
         parent = open_existing(_store(store), run)
+        check_committed(parent, at)
         config = override_config(parent.config, overrides + ([f"rl.num_iterations={at + 1}"] if redo else []))
+        planned = planned_fork(parent, at, config, redo or "")
         if redo:
             check_redo(parent, at, config, redo)
-        preflight(config, bool(redo))
+        preflight(config, planned)
         forked = fork(parent, at, config, redo or "")
     except (UserError, StoreError, OSError) as error:
         _fail(error, 2)

@@ -7,7 +7,6 @@ from prefect import flow
 from flows.naming import named, run_name
 from flows.publish import publish_report
 from flows.rl import rl
-from flows.rl_offline import rl_offline
 from flows.session import open_session
 from flows.sft import sft
 from rlpipe.config import PipelineConfig
@@ -22,5 +21,5 @@ async def post_train(config: PipelineConfig) -> JsonDict:
         if session.run.num_segments and session.run.parent is None:
             await sft(config)
         if config.rl.num_iterations:
-            await (rl_offline if config.rl.rollouts_from else rl)(config)
+            await rl(config)
         return await publish_report(session)

@@ -6,10 +6,11 @@ from prefect import flow
 
 from flows.naming import named, run_name
 from flows.rl_iteration import rl_iteration
+from flows.rl_offline import rl_offline
 from flows.rl_phase import begin_rl, iterate
 from flows.session import open_session
 from rlpipe.config import PipelineConfig
-from rlpipe.types import JsonDict, UserError
+from rlpipe.types import JsonDict
 from tasks.evaluate import evaluate
 from tasks.reload_engines import reload_engines
 
@@ -18,8 +19,8 @@ from tasks.reload_engines import reload_engines
 async def rl(config: PipelineConfig) -> JsonDict:
     """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference."""
     config = named(config)
-    if config.rl.rollouts_from:
-        raise UserError(f"rl.rollouts_from={config.rl.rollouts_from!r}: start post-train or rl-offline")
+    if config.rl.rollouts_from:  # nothing to sample: the other mode
+        return await rl_offline(config)
     async with open_session(config) as session:
         first = await begin_rl(session)
         if first < config.rl.num_iterations:

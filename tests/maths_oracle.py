@@ -141,6 +141,24 @@ def policy_loss(
     return losses
 
 
+def clipped(
+    policy: Row, proximal: Row, advantages: Row, objective: str, low: float, high: float, dual_clip: float | None
+) -> list[tuple[bool, bool]]:
+    """Where the clip takes a token's gradient (cispo: where it bounds its weight), below and above; all tokens count."""
+    found = []
+    whole = math.exp(mean([clamp(p - q, -20, 20) for p, q in zip(policy, proximal, strict=True)]))
+    for p, q, advantage in zip(policy, proximal, advantages, strict=True):
+        moved = {"gspo": whole - 1, "dppo": math.exp(p) - math.exp(q)}.get(objective, math.exp(clamp(p - q, -20, 20)) - 1)
+        below, above = moved < -low, moved > high
+        if objective in ("sapo", "reinforce"):
+            below = above = False
+        elif objective != "cispo":
+            dual = dual_clip is not None and advantage < 0 and moved + 1 > dual_clip
+            below, above = below and advantage < 0, (above and advantage > 0) or dual
+        found.append((below, above))
+    return found
+
+
 def kl(policy: float, reference: float, estimator: str) -> float:
     d = policy - reference
     if estimator == "k3":

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlpipe.config_source import read_config
+from rlpipe.config import PipelineConfig
+from rlpipe.config_source import override_config, read_config
 from rlpipe.launch import free_port
 from tests.pipeline import BIN, MINI, Folder, kill_group
 
@@ -74,6 +75,12 @@ class Stand:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
+    def start(self, deployment: str, config: PipelineConfig) -> str:
+        """The id of a new flow run of a deployment, which has its flow's name."""
+        found = self.api("GET", f"/deployments/name/{deployment}/{deployment}")["id"]  # type: ignore[index]
+        parameters = {"parameters": {"config": config.model_dump(mode="json")}}
+        return self.api("POST", f"/deployments/{found}/create_flow_run", parameters)["id"]  # type: ignore[index]
+
     def wait(self, flow_run: str, timeout_s: float = 400) -> dict[str, str]:
         """The final state of a flow run."""
         end = time.monotonic() + timeout_s
@@ -120,11 +127,7 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
         "tiny", ["run=night", f"store={folder.store}", f"tracking.uri=sqlite:///{tmp_path}/m.db", *MINI, rewards], PRESETS
     )
     broken.touch()
-    deployment = stand.api("GET", "/deployments/name/post-train/post-train")["id"]  # type: ignore[index]
-    run = stand.api(
-        "POST", f"/deployments/{deployment}/create_flow_run", {"parameters": {"config": config.model_dump(mode="json")}}
-    )
-    flow_run = run["id"]  # type: ignore[index]
+    flow_run = stand.start("post-train", config)
     state = stand.wait(flow_run)
     assert state["type"] == "FAILED", state
     assert "the grader is down" in state["message"]
@@ -138,3 +141,10 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
     tasks = stand.api("POST", "/task_runs/filter", {"task_runs": {"state": {"name": {"any_": ["Cached"]}}}})
     assert any(entry["name"].startswith("prepare") for entry in tasks)  # type: ignore[union-attr]
     assert folder.rlpipe("verify", "night", "--store", folder.store)[0] == 0
+    # the deployment rl does what the config says: here it trains on the rollouts of that run, and samples nothing
+    stored = override_config(config, ["run=fed", "rl.rollouts_from=run:night", "rl.num_iterations=2", "sft.num_steps=0"])
+    state = stand.wait(stand.start("rl", stored))
+    assert state["type"] == "COMPLETED", state
+    assert folder.open_store().exists("runs/fed/rl/00001/iteration.json")
+    assert not folder.open_store().exists("runs/fed/rl/00000/rollouts/round-0/shard-001/manifest.json")  # imported as one
+    assert folder.rlpipe("verify", "fed", "--store", folder.store)[0] == 0

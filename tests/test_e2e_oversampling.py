@@ -66,6 +66,17 @@ def test_what_was_cut_short_is_continued_and_trained(folder: Folder) -> None:
     assert any(len(set(row["versions"])) > 1 for row in rows)  # sampled by two weight versions
     assert all(all(row["loss_mask"]) for row in rows)
     assert folder.rlpipe("show", "a", "--iteration", "2", "--store", folder.store)[0] == 0
+    # a fork that is not over-sampled trains first on what was carried: its mismatch is no fault of an engine, the next one's is
+    at = max(k for k, metrics in enumerate(told) if metrics["rollout/num_carried"])
+    sets = ["rl.oversampling=1", f"rl.num_iterations={at + 3}", "rl.on_mismatch=fail", "rl.mismatch_max=1e-12"]
+    code, output = folder.rlpipe("fork", "a", "--at", str(at), "--run", "b", *[part for each in sets for part in ("--set", each)],
+                                 "--store", folder.store)  # fmt: skip
+    assert code == 1, output[-3000:]
+    assert f"iteration {at + 2}: engine and trainer disagree" in output
+    metrics = read_record(folder, "b", at + 1)["metrics"]
+    assert isinstance(metrics, dict)
+    assert metrics["rollout/num_tokens_stale"] > 0
+    assert metrics["train/mismatch_abs_mean"] > 1e-12
 
 
 def test_stale_tokens_can_be_context_only_and_a_kill_loses_no_rollout(folder: Folder) -> None:

@@ -28,13 +28,14 @@ from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.environments.pool import EnvironmentFault
 from rlpipe.environments.protocol import Step
 from rlpipe.rollouts import PROMPTS, ROLLOUTS, SCORES, grouped, read_rows
+from rlpipe.stages import faulted
 from rlpipe.stages.preflight import preflight
 from rlpipe.stages.sampling import generate, sample_prompts
-from rlpipe.stages.scoring import score
+from rlpipe.stages.scoring import score, score_rows
 from rlpipe.stages.session import Session
 from rlpipe.stages.turns import Played, environment_metrics
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import ArtifactRef, JsonDict, UserError
+from rlpipe.types import ArtifactRef, EngineError, JsonDict, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 POLICY = ArtifactRef("p", "0" * 64)
@@ -220,6 +221,7 @@ def check_end(row: JsonDict, record: JsonDict, steps: list[Any], answers: list[l
 
 
 ENVIRONMENT = '''
+import pathlib, time
 from rlpipe.environments.protocol import Step
 
 class Fickle:
@@ -229,6 +231,19 @@ class Fickle:
     def step(self, completion):
         if int(completion.split()[0]) % self.fails == 0: raise KeyError("gone")
         return Step(done=True, reward=2.0, metrics={"seen": 3})
+
+class Moody:
+    """Fails in every step for the prompts that the file `bad` lists, and starts too slowly as often as the file `slow` says."""
+    def start(self, prompt):
+        self.prompt_id = prompt["prompt_id"]
+        slow = pathlib.Path("slow")
+        if slow.exists() and (left := int(slow.read_text())):
+            slow.write_text(str(left - 1))
+            time.sleep(600)
+        return prompt["messages"]
+    def step(self, completion):
+        if self.prompt_id in pathlib.Path("bad").read_text().split(): raise KeyError("gone")
+        return Step(done=True, reward=2.0)
 
 class Other(Fickle):
     def start(self, prompt): return [{"role": "user", "content": "then"}]
@@ -268,6 +283,109 @@ async def test_what_the_environment_asks_is_what_is_stored_and_faults_get_the_fa
     assert scores["rollout/fault_environment_error"] == len(failed) and scores["rollout/turns_mean"] == 1.0
     assert scores["rollout/environment_seen_mean"] == pytest.approx(3 * (12 - len(failed)) / 12)
     assert scores["rollout/num_tokens"] == sum(len(row["completion_tokens"]) for row in rows)
+
+
+def moody(folder: Path, *sets: str) -> Session:
+    small = ["rl.environment=fickle:Moody", "rl.environment_args={}", "rl.shard_prompts=2"]
+    return made_session(folder, Random(1), *small, *sets)
+
+
+def fails_for(session: Session, prompts: ArtifactRef, *slots: int) -> None:
+    rows = read_rows(session.run.store, prompts, "prompts.parquet", PROMPTS)
+    Path("bad").write_text(" ".join(rows[slot]["prompt_id"] for slot in slots))
+
+
+def shard_of(session: Session, shard: int) -> ArtifactRef | None:
+    found = session.run.artifact("rl", 0, f"rollouts/round-0/shard-{shard:03d}")
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_a_shard_that_its_environment_failed_is_committed_after_one_that_it_answered(
+    folder: Path, order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faulted, "POLL_S", 0.01)
+    session = moody(folder)
+    prompts = (await sample_prompts(session, 0, 0, None)).ref
+    fails_for(session, prompts, 0, 1)
+    failing = asyncio.create_task(generate(session, 0, 0, 0, prompts, POLICY))
+    if order == (0, 1):
+        while not session.unanswered and not failing.done():
+            await asyncio.sleep(0.01)
+        assert shard_of(session, 0) is None
+    done = [await generate(session, 0, 0, 1, prompts, POLICY), await failing]
+    told = (await score(session, 0, 0, prompts, [each.ref for each in reversed(done)])).metrics
+    assert told["rollout/fault_environment_error"] == 6 and told["rollout/reward_mean"] == 1.0
+    await session.close()
+
+
+async def test_a_round_that_its_environment_failed_is_not_committed_and_sampled_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faulted, "POLL_S", 0.01)
+    session = moody(folder)
+    prompts = (await sample_prompts(session, 0, 0, None)).ref
+    fails_for(session, prompts, 0, 1, 2, 3)
+    told = await asyncio.gather(*(generate(session, 0, 0, shard, prompts, POLICY) for shard in (0, 1)), return_exceptions=True)
+    for shard, error in enumerate(told):
+        assert isinstance(error, UserError) and f"shard-00{shard}: 6 of 6 rollouts had one ({{'environment_error': 6}}" in str(
+            error
+        )
+        assert "answered no rollout of iteration 0" in str(error) and "start again" in str(error)
+    assert shard_of(session, 0) is shard_of(session, 1) is None
+    await session.close()
+    session = moody(folder)  # the same run, by another process
+    fails_for(session, prompts, 0, 1)
+    told = await asyncio.gather(*(generate(session, 0, 0, shard, prompts, POLICY) for shard in (0, 1)))
+    assert (await score(session, 0, 0, prompts, [each.ref for each in told])).metrics["rollout/reward_mean"] == 1.0
+    await session.close()
+
+
+async def test_the_wait_for_the_other_shards_has_an_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faulted, "POLL_S", 0.01)
+    session = moody(folder, "engines.request_timeout_s=0.05")
+    prompts = (await sample_prompts(session, 0, 0, None)).ref
+    fails_for(session, prompts, 0, 1)
+    with pytest.raises(EngineError, match="no other shard ended"):
+        await generate(session, 0, 0, 0, prompts, POLICY)
+    failing = asyncio.create_task(generate(session, 0, 0, 0, prompts, POLICY))
+    await session.close()
+    with pytest.raises(EngineError, match="closed"):
+        await failing
+    assert shard_of(session, 0) is None
+
+
+def test_a_rollout_that_the_environment_never_heard_proves_nothing() -> None:
+    def row(fault: str, messages: list[Any]) -> JsonDict:
+        return {"environment": json.dumps({"fault": fault, "messages": messages})}
+
+    never_heard, failed, failed_later, answered = (
+        row("", []),
+        row("environment_error", []),
+        row("environment_error", [[]]),
+        row("", [[]]),
+    )
+    assert not faulted._answered([never_heard, failed, failed_later, {"environment": ""}])
+    assert faulted._answered([failed, answered])
+
+
+async def test_a_committed_round_of_faults_says_so(session: Session) -> None:
+    rows = [{"prompt_id": "a", "environment": json.dumps({"fault": "environment_crash"})}] * 2
+    with pytest.raises(
+        UserError, match=r"2 of 2 rollouts could not be scored .*environment_crash.* Mend the environment .*fork of a"
+    ):
+        await asyncio.to_thread(score_rows, session, {"a": {}}, rows)
+
+
+async def test_a_start_that_takes_too_long_is_tried_once_more(folder: Path) -> None:
+    Path("bad").touch()
+    Path("slow").write_text("1")
+    session = moody(folder, "rl.num_prompts=1", "rl.environment_timeout_s=1")
+    assert (await sample_prompts(session, 0, 0, None)).metrics["num_prompts"] == 1
+    Path("slow").write_text("2")
+    with pytest.raises(UserError, match=r"environment_timeout: .* set a longer rl.environment_timeout_s, and start again"):
+        await sample_prompts(session, 1, 0, None)
+    await session.close()
 
 
 async def test_without_a_fallback_a_fault_ends_the_run_before_the_shard_is_committed(folder: Path) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from rlpipe.config import PipelineConfig
 from rlpipe.config_source import read_config
 from rlpipe.data.prompt import Prompt
+from rlpipe.data.tiny_tokenizer import build_tokenizer
 from rlpipe.rollouts import KEPT_REWARDS, PROMPTS, ROLLOUTS, SCORES, read_rows
 from rlpipe.stages.importing import import_prompts, import_rollouts
+from rlpipe.stages.preflight import preflight
 from rlpipe.stages.scoring import filter_groups, score
-from rlpipe.stages.session import Session
+from rlpipe.stages.session import Session, load_sets
 from rlpipe.store.artifacts import commit, read_manifest, write_bytes
 from rlpipe.store.audit import verify
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.backend import open_store
+from rlpipe.store.run import Run, create_or_continue, fork, planned_fork, run_names
 from rlpipe.types import JsonDict, Manifest, StageResult, UserError
 from tests.test_rollout_files import row, write
 
@@ -33,19 +37,32 @@ class PlayedTokenizer:
         return " ".join(map(str, tokens))
 
 
-def commit_base(run: Run) -> None:
-    for stage, name, told in (("tokenizer", "tokenizer.json", {}), ("policy", "config.json", {"vocab_size": 10})):
+def commit_base(run: Run, texts: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        build_tokenizer(texts, Path(scratch))
+        tokenizer = {path.name: path.read_bytes() for path in Path(scratch).iterdir()}
+    for stage, files in (("tokenizer", tokenizer), ("policy", {"config.json": b'{"vocab_size": 10}'})):
         folder = run.folder("base", 0, stage)
-        record = write_bytes(run.store, folder, "a", name, json.dumps(told).encode())
-        commit(run.store, folder, Manifest(run.name, "base", 0, stage, {}, "", {}, [record], {}, None, "x", "t", "t"))
+        records = [write_bytes(run.store, folder, "a", name, data) for name, data in files.items()]
+        commit(run.store, folder, Manifest(run.name, "base", 0, stage, {}, "", {}, records, {}, None, "x", "t", "t"))
+
+
+def asked(tmp_path: Path, source: Path | str, *sets: str) -> PipelineConfig:
+    small = [f"data.{name}.rows_max=20" for name in ("short_words", "all_words", "words")]
+    told = ["run=b", f"store=file://{tmp_path}/store", f"rl.rollouts_from={source}", "rl.num_prompts=2", "rl.group_size=2",
+            "rl.num_iterations=2", "rl.filters={}", *small, *sets]  # fmt: skip
+    return read_config("tiny", told, PRESETS)
 
 
 def opened(tmp_path: Path, source: Path | str, *sets: str) -> Session:
     """A session as a new process has it."""
-    told = ["run=b", f"store=file://{tmp_path}/store", f"rl.rollouts_from={source}", "rl.num_prompts=2", "rl.group_size=2",
-            "rl.num_iterations=2", "rl.filters={}", *sets]  # fmt: skip
-    session = Session(create_or_continue(read_config("tiny", told, PRESETS)), tmp_path / "work")
-    commit_base(session.run)
+    run = create_or_continue(asked(tmp_path, source, *sets))
+    commit_base(run, ["say 4 5"])
+    return held(tmp_path, run)
+
+
+def held(tmp_path: Path, run: Run) -> Session:
+    session = Session(run, tmp_path / "work")
     session._tokenizer = PlayedTokenizer()  # type: ignore[assignment]
     session._prompts = {"rl": [[Prompt("words/0", "words", [{"role": "user", "content": "say 4 5"}], "4 5")]]}
     return session
@@ -128,6 +145,58 @@ async def test_a_source_that_changed_is_named_and_what_is_imported_needs_it_no_m
     for path in folder.iterdir():
         path.unlink()
     assert [each.ref for each in await imported(opened(tmp_path, folder), 0)] == [each.ref for each in before]
+
+
+async def test_preflight_needs_the_source_until_the_last_iteration_is_imported(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", rollouts(0, 1, 2, 3))
+    for iteration in range(2):
+        session = opened(tmp_path, path)
+        preflight(session.config)
+        prompts = await import_prompts(session, iteration)
+        path.rename(tmp_path / "gone")
+        with pytest.raises(UserError, match="no Parquet file there"):
+            preflight(session.config)
+        (tmp_path / "gone").rename(path)
+        await import_rollouts(session, iteration, prompts.ref)
+    path.unlink()
+    preflight(asked(tmp_path, path))  # no iteration is committed: all goes on from what was imported
+    with pytest.raises(UserError, match="no Parquet file there"):
+        preflight(opened(tmp_path, path, "rl.num_iterations=3").config)
+
+
+async def test_a_fork_with_other_num_prompts_uses_no_group_twice_and_leaves_none_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", rollouts(0, 1, 2, 3, 4, 5))
+    parent = opened(tmp_path, path)
+    await imported(parent, 0)
+    parent.run.store.create(parent.run.iteration_key(0), b"{}")
+    for num_prompts in (1, 3):
+        child = fork(parent.run, 0, asked(tmp_path, path, f"run=c{num_prompts}", f"rl.num_prompts={num_prompts}"))
+        prompts, _ = await imported(held(tmp_path, child), 1)
+        ids = [told["prompt_id"] for told in read_rows(child.store, prompts.ref, "prompts.parquet", PROMPTS)]
+        assert ids == [f"p/{group}" for group in range(2, 2 + num_prompts)]
+    longer = planned_fork(parent.run, 0, asked(tmp_path, path, "run=d", "rl.num_prompts=3", "rl.num_iterations=3"))
+    with pytest.raises(UserError, match=r"has 6 whole groups; 3 iterations need 8"):
+        preflight(longer.config, longer)
+
+
+def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    config, fed = asked(tmp_path, "run:same"), Path(tmp_path / "x.parquet")
+    for name, sets in (("same", []), ("other", []), ("longer", ["model.context_tokens_max=256"])):
+        run = create_or_continue(asked(tmp_path, "", f"run={name}", *sets))
+        texts = [str(prompt.messages[-1]["content"]) for use in ("rl", "evaluation") for prompt in load_sets(config, use)[0]]
+        commit_base(run, ["say 4 5"] if name == "other" else texts)
+        for iteration in range(2):
+            run.store.create(run.iteration_key(iteration), b"{}")
+    preflight(config)
+    write(fed, [row(0, completion_tokens=[3, 9000])] * 2 + rollouts(1, 2, 3))
+    for source, said in (
+        ("run:other", "rl.rollouts_from=run:other: that run has another tokenizer"),
+        ("run:longer", r"model.context_tokens_max=128: the rollouts of run longer may have 256 tokens; set it to that"),
+        (fed, r"x\.parquet row 1: token 9000 is outside the vocabulary of \d+"),
+    ):
+        with pytest.raises(UserError, match=said):
+            preflight(asked(tmp_path, source))
+    assert run_names(open_store(config.store)) == ["longer", "other", "same"]
 
 
 async def test_tokens_of_another_tokenizer_and_too_few_groups_are_refused(tmp_path: Path) -> None:

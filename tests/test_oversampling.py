@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,15 +24,18 @@ from rlpipe.engines.client import Completion
 from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.rewards.score import Score
 from rlpipe.rollouts import BATCH, CARRIED, ROLLOUTS, SCORES, grouped, read_rows
+from rlpipe.rollouts import PROMPTS as PROMPT_ROWS
 from rlpipe.stages.carrying import finished, spans_of
 from rlpipe.stages.iteration import commit_iteration
+from rlpipe.stages.preflight import preflight
 from rlpipe.stages.sampling import generate, num_shards, previous_artifact, rollout_seed, sample_prompts
-from rlpipe.stages.scoring import filter_groups, score
+from rlpipe.stages.scoring import filter_groups, judge, score
 from rlpipe.stages.session import Session
+from rlpipe.stages.survivors import Survivors
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.audit import verify
-from rlpipe.store.run import Run, create_or_continue, fork
-from rlpipe.types import ArtifactRef, EngineError, JsonDict, StageResult
+from rlpipe.store.run import Run, create_or_continue, fork, planned_fork
+from rlpipe.types import ArtifactRef, EngineError, JsonDict, StageResult, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 PROMPTS = [Prompt(f"words/{index}", "words", [{"role": "user", "content": f"word {index}"}], "x") for index in range(11)]
@@ -54,8 +58,15 @@ class PlayedRewards:
 
     scored: Counter[str] = field(default_factory=Counter)
     last_error: str | None = None
+    calls: list[int] = field(default_factory=list)  # how many rollouts in each
+    gate: threading.Event = field(default_factory=threading.Event)  # the first call waits for it
+
+    def __post_init__(self) -> None:
+        self.gate.set()
 
     def score(self, items: list[JsonDict]) -> list[Score]:
+        self.calls.append(len(items))
+        assert self.gate.wait(60)
         self.scored.update(item["completion"] for item in items)
         return [Score(float(zlib.crc32(item["completion"].encode()) % 2)) for item in items]
 
@@ -345,6 +356,25 @@ async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Pa
     assert [fault for fault in verify(forked)[1] if POLICY.sha256[:12] not in fault] == []
 
 
+async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4"])
+    run = world.session.run
+    world.start(fork(run, 1, world.config("run=finished", "rl.oversampling=1")))
+    assert (await world.iterate(2))["rollout/groups_carried"] == 0
+    for parent, at, sets, said in (
+        (run, 1, ["rl.environment=calculator"], r"rl\.environment='calculator': \d+ groups that iteration 1 carried.*fork that run at 2"),
+        (run, 1, ["rl.temperature=0.5"], r"rl\.temperature differs .* iteration 1 carried: keep it, or set rl\.train_stale_tokens"),
+        (run, 1, ["rl.temperature=0.5", "rl.train_stale_tokens=false"], ""),
+        (world.session.run, 2, ["rl.environment=calculator"], ""),
+    ):  # fmt: skip
+        planned = planned_fork(parent, at, world.config("run=b", "rl.oversampling=1", *sets))
+        if said:
+            with pytest.raises(UserError, match=said):
+                preflight(planned.config, planned)
+        else:
+            preflight(planned.config, planned)
+
+
 @pytest.mark.parametrize("staleness_max", [0, 1])
 async def test_tokens_expire_and_the_rollout_starts_again(tmp_path: Path, staleness_max: int) -> None:
     sets = ["rl.oversampling=4", f"rl.staleness_max={staleness_max}", "rl.filters={}"]
@@ -359,6 +389,51 @@ async def test_tokens_expire_and_the_rollout_starts_again(tmp_path: Path, stalen
     started = sum(told["rollout/num_sampled"] - told["rollout/num_continued"] for told in metrics)
     ended = sum(told[f"rollout/num_{name}"] for told in metrics for name in ("trained", "filtered", "expired"))
     assert started == ended + metrics[-1]["rollout/num_carried"]
+
+
+async def test_groups_that_finish_while_others_are_scored_are_scored_together(tmp_path: Path) -> None:
+    world = World(tmp_path, PlayedPool(Random(2)), ["rl.oversampling=3", "rl.filters={}"])
+    prompts = (await sample_prompts(world.session, 0, 0, None)).ref
+    told = {row["prompt_id"]: row for row in world.rows(0, "prompts/round-0", "prompts.parquet", PROMPT_ROWS)}
+    ended = [row | {"finish_reason": "stop", "environment": ""} for row in told.values()]
+    groups = [
+        [row | {"group_index": index, "completion": f"{index}.{each}", "completion_tokens": [1]} for each in range(3)]
+        for index, row in enumerate(ended[:6])
+    ]
+    survivors = Survivors(4)
+    world.rewards.gate.clear()
+    judging = [asyncio.create_task(judge(world.session, survivors, told[group[0]["prompt_id"]], group)) for group in groups]
+    while len(survivors.waiting) < 6 or not world.rewards.calls:
+        await asyncio.sleep(0.01)
+    judging[5].cancel()  # its shard is not wanted any more
+    await asyncio.wait([judging[5]])
+    world.rewards.gate.set()
+    await asyncio.gather(*judging[:5])
+    assert sum(world.rewards.calls) == 15 and len(world.rewards.calls) == 2, (
+        "the first alone, those that came meanwhile together"
+    )
+    assert survivors.begin([]).is_set() and survivors._groups == {0, 1, 2, 3, 4} and not survivors.waiting
+    assert len(survivors.scores) == 15 and prompts.folder
+
+
+async def test_a_scorer_that_fails_leaves_the_other_groups_to_be_judged(tmp_path: Path) -> None:
+    world = World(tmp_path, PlayedPool(Random(2)), ["rl.oversampling=3", "rl.filters={}"])
+    await sample_prompts(world.session, 0, 0, None)
+    (row, *_) = world.rows(0, "prompts/round-0", "prompts.parquet", PROMPT_ROWS)
+    more = {"finish_reason": "stop", "environment": "", "completion_tokens": [1]}
+    survivors, score_well, failures = Survivors(4), world.rewards.score, [EngineError("closed")]
+
+    def fails_once(items: list[JsonDict]) -> list[Score]:
+        if failures:
+            raise failures.pop()
+        return score_well(items)
+
+    world.rewards.score = fails_once  # pyright: ignore[reportAttributeAccessIssue]
+    # the last one is there twice: its shard is tried again, and the attempt before is not over
+    groups = [[row | more | {"group_index": index, "completion": f"{index}"}] for index in (0, 1, 2, 2)]
+    told = await asyncio.gather(*(judge(world.session, survivors, row, group) for group in groups), return_exceptions=True)
+    assert [type(each) for each in told] == [EngineError, *[type(None)] * 3]
+    assert survivors._groups == {1, 2} and not survivors.waiting
 
 
 async def test_a_process_that_takes_over_a_round_counts_what_was_committed(tmp_path: Path) -> None:

@@ -114,11 +114,11 @@ def test_a_path_takes_its_arguments_and_the_facts() -> None:
 )  # fmt: skip
 def test_what_is_refused(rewards: list[str], args: dict[str, Any], said: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        check_rewards(dict.fromkeys(rewards, 1.0), args)
+        check_rewards(dict.fromkeys(rewards, 1.0), args, 10.0)
     assert all(part in str(caught.value) for part in said), caught.value
     assert "s3cret" not in str(caught.value)
 
 
 def test_weights_are_finite() -> None:
     with pytest.raises(UserError, match=r"rl\.rewards\.math=nan"):
-        check_rewards({"math": float("nan")}, {})
+        check_rewards({"math": float("nan")}, {}, 10.0)

@@ -44,12 +44,34 @@ def test_a_megabyte_of_one_mark_is_wrong_and_no_error(mark: str, name: str) -> N
     assert not ours("42", "<think></think>" + mark * (BIG // len(mark)), name)
 
 
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("1,000 apples", "1000"),
+        ("3/4 of a cake", "0.75"),
+        ("10^5 meters", "100000"),
+        ("\\frac{1}{2} meters", "1/2"),
+        ("2,500 dollars", "2500"),
+        ("18.50 dollars", "18.5"),
+        ("-3 degrees", "-3"),
+        ("15% of them", "15%"),
+        ("12 PM noon", "12"),
+        ("2 + 3 = 5 #### 5 apples", "5"),
+    ],
+)
+def test_prose_with_one_number_is_that_number(answer: str, number: str) -> None:
+    assert ours(answer, number) and not ours(answer, "4")
+
+
 def test_the_answer_at_the_end_of_a_long_completion_counts() -> None:
     assert ours("42", "1 2 3 " * 20_000 + "so \\boxed{42}")
     assert ours("42", "<answer>41</answer>" + "so " * 20_000 + "<answer>42</answer>")
 
 
-@pytest.mark.parametrize("answer", [None, "", "Paris", "####", "no number here"])
+SEVERAL = ["from 3 to 5 apples", "3 apples and 5 pears", "2 1/2 cups", "5 km per 1 hour", "She buys 3. #### 3 or 5 apples"]
+
+
+@pytest.mark.parametrize("answer", [None, "", "Paris", "####", "no number here", *SEVERAL])
 def test_a_prompt_without_an_answer_to_read_is_an_error_and_not_a_zero(answer: str | None) -> None:
     with pytest.raises(ValueError, match="p/0"):
         resolve("math")({"prompt_id": "p/0", "answer": answer}, "5")

@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rlpipe.data.tiny_tokenizer import build_tokenizer
 from rlpipe.rewards import model as model_module
 from rlpipe.rewards.model import ModelScorer
 from rlpipe.rewards.pool import RewardPool, check_rewards
-from rlpipe.types import UserError
+from rlpipe.types import EngineError, UserError
 
 MESSAGES = [{"role": "user", "content": "2 + 3?"}]
 CONTEXT_TOKENS = 256
@@ -119,6 +120,19 @@ def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(folder: Path
 
 
 @pytest.mark.e2e
+def test_a_close_while_it_scores_ends_the_scoring(folder: Path) -> None:
+    pool = RewardPool({f"hf:{folder}": 1.0}, workers=1, timeout_s=60.0)
+    scorer = pool._scorers[0]
+    assert isinstance(scorer, ModelScorer) and scorer._process is not None
+    os.kill(scorer._process.pid, signal.SIGSTOP)  # it never answers
+    with ThreadPoolExecutor(1) as thread:
+        scoring = thread.submit(pool.score, [item("5")] * 20)
+        time.sleep(0.3)
+        pool.close()
+        with pytest.raises(EngineError, match="closed while there was something to score"):
+            scoring.result(timeout=60)
+
+
 def test_numbers_that_are_none_and_weights_that_are_missing(folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
@@ -134,7 +148,7 @@ def test_numbers_that_are_none_and_weights_that_are_missing(folder: Path, tmp_pa
     shutil.copytree(folder, headless)
     LlamaForCausalLM(tiny_config()).save_pretrained(headless)
     with pytest.raises(UserError, match="holds a LlamaForCausalLM"):
-        check_rewards({f"hf:{headless}": 1.0}, {})
+        check_rewards({f"hf:{headless}": 1.0}, {}, 10.0)
     config = json.loads((headless / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
     (headless / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"lack \['score.weight'\]"):
@@ -142,6 +156,6 @@ def test_numbers_that_are_none_and_weights_that_are_missing(folder: Path, tmp_pa
 
 
 def test_a_folder_and_an_output_are_checked_without_loading(folder: Path) -> None:
-    check_rewards({f"hf:{folder}": 1.0}, {})
+    check_rewards({f"hf:{folder}": 1.0}, {}, 10.0)
     with pytest.raises(UserError, match=r"output=2: the model .* has the outputs 0 to 1"):
-        check_rewards({f"hf:{folder}": 1.0}, {f"hf:{folder}": {"output": 2}})
+        check_rewards({f"hf:{folder}": 1.0}, {f"hf:{folder}": {"output": 2}}, 10.0)

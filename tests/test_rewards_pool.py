@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from rlpipe.rewards import functions
 from rlpipe.rewards.pool import RewardPool, check_rewards
 from rlpipe.rewards.score import Score
-from rlpipe.types import UserError
+from rlpipe.types import EngineError, UserError
 
 REWARDS = '''
 import os, signal, sys, time
@@ -140,6 +141,25 @@ def test_threads_take_turns(pool: RewardPool) -> None:
     assert found == {number: [2.0 * number + 0.5] * 50 for number in range(4)}
 
 
+@pytest.mark.parametrize("completion", ["spin", "kill"])  # while a rollout is scored, and while a process takes over
+@pytest.mark.parametrize("after_s", [0.1, 0.4])
+def test_what_is_being_scored_when_the_pool_closes_ends_and_records_no_fault(
+    folder: Path, completion: str, after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functions, "FAILURES_MAX", 10**6)
+    pool = RewardPool({"behaviours:behave": 1.0}, workers=2, timeout_s=600.0)
+    with ThreadPoolExecutor(1) as thread:
+        scoring = thread.submit(pool.score, items(*[completion] * 5000))
+        time.sleep(after_s)
+        workers = [process.pid for process in pool._scorers[0]._processes]  # pyright: ignore[reportAttributeAccessIssue]
+        pool.close()
+        with pytest.raises(EngineError, match="closed while there was something to score"):
+            scoring.result(timeout=60)
+    assert all(gone(pid) for pid in workers)
+    with pytest.raises(EngineError, match="closed"):
+        pool.score(items("1"))
+
+
 def gone(pid: int, within_s: float = 10.0) -> bool:
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
@@ -182,7 +202,7 @@ def test_killing_the_owner_leaves_no_worker(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
-    check_rewards({"math": 1.0, "behaviours:half": 0.5}, {})
+    check_rewards({"math": 1.0, "behaviours:half": 0.5}, {}, 10.0)
     assert "behaviours" not in sys.modules
     (folder / "broken_here.py").write_text("raise RuntimeError('half a file')\n")
     (folder / "leaves_here.py").write_text("import os\nos._exit(4)\n")
@@ -194,7 +214,7 @@ def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
         ({"leaves_here:f": 1.0}, "ended with code"),
     ]:
         with pytest.raises(UserError, match=said):
-            check_rewards(rewards, {})
+            check_rewards(rewards, {}, 10.0)
     with pytest.raises(UserError, match="has no 'nope'"):
         RewardPool({"behaviours:nope": 1.0}, workers=1, timeout_s=1.0)
     assert os.getcwd() == str(folder)

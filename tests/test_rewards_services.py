@@ -15,6 +15,7 @@ from rlpipe.rewards import http
 from rlpipe.rewards.judge import verdict
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import InvalidReward, Score
+from rlpipe.types import EngineError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[Handler], Awaitable[str]]
@@ -70,6 +71,10 @@ async def behave(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(600)
     if completion == "drop":
         assert request.transport is not None
+        request.transport.close()
+    if completion == "no HTTP":
+        assert request.transport is not None
+        request.transport.write(b"no HTTP at all\r\n\r\n")
         request.transport.close()
     if completion == "trickle":
         answer = web.StreamResponse()
@@ -158,6 +163,15 @@ async def test_a_service_that_hangs_is_given_up(remote: dict[str, Any], monkeypa
     assert calls["hang"] < 40  # 16 at a time
 
 
+async def test_what_is_being_asked_when_the_pool_closes_records_no_fault(remote: dict[str, Any]) -> None:
+    with RewardPool({"remote": 1.0}, remote, workers=1, timeout_s=1.0) as pool:
+        scoring = asyncio.create_task(asyncio.to_thread(pool.score, [item("hang")] * 100))
+        while not calls["hang"]:
+            await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match="closed"):
+        await scoring
+
+
 async def test_no_more_calls_at_a_time_than_the_concurrency(serve: Serve) -> None:
     now, most = 0, 0
 
@@ -184,6 +198,23 @@ async def test_url_and_key_from_the_environment(serve: Serve, monkeypatch: pytes
     monkeypatch.setenv("REWARD_KEY", "a-key")
     scores, _ = await scored({"remote": 1.0}, {"remote": {"url": "$REWARD_URL", "key_env": "REWARD_KEY"}}, "x")
     assert scores[0].reward == 1.0
+
+
+@pytest.mark.parametrize("completion", ["400", "500", "nan", "drop", "no HTTP"])
+async def test_a_fault_tells_where_the_service_is_and_no_secret_of_its_url(
+    remote: dict[str, Any], completion: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = remote["remote"]["url"] + "/score"
+    monkeypatch.setenv("REWARD_URL", place + "?token=a-secret")
+    scores, error = await scored({"remote": 1.0}, {"remote": {"url": "$REWARD_URL"}}, completion)
+    assert scores[0].reward is None and f"reward 'remote' at {place}: " in error
+    assert "a-secret" not in error + caplog.text
+
+
+async def test_a_url_that_no_call_can_be_made_to_is_not_told_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_URL", "http://localhost:70000/score?token=a-secret")
+    _, error = await scored({"remote": 1.0}, {"remote": {"url": "$REWARD_URL"}}, "5")
+    assert "at http://localhost:70000/score: InvalidUrl" in error and "a-secret" not in error
 
 
 JUDGE = {"model": "m", "rubric": "Is it right?"}

@@ -64,6 +64,11 @@ def test_a_service_that_is_down_for_all_stops_the_run_whatever_the_fallback(tmp_
     [
         (["rl.rewards={math = 1.0}", "rl.reward_args={exact = {}}"], "rl.reward_args.exact"),
         (["rl.rewards={length = 1.0}", "rl.reward_args={length = {most = 3}}"], "rl.reward_args.length.most"),
+        (
+            ["rl.rewards={code = 1.0}", "rl.reward_args={code = {total_s = 10}}"],
+            r"rl.reward_args.code.total_s=10 is not below rl.reward_timeout_s=10: .*set rl.reward_timeout_s above 10",
+        ),
+        (["rl.rewards={code = 1.0}", "rl.reward_timeout_s=8"], "rl.reward_args.code.total_s=8 is not below"),
     ],
 )
 def test_preflight_refuses_before_anything_is_written(tmp_path: Path, sets: list[str], said: str) -> None:

@@ -28,6 +28,10 @@ def row(group: int, prompt_id: str = "", **more: Any) -> JsonDict:
     return {**told, "completion_tokens": [4, 5], "rollout_logprobs": [-0.5, -1.0], **more}
 
 
+def played(**more: Any) -> str:
+    return json.dumps({"reward": 1.0, "num_turns": 2, "fault": "", "metrics": {"calls": 1}, "messages": [], **more})
+
+
 def write(path: Path, rows: list[JsonDict], row_group: int = 3) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     names = dict.fromkeys(name for told in rows for name in told)
@@ -119,12 +123,31 @@ def test_a_prompt_id_alone_is_not_the_prompt(tmp_path: Path) -> None:
         ([row(0, completion_tokens="text")] * 2, "not a readable Parquet file of rollouts"),
         ([row(0, completion_tokens=[2**40, 1])] * 2, "not a readable Parquet file of rollouts"),
         ([row(0, weight_versions=[{"version": 0, "num_tokens": 1}])] * 2, "do not add up to its 2"),
+        ([row(0), row(0, environment="{")], r"x\.parquet row 2: environment '\{' is no JSON object; mend it, or leave the column away"),
+        ([row(0), row(0, environment="[1]")], "row 2: environment .* is no JSON object"),
+        ([row(0), row(0, environment="{}")], "row 2: environment .* needs reward .*, num_turns .*, fault .*, metrics"),
+        ([row(0), row(0, environment=played(reward="1"))], r"row 2: environment .* needs reward \(a finite number\); mend"),
+        ([row(0), row(0, environment=played(reward=float("inf")))], "needs reward"),
+        ([row(0), row(0, environment=played(num_turns=True))], "needs num_turns"),
+        ([row(0), row(0, environment=played(fault=None))], "needs fault"),
+        ([row(0), row(0, environment=played(metrics={"a": [1]}))], r"needs metrics \(an object of finite numbers\); mend"),
+        ([row(0), row(0, reward_parts="0.5")], "row 2: reward_parts '0.5' is no JSON object of finite numbers; mend"),
+        ([row(0), row(0, reward_parts='{"a": NaN}')], "row 2: reward_parts .* is no JSON object of finite numbers"),
+        ([row(0), row(0, reward_parts='{"a": true}')], "row 2: reward_parts"),
+        ([row(0), row(0, reward_parts='{"a": 1' + "0" * 400 + "}")], "row 2: reward_parts"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_trained_on_is_refused_by_row(rows: list[JsonDict], message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", rows)
     with pytest.raises(UserError, match=message):
         opened(path)
+
+
+def test_what_an_environment_and_a_reward_recorded_is_kept(tmp_path: Path) -> None:
+    kept = [row(0, environment=played(), reward_parts='{"a": 1, "b": -0.5}'), row(0, environment="", reward_parts=None)]
+    _, rollouts, rewards = opened(write(tmp_path / "x.parquet", kept)).read(0, 1)
+    assert [told["environment"] for told in rollouts] == [played(), ""]
+    assert [told["reward_parts"] for told in rewards] == ['{"a": 1, "b": -0.5}', "{}"]
 
 
 def test_no_file_text_that_is_no_parquet_and_a_file_that_changes_are_named(tmp_path: Path) -> None:

@@ -136,14 +136,16 @@ def test_the_metrics_of_several_rounds_tell_of_all_of_them() -> None:
 
 
 def test_the_mismatch_warns_or_stops_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    check_mismatch(0.01, 3, RlConfig(on_mismatch="fail"))
-    check_mismatch(0.9, 3, RlConfig(oversampling=1.5))  # stale tokens: the policy's own change
+    check_mismatch(0.01, 3, RlConfig(on_mismatch="fail"), 0)
+    check_mismatch(0.9, 3, RlConfig(on_mismatch="fail"), 7)  # a fork's, carried by its parent: the policy's own change
+    check_mismatch(0.9, 3, RlConfig(rollouts_from="run:a"), 0)
     assert not caplog.records
-    for mismatch in (0.06, math.nan):
-        check_mismatch(mismatch, 3, RlConfig())
+    for mismatch, stale in ((0.06, 0), (math.nan, 0), (0.06, 7)):  # stale tokens that are not trained do not count
+        rl = RlConfig(on_mismatch="fail", train_stale_tokens=not stale)
+        check_mismatch(mismatch, 3, rl.model_copy(update={"on_mismatch": "warn"}), stale)
         assert "iteration 3: engine and trainer disagree by" in caplog.messages[-1]
         with pytest.raises(StepRefused, match=r"rl\.mismatch_max=0\.05.*not committed, the batch is kept\. Mend the cause"):
-            check_mismatch(mismatch, 3, RlConfig(on_mismatch="fail"))
+            check_mismatch(mismatch, 3, rl, stale)
 
 
 def test_a_first_step_that_is_not_what_it_must_be_is_told_with_its_numbers() -> None:

@@ -136,8 +136,15 @@ def test_a_redo_shares_what_comes_before_the_stage_and_survives_a_second_fork(st
 def test_a_fork_that_cannot_be_is_refused(store: Store) -> None:
     parent = create_or_continue(tiny(store))
     commit_iterations(parent, 1)
-    with pytest.raises(UserError, match="--at 7"):
-        fork(parent, 7, override_config(parent.config, ["run=c"]))
+    for at, way in (
+        (7, "choose K from 0 to 0, or let `rlpipe run ... --run a` get there first"),
+        (-1, "choose K from 0 to 0$"),
+    ):
+        with pytest.raises(UserError, match=rf"--at {at}: iteration {at} of run a is not committed .* 0 to 0\); {way}"):
+            fork(parent, at, override_config(parent.config, ["run=c"]), "score")
+    young = create_or_continue(tiny(store, "run=young"))
+    with pytest.raises(UserError, match=r"is not committed \(committed: none\); let `rlpipe run ... --run young` get there"):
+        fork(young, 0, override_config(young.config, ["run=c"]))
     with pytest.raises(UserError, match="that run exists"):
         fork(parent, 0, parent.config)
     with pytest.raises(UserError, match=r"sft\.num_steps"):

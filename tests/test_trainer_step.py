@@ -7,6 +7,8 @@ independent parts, and a packed sequence sees only itself (block-diagonal mask, 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +25,12 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import Trainer
 from rlpipe.trainer.model import PolicyModel, hf_config
 from rlpipe.trainer.rl import advantages, with_advantages, with_frozen
-from rlpipe.trainer.rl_loss import loss_part
+from rlpipe.trainer.rl_loss import TOKEN_SUMS, loss_part
 from rlpipe.trainer.settings import RlSettings
 from rlpipe.trainer.state import Resident
 from rlpipe.trainer.step import StepBatch, StepSettings, forward, optimizer_step, plan_batch
 from rlpipe.types import JsonDict, StepRefused
+from tests import maths_oracle as oracle
 from tests import trainer_world as world
 
 HOW = StepSettings(learning_rate=0.0, grad_clip=1e9, temperature=1.0, address="here")
@@ -42,8 +45,10 @@ LOUD: JsonDict = {
 REWARD_KL: JsonDict = {"kl": "reward", "kl_coef": 0.3, "kl_estimator": "k1"}
 # every estimator, objective, importance mode and aggregation, in pairs that a user may choose
 OPTIONS: dict[str, JsonDict] = {
-    "ppo": {},
-    "ppo, dual clip": {"dual_clip": 1.03, "aggregation": "sequence_mean", "estimator": "dr_grpo", "importance": "token_mask"},
+    "ppo": {"importance_low": 0.97},
+    "ppo, dual clip": {
+        "dual_clip": 1.03, "aggregation": "sequence_mean", "estimator": "dr_grpo", "importance": "token_mask", "importance_low": 0.96,
+    },
     "gspo": {"objective": "gspo", "aggregation": "sequence_mean", "clip_low": 0.01, "clip_high": 0.01, "estimator": "rloo"},
     "cispo": {"objective": "cispo", "aggregation": "fixed_length", "kl_estimator": "k2", "estimator": "maxrl"},
     "sapo": {"objective": "sapo", "importance": "sequence_truncate", "importance_high": 1.1, "estimator": "opo"},
@@ -122,8 +127,31 @@ def plain_model(seed: int) -> Any:
     return AutoModelForCausalLM.from_config(hf_config(world.MODEL), dtype=torch.float32).double().eval()
 
 
-def plain_gradients(rollouts: RlBatch, settings: RlSettings) -> tuple[dict[str, Tensor], float]:
-    """One unpacked sequence at a time through the HF model in float64, with its own logits; the loss comes with it."""
+def plain_token_sums(
+    logprobs: list[list[float]], advantages: list[float], logits: list[list[float]], settings: RlSettings
+) -> dict[str, float]:
+    """TOKEN_SUMS of one sequence, all tokens of which count. `logprobs`: those of policy, proximal, reference and rollout."""
+    policy, proximal, reference, rollout = logprobs
+    weighing = (proximal, rollout, [1] * len(policy), settings.importance)
+    weights = oracle.importance_weights(*weighing, settings.importance_low, settings.importance_high)
+    unbounded = oracle.importance_weights(*weighing[:3], settings.importance.replace("mask", "truncate"), 0.0, math.inf)
+    clips = (settings.objective, settings.clip_low, settings.clip_high, settings.dual_clip)
+    clipped = oracle.clipped(policy, rollout if settings.objective == "dppo" else proximal, advantages, *clips)
+    return {
+        "entropy": math.fsum(oracle.entropy(row) for row in logits),
+        "clip_fraction_low": sum(below for below, _ in clipped),
+        "clip_fraction_high": sum(above for _, above in clipped),
+        "proximal_kl": math.fsum(oracle.kl(p, q, "k3") for p, q in zip(proximal, policy, strict=True)),
+        "mismatch_abs_mean": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(proximal, rollout, strict=True)),
+        "importance_mean": math.fsum(weights),
+        "importance_clipped_fraction": sum(weight != other for weight, other in zip(weights, unbounded, strict=True)),
+        "onpolicy_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, proximal, strict=True)),
+        "reference_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, reference, strict=True)),
+    }
+
+
+def plain_gradients(rollouts: RlBatch, settings: RlSettings) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """One unpacked sequence at a time through the HF model in float64, with its own logits; the loss and TOKEN_SUMS come with it."""
     models = [plain_model(seed) for seed in (0, 1, 2)]
     kept = [sequence for sequence in rollouts.steps[0] if len(sequence.scored)]
     counts = {"num_tokens": sum(len(s.scored) for s in kept), "num_sequences": len(kept), "length": settings.length}
@@ -131,36 +159,39 @@ def plain_gradients(rollouts: RlBatch, settings: RlSettings) -> tuple[dict[str, 
     for sequence in kept:
         logits = [model(torch.tensor(sequence.tokens)[None]).logits[0, sequence.scored - 1] for model in models]
         chosen = (range(len(sequence.scored)), sequence.tokens[sequence.scored])
-        rows.append(([torch.log_softmax(each, -1)[chosen][None] for each in logits], entropy(logits[0])[None]))
+        rows.append(([torch.log_softmax(each, -1)[chosen][None] for each in logits], logits[0]))
     kl_N = torch.cat([kl(p, r, estimator=settings.kl_estimator).flatten() for (_, p, r), _ in rows]).detach().numpy()
     advantages_N = token_advantages(
         rollouts.rewards_B, rollouts.group_index_B, rollouts.lengths_B, estimator=settings.estimator, gamma=settings.gamma,
         kl_N=kl_N if settings.kl == "reward" else None, kl_coef=settings.kl_coef,
     )  # fmt: skip
-    total = 0.0
-    for sequence, ((logprobs, proximal, reference), entropies) in zip(kept, rows, strict=True):
+    sums = Counter[str]()
+    for sequence, ((logprobs, proximal, reference), logits) in zip(kept, rows, strict=True):
         proximal, reference, mask = proximal.detach(), reference.detach(), torch.ones_like(logprobs)
         rollout = torch.tensor(sequence.rollout_logprobs, dtype=torch.float64)[None]
+        own_N = advantages_N[sequence.first :][: len(sequence.scored)]
         losses = policy_loss(
-            logprobs, rollout if settings.objective == "dppo" else proximal,
-            torch.tensor(advantages_N[sequence.first :][: len(sequence.scored)])[None], mask, objective=settings.objective,
-            clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip,
+            logprobs, rollout if settings.objective == "dppo" else proximal, torch.tensor(own_N)[None], mask,
+            objective=settings.objective, clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip,
         )  # fmt: skip
-        losses = losses * importance_weights(proximal, rollout, mask, mode=settings.importance, high=settings.importance_high)
+        bounds = {"low": settings.importance_low, "high": settings.importance_high}
+        losses = losses * importance_weights(proximal, rollout, mask, mode=settings.importance, **bounds)
         if settings.kl == "loss":
             losses = losses + settings.kl_coef * kl(logprobs, reference, estimator=settings.kl_estimator)
-        loss = aggregate(losses - settings.entropy_coef * entropies, mask, mode=settings.aggregation, **counts)
+        loss = aggregate(losses - settings.entropy_coef * entropy(logits)[None], mask, mode=settings.aggregation, **counts)
         loss.backward()
-        total += loss.item()
-    return {name: 0.1 * parameter.grad for name, parameter in models[0].named_parameters()}, total
+        told = [each[0].tolist() for each in (logprobs, proximal, reference, rollout)]
+        sums.update({"loss": loss.item(), **plain_token_sums(told, own_N.tolist(), logits.tolist(), settings)})
+    return {name: 0.1 * parameter.grad for name, parameter in models[0].named_parameters()}, dict(sums)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradient_is_that_of_a_plain_loop(gang: Gang, setup: World, sequences: list[TrainSequence], name: str) -> None:
     found, sums = gradients(gang, setup, sequences, name)
-    expected, loss = plain_gradients(setup.rollouts, settings_of(name))
+    expected, plain = plain_gradients(setup.rollouts, settings_of(name))
     assert_same(found, expected, tolerance=2e-5)
-    assert sums["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert plain.keys() == {"loss", *TOKEN_SUMS}
+    assert {told: sums[told] for told in plain} == pytest.approx(plain, rel=1e-5, abs=1e-6)
     settings = settings_of(name)
     assert (sums["clip_fraction_low"] > 0) == (settings.objective in ("ppo", "gspo", "cispo", "dppo")), "a clip was not at work"
     assert (sums["importance_clipped_fraction"] > 0) == (settings.importance != "none"), "no weight was bounded"

@@ -13,12 +13,13 @@ from rlpipe.rewards.sandbox.jail import Limits
 from rlpipe.types import JsonDict, UserError
 
 LANGUAGES = ("python", "python3", "py")
+TOTAL_S = 8.0  # of all tests of a prompt together, by default
 
 
 def code(
     *,
     time_s: float = 4.0,
-    total_s: float = 8.0,
+    total_s: float = TOTAL_S,
     memory_mb: int = 512,
     processes: int = 4,
     files_mb: int = 16,
@@ -60,6 +61,16 @@ def code(
         return passed / len(tests) if partial else float(passed == len(tests))
 
     return reward
+
+
+def check_time(args: JsonDict, timeout_s: float) -> None:
+    """UserError when the tests of a rollout may take longer than scoring it: a slow program would be a fault, not a 0.0."""
+    total_s = args.get("total_s", TOTAL_S)
+    if not total_s < timeout_s:  # also a nan
+        raise UserError(
+            f"rl.reward_args.code.total_s={total_s:g} is not below rl.reward_timeout_s={timeout_s:g}: a program that is too slow "
+            f"would be a fault, reward_timeout, and not a 0.0; set rl.reward_timeout_s above {total_s:g}, or a smaller total_s"
+        )
 
 
 def last_program(completion: str) -> str | None:

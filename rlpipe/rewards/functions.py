@@ -6,12 +6,13 @@ Every rollout gets a Score. Each has `timeout_s` for itself, counted from the en
 from __future__ import annotations
 
 import selectors
+import threading
 import time
 from collections import deque
 
 from rlpipe.rewards.process import RewardProcess
 from rlpipe.rewards.score import FAILURES_MAX, Score
-from rlpipe.types import JsonDict
+from rlpipe.types import EngineError, JsonDict, UserError
 
 IN_FLIGHT_MAX = 16  # rollouts queued in a process: enough to hide the pipe
 POLL_MAX_S = 1.0
@@ -28,6 +29,8 @@ class FunctionScorer:
         self._workers = workers
         self._timeout_s = timeout_s
         self._processes: list[RewardProcess] = []
+        self._scoring = threading.Lock()
+        self._closed = False
 
     def start(self) -> None:
         """Returns when the rewards are loaded; UserError when one cannot be."""
@@ -36,20 +39,29 @@ class FunctionScorer:
             process.wait_ready()
 
     def score(self, items: list[JsonDict]) -> list[Score]:
-        """One Score per item, in order."""
-        assert self._processes, "the pool is closed"
-        job = _Job(items)
-        while len(job.scores) < len(items):
-            self._feed(job)
-            self._wait()
-            self._collect(job)
-        return [job.scores[index] for index in range(len(items))]
+        """One Score per item, in order; EngineError when it is closed, before or meanwhile."""
+        with self._scoring:
+            job = _Job(items)
+            while len(job.scores) < len(items):
+                self._check_open()
+                self._feed(job)
+                self._wait()
+                self._check_open()  # a process that was closed did not die of its rollout
+                self._collect(job)
+            return [job.scores[index] for index in range(len(items))]
 
     def close(self) -> None:
-        """Kills the processes."""
+        """Kills the processes; what is being scored ends with an EngineError."""
+        self._closed = True
         for process in self._processes:
-            process.kill()
-        self._processes = []
+            process.stop()
+        with self._scoring:  # it ends at once: there is nobody left to wait for
+            for process in self._processes:
+                process.kill()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("rl.rewards: closed while there was something to score")
 
     def _new(self) -> RewardProcess:
         return RewardProcess(self._rewards, self._args, self._timeout_s)
@@ -94,7 +106,12 @@ class FunctionScorer:
         job.pending.extendleft(reversed(lost[1:]))
         job.give_up_if_broken(reason)
         fresh = self._processes[slot] = self._new()
-        fresh.wait_ready()
+        self._check_open()  # now that `close` can see it
+        try:
+            fresh.wait_ready()
+        except UserError:
+            self._check_open()
+            raise
 
 
 class _Job:

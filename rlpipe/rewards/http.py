@@ -153,7 +153,7 @@ class HttpScorer:
             async with http.post(self._endpoint.url, json=question, allow_redirects=False) as answer:
                 status, body = answer.status, await _body(answer.content)
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise ServiceDown(f"{type(error).__name__}: {error}") from error
+            raise ServiceDown(_told(error)) from error
         said = body[:SAID_CHARS].decode(errors="replace")
         if status == 429 or status >= 500:
             raise ServiceDown(f"it answered {status}: {said}")
@@ -165,7 +165,21 @@ class HttpScorer:
             raise InvalidReward(f"it answered no JSON ({type(error).__name__}): {said}") from error
 
     def _fault(self, reason: str, message: str) -> Score:
-        return Score(None, {}, reason, f"reward {self._endpoint.name!r} at {self._endpoint.url}: {message}")
+        return Score(None, {}, reason, f"reward {self._endpoint.name!r} at {_place(self._endpoint.url)}: {message}")
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, without the URL that some of aiohttp's errors tell."""
+    if isinstance(error, aiohttp.InvalidURL):
+        return type(error).__name__
+    said = f"{error.status} {error.message}" if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    return f"{type(error).__name__}: {said}"
+
+
+def _place(url: str) -> str:
+    """A URL without its user, password and query, where a key may be: scheme://host:port/path."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 async def _body(content: aiohttp.StreamReader) -> bytes:

@@ -17,6 +17,7 @@ logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 
 LATEX_TEXT = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}")  # words inside a formula
 THOUSANDS = re.compile(r"(?<=\d)\\[,;:! ](?=\d{3}(?!\d))")  # LaTeX spaces between groups of digits: 1\,234
+COMMAS = re.compile(r"(?<=\d),(?=\d{3})")
 BOX = "\\boxed{"
 CHARS_MAX = 10_000  # of the end of a completion: math-verify's time grows with the square, 2 s here
 
@@ -60,11 +61,19 @@ def last_box(text: str) -> str | None:
 def _gold(prompt: JsonDict) -> list[Any]:
     if prompt["answer"] is None:
         raise ValueError(f"prompt {prompt['prompt_id']} has no answer to compare with")
-    gold = _parse(_reference(prompt["answer"]))
+    reference = _reference(prompt["answer"])
+    gold = _parse(reference)
     if not gold:
         raise ValueError(
             f"prompt {prompt['prompt_id']}: math-verify finds no formula or number in the answer {prompt['answer'][:80]!r}; "
             "the rewards exact and reasoning_gym compare text"
+        )
+    read = COMMAS.sub("", gold[-1])  # the text of the value, which comes first
+    rest = COMMAS.sub("", reference).replace(read, "", 1)
+    if _is_prose(reference) and (re.search(r"\d", rest) or re.search(r"\d\s+\d", read)):
+        raise ValueError(
+            f"prompt {prompt['prompt_id']}: the answer {prompt['answer'][-80:]!r} is prose with several numbers, and which of "
+            "them is the answer cannot be told; write it as one value or formula"
         )
     return gold
 
@@ -92,8 +101,13 @@ def _reference(answer: str) -> str:
 def _as_formula(text: str) -> str:
     """Marks a bare formula as one; prose ("18 dollars") stays prose, where math-verify finds the number."""
     bare = _cleaned(text.strip())
-    is_prose = re.search(r"(^|\s)[A-Za-z]{3,}", LATEX_TEXT.sub("", bare)) is not None
-    return bare if is_prose or "$" in bare or "\\boxed" in bare else f"${bare}$"
+    return bare if _is_prose(bare) or "$" in bare or "\\boxed" in bare else f"${bare}$"
+
+
+def _is_prose(text: str) -> bool:
+    """Whether it holds words outside of formulas; what has its formulas marked is none."""
+    words = re.search(r"(^|\s)[A-Za-z]{3,}", LATEX_TEXT.sub("", text)) is not None
+    return words and "$" not in text and "\\boxed" not in text
 
 
 def _cleaned(text: str) -> str:

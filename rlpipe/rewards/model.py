@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,21 +59,31 @@ class ModelScorer:
         self._hello = hello
         self._batch_size = batch_size
         self._process: LineProcess | None = None
+        self._scoring = threading.Lock()
         self._closed = False
 
     def start(self) -> None:
         """Returns when the model is loaded; UserError when it cannot be."""
         self._process = LineProcess("rlpipe.rewards.model_worker", self._hello, LOAD_TIMEOUT_S)
+        if self._closed:  # before `close` could see it
+            self._process.stop()
         self._process.wait_ready()
 
     def close(self) -> None:
-        """Kills the process."""
+        """Kills the process; what is being scored ends soon, with faults."""
         self._closed = True
         if self._process is not None:
-            self._process.kill()
+            self._process.stop()
+        with self._scoring:
+            if self._process is not None:
+                self._process.kill()
 
     def score(self, items: list[JsonDict]) -> list[Score]:
         """One Score per item, in order; a process that dies or hangs is replaced at most RESTARTS_MAX times."""
+        with self._scoring:
+            return self._score(items)
+
+    def _score(self, items: list[JsonDict]) -> list[Score]:
         scores: dict[int, Score] = {}
         left = _Restarts(RESTARTS_MAX)
         order = sorted(range(len(items)), key=lambda index: len(items[index]["completion"]))  # alike lengths pad little

@@ -8,11 +8,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
+from rlpipe.rewards.code import check_time
 from rlpipe.rewards.functions import FunctionScorer
 from rlpipe.rewards.registry import can_be_refused, check_names, is_service
 from rlpipe.rewards.score import Score, Scorer, combined
 from rlpipe.rewards.services import make_service
-from rlpipe.types import JsonDict
+from rlpipe.types import EngineError, JsonDict
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class RewardPool:
     ) -> None:
         """`rewards` maps a name, or package.module:function, to its weight. UserError for a reward that cannot be loaded."""
         self.last_error: str | None = None  # the first fault of the newest `score`, for the log
+        self._closed = False
         self._lock = threading.Lock()
         self._scorers = _scorers(rewards, args or {}, workers, timeout_s)
         with contextlib.ExitStack() as undo:
@@ -34,14 +36,15 @@ class RewardPool:
             undo.pop_all()  # all are ready: they stay
 
     def score(self, items: list[JsonDict]) -> list[Score]:
-        """One Score per item, in order; threads take turns.
+        """One Score per item, in order; threads take turns. EngineError when the pool is closed, before or meanwhile.
 
         An item is {"prompt": Prompt.as_json(), "completion": str, "rollout": {"num_tokens", "finish_reason", "environment"}}.
         """
         with self._lock:
-            assert self._scorers, "the pool is closed"
+            self._check_open()
             with ThreadPoolExecutor(len(self._scorers), thread_name_prefix="rewards") as threads:
                 columns = list(threads.map(lambda scorer: scorer.score(items), self._scorers))
+            self._check_open()  # a service that was not asked any more has recorded faults, which are none
             scores = [combined(list(row)) for row in zip(*columns, strict=True)]
             faults = [score for score in scores if score.reason is not None]
             self.last_error = faults[0].message if faults else None
@@ -51,10 +54,14 @@ class RewardPool:
         return scores
 
     def close(self) -> None:
-        """Ends the processes; what is being scored ends soon, with faults."""
+        """Ends the processes; what is being scored ends soon, with an EngineError: a run that is stopped commits no faults."""
+        self._closed = True
         for scorer in self._scorers:
             scorer.close()
-        self._scorers = []
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("rl.rewards: closed while there was something to score")
 
     def __enter__(self) -> Self:
         return self
@@ -73,13 +80,15 @@ def _scorers(rewards: dict[str, float], args: dict[str, JsonDict], workers: int,
     return ([FunctionScorer(functions, own, workers, timeout_s)] if functions else []) + services
 
 
-def check_rewards(rewards: dict[str, float], args: dict[str, JsonDict]) -> None:
-    """UserError when a reward cannot be loaded; functions are tried in a process of their own, so that this one imports none.
+def check_rewards(rewards: dict[str, float], args: dict[str, JsonDict], timeout_s: float) -> None:
+    """UserError when a reward cannot be loaded, or cannot keep to `timeout_s`; functions are tried in a process of their own, so that this one imports none.
 
     Services are not called: one that is down when it is needed is a fault of the rollouts, `reward_unavailable`.
     """
     for scorer in _scorers(rewards, args, workers=1, timeout_s=1.0):
         scorer.close()
+    if "code" in rewards:
+        check_time(args.get("code", {}), timeout_s)
     # loading the libraries of the others would take seconds
     tried = {name: weight for name, weight in rewards.items() if not is_service(name) and can_be_refused(name)}
     if tried:

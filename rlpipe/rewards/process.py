@@ -102,12 +102,16 @@ class LineProcess:
         self._incoming = bytearray(rest)
         return [json.loads(line) for line in lines], alive
 
-    def kill(self) -> None:
-        """SIGKILL to the process and its children; returns when it is gone."""
+    def stop(self) -> None:
+        """SIGKILL to the process and its children; whoever reads from it, in another thread too, finds its end."""
         if self._process.returncode is None:  # once reaped, the pid may be someone else's
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+
+    def kill(self) -> None:
+        """Stops it and closes its pipes, which no other thread may be using; returns when it is gone."""
+        self.stop()
+        self._process.wait()
         self.stdin.close()
         self.stdout.close()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from rlpipe.config import ModelConfig
+from rlpipe.config import ModelConfig, PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.prompt import Prompt
 from rlpipe.data.tiny_tokenizer import build_tokenizer
@@ -19,6 +20,7 @@ from rlpipe.weights import tensor_shapes
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 TOKENIZER_TEXTS_MAX = 2000
+PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
 
 
 def model_folder(model: ModelConfig) -> Path:
@@ -63,22 +65,21 @@ async def base_tokenizer(session: Session) -> StageResult:
 
 
 def _write_tokenizer(session: Session, folder: str, attempt: str) -> list[FileRecord]:
-    model = session.config.model
     with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch)
-        if model.path:
-            source = model_folder(model)
-        else:
-            build_tokenizer(_texts(session), source)
+        source = tokenizer_folder(session.config, session.prompts, Path(scratch))
         weights = {path for pattern in WEIGHT_FILES for path in source.glob(pattern)}
         files = sorted(path for path in source.iterdir() if path.is_file() and path not in weights)
         return [write_file(session.run.store, folder, attempt, path.name, path) for path in files]
 
 
-def _texts(session: Session) -> list[str]:
-    uses = ("rl", "evaluation") if session.config.sets("rl") else ("evaluation",)
-    prompts: list[Prompt] = [prompt for use in uses for rows in session.prompts(use) for prompt in rows[:TOKENIZER_TEXTS_MAX]]
-    return [str(message["content"]) for prompt in prompts for message in prompt.messages]
+def tokenizer_folder(config: PipelineConfig, prompts: PromptSets, scratch: Path) -> Path:
+    """Where the tokenizer of a new run is: in the model's folder, or in `scratch`, built of the prompts."""
+    if config.model.path:
+        return model_folder(config.model)
+    uses = ("rl", "evaluation") if config.sets("rl") else ("evaluation",)
+    texts = [prompt for use in uses for rows in prompts(use) for prompt in rows[:TOKENIZER_TEXTS_MAX]]
+    build_tokenizer([str(message["content"]) for prompt in texts for message in prompt.messages], scratch)
+    return scratch
 
 
 async def base_policy(session: Session, tokenizer: ArtifactRef) -> StageResult:

@@ -15,7 +15,7 @@ from rlpipe.store.artifacts import SOURCE_INPUT, read_file, write_bytes
 from rlpipe.types import ArtifactRef, JsonDict, StageResult, UserError
 
 ROUND = "round-0"  # whatever the rounds of the source, they are imported as one
-SHARD = f"rollouts/{ROUND}/shard-000"
+IMPORTED = f"rollouts/{ROUND}/shard-000"  # the last that an iteration needs of its source
 PIN = f"{SOURCE_INPUT}of all "  # begins the name of an input that every iteration has
 Write = Callable[[Stored, str, str], Produced]  # (the source's rollouts, folder, attempt) -> what was written
 
@@ -43,7 +43,7 @@ async def import_rollouts(session: Session, iteration: int, prompts: ArtifactRef
         tokens = sum(len(row["completion_tokens"]) for row in rollouts)
         return Produced(files, {"num_rollouts": len(rollouts), "num_tokens": tokens, "num_rewards_kept": len(stored.rewards)})
 
-    return await _import(session, StageKey("rl", iteration, SHARD), {"prompts": prompts}, write)
+    return await _import(session, StageKey("rl", iteration, IMPORTED), {"prompts": prompts}, write)
 
 
 async def _import(session: Session, key: StageKey, inputs: dict[str, ArtifactRef], write: Write) -> StageResult:
@@ -73,7 +73,7 @@ def _check_unchanged(session: Session, iteration: int, source: RolloutSource) ->
     """The pins are those of the prompts that go with these rollouts, or of the iteration before."""
     run = session.run
     before = run.artifact("rl", iteration, f"prompts/{ROUND}") or (
-        run.artifact("rl", iteration - 1, SHARD) if iteration else None
+        run.artifact("rl", iteration - 1, IMPORTED) if iteration else None
     )
     if before is None or before[1].settings["rl.rollouts_from"] != session.config.rl.rollouts_from:
         return  # nothing was imported before, or (in a fork) from elsewhere

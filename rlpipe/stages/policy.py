@@ -10,6 +10,7 @@ from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.session import Session
 from rlpipe.stages.sft import commit_state
 from rlpipe.stages.training import OnProgress, probe_of, rl_job, save_body, save_job, train_job
+from rlpipe.store.artifacts import read_manifest
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StageResult, StepRefused
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,9 @@ async def train(session: Session, iteration: int, batch: ArtifactRef, on_progres
     metrics = await train_job(session, "rl", iteration, rl_job(session.run, iteration, batch), on_progress)
     for fault in first_step_faults(metrics["first_step"], iteration, session.config.rl.objective):
         log.warning("iteration %d: %s", iteration, fault)
-    check_mismatch(metrics["train/mismatch_abs_mean"], iteration, session.config.rl)
+    told = await asyncio.to_thread(read_manifest, session.run.store, batch.folder, batch.sha256)
+    stale = told.metrics.get("rollout/num_tokens_stale", 0)  # an older rlpipe's batch, redone, has none
+    check_mismatch(metrics["train/mismatch_abs_mean"], iteration, session.config.rl, stale)
     return StageResult(batch, metrics, cached=False)
 
 
@@ -51,12 +54,13 @@ def first_step_faults(first: JsonDict, iteration: int, objective: str) -> list[s
     return faults
 
 
-def check_mismatch(mismatch: float, iteration: int, rl: RlConfig) -> None:
+def check_mismatch(mismatch: float, iteration: int, rl: RlConfig, num_tokens_stale: int) -> None:
     """Warns when engine and trainer disagree by more than `rl.mismatch_max`; StepRefused with `rl.on_mismatch = "fail"`.
 
-    Not of tokens that an older policy sampled: there it holds the policy's own change.
+    Not of tokens that an older policy sampled: there it holds the policy's own change. The batch says whether it has such
+    (`num_tokens_stale`): in a fork they may be what the parent carried.
     """
-    if mismatch <= rl.mismatch_max or rl.off_policy:
+    if mismatch <= rl.mismatch_max or rl.rollouts_from or (num_tokens_stale and rl.train_stale_tokens):
         return
     told = (
         f"iteration {iteration}: engine and trainer disagree by {mismatch:.3g} per token (rl.mismatch_max={rl.mismatch_max:g}): "

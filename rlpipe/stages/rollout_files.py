@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -111,6 +113,9 @@ class FileRollouts:
         spans = row.get("weight_versions")
         if spans is not None and sum(span["num_tokens"] for span in spans) != len(completion):
             raise UserError(f"{where}: weight_versions do not add up to its {len(completion)} completion_tokens")
+        for name, wrong in (("environment", _wrong_environment), ("reward_parts", _wrong_parts)):
+            if row.get(name) and (why := wrong(_json_object(row[name]))):
+                raise UserError(f"{where}: {name} {row[name][:80]!r} {why}; mend it, or leave the column away")
         tokens = [*prompt, *completion]
         if any(token is None or token < 0 for token in tokens):
             raise UserError(f"{where}: a token id is missing or below 0")
@@ -180,6 +185,37 @@ class FileRollouts:
             rows = _read(path, start, mine[-1].first + mine[-1].count)
             for place in mine:
                 yield rows[place.first - start : place.first - start + place.count]
+
+
+def _json_object(text: str) -> JsonDict | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # a bool is no number, NaN is not below anything
+
+
+def _wrong_environment(record: JsonDict | None) -> str:
+    """What is wrong with what an environment recorded of a rollout; empty when nothing is."""
+    if record is None:
+        return "is no JSON object"
+    metrics = record.get("metrics")
+    checks = {
+        "reward (a finite number)": _finite(record.get("reward")),
+        "num_turns (a whole number)": type(record.get("num_turns")) is int and record["num_turns"] >= 0,
+        "fault (text, empty without one)": isinstance(record.get("fault"), str),
+        "metrics (an object of finite numbers)": isinstance(metrics, dict) and all(map(_finite, metrics.values())),
+    }
+    lacking = [name for name, holds in checks.items() if not holds]
+    return f"needs {', '.join(lacking)}" if lacking else ""
+
+
+def _wrong_parts(parts: JsonDict | None) -> str:
+    return "" if parts is not None and all(map(_finite, parts.values())) else "is no JSON object of finite numbers"
 
 
 def _stamp(path: Path) -> tuple[int, int]:

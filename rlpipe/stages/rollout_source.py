@@ -7,13 +7,11 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from rlpipe.config import PipelineConfig
 from rlpipe.data.prompt import Prompt
 from rlpipe.rollouts import PROMPTS, ROLLOUTS, filled_rows
 from rlpipe.stages.rollout_files import FileRollouts
 from rlpipe.stages.stored import stored_rounds
 from rlpipe.store.artifacts import read_file, read_manifest, reference_of_file
-from rlpipe.store.backend import Store
 from rlpipe.store.run import Run, open_existing
 from rlpipe.types import ArtifactRef, JsonDict, UserError
 
@@ -62,7 +60,8 @@ class RunRollouts:
         theirs = self.run.committed("base", 0, "tokenizer")[1].file("tokenizer.json").sha256
         if theirs != tokenizer_sha256:
             raise UserError(
-                f"rl.rollouts_from=run:{self.run.name}: that run has another tokenizer, so its tokens mean other text"
+                f"rl.rollouts_from=run:{self.run.name}: that run has another tokenizer, so its tokens mean other text; use the "
+                "model.path (or, without one, the data sets) of that run, or a run with this tokenizer"
             )
 
     def iteration(self, iteration: int) -> Stored:
@@ -86,7 +85,7 @@ class ParquetRollouts:
     """Parquet files: their whole groups in order, num_prompts of them an iteration."""
 
     files: FileRollouts
-    num_prompts: int
+    run: Run  # the one that is fed
 
     @property
     def pins(self) -> dict[str, ArtifactRef]:
@@ -99,34 +98,44 @@ class ParquetRollouts:
             raise UserError(f"{where}: token {token} is outside the vocabulary of {vocab_size}: another tokenizer made it")
 
     def iteration(self, iteration: int) -> Stored:
-        first, total = iteration * self.num_prompts, len(self.files.groups)
-        if first + self.num_prompts > total:
-            raise _too_few(self.files.name, total, "groups", first + self.num_prompts, iteration + 1)
-        return Stored(*self.files.read(first, self.num_prompts))
+        first, end, total = _groups_of(self.run, iteration), _groups_of(self.run, iteration + 1), len(self.files.groups)
+        if end > total:
+            raise _too_few(self.files.name, total, "groups", end, iteration + 1)
+        return Stored(*self.files.read(first, end - first))
 
 
-def open_source(config: PipelineConfig, store: Store, prompts: list[Prompt]) -> RolloutSource:
-    """The source that `rl.rollouts_from` names, its files checked row by row; writes nothing.
+def _groups_of(run: Run, iterations: int) -> int:
+    """Groups of a file that the first iterations take: those of a fork's parent took as many as the parent was set to."""
+    return sum(run.owner("rl", each, "prompts").config.rl.num_prompts for each in range(iterations))
+
+
+def open_source(run: Run, prompts: list[Prompt]) -> RolloutSource:
+    """The source that `rl.rollouts_from` of a run names, its files checked row by row; writes nothing.
 
     `prompts`: those of the data sets of use rl. UserError naming the field, file or row, also when there is not enough in it.
     """
-    rl = config.rl
+    rl, context = run.config.rl, run.config.model.context_tokens_max
     if rl.rollouts_from.startswith(RUN):
-        run = open_existing(store, rl.rollouts_from.removeprefix(RUN))
-        if run.config.rl.group_size != rl.group_size:
+        source = open_existing(run.store, rl.rollouts_from.removeprefix(RUN))
+        if source.config.rl.group_size != rl.group_size:
             raise UserError(
-                f"rl.group_size={rl.group_size}: the groups of run {run.name} have {run.config.rl.group_size} rollouts; "
-                f"set rl.group_size = {run.config.rl.group_size}"
+                f"rl.group_size={rl.group_size}: the groups of run {source.name} have {source.config.rl.group_size} rollouts; "
+                f"set rl.group_size = {source.config.rl.group_size}"
             )
-        committed = run.num_committed("rl", rl.num_iterations)
+        if source.config.model.context_tokens_max > context:
+            raise UserError(
+                f"model.context_tokens_max={context}: the rollouts of run {source.name} may have "
+                f"{source.config.model.context_tokens_max} tokens; set it to that, or give those that fit as a Parquet file"
+            )
+        committed = source.num_committed("rl", rl.num_iterations)
         if committed < rl.num_iterations:
             raise _too_few(rl.rollouts_from, committed, "committed iterations", rl.num_iterations, rl.num_iterations)
-        return RunRollouts(run)
-    files = FileRollouts.open(rl.rollouts_from, rl.group_size, config.model.context_tokens_max, prompts)
-    wanted = rl.num_iterations * rl.num_prompts
+        return RunRollouts(source)
+    files = FileRollouts.open(rl.rollouts_from, rl.group_size, context, prompts)
+    wanted = _groups_of(run, rl.num_iterations)
     if len(files.groups) < wanted:
         raise _too_few(files.name, len(files.groups), "groups", wanted, rl.num_iterations)
-    return ParquetRollouts(files, rl.num_prompts)
+    return ParquetRollouts(files, run)
 
 
 def _too_few(name: str, found: int, unit: str, wanted: int, iterations: int) -> UserError:

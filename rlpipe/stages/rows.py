@@ -27,7 +27,7 @@ def _check_room(session: Session, prompt: Prompt, num_tokens: int) -> None:
     if num_tokens > room:
         raise UserError(
             f"data set {prompt.source}: prompt {prompt.prompt_id} has {num_tokens} tokens; model.context_tokens_max less "
-            f"rl.completion_tokens_max leaves {room}: remove it, or start a run with a larger context"
+            f"rl.completion_tokens_max leaves {room}: start a run without it, or with a larger context"
         )
 
 

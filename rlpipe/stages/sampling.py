@@ -14,6 +14,7 @@ from rlpipe.rollouts import CARRIED, PROMPTS, ROLLOUTS, grouped, read_rows, to_p
 from rlpipe.stages.carrying import num_sampled_of, prior_of
 from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.curriculum import draw_prompts
+from rlpipe.stages.faulted import check_answered
 from rlpipe.stages.rows import check_lengths, prompt_rows, rollout_rows
 from rlpipe.stages.scoring import judge
 from rlpipe.stages.seeds import rollout_seed
@@ -21,6 +22,8 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.survivors import Survivors
 from rlpipe.stages.turns import play
 from rlpipe.store.artifacts import read_manifest, write_bytes
+from rlpipe.store.backend import Store
+from rlpipe.store.run import Run
 from rlpipe.types import ArtifactRef, JsonDict, StageResult, UserError
 
 
@@ -80,9 +83,7 @@ def _draw(
             first_group, skipped = told["first_group"] + told["num_prompts"], told
     if before is None:
         check_lengths(session, "rl")
-    handed = _carried_groups(session, carried) if carried else []
-    if handed:
-        _check_same_sampling(session, iteration)
+    handed = _carried_groups(session.run.store, carried) if carried else []
     wanted = max(0, session.config.rl.round_groups - len(handed))
     drawn, after, counts = draw_prompts(session, iteration, cursor, position, wanted, pass_rates)
     metrics = {"cursor": after, "data_sha256": digest, "first_group": first_group}
@@ -90,21 +91,32 @@ def _draw(
     return handed, [sets[set_index][row_index] for set_index, row_index in drawn], metrics
 
 
-def _carried_groups(session: Session, ref: ArtifactRef) -> list[list[JsonDict]]:
+def _carried_groups(store: Store, ref: ArtifactRef) -> list[list[JsonDict]]:
     """The groups of an artifact's carried.parquet, which it has when there are any."""
-    manifest = read_manifest(session.run.store, ref.folder, ref.sha256)
+    manifest = read_manifest(store, ref.folder, ref.sha256)
     if not any(record.plain_name == "carried.parquet" for record in manifest.files):
         return []
-    return grouped(read_rows(session.run.store, ref, "carried.parquet", CARRIED))
+    return grouped(read_rows(store, ref, "carried.parquet", CARRIED))
 
 
-def _check_same_sampling(session: Session, iteration: int) -> None:
-    """UserError when what is carried was sampled from another distribution, by the run that this was forked from."""
-    before, now = session.run.owner("rl", iteration - 1, "rollouts").config.rl, session.config.rl
+def check_carried(run: Run) -> None:
+    """UserError when a fork could not go on with the groups that its parent handed on: they were sampled otherwise."""
+    at, now = run.fork_at, run.config.rl
+    record = run.iteration_record(at) if run.parent is not None and at >= 0 else None
+    if record is None or run.redo or now.rollouts_from:
+        return
+    num_groups = len(_carried_groups(run.store, ArtifactRef.from_json(record["artifacts"]["batch"])))
+    before = run.owner("rl", at, "rollouts").config.rl
     differ = [name for name in ("temperature", "top_p", "top_k") if getattr(before, name) != getattr(now, name)]
-    if differ and now.train_stale_tokens:
+    if num_groups and now.environment:
         raise UserError(
-            f"rl.{differ[0]} differs from that of the rollouts that iteration {iteration - 1} carried: keep it, or set "
+            f"rl.environment={now.environment!r}: {num_groups} groups that iteration {at} carried were begun without it, and a "
+            f"rollout does not go on in it. Two ways out: fork with rl.oversampling = 1 and rl.num_iterations = {at + 2}, which "
+            f"finishes them, and then fork that run at {at + 1}; or fork at an iteration whose rollout/groups_carried is 0"
+        )
+    if num_groups and differ and now.train_stale_tokens:
+        raise UserError(
+            f"rl.{differ[0]} differs from that of the rollouts that iteration {at} carried: keep it, or set "
             "rl.train_stale_tokens = false, so that their logprobs are not trained on"
         )
 
@@ -140,9 +152,10 @@ async def generate(
     `kept`: groups that survived the earlier rounds. When enough have survived of a round that is over-sampled, what runs is cut
     short; it is committed all the same.
     """
-    rl = session.config.rl
+    rl, key = session.config.rl, _rollouts_key(iteration, round_index, shard)
 
     async def produce(folder: str, attempt: str) -> Produced:
+        session.unanswered.discard((key.iteration, key.stage))
         places = await asyncio.to_thread(_places, session, prompts)
         mine = places[shard * rl.shard_prompts : (shard + 1) * rl.shard_prompts]
         requests = [_group_request(session, place, iteration, round_index) for place in mine]
@@ -158,19 +171,21 @@ async def generate(
             for place, request, group in zip(mine, requests, groups, strict=True)
             for rollout in rollout_rows(session, place.prompt, place.group_index, request, group, iteration)
         ]
+        shards = (_rollouts_key(iteration, round_index, each) for each in range(_num_shards(session, len(places))))
+        await check_answered(session, key, [other for other in shards if other != key], rollouts)
         data = await asyncio.to_thread(to_parquet, rollouts, ROLLOUTS)
         record = await asyncio.to_thread(write_bytes, session.run.store, folder, attempt, "rollouts.parquet", data)
         tokens = sum(num_sampled_of(row, iteration) for row in rollouts)
         return Produced([record], {"num_rollouts": len(rollouts), "num_tokens": tokens}, weight_version=iteration)
 
     inputs = {"prompts": prompts, "policy": policy}
-    return await run_stage(session, _rollouts_key(iteration, round_index, shard), inputs, produce)
+    return await run_stage(session, key, inputs, produce)
 
 
 def _places(session: Session, prompts: ArtifactRef) -> list[Place]:
     """The groups of a round, the carried ones first."""
     first = read_manifest(session.run.store, prompts.folder, prompts.sha256).metrics["first_group"]
-    handed = dict(enumerate(_carried_groups(session, prompts)))
+    handed = dict(enumerate(_carried_groups(session.run.store, prompts)))
     rows = read_rows(session.run.store, prompts, "prompts.parquet", PROMPTS)
     return [Place(slot, first + slot, row, handed.get(slot, [])) for slot, row in enumerate(rows)]
 

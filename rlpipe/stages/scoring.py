@@ -18,7 +18,7 @@ from rlpipe.stages.carrying import account, carried_rows, finished, num_sampled_
 from rlpipe.stages.commit import Produced, StageKey, run_stage
 from rlpipe.stages.curriculum import write_pass_rates
 from rlpipe.stages.session import Session
-from rlpipe.stages.survivors import ScoreKey, Survivors
+from rlpipe.stages.survivors import Finished, ScoreKey, Survivors
 from rlpipe.stages.turns import environment_metrics
 from rlpipe.store.artifacts import read_manifest, write_bytes
 from rlpipe.types import ArtifactRef, JsonDict, StageResult, UserError
@@ -42,11 +42,18 @@ def score_rows(
             "%d of %d rollouts could not be scored %s; last error: %s", faults.total(), len(rows), dict(faults), pool.last_error
         )
     if rows and (faults.total() == len(rows) or (faults and fallback is None)):
-        raise UserError(
-            f"rl.rewards={list(session.config.rl.rewards)}: {faults.total()} of {len(rows)} rollouts could not be scored "
-            f"({dict(faults)}; {pool.last_error}). Mend the reward and start again: what was sampled is kept"
-        )
+        raise UserError(_unscored(session, faults, len(rows), pool.last_error))
     return [_scored(session, row, score) for row, score in zip(rows, scores, strict=True)]
+
+
+def _unscored(session: Session, faults: Counter[str], num_rows: int, last_error: str | None) -> str:
+    told = f"{faults.total()} of {num_rows} rollouts could not be scored ({dict(faults)}; {last_error or 'the log says which'})"
+    if all(reason.startswith("environment_") for reason in faults):
+        return (
+            f"rl.environment={session.config.rl.environment!r}: {told}. Mend the environment and start again; rollouts that are "
+            f"committed with their faults stay so: sample them anew in a fork of {session.run.name} from an iteration before them"
+        )
+    return f"rl.rewards={list(session.config.rl.rewards)}: {told}. Mend the reward and start again: what was sampled is kept"
 
 
 def _scores(
@@ -90,21 +97,36 @@ def _scored(session: Session, row: JsonDict, score: Score) -> JsonDict:
 async def judge(session: Session, survivors: Survivors, prompt: JsonDict, group: list[JsonDict]) -> None:
     """Scores and filters one group while others are still sampled, and counts it when it survives.
 
-    The scores are kept for the stage score, which also decides what to do about a rollout that cannot be scored.
+    The groups that finish while others are scored are scored together. The scores are kept for the stage score, which also
+    decides what to do about a rollout that cannot be scored.
     """
-
-    def survives() -> bool:
-        scores = _scores(session, {prompt["prompt_id"]: prompt_of(prompt)}, group, survivors.scores)
-        survivors.scores.update({_score_key(row): score for row, score in zip(group, scores, strict=True)})
-        scored = [_scored(session, row, score) for row, score in zip(group, scores, strict=True)]
-        if any(row["reward"] is None for row in scored):
-            return False
-        return bool(apply_filters([scored], _filters(session))[0])
-
-    if finished(group):
+    if not finished(group):
+        return
+    mine = Finished(prompt, group, asyncio.get_running_loop().create_future())
+    survivors.waiting.append(mine)
+    try:
         async with survivors.judging:
-            if await asyncio.to_thread(survives):
-                survivors.add(group[0]["group_index"])
+            if not mine.survives.done():  # else who had the lock before has judged it too
+                ready = [each for each in survivors.waiting if not each.survives.done()]
+                told = await asyncio.to_thread(_survive, session, survivors, ready)
+                for each, survives in zip(ready, told, strict=True):
+                    each.survives.set_result(survives)
+    finally:  # also when this failed or is not wanted any more: the others then judge themselves
+        survivors.waiting.remove(mine)
+    if mine.survives.result():
+        survivors.add(group[0]["group_index"])
+
+
+def _survive(session: Session, survivors: Survivors, ready: list[Finished]) -> list[bool]:
+    """Which of the groups are kept, each by itself: filters may look at one group only."""
+    rows = [row for each in ready for row in each.group]
+    prompts = {each.prompt["prompt_id"]: prompt_of(each.prompt) for each in ready}
+    scores = _scores(session, prompts, rows, survivors.scores)
+    survivors.scores.update({_score_key(row): score for row, score in zip(rows, scores, strict=True)})
+    scored = iter([_scored(session, row, score) for row, score in zip(rows, scores, strict=True)])
+    groups = [[next(scored) for _ in each.group] for each in ready]  # not `grouped`: a group may be there twice, after a retry
+    whole = [all(row["reward"] is not None for row in group) for group in groups]
+    return [ok and bool(apply_filters([group], _filters(session))[0]) for ok, group in zip(whole, groups, strict=True)]
 
 
 async def score(

@@ -54,6 +54,7 @@ class Session:
         self.prepared: StageResult | None = None  # the committed tokenizer, once this process has seen it
         self.seconds: dict[str, float] = defaultdict(float)  # per stage verb, of the current iteration
         self.survivors: dict[RoundKey, Survivors] = {}  # of the sampling round at work, when it is over-sampled
+        self.unanswered: set[tuple[int, str]] = set()  # iteration and stage of shards that wait for others (faulted.py)
         self._active: Counter[str] = Counter()
         self._since: dict[str, float] = {}
         self._rewards: RewardPool | None = None
@@ -86,7 +87,7 @@ class Session:
     async def gang(self) -> TrainerClient:
         """The trainer, started if need be."""
         async with self._trainer_lock:
-            self._check_open()
+            self.check_open()
             if not self.trainer.started:
                 await self.trainer.start()
         return self.trainer
@@ -94,7 +95,7 @@ class Session:
     async def serve(self, policy: ArtifactRef, version: int) -> bool:
         """Puts a committed policy on every engine, starting the pool if need be; False when it was served already."""
         async with self._pool_lock:
-            self._check_open()
+            self.check_open()
             if self.pool.version == version:
                 return False
             await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy))
@@ -110,12 +111,14 @@ class Session:
         return Probe(**metrics["probe"])
 
     def rewards(self) -> RewardPool:
+        self.check_open()
         if self._rewards is None:
             rl = self.config.rl
             self._rewards = RewardPool(rl.rewards, rl.reward_args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s)
         return self._rewards
 
     def environments(self) -> EnvironmentPool:
+        self.check_open()
         if self._environments is None:
             rl = self.config.rl
             self._environments = EnvironmentPool(
@@ -126,7 +129,7 @@ class Session:
     def prompts(self, use: str) -> list[list[Prompt]]:
         """The prompt sets of one use, read once."""
         if use not in self._prompts:
-            self._prompts[use] = [load_prompts(data, data_seed(self.config.seed, data.name)) for data in self.config.sets(use)]
+            self._prompts[use] = load_sets(self.config, use)
         return self._prompts[use]
 
     def data_sha256(self, use: str) -> str:
@@ -139,7 +142,7 @@ class Session:
         """What `rl.rollouts_from` names, opened and checked once."""
         if self._source is None:
             prompts = [prompt for rows in self.prompts("rl") for prompt in rows]
-            self._source = open_source(self.config, self.run.store, prompts)
+            self._source = open_source(self.run, prompts)
         return self._source
 
     def tokenizer(self) -> ChatTokenizer:
@@ -152,7 +155,7 @@ class Session:
             )
         return self._tokenizer
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         """A shard may outlive another that failed, and the flow that failed with it: it starts nothing any more."""
         if self._closed:
             raise EngineError(f"run {self.run.name} was closed")
@@ -171,6 +174,11 @@ class Session:
 def data_seed(seed: int, name: str) -> int:
     """The seed of one data set. Generators use seed + index, so neighbouring seeds would share nearly all items."""
     return int(sha256_of([seed, name])[:7], 16)
+
+
+def load_sets(config: PipelineConfig, use: str) -> list[list[Prompt]]:
+    """The prompt sets of one use, each with its own seed."""
+    return [load_prompts(data, data_seed(config.seed, data.name)) for data in config.sets(use)]
 
 
 _open: dict[tuple[str, str], Session] = {}

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rlpipe.rewards.score import Score
+from rlpipe.types import JsonDict
 
 RoundKey = tuple[int, int]  # iteration, round
 ScoreKey = tuple[str, str, str]  # prompt id, completion, facts as JSON: a reward is a pure function of the three
+
+
+@dataclass(eq=False)
+class Finished:
+    """A group that waits to be scored, its stored prompt, and whether it survives, once that is told."""
+
+    prompt: JsonDict
+    group: list[JsonDict]
+    survives: asyncio.Future[bool]
 
 
 class Survivors:
@@ -24,7 +35,8 @@ class Survivors:
         assert wanted > 0, "a round that needs no groups is not sampled"
         self.wanted = wanted
         self.scores: dict[ScoreKey, Score] = {}
-        self.judging = asyncio.Lock()  # one group at a time: the scorers are shared
+        self.judging = asyncio.Lock()  # the scorers are shared: what finishes meanwhile is scored together, next
+        self.waiting: list[Finished] = []
         self.recounting = asyncio.Lock()
         self.recounted = False  # the shards that were committed before this process are in
         self._groups: set[int] = set()

@@ -126,7 +126,7 @@ class Turns:
 async def play(session: Session, requests: list[GroupRequest], prompts: list[JsonDict]) -> list[list[Completion]]:
     """The rollouts (`Played`) of groups whose `prompts` (stored rows) are put by the environment. Groups advance by themselves.
 
-    UserError when no rollout at all went without a fault, or when one had a fault and there is no `rl.reward_fallback`.
+    UserError when one had a fault and there is no `rl.reward_fallback`.
     """
     environments, groups = session.environments(), []
     for request, prompt in zip(requests, prompts, strict=True):
@@ -160,27 +160,42 @@ async def play(session: Session, requests: list[GroupRequest], prompts: list[Jso
 
 def _check_faults(session: Session, faults: list[str]) -> None:
     counts = Counter(fault for fault in faults if fault)
-    if faults and (counts.total() == len(faults) or (counts and session.config.rl.reward_fallback is None)):
+    if counts and session.config.rl.reward_fallback is None:
         raise UserError(
-            f"rl.environment={session.config.rl.environment!r}: {counts.total()} of {len(faults)} rollouts had a fault "
-            f"({dict(counts)}; the log says which); mend the environment and start again: what was committed is kept"
+            f"rl.environment={session.config.rl.environment!r}, rl.reward_fallback=none: {counts.total()} of {len(faults)} rollouts "
+            f"had a fault ({dict(counts)}; the log says which); mend the environment and start again (what was committed is kept), "
+            "or start a run or fork with a rl.reward_fallback"
         )
 
 
 async def asked_by_environment(session: Session, prompts: list[JsonDict]) -> list[list[Message]]:
-    """What an environment asks the policy for each prompt (as a reward gets it); UserError naming the prompt it fails on."""
+    """What an environment asks the policy for each prompt (as a reward gets it); UserError naming the prompt it fails on.
 
-    async def ask(prompt: JsonDict) -> list[Message]:
+    A start that took too long is tried once more.
+    """
+
+    async def start(prompt: JsonDict) -> list[Message]:
         environment = session.environments().open(prompt)
         try:
             return await environment.start()
-        except EnvironmentFault as fault:
-            raise UserError(
-                f"rl.environment={session.config.rl.environment!r} cannot start with prompt {prompt['prompt_id']} "
-                f"({fault.reason}: {fault}); mend the environment, or remove the prompt, and start again"
-            ) from fault
         finally:
             environment.drop()
+
+    async def ask(prompt: JsonDict) -> list[Message]:
+        try:
+            try:
+                return await start(prompt)
+            except EnvironmentFault as fault:
+                if fault.reason != "environment_timeout":
+                    raise
+                return await start(prompt)
+        except EnvironmentFault as fault:
+            more_time = ", or set a longer rl.environment_timeout_s," if fault.reason == "environment_timeout" else ""
+            raise UserError(
+                f"rl.environment={session.config.rl.environment!r} cannot start with prompt {prompt['prompt_id']} "
+                f"({fault.reason}: {fault}); mend the environment{more_time} and start again: what was committed is kept. The prompts "
+                "of a run cannot change: to do without this one, start another run"
+            ) from fault
 
     outcomes = await asyncio.gather(*(ask(prompt) for prompt in prompts), return_exceptions=True)
     for outcome in outcomes:

@@ -188,18 +188,11 @@ def run_names(store: Store) -> list[str]:
     return [name for name in store.folders("runs") if store.exists(f"runs/{name}/run.json")]
 
 
-def fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:
-    """A new run that shares `run`'s iterations 0..at and goes on with `config`; UserError when that cannot be.
-
-    With `redo` ("score", "filter" or "train") iteration `at` is redone from that stage on; what is before it is shared.
-    """
+def planned_fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:
+    """What `fork` would create, or continue; UserError when that cannot be. Writes nothing."""
     assert redo in ("", *SHARED_BY_REDO), redo
-    if run.iteration_record(at) is None:
-        raise UserError(
-            f"--at {at}: run {run.name} has committed {run.num_committed('rl', 100_000)} iterations; choose one of them"
-        )
-    key = f"runs/{config.run}/run.json"
-    forked = {"run": run.name, "at": at} | ({"redo": redo} if redo else {})
+    check_committed(run, at)
+    key, forked = f"runs/{config.run}/run.json", _forked(run, at, redo)
     if run.store.exists(key):  # the same fork again continues it
         found = find_run(run.store, config) if json.loads(run.store.read(key))["fork"] == forked else None
         if found is None:
@@ -210,10 +203,35 @@ def fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:
     ]
     if differ:
         raise UserError(f"a fork shares what came before RL, so these cannot change: {'; '.join(differ)}")
-    record = _run_record(config, forked)
-    if not run.store.create(key, canonical_json(record)):
-        raise UserError(f"--run {config.run}: that run exists; choose another name")
-    return _with_parent(run.store, config, record)
+    return Run(run.store, config, run, at - 1 if redo else at, redo)
+
+
+def fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:
+    """A new run that shares `run`'s iterations 0..at and goes on with `config`; UserError when that cannot be.
+
+    With `redo` ("score", "filter" or "train") iteration `at` is redone from that stage on; what is before it is shared.
+    """
+    planned_fork(run, at, config, redo)
+    run.store.create(f"runs/{config.run}/run.json", canonical_json(_run_record(config, _forked(run, at, redo))))
+    return planned_fork(run, at, config, redo)  # refused when another process was first, with another fork
+
+
+def _forked(run: Run, at: int, redo: str) -> JsonDict:
+    return {"run": run.name, "at": at} | ({"redo": redo} if redo else {})
+
+
+def check_committed(run: Run, at: int) -> None:
+    """UserError when there is no iteration `at` to fork at."""
+    if at >= 0 and run.iteration_record(at) is not None:
+        return
+    count = run.num_committed("rl", 100_000)
+    has = f"iterations 0 to {count - 1}" if count else "none"
+    ways = [f"choose K from 0 to {count - 1}"] if count else []
+    ways += [f"let `rlpipe run ... --run {run.name}` get there first"] if at >= 0 else []
+    raise UserError(
+        f"--at {at}: iteration {at} of run {run.name} is not committed (committed: {has}); "
+        f"{', or '.join(ways) or 'there is none below 0'}"
+    )
 
 
 def _with_parent(store: Store, config: PipelineConfig, record: JsonDict) -> Run:
