@@ -45,12 +45,12 @@ def undisturbed(tmp_path: Path) -> Folder:
 
 def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all(folder: Folder, undisturbed: Folder) -> None:
     with services(folder) as started:
-        flow = folder.start(*folder.run_arguments("a", *MINI, *ELSEWHERE))
+        flow = started["flow"] = folder.start(*folder.run_arguments("a", *MINI, *ELSEWHERE))
         folder.wait_for("a", "rl/00000/iteration.json", flow)
         for process in descendants(started["node-1"], "rlpipe.trainer.server"):  # the rank, and torchrun above it
             process.kill()  # the whole gang has to meet again
         folder.wait_for("a", "rl/00001/iteration.json", flow)
-        kill_group(flow)  # and then nobody asks for anything
+        kill_group(started.pop("flow"))  # and then nobody asks for anything
         names = [record.name for record in registered(folder.open_store(), "runs/a", TRAINER)]
         before = registered(folder.open_store(), "runs/a", ENGINES)
         assert names == ["node-0", "node-1"]
@@ -66,13 +66,13 @@ def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all
 
 
 def test_services_whose_flow_is_gone_end_by_themselves(folder: Folder) -> None:
-    join = ["--store", folder.store, "--run", "a", "--idle-timeout-s", "5"]
+    join = ["--store", folder.store, "--run", "a", "--idle-timeout-s", "45"]
     started = [folder.start("trainer", *join), folder.start("host", *join)]
     flow = folder.start(*folder.run_arguments("a", *MINI, "trainer.place=elsewhere", "engines.place=elsewhere"))
     try:
         folder.wait_for("a", "rl/00000/iteration.json", flow)
         kill_group(flow)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while any(process.poll() is None for process in started) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert [process.poll() for process in started] == [0, 0], (folder.path / "output.log").read_text()[-3000:]

@@ -36,10 +36,10 @@ class GangService:
 
     async def run(self, idle_timeout_s: float, ended: asyncio.Event) -> str:
         """Serves until it is over, and says why. TrainerError when the gang cannot be kept up."""
-        over = asyncio.create_task(self._until_over(idle_timeout_s, ended))
+        await self.registration.enter()  # before there is anything to change in it: two writes at once would have no order
+        over = asyncio.create_task(self.registration.until_over(self._idle_s, idle_timeout_s, ended))
         keeping = asyncio.create_task(self._keep_up())
         try:
-            await self.registration.enter()
             await asyncio.wait({over, keeping}, return_when=asyncio.FIRST_COMPLETED)
             if keeping.done():
                 keeping.result()
@@ -51,9 +51,6 @@ class GangService:
             await self.registration.leave()
             if self._gang is not None:
                 await self._gang.close()
-
-    async def _until_over(self, idle_timeout_s: float, ended: asyncio.Event) -> str:
-        return await self.registration.until_over(self._idle_s, idle_timeout_s, ended)
 
     async def _idle_s(self) -> float:
         """Seconds since the gang's last job; a gang that is only starting, and the nodes behind the first, do not count them."""
