@@ -18,6 +18,8 @@ LEARNS = {
         "products_pass_at_1": (0.5, 0.6, 0.2),
         "products_greedy": (0.5, 0.6, 0.2),
     },
+    "palindromes": {"letters_pass_at_1": (0.6, 0.6, 0.2), "letters_format_rate": (1.0, 0.97, -0.02)},
+    "sums": {"sums_pass_at_1": (0.5, 0.55, 0.2), "sums_greedy": (0.8, 0.75, 0.1)},
 }
 
 
