@@ -25,6 +25,7 @@ from rlpipe.types import StoreError, UserError
 
 PRESETS = Path(__file__).parent / "presets"
 STORE = "./rlpipe-store"
+STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="SFT and RL that lose nothing."
@@ -80,13 +81,17 @@ def _run(config: PipelineConfig) -> None:
         _fail(error, 1)
     except KeyboardInterrupt:
         _fail(RuntimeError("stopped; the same command goes on where it was"), 130)
-    typer.echo(f"\nrun {config.run} is complete")
-    for line in told["before_after"]:
+    reason = told.get("stopped", "")
+    typer.echo(f"\nrun {config.run} is complete" if not reason else f"\nrun {config.run} was stopped: {reason}")
+    for line in told.get("before_after", []):
         typer.echo(line)
-    typer.echo(f"  curves  {told['curves']}\n  policy  {told['policy']}")
+    if "policy" in told:
+        typer.echo(f"  curves  {told['curves']}\n  policy  {told['policy']}")
     typer.echo(
         f"  look    rlpipe show {config.run} --store {config.store} | mlflow ui --backend-store-uri {config.tracking.uri}"
     )
+    if reason:
+        raise typer.Exit(STOPPED)
 
 
 @app.command()

@@ -6,7 +6,7 @@ from prefect import flow
 
 from flows.naming import named, run_name
 from flows.rl_iteration import rl_iteration
-from flows.rl_phase import begin_rl, iterate
+from flows.rl_phase import begin_rl, iterate, why_not_on
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.session import open_session
 from rlpipe.types import JsonDict, UserError
@@ -22,7 +22,7 @@ async def rl(config: PipelineConfig) -> JsonDict:
         raise UserError(f"rl.rollouts_from={config.rl.rollouts_from!r}: start post-train or rl-offline")
     async with open_session(config) as session:
         first = await begin_rl(session)
-        if first < config.rl.num_iterations:
+        if first < config.rl.num_iterations and not await why_not_on(session, first):
             start, _ = session.run.policy(first)
             await reload_engines(session, policy=start, version=first)
             if first == 0 and config.sets("evaluation"):

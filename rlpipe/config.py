@@ -1,7 +1,7 @@
 """The config: one pydantic tree, two levels deep. Every field says what it is, its unit and its bounds.
 
-`model`, `data`, `sft`, `rl`, `evaluation` and `seed` say *what* is computed: they are fixed for a run. `store`, `trainer`,
-`engines`, `checkpoint`, `tracking` and the counts in `OPERATIONAL` say *where and how fast*: they may change between two starts.
+`model`, `data`, `sft`, `rl`, `evaluation` and `seed` say *what* is computed: they are fixed for a run. The sections and fields in
+`OPERATIONAL` and `OPERATIONAL_FIELDS` say *where, how fast and how far*: they may change between two starts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from rlpipe.config_limits import BudgetConfig, StopConfig
 from rlpipe.config_training import STRICT, RlConfig, SftConfig
 from rlpipe.types import JsonDict
 
-OPERATIONAL = {"run", "store", "trainer", "engines", "checkpoint", "tracking"}
+OPERATIONAL = {"run", "store", "trainer", "engines", "checkpoint", "tracking", "budget", "stop"}
 OPERATIONAL_FIELDS = {
     "rl.num_iterations",
     "rl.reward_workers",
@@ -169,6 +170,8 @@ class PipelineConfig(BaseModel):
     engines: EnginesConfig = Field(default_factory=EnginesConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    stop: StopConfig = Field(default_factory=StopConfig)
 
     @field_validator("run")
     @classmethod
@@ -192,6 +195,16 @@ class PipelineConfig(BaseModel):
         if "environment" in self.rl.rewards and not self.rl.environment and "evaluation" in uses:
             raise ValueError(
                 "rl.rewards names 'environment', and evaluations sample: name an rl.environment for them, or drop them"
+            )
+        if self.stop.kl_max and self.rl.kl == "none":
+            raise ValueError(
+                f"stop.kl_max={self.stop.kl_max:g}: no KL to a reference is computed (rl.kl = 'none'); set rl.kl and rl.kl_coef, or use "
+                "stop.proximal_kl_max"
+            )
+        if self.budget.gpu_h and not (self.trainer.gpu_ids or self.engines.gpu_ids):
+            raise ValueError(
+                f"budget.gpu_h={self.budget.gpu_h:g}: neither trainer.gpu_ids nor engines.gpu_ids names a GPU, so none is ever spent; "
+                "use budget.wall_clock_h"
             )
         names = [(data.use, data.name) for data in self.data]
         if len(set(names)) != len(names):

@@ -153,7 +153,10 @@ class RlConfig(OptimizerConfig):
     importance_low: float = Field(default=0.0, ge=0, description="Lower bound of the importance weight")
     importance_high: float = Field(default=2.0, gt=0, description="Upper bound of the importance weight")
     mismatch_max: float = Field(default=0.05, gt=0, description="Largest expected mean |proximal - rollout logprobs|")
-    on_mismatch: Literal["warn", "fail"] = Field(default="warn", description="What to do when mismatch_max is exceeded")
+    on_mismatch: Literal["warn", "stop", "fail"] = Field(
+        default="warn",
+        description="What to do when mismatch_max is exceeded: warn, end the run after the iteration, or refuse the iteration's policy",
+    )
 
     @field_validator("kl", "importance", "curriculum", mode="before")
     @classmethod
@@ -239,9 +242,9 @@ class RlConfig(OptimizerConfig):
                 f"importance_low={self.importance_low:g}: importance {self.importance} has no lower bound; "
                 "use importance_low = 0, or token_truncate or token_mask"
             )
-        if self.on_mismatch == "fail" and self.off_policy:
+        if self.on_mismatch != "warn" and self.off_policy:
             raise ValueError(
-                "on_mismatch='fail': of tokens that older policies sampled (oversampling above 1 with train_stale_tokens, or "
+                f"on_mismatch={self.on_mismatch!r}: of tokens that older policies sampled (oversampling above 1 with train_stale_tokens, or "
                 "rollouts_from) the mismatch holds the policy's own change and is not checked; use on_mismatch = 'warn'"
             )
         return self
