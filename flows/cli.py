@@ -221,6 +221,25 @@ def gc(
     typer.echo(f"{run}: {len(keys)} files no manifest names" + ("" if delete or not keys else "; delete them with --delete"))
 
 
+@app.command()
+def automations(
+    notify: Annotated[str, typer.Option(metavar="TYPE/NAME", help="the notification block that is told")] = "",
+) -> None:
+    """Create or update what the Prefect server does by itself: find dead flow runs, retry crashed ones, notify."""
+    from prefect.settings import PREFECT_API_URL
+
+    from flows.automations import apply_automations
+
+    try:
+        if not PREFECT_API_URL.value():
+            raise UserError("PREFECT_API_URL is not set: name the team's server (`prefect config set PREFECT_API_URL=...`)")
+        lines = asyncio.run(apply_automations(notify))
+    except (UserError, OSError) as error:
+        _fail(error, 2)
+    for line in lines:
+        typer.echo(line)
+
+
 @app.command("import-gguf", context_settings=PASSED_ON, add_help_option=False)
 def import_gguf(context: typer.Context) -> None:
     """Make a model folder in HF format of a GGUF file (`rlpipe import-gguf --help`)."""

@@ -7,17 +7,22 @@ from prefect import flow
 from flows.naming import named, run_name
 from flows.rl_iteration import rl_iteration
 from flows.rl_phase import begin_rl, iterate, why_not_on
+from flows.session import open_session
 from rlpipe.config import PipelineConfig
-from rlpipe.stages.session import open_session
 from rlpipe.types import JsonDict, UserError
 from tasks.evaluate import evaluate
 from tasks.reload_engines import reload_engines
 
 
 @flow(name="rl", flow_run_name=run_name("rl"), persist_result=False)
-async def rl(config: PipelineConfig) -> JsonDict:
-    """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference."""
-    config = named(config)
+async def rl(config: PipelineConfig, changes: JsonDict | None = None) -> JsonDict:
+    """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference.
+
+    Args:
+        config: The whole config. An empty run names the run after the flow run; the same run name continues.
+        changes: Only what differs from config, for example {"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}.
+    """
+    config = named(config, changes)
     if config.rl.rollouts_from:
         raise UserError(f"rl.rollouts_from={config.rl.rollouts_from!r}: start post-train or rl-offline")
     async with open_session(config) as session:

@@ -15,7 +15,7 @@ from rlpipe.config_limits import BudgetConfig, StopConfig
 from rlpipe.config_training import STRICT, RlConfig, SftConfig
 from rlpipe.types import JsonDict
 
-OPERATIONAL = {"run", "store", "trainer", "engines", "checkpoint", "tracking", "budget", "stop"}
+OPERATIONAL = {"run", "store", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
 OPERATIONAL_FIELDS = {
     "rl.num_iterations",
     "rl.reward_workers",
@@ -86,6 +86,8 @@ class DataConfig(BaseModel):
 
 
 class EvaluationConfig(BaseModel):
+    """When and how policies are evaluated."""
+
     model_config = STRICT
 
     every: int = Field(default=10, ge=0, description="Iterations between evaluations; 0: only at the start and at the end")
@@ -97,6 +99,8 @@ class EvaluationConfig(BaseModel):
 
 
 class TrainerConfig(BaseModel):
+    """The trainer gang: where and how fast, not what."""
+
     model_config = STRICT
 
     ranks: int = Field(default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)")
@@ -112,6 +116,8 @@ class TrainerConfig(BaseModel):
 
 
 class EnginesConfig(BaseModel):
+    """The engines: where and how fast, not what."""
+
     model_config = STRICT
 
     kind: Literal["local", "sglang", "vllm"] = Field(
@@ -138,6 +144,8 @@ class EnginesConfig(BaseModel):
 
 
 class CheckpointConfig(BaseModel):
+    """What is kept to go on from."""
+
     model_config = STRICT
 
     state_every: int = Field(
@@ -146,6 +154,8 @@ class CheckpointConfig(BaseModel):
 
 
 class TrackingConfig(BaseModel):
+    """Where metrics go."""
+
     model_config = STRICT
 
     uri: str = Field(default="sqlite:///mlflow.db", description="MLflow tracking URI; empty: not tracked")
@@ -161,17 +171,21 @@ class PipelineConfig(BaseModel):
     store: str = Field(
         default="./rlpipe-store", description="Where everything is kept: file:///path or s3://bucket/prefix", min_length=1
     )
-    model: ModelConfig = Field(default_factory=ModelConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig, description="What training starts from")
     data: list[DataConfig] = Field(default_factory=list, description="The data sets")
-    sft: SftConfig = Field(default_factory=SftConfig)
-    rl: RlConfig = Field(default_factory=RlConfig)
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    engines: EnginesConfig = Field(default_factory=EnginesConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
-    budget: BudgetConfig = Field(default_factory=BudgetConfig)
-    stop: StopConfig = Field(default_factory=StopConfig)
+    sft: SftConfig = Field(default_factory=SftConfig, description="Supervised fine-tuning")
+    rl: RlConfig = Field(default_factory=RlConfig, description="Reinforcement learning")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluations on held-out prompts")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Where and how fast it trains")
+    engines: EnginesConfig = Field(default_factory=EnginesConfig, description="Where and how fast it samples")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="How often training states are kept")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
+    budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What the run may spend")
+    stop: StopConfig = Field(default_factory=StopConfig, description="Rules that end RL early")
+    approval: list[Literal["rl", "register"]] = Field(
+        default_factory=list,
+        description="Where post-train waits until a person presses Resume: before RL, before the policy is registered",
+    )
 
     @field_validator("run")
     @classmethod

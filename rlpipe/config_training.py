@@ -34,6 +34,8 @@ class OptimizerConfig(BaseModel):
 
 
 class SftConfig(OptimizerConfig):
+    """Supervised fine-tuning: what is computed."""
+
     num_steps: int = Field(default=0, ge=0, description="Optimizer steps of SFT; 0 skips it")
     batch_size: int = Field(default=64, ge=1, description="Conversations per step")
     segment_steps: int = Field(default=50, ge=1, description="Steps per committed segment: the unit of resume")
@@ -60,6 +62,8 @@ class SftConfig(OptimizerConfig):
 
 
 class RlConfig(OptimizerConfig):
+    """Reinforcement learning: what is computed."""
+
     num_iterations: int = Field(default=10, ge=0, description="Iterations of RL; 0 skips it")
     num_prompts: int = Field(default=64, ge=1, description="Prompts per sampling round")
     group_size: int = Field(default=8, ge=1, le=1024, description="Rollouts per prompt")
