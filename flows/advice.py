@@ -9,7 +9,10 @@ AGAIN = "then start the run again (in the UI: Retry): it goes on after the newes
 ADVICE: list[tuple[type[Exception], str]] = [  # the first that fits
     (RunHeld, ""),  # these two say it themselves
     (StepRefused, ""),
-    (UserError, "A Retry has the same parameters: where a field has to change, start it anew with the same run name"),
+    (
+        UserError,
+        "Where a field has to change, start it anew under the same run name (a Retry in the UI has the same parameters)",
+    ),
     (StoreError, f"`rlpipe verify` lists every damaged file of a run; restore it, {AGAIN}"),
     (
         TrainerError,

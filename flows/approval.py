@@ -9,7 +9,7 @@ import asyncio
 from typing import Literal
 
 from prefect.flow_runs import apause_flow_run, asuspend_flow_run
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.session import Session
@@ -40,7 +40,7 @@ async def wait_for_approval(config: PipelineConfig, gate: Gate) -> None:
 
     A deployment's flow run is suspended: its process ends, and Resume schedules it anew. From the command line it is paused.
     """
-    if flow_run.deployment_id:
+    if deployment.id:
         await asuspend_flow_run(timeout=TIMEOUT_S, key=gate)
     else:
         print(f"\nrun {config.run} waits for your approval before {BEFORE[gate]}.\n"

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from prefect import get_client
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Running
 
 from flows.advice import with_advice
@@ -46,7 +46,7 @@ async def _enter(stack: contextlib.AsyncExitStack, config: PipelineConfig) -> st
             session = await stack.enter_async_context(stages.open_session(config))
             break
         except RunHeld as held:
-            if not flow_run.deployment_id or time.monotonic() > deadline:
+            if not deployment.id or time.monotonic() > deadline:
                 raise
             if not told:
                 await _show("Waiting", str(held))
