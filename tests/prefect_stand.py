@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any
 
 import psutil
 
+from flows.server import DEFAULTS
 from rlpipe.launch import free_port
 from tests.pipeline import BIN, kill_group
 
 ROOT = Path(__file__).parent.parent
+CALLS_MAX = 20
 DONE = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -30,7 +33,7 @@ class Stand:
             **os.environ,
             "PREFECT_HOME": str(path / "home"),
             "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            **DEFAULTS,
             "PYTHONPATH": f"{ROOT}:{path}",
             "DO_NOT_TRACK": "1",
         }
@@ -101,11 +104,18 @@ class Stand:
 
 
 def call(method: str, url: str, body: object = None) -> Any:
-    """The JSON answer of an HTTP call with a JSON body."""
+    """The JSON answer of an HTTP call with a JSON body. Asked again, as Prefect's client does, when SQLite is locked (503)."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
+    for attempt in range(CALLS_MAX):
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or attempt == CALLS_MAX - 1:
+                raise
+        time.sleep(1)
+    raise AssertionError("the last call returned or raised")
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ def test_a_run_waits_for_a_person_and_a_second_flow_run_for_the_first(
     assert stand.wait(first)["type"] == "COMPLETED"
     stand.api("POST", f"/flow_runs/{second}/resume")
     assert stand.wait(second)["type"] == "COMPLETED"
-    assert any("post-train a is Suspended" in told for told in notifications[0]), notifications[0]
+    assert any("post-train a is Suspended" in told and "press Resume" in told for told in notifications[0]), notifications[0]
 
 
 def test_a_killed_process_is_found_retried_and_ends_with_the_same_bits(
