@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlpipe.config_source import read_config
-from rlpipe.store.lease import check_free
+from rlpipe.store.lease import acquire, check_free
 from rlpipe.types import JsonDict
 from tests.pipeline import BIN, MINI, Folder, kill_group
 from tests.prefect_stand import ROOT, Stand, call, kill_tree, running_stand
@@ -82,7 +83,7 @@ def wait_until_free(folder: Folder, run: str, timeout_s: float = 60) -> None:
             time.sleep(0.5)
 
 
-def test_a_run_waits_for_a_person_and_a_second_flow_run_for_the_first(
+def test_a_run_waits_for_a_person_and_while_another_holds_it(
     stand: Stand, folder: Folder, notifications: tuple[list[str], int]
 ) -> None:
     config = parameters(folder, "a", 'approval=["rl", "register"]')
@@ -90,17 +91,20 @@ def test_a_run_waits_for_a_person_and_a_second_flow_run_for_the_first(
     stand.wait_for(first, ("Suspended",))
     wait_until_free(folder, "a")  # nothing is held while it waits
     assert not folder.open_store().exists("runs/a/rl/00000/iteration.json")
+    held = acquire(folder.open_store(), "runs/a")
     stand.api("POST", f"/flow_runs/{first}/resume")
-    stand.wait_for(first, ("Running",))
-    wait_for_key(folder, "runs/a/rl/00000/iteration.json")
-    second = stand.start("post-train/post-train", config=config)
-    assert "run a is held by pid" in stand.wait_for(second, ("Waiting",))["message"]
-    stand.wait_for(first, ("Suspended",))  # before the policy is registered
-    assert stand.wait_for(second, ("Suspended",))["type"] == "PAUSED"  # it went on where the first was; RL is approved already
-    stand.api("POST", f"/flow_runs/{first}/resume")
-    assert stand.wait(first)["type"] == "COMPLETED"
-    stand.api("POST", f"/flow_runs/{second}/resume")
-    assert stand.wait(second)["type"] == "COMPLETED"
+    assert f"run a is held by pid {os.getpid()}" in stand.wait_for(first, ("Waiting",))["message"]
+    held.release()
+    second = stand.start("post-train/post-train", config=config)  # two of one run: they take turns
+    for flow_run in (first, second):
+        assert (
+            stand.wait_for(flow_run, ("Suspended",))["type"] == "PAUSED"
+        )  # before the policy is registered; RL was approved once
+        assert folder.open_store().exists(f"runs/a/rl/{ITERATIONS - 1:05d}/iteration.json")
+    for flow_run in (first, second):
+        stand.api("POST", f"/flow_runs/{flow_run}/resume")
+    for flow_run in (first, second):
+        assert stand.wait(flow_run)["type"] == "COMPLETED", stand.states(flow_run)
     assert any("post-train a is Suspended" in told and "press Resume" in told for told in notifications[0]), notifications[0]
 
 
