@@ -10,6 +10,7 @@ from typing import Literal
 
 from prefect.flow_runs import apause_flow_run, asuspend_flow_run
 from prefect.runtime import deployment, flow_run
+from prefect.utilities.urls import url_for
 
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.session import Session
@@ -44,7 +45,7 @@ async def wait_for_approval(config: PipelineConfig, gate: Gate) -> None:
         await asuspend_flow_run(timeout=TIMEOUT_S, key=gate)
     else:
         print(f"\nrun {config.run} waits for your approval before {BEFORE[gate]}.\n"
-              f"  Look at it, then press Resume: {flow_run.ui_url}\n"
+              f"  Look at it, then press Resume: {url_for('flow-run', flow_run.id)}\n"
               "  Or stop here (Ctrl-C): nothing is lost, and the same command asks again", flush=True)  # fmt: skip
         await apause_flow_run(timeout=TIMEOUT_S, key=gate)
     record = canonical_json({"gate": gate, "flow_run": str(flow_run.id)})
