@@ -27,6 +27,7 @@ from rlpipe.store.run import check_committed, fork, open_existing, planned_fork
 from rlpipe.types import StoreError, UserError
 
 PRESETS = Path(__file__).parent / "presets"
+STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="SFT and RL that lose nothing."
@@ -75,13 +76,17 @@ def _run(config: PipelineConfig) -> None:
         _fail(error, 1)
     except KeyboardInterrupt:
         _fail(RuntimeError("stopped; the same command goes on where it was"), 130)
-    typer.echo(f"\nrun {config.run} is complete")
-    for line in told["before_after"]:
+    reason = told.get("stopped", "")
+    typer.echo(f"\nrun {config.run} is complete" if not reason else f"\nrun {config.run} was stopped: {reason}")
+    for line in told.get("before_after", []):
         typer.echo(line)
-    typer.echo(f"  curves  {told['curves']}\n  policy  {told['policy']}")
+    if "policy" in told:
+        typer.echo(f"  curves  {told['curves']}\n  policy  {told['policy']}")
     typer.echo(
         f"  look    rlpipe show {config.run} --store {config.store} | mlflow ui --backend-store-uri {config.tracking.uri}"
     )
+    if reason:
+        raise typer.Exit(STOPPED)
 
 
 @app.command()
@@ -205,6 +210,25 @@ def gc(
     for key in keys:
         typer.echo(f"{'deleted' if delete else 'unreferenced'} {key}")
     typer.echo(f"{run}: {len(keys)} files no manifest names" + ("" if delete or not keys else "; delete them with --delete"))
+
+
+@app.command()
+def automations(
+    notify: Annotated[str, typer.Option(metavar="TYPE/NAME", help="the notification block that is told")] = "",
+) -> None:
+    """Create or update what the Prefect server does by itself: find dead flow runs, retry crashed ones, notify."""
+    from prefect.settings import PREFECT_API_URL
+
+    from flows.automations import apply_automations
+
+    try:
+        if not PREFECT_API_URL.value():
+            raise UserError("PREFECT_API_URL is not set: name the team's server (`prefect config set PREFECT_API_URL=...`)")
+        lines = asyncio.run(apply_automations(notify))
+    except (UserError, OSError) as error:
+        _fail(error, 2)
+    for line in lines:
+        typer.echo(line)
 
 
 @app.command("import-gguf", context_settings=PASSED_ON, add_help_option=False)

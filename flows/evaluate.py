@@ -6,17 +6,26 @@ import asyncio
 
 from prefect import flow
 
+from flows.naming import run_name
 from flows.session import open_session
 from rlpipe.config import PipelineConfig
+from rlpipe.config_source import change_config
 from rlpipe.store.backend import open_store
 from rlpipe.store.run import find_run
 from rlpipe.types import JsonDict, UserError
 from tasks.evaluate import evaluate as evaluate_task
 
 
-@flow(name="evaluate", flow_run_name="evaluate {config.run} version {version}", persist_result=False)
-async def evaluate(config: PipelineConfig, version: int = 0) -> JsonDict:
-    """The evaluation metrics of a weight version of the run, computed now or read from the store."""
+@flow(name="evaluate", flow_run_name=run_name("evaluate"), persist_result=False)
+async def evaluate(config: PipelineConfig, version: int = 0, changes: JsonDict | None = None) -> JsonDict:
+    """The evaluation metrics of a weight version of the run, computed now or read from the store.
+
+    Args:
+        config: The config of the run; its name says which one.
+        version: The weight version: 0 is what RL starts from, k what iteration k - 1 made.
+        changes: Only what differs from config, for example {"run": "monday"}.
+    """
+    config = change_config(config, changes) if changes else config
     if not config.run or await asyncio.to_thread(lambda: find_run(open_store(config.store), config)) is None:
         raise UserError(f"run={config.run!r}: name a run that exists in {config.store}")
     async with open_session(config) as session:

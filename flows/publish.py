@@ -37,9 +37,9 @@ def _rollout_table(session: Session, batch: ArtifactRef) -> list[dict[str, objec
     return [{name: row[name] for name in ("prompt", "completion", "reward", "advantage", "finish_reason")} for row in rows]
 
 
-async def publish_report(session: Session) -> JsonDict:
-    """Draws the curves, tracks and registers the final policy; returns where everything is."""
-    run, total = session.run, session.config.rl.num_iterations
+async def publish_report(session: Session, total: int) -> JsonDict:
+    """Draws the curves of `total` committed iterations, tracks and registers their policy; returns where everything is."""
+    run = session.run
     curve = Path.cwd() / f"{run.name}-curves.png"
     await asyncio.to_thread(draw_curves, run, total, curve)
     ref, manifest = run.policy(total)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefect import flow
 
 from flows.naming import named, run_name
 from flows.rl_iteration import rl_iteration
 from flows.rl_offline import rl_offline
-from flows.rl_phase import begin_rl, iterate
+from flows.rl_phase import begin_rl, iterate, why_not_on
 from flows.session import open_session
 from rlpipe.config import PipelineConfig
 from rlpipe.types import JsonDict
@@ -16,18 +18,23 @@ from tasks.reload_engines import reload_engines
 
 
 @flow(name="rl", flow_run_name=run_name("rl"), persist_result=False)
-async def rl(config: PipelineConfig) -> JsonDict:
-    """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference."""
-    config = named(config)
+async def rl(config: PipelineConfig, changes: JsonDict | None = None) -> Any:
+    """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference.
+
+    Args:
+        config: The whole config. An empty run names the run after the flow run; the same run name continues.
+        changes: Only what differs from config, for example {"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}.
+    """
+    config = named(config, changes)
     if config.rl.rollouts_from:  # nothing to sample: the other mode
-        return await rl_offline(config)
+        return await rl_offline(config, return_state=True)  # its state is this one's, Stopped or not
     async with open_session(config) as session:
         first = await begin_rl(session)
-        if first < config.rl.num_iterations:
-            if config.trainer.place == "deployment":
-                await (
-                    session.gang()
-                )  # before the engines: two runs that each hold one of two full pools would wait for each other
+        if first < config.rl.num_iterations and not await why_not_on(session, first):
+            if (
+                config.trainer.place == "deployment"
+            ):  # before the engines: two runs that each hold one of two full pools would wait
+                await session.gang()
             start, _ = session.run.policy(first)
             await reload_engines(session, policy=start, version=first)
             if first == 0 and config.sets("evaluation"):

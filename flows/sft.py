@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from prefect import flow
@@ -9,9 +10,12 @@ from prefect import flow
 from flows.naming import named, run_name
 from flows.prepare import prepare
 from flows.progress import bar, segment_line
+from flows.rl_phase import stopped
 from flows.session import open_session
 from rlpipe.config import PipelineConfig
+from rlpipe.stages.limits import reason_to_stop
 from rlpipe.stages.selection import LOSS, out_of_patience, validation_losses
+from rlpipe.stages.session import Session
 from rlpipe.types import JsonDict
 from tasks.prepare import prepare_sft_data
 from tasks.select_segment import select_segment
@@ -19,9 +23,14 @@ from tasks.train_segment import train_segment
 
 
 @flow(name="sft", flow_run_name=run_name("sft"), persist_result=False)
-async def sft(config: PipelineConfig) -> JsonDict:
-    """The SFT phase of a run; starts it, or goes on after its newest committed segment. Returns the policy's reference."""
-    config = named(config)
+async def sft(config: PipelineConfig, changes: JsonDict | None = None) -> JsonDict:
+    """The SFT phase of a run; starts it, or goes on after its newest committed segment. Returns the policy's reference.
+
+    Args:
+        config: The whole config. An empty run names the run after the flow run; the same run name continues.
+        changes: Only what differs from config, for example {"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}.
+    """
+    config = named(config, changes)
     async with open_session(config) as session:
         base = await prepare(session)
         data = await prepare_sft_data(session, tokenizer=base.ref)
@@ -35,6 +44,8 @@ async def sft(config: PipelineConfig) -> JsonDict:
                 if out_of_patience(config.sft, losses):
                     progress.write(f"SFT ends: {config.sft.patience} segments without a better validation loss")
                     break
+                if reason := await why_sft_stops(session):
+                    return stopped(reason, {})
 
                 def show(done: dict[str, Any], segment: int = segment) -> None:
                     progress.n = segment * steps + int(done["done"])
@@ -48,3 +59,11 @@ async def sft(config: PipelineConfig) -> JsonDict:
         if config.sft.validated:
             await select_segment(session)
         return run.start_policy()[0].as_json()
+
+
+async def why_sft_stops(session: Session) -> str:
+    """The reason not to train the next segment; empty: train it, or SFT is complete."""
+    if session.run.sft_complete:
+        return ""
+    done = session.run.num_committed("sft", session.run.num_segments)
+    return await asyncio.to_thread(reason_to_stop, session.run, "sft", done)

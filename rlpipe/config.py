@@ -1,7 +1,7 @@
 """The config: one pydantic tree, two levels deep. Every field says what it is, its unit and its bounds.
 
-`model`, `data`, `sft`, `rl`, `evaluation` and `seed` say *what* is computed: they are fixed for a run. `store`, `trainer`,
-`engines`, `checkpoint`, `tracking` and the counts in `OPERATIONAL` say *where and how fast*: they may change between two starts.
+`model`, `data`, `sft`, `rl`, `evaluation` and `seed` say *what* is computed: they are fixed for a run. The sections and fields in
+`OPERATIONAL` and `OPERATIONAL_FIELDS` say *where, how fast and how far*: they may change between two starts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from rlpipe.config_limits import BudgetConfig, StopConfig
 from rlpipe.config_training import STRICT, RlConfig, SftConfig
 from rlpipe.types import JsonDict
 
-OPERATIONAL = {"run", "store", "trainer", "engines", "checkpoint", "tracking"}
+OPERATIONAL = {"run", "store", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
 OPERATIONAL_FIELDS = {
     "rl.num_iterations",
     "rl.reward_workers",
@@ -85,6 +86,8 @@ class DataConfig(BaseModel):
 
 
 class EvaluationConfig(BaseModel):
+    """When and how policies are evaluated."""
+
     model_config = STRICT
 
     every: int = Field(default=10, ge=0, description="Iterations between evaluations; 0: only at the start and at the end")
@@ -99,6 +102,8 @@ Place = Literal["process", "deployment", "elsewhere"]
 
 
 class TrainerConfig(BaseModel):
+    """The trainer gang: where and how fast, not what."""
+
     model_config = STRICT
 
     place: Place = Field(
@@ -121,6 +126,8 @@ class TrainerConfig(BaseModel):
 
 
 class EnginesConfig(BaseModel):
+    """The engines: where and how fast, not what."""
+
     model_config = STRICT
 
     place: Place = Field(
@@ -158,6 +165,8 @@ class EnginesConfig(BaseModel):
 
 
 class CheckpointConfig(BaseModel):
+    """What is kept to go on from."""
+
     model_config = STRICT
 
     state_every: int = Field(
@@ -166,6 +175,8 @@ class CheckpointConfig(BaseModel):
 
 
 class TrackingConfig(BaseModel):
+    """Where metrics go."""
+
     model_config = STRICT
 
     uri: str = Field(default="sqlite:///mlflow.db", description="MLflow tracking URI; empty: not tracked")
@@ -181,15 +192,21 @@ class PipelineConfig(BaseModel):
     store: str = Field(
         default="./rlpipe-store", description="Where everything is kept: file:///path or s3://bucket/prefix", min_length=1
     )
-    model: ModelConfig = Field(default_factory=ModelConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig, description="What training starts from")
     data: list[DataConfig] = Field(default_factory=list, description="The data sets")
-    sft: SftConfig = Field(default_factory=SftConfig)
-    rl: RlConfig = Field(default_factory=RlConfig)
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    engines: EnginesConfig = Field(default_factory=EnginesConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    sft: SftConfig = Field(default_factory=SftConfig, description="Supervised fine-tuning")
+    rl: RlConfig = Field(default_factory=RlConfig, description="Reinforcement learning")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluations on held-out prompts")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Where and how fast it trains")
+    engines: EnginesConfig = Field(default_factory=EnginesConfig, description="Where and how fast it samples")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="How often training states are kept")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
+    budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What the run may spend")
+    stop: StopConfig = Field(default_factory=StopConfig, description="Rules that end RL early")
+    approval: list[Literal["rl", "register"]] = Field(
+        default_factory=list,
+        description="Where post-train waits until a person presses Resume: before RL, before the policy is registered",
+    )
 
     @field_validator("run")
     @classmethod
@@ -214,6 +231,16 @@ class PipelineConfig(BaseModel):
         if "environment" in self.rl.rewards and not self.rl.environment and "evaluation" in uses:
             raise ValueError(
                 "rl.rewards names 'environment', and evaluations sample: name an rl.environment for them, or drop them"
+            )
+        if self.stop.kl_max and self.rl.kl == "none":
+            raise ValueError(
+                f"stop.kl_max={self.stop.kl_max:g}: no KL to a reference is computed (rl.kl = 'none'); set rl.kl and rl.kl_coef, or use "
+                "stop.proximal_kl_max"
+            )
+        if self.budget.gpu_h and not (self.trainer.gpu_ids or self.engines.gpu_ids):
+            raise ValueError(
+                f"budget.gpu_h={self.budget.gpu_h:g}: neither trainer.gpu_ids nor engines.gpu_ids names a GPU, so none is ever spent; "
+                "use budget.wall_clock_h"
             )
         names = [(data.use, data.name) for data in self.data]
         if len(set(names)) != len(names):

@@ -49,25 +49,30 @@ def _apply(tree: JsonDict, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"--set {override}: write it as section.field=value")
-    *sections, field = key.strip().split(".")
+    _change(tree, key.strip(), _value(text), f"--set {override}")
+
+
+def _change(tree: JsonDict, key: str, value: Any, told: str) -> None:
+    """Sets `a.b` in the tree. `told`: how the change was asked for, for errors."""
+    *sections, field = key.split(".")
     nodes: list[Any] = [tree]
     for section in sections:
-        nodes = [child for node in nodes for child in _descend(node, section, override)]
+        nodes = [child for node in nodes for child in _descend(node, section, told)]
     for node in nodes:
         if not isinstance(node, dict):
-            raise UserError(f"--set {override}: {'.'.join(sections)} is no section")
-        node[field] = _value(text)
+            raise UserError(f"{told}: {'.'.join(sections)} is no section")
+        node[field] = value
 
 
-def _descend(node: Any, section: str, override: str) -> list[Any]:
+def _descend(node: Any, section: str, told: str) -> list[Any]:
     if isinstance(node, list):
         matches = [entry for entry in node if entry.get("name") == section]
         if not matches:
             names = ", ".join(str(entry.get("name")) for entry in node)
-            raise UserError(f"--set {override}: no data set named {section!r} (there are: {names})")
+            raise UserError(f"{told}: no data set named {section!r} (there are: {names})")
         return matches
     if not isinstance(node, dict):
-        raise UserError(f"--set {override}: {section} is no section")
+        raise UserError(f"{told}: {section} is no section")
     return [node.setdefault(section, {})]
 
 
@@ -83,4 +88,12 @@ def override_config(config: PipelineConfig, overrides: list[str]) -> PipelineCon
     tree = config.model_dump(mode="json")
     for override in overrides:
         _apply(tree, override)
+    return check(tree)
+
+
+def change_config(config: PipelineConfig, changes: JsonDict) -> PipelineConfig:
+    """The config with other values, `{"a.b": value}`; UserError as `read_config`."""
+    tree = config.model_dump(mode="json")
+    for key, value in changes.items():
+        _change(tree, key, value, f"changes: {key} = {value!r}")
     return check(tree)

@@ -34,6 +34,8 @@ class OptimizerConfig(BaseModel):
 
 
 class SftConfig(OptimizerConfig):
+    """Supervised fine-tuning: what is computed."""
+
     num_steps: int = Field(default=0, ge=0, description="Optimizer steps of SFT; 0 skips it")
     batch_size: int = Field(default=64, ge=1, description="Conversations per step")
     segment_steps: int = Field(default=50, ge=1, description="Steps per committed segment: the unit of resume")
@@ -60,6 +62,8 @@ class SftConfig(OptimizerConfig):
 
 
 class RlConfig(OptimizerConfig):
+    """Reinforcement learning: what is computed."""
+
     num_iterations: int = Field(default=10, ge=0, description="Iterations of RL; 0 skips it")
     num_prompts: int = Field(default=64, ge=1, description="Prompts per sampling round")
     group_size: int = Field(default=8, ge=1, le=1024, description="Rollouts per prompt")
@@ -153,7 +157,10 @@ class RlConfig(OptimizerConfig):
     importance_low: float = Field(default=0.0, ge=0, description="Lower bound of the importance weight")
     importance_high: float = Field(default=2.0, gt=0, description="Upper bound of the importance weight")
     mismatch_max: float = Field(default=0.05, gt=0, description="Largest expected mean |proximal - rollout logprobs|")
-    on_mismatch: Literal["warn", "fail"] = Field(default="warn", description="What to do when mismatch_max is exceeded")
+    on_mismatch: Literal["warn", "stop", "fail"] = Field(
+        default="warn",
+        description="What to do when mismatch_max is exceeded: warn, end the run after the iteration, or refuse the iteration's policy",
+    )
 
     @field_validator("kl", "importance", "curriculum", mode="before")
     @classmethod
@@ -239,9 +246,9 @@ class RlConfig(OptimizerConfig):
                 f"importance_low={self.importance_low:g}: importance {self.importance} has no lower bound; "
                 "use importance_low = 0, or token_truncate or token_mask"
             )
-        if self.on_mismatch == "fail" and self.off_policy:
+        if self.on_mismatch != "warn" and self.off_policy:
             raise ValueError(
-                "on_mismatch='fail': of tokens that older policies sampled (oversampling above 1 with train_stale_tokens, or "
+                f"on_mismatch={self.on_mismatch!r}: of tokens that older policies sampled (oversampling above 1 with train_stale_tokens, or "
                 "rollouts_from) the mismatch holds the policy's own change and is not checked; use on_mismatch = 'warn'"
             )
         return self

@@ -6,6 +6,7 @@ import asyncio
 import time
 from datetime import UTC, datetime
 
+from rlpipe.stages.limits import add_iteration, best_so_far, gpus_held, own_record, spent_before
 from rlpipe.stages.session import Session
 from rlpipe.types import ArtifactRef, JsonDict, canonical_json
 
@@ -30,6 +31,7 @@ def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
         artifacts = artifacts | {"state": state[0]}
     metrics = {name: value for name, value in metrics.items() if "/" in name}  # the rest is bookkeeping of the stages
     metrics |= time_metrics(session, time.monotonic() - started, metrics)
+    metrics |= add_iteration(spent_before(run, iteration), metrics, gpus_held(run.config, "rl"))
     record = {
         "schema_version": 1,
         "run": run.name,
@@ -39,6 +41,7 @@ def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
         "state_iteration": iteration if state is not None else (previous["state_iteration"] if previous else -1),
         "metrics": metrics,
         "curve": _curve(previous, iteration, metrics),
+        "best": best_so_far(own_record(run, iteration - 1), iteration, metrics["rollout/reward_mean"]),
         "ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }
     run.store.create(run.iteration_key(iteration), canonical_json(record))

@@ -23,6 +23,10 @@ STALE_S = 35.0
 TAKEOVERS_MAX = 5
 
 
+class RunHeld(UserError):
+    """Another process works on the run."""
+
+
 @dataclass
 class Lease:
     """A held lease; its heartbeat runs in a thread until `release`."""
@@ -54,7 +58,7 @@ class Lease:
 
 
 def acquire(store: Store, run_root: str) -> Lease:
-    """The lease of a run; UserError naming host and pid of a holder that lives."""
+    """The lease of a run; RunHeld naming host and pid of a holder that lives."""
     for _ in range(TAKEOVERS_MAX):
         newest = check_free(store, run_root)
         key = f"{run_root}/lease/{newest + 1:06d}.json"
@@ -69,11 +73,11 @@ def acquire(store: Store, run_root: str) -> Lease:
             lease = Lease(store, key, record)
             lease.start_heartbeat()
             return lease
-    raise UserError(f"{run_root}: {TAKEOVERS_MAX} others took the run first; is a scheduler starting it in a loop?")
+    raise RunHeld(f"{run_root}: {TAKEOVERS_MAX} others took the run first; is a scheduler starting it in a loop?")
 
 
 def check_free(store: Store, run_root: str) -> int:
-    """The number of the newest lease (-1: none); UserError when its holder lives. Writes nothing."""
+    """The number of the newest lease (-1: none); RunHeld when its holder lives. Writes nothing."""
     names = [key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")]
     newest = max((int(name.removesuffix(".json")) for name in names if not name.startswith(".")), default=-1)
     if newest >= 0:
@@ -85,7 +89,7 @@ def _refuse_living_holder(store: Store, key: str, run_root: str) -> None:
     record = json.loads(store.read(key))
     if record["released"] or not _lives(store, key, record):
         return
-    raise UserError(
+    raise RunHeld(
         f"run {run_root.removeprefix('runs/')} is held by pid {record['pid']} on host {record['host']}; "
         "wait for it, stop it, or start under another name (--run)"
     )

@@ -1,0 +1,142 @@
+"""A real Prefect server and worker for the end-to-end tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flows.server import DEFAULTS
+from rlpipe.launch import free_port
+from tests.pipeline import BIN, kill_group
+
+ROOT = Path(__file__).parent.parent
+CALLS_MAX = 20
+DONE = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+
+class Stand:
+    """A Prefect server and a process worker in a folder, with the repository's deployments."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.port = path, free_port()
+        self.environment = {
+            **os.environ,
+            "PREFECT_HOME": str(path / "home"),
+            "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
+            **DEFAULTS,
+            "PYTHONPATH": f"{ROOT}:{path}",
+            "DO_NOT_TRACK": "1",
+        }
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def spawn(self, name: str, *arguments: str) -> None:
+        """Starts `prefect ARGUMENTS` under a name."""
+        with (self.path / f"{name}.log").open("a") as log:
+            self.processes[name] = subprocess.Popen(
+                [str(BIN / "prefect"), *arguments],
+                cwd=ROOT,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+
+    def prefect(self, *arguments: str, deadline_s: float = 60) -> str:
+        """Output of `prefect ARGUMENTS`, tried again until it succeeds or the time is up."""
+        end = time.monotonic() + deadline_s
+        while True:
+            done = subprocess.run([str(BIN / "prefect"), "--no-prompt", *arguments], cwd=ROOT, env=self.environment,
+                                  capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)  # fmt: skip
+            if done.returncode == 0:
+                return done.stdout
+            assert time.monotonic() < end, done.stdout + done.stderr
+            time.sleep(1)
+
+    def run(self, *arguments: object) -> str:
+        """Output of a program that talks to the server; it has to succeed."""
+        done = subprocess.run([str(each) for each in arguments], cwd=self.path, env=self.environment, capture_output=True,
+                              text=True, timeout=120, stdin=subprocess.DEVNULL)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def api(self, method: str, path: str, body: object = None) -> Any:
+        return call(method, f"{self.environment['PREFECT_API_URL']}{path}", body)
+
+    def start(self, deployment: str, **parameters: object) -> str:
+        """The id of a new flow run of a deployment (FLOW/NAME)."""
+        found = self.api("GET", f"/deployments/name/{deployment}")["id"]
+        return self.api("POST", f"/deployments/{found}/create_flow_run", {"parameters": parameters})["id"]
+
+    def wait(self, flow_run: str, timeout_s: float = 400) -> dict[str, str]:
+        """The final state of a flow run."""
+        return self.wait_for(flow_run, DONE, timeout_s=timeout_s)
+
+    def wait_for(self, flow_run: str, told: tuple[str, ...], timeout_s: float = 400) -> dict[str, str]:
+        """The state of a flow run once its type or name is one of these."""
+        end = time.monotonic() + timeout_s
+        state: dict[str, str] = {}
+        while time.monotonic() < end:
+            state = self.api("GET", f"/flow_runs/{flow_run}")["state"]
+            if state["type"] in told or state["name"] in told:
+                return state
+            if state["type"] in ("COMPLETED", "FAILED", "CANCELLED"):  # a crashed one may be retried
+                break
+            time.sleep(1)
+        log = self.path / "worker.log"
+        raise AssertionError(f"flow run {flow_run} is {state}, not {told}; the worker said:\n{log.read_text()[-3000:]}")
+
+    def states(self, flow_run: str) -> list[dict[str, str]]:
+        """All states that a flow run was in, the oldest first."""
+        told = self.api("GET", f"/flow_run_states/?flow_run_id={flow_run}")
+        return sorted(told, key=lambda state: state["timestamp"])
+
+
+def call(method: str, url: str, body: object = None) -> Any:
+    """The JSON answer of an HTTP call with a JSON body. Asked again, as Prefect's client does, when SQLite is locked (503)."""
+    data = None if body is None else json.dumps(body).encode()
+    for attempt in range(CALLS_MAX):
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or attempt == CALLS_MAX - 1:
+                raise
+        time.sleep(1)
+    raise AssertionError("the last call returned or raised")
+
+
+@contextlib.contextmanager
+def running_stand(path: Path) -> Iterator[Stand]:
+    """A server with the repository's deployments and a worker of pool `cpu`."""
+    stand = Stand(path)
+    try:
+        stand.spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(stand.port))
+        stand.prefect("work-pool", "create", "cpu", "--type", "process", "--overwrite", deadline_s=120)
+        stand.prefect("deploy", "--all")
+        stand.spawn("worker", "worker", "start", "--pool", "cpu")
+        yield stand
+    finally:
+        for process in reversed(stand.processes.values()):
+            kill_tree(process)
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a process and all its descendants, whatever group they are in."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    kill_group(process)

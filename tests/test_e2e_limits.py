@@ -1,0 +1,41 @@
+"""A run that a budget or a stop rule ends goes on, when it is raised, to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpipe.store.run import open_existing
+from tests.pipeline import MINI, Folder, read_record
+
+pytestmark = pytest.mark.e2e
+ITERATIONS = 5
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, f"file://{tmp_path}/store")
+    folder.complete("undisturbed", *MINI)
+    tokens = read_record(folder, "undisturbed", 2)["metrics"]["spent/rollout_tokens"]  # type: ignore[index]
+    code, output = folder.rlpipe(*folder.run_arguments("a", *MINI, f"budget.rollout_tokens={tokens}"))
+    assert code == 3, output
+    assert f"was stopped: budget.rollout_tokens={tokens:g} is spent" in output
+    assert f"3 of {ITERATIONS} iterations are committed" in output
+    assert (folder.path / "a-curves.png").exists()
+    assert open_existing(folder.open_store(), "a").num_committed("rl", ITERATIONS) == 3
+    code, output = folder.rlpipe(
+        *folder.run_arguments("a", *MINI, "stop.reward_plateau=1", "rl.on_mismatch=stop", "rl.mismatch_max=1e-12")
+    )
+    assert code == 3 and ("stop.reward_plateau=1" in output or "rl.mismatch_max" in output), output  # and no iteration more
+    assert open_existing(folder.open_store(), "a").num_committed("rl", ITERATIONS) == 3
+    folder.complete("a", *MINI, f"budget.rollout_tokens={100 * tokens}")
+    assert folder.final_sha256("a", ITERATIONS) == folder.final_sha256("undisturbed", ITERATIONS)
+    assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
+
+
+def test_a_budget_that_is_spent_in_sft_ends_there(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, f"file://{tmp_path}/store")
+    code, output = folder.rlpipe(*folder.run_arguments("a", *MINI, "budget.wall_clock_h=1e-7"))
+    assert code == 3, output
+    assert "budget.wall_clock_h=1e-07 is spent" in output and "1 of 3 SFT segments are committed" in output
+    assert not open_existing(folder.open_store(), "a").sft_complete

@@ -1,0 +1,148 @@
+"""Unattended nights against a real Prefect server and worker: approvals, two flow runs of one run, and a process that is killed."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rlpipe.config_source import read_config
+from rlpipe.store.lease import acquire, check_free
+from rlpipe.types import JsonDict
+from tests.pipeline import BIN, MINI, Folder, kill_group
+from tests.prefect_stand import ROOT, Stand, call, kill_tree, running_stand
+
+pytestmark = pytest.mark.e2e
+ITERATIONS = 5
+BLOCK = """
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+CustomWebhookNotificationBlock(name="team", url="http://127.0.0.1:{port}/", json_data={{"text": "{{{{subject}}}} {{{{body}}}}"}},
+                               allow_private_urls=True).save("team", overwrite=True)
+"""
+
+
+class Listener(http.server.BaseHTTPRequestHandler):
+    """Keeps what is posted."""
+
+    told: list[str]
+
+    def do_POST(self) -> None:
+        self.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def notifications() -> Iterator[tuple[list[str], int]]:
+    told: list[str] = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Listener,), {"told": told}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield told, server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory, notifications: tuple[list[str], int]) -> Iterator[Stand]:
+    with running_stand(tmp_path_factory.mktemp("stand")) as stand:
+        stand.run(BIN / "python", "-c", BLOCK.format(port=notifications[1]))
+        assert "created rlpipe-retry-crashed" in stand.run(BIN / "rlpipe", "automations", "--notify", "custom-webhook/team")
+        assert "updated rlpipe-notify" in stand.run(BIN / "rlpipe", "automations", "--notify", "custom-webhook/team")
+        yield stand
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    path = tmp_path_factory.mktemp("runs")
+    return Folder(path, f"file://{path}/store")
+
+
+def parameters(folder: Folder, run: str, *sets: str) -> JsonDict:
+    tracking = f"tracking.uri=sqlite:///{folder.path}/m.db"
+    return read_config(
+        "tiny", [f"run={run}", f"store={folder.store}", tracking, *MINI, *sets], ROOT / "flows" / "presets"
+    ).model_dump(mode="json")
+
+
+def wait_until_free(folder: Folder, run: str, timeout_s: float = 60) -> None:
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            check_free(folder.open_store(), f"runs/{run}")
+            return
+        except ValueError:
+            assert time.monotonic() < end, f"run {run} is still held"
+            time.sleep(0.5)
+
+
+def test_a_run_waits_for_a_person_and_while_another_holds_it(
+    stand: Stand, folder: Folder, notifications: tuple[list[str], int]
+) -> None:
+    config = parameters(folder, "a", 'approval=["rl", "register"]')
+    first = stand.start("post-train/post-train", config=config)
+    stand.wait_for(first, ("Suspended",))
+    wait_until_free(folder, "a")  # nothing is held while it waits
+    assert not folder.open_store().exists("runs/a/rl/00000/iteration.json")
+    held = acquire(folder.open_store(), "runs/a")
+    stand.api("POST", f"/flow_runs/{first}/resume")
+    assert f"run a is held by pid {os.getpid()}" in stand.wait_for(first, ("Waiting",))["message"]
+    held.release()
+    second = stand.start("post-train/post-train", config=config)  # two of one run: they take turns
+    for flow_run in (first, second):
+        assert (
+            stand.wait_for(flow_run, ("Suspended",))["type"] == "PAUSED"
+        )  # before the policy is registered; RL was approved once
+        assert folder.open_store().exists(f"runs/a/rl/{ITERATIONS - 1:05d}/iteration.json")
+    for flow_run in (first, second):
+        stand.api("POST", f"/flow_runs/{flow_run}/resume")
+    for flow_run in (first, second):
+        assert stand.wait(flow_run)["type"] == "COMPLETED", stand.states(flow_run)
+    assert any("post-train a is Suspended" in told and "press Resume" in told for told in notifications[0]), notifications[0]
+
+
+def test_a_killed_process_is_found_retried_and_ends_with_the_same_bits(
+    stand: Stand, folder: Folder, notifications: tuple[list[str], int]
+) -> None:
+    flow_run = stand.start("post-train/post-train", config=parameters(folder, "b"))
+    wait_for_key(folder, "runs/b/rl/00000/iteration.json")
+    kill_tree(stand.processes["worker"])  # the flow run's process is its child: nobody is left to report
+    assert stand.api("GET", f"/flow_runs/{flow_run}")["state"]["type"] == "RUNNING"
+    stand.spawn("worker", "worker", "start", "--pool", "cpu")
+    assert stand.wait_for(flow_run, ("COMPLETED", "FAILED", "CANCELLED"), timeout_s=600)["type"] == "COMPLETED"
+    states = stand.states(flow_run)
+    crashed = next(state for state in states if state["type"] == "CRASHED")
+    assert "No heartbeat for 90 s" in crashed["message"]
+    assert "AwaitingRetry" in [state["name"] for state in states]
+    assert folder.final_sha256("b", ITERATIONS) == folder.final_sha256("a", ITERATIONS)
+    assert any("is Crashed: No heartbeat" in told for told in notifications[0]), notifications[0]
+
+
+def test_the_command_line_says_where_to_approve(folder: Folder) -> None:
+    process = folder.start(*folder.run_arguments("c", *MINI, "rl.num_iterations=1", 'approval=["register"]'))
+    try:
+        log, end = folder.path / "output.log", time.monotonic() + 300
+        while "press Resume: " not in (text := log.read_text()):
+            assert process.poll() is None and time.monotonic() < end, text[-3000:]
+            time.sleep(0.5)
+        check_free(folder.open_store(), "runs/c")
+        url = text.split("press Resume: ")[1].split()[0]
+        server, flow_run = url.split("/runs/flow-run/")
+        call("POST", f"{server}/api/flow_runs/{flow_run}/resume")
+        assert process.wait(timeout=200) == 0, log.read_text()[-3000:]
+    finally:
+        kill_group(process)
+
+
+def wait_for_key(folder: Folder, key: str, timeout_s: float = 400) -> None:
+    end = time.monotonic() + timeout_s
+    while not folder.open_store().exists(key):
+        assert time.monotonic() < end, f"{key} did not appear in {timeout_s} s"
+        time.sleep(0.2)
