@@ -59,7 +59,8 @@ class Compose:
         return {"PATH": path, "HOME": str(home), "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", **given}
 
     def _filled(self, text: str) -> str:
-        return re.sub(r"\$\{(\w+)[^}]*\}", lambda found: self.secrets[found[1]], text)
+        """Interpolated as compose does; a KeyError is its refusal to start without a required variable."""
+        return re.sub(r"\$\{(\w+):([?-])([^}]*)\}", lambda found: self.secrets[found[1]] if found[2] == "?" else found[3], text)
 
     def inside(self, *command: str) -> list[str]:
         return ["nsenter", f"--target={self.holder.pid}", "--net", "--mount", f"--wdns={ROOT}", *command]
