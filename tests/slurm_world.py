@@ -57,16 +57,22 @@ class Slurm:
                  for index in range(NODES)]  # fmt: skip
         partition = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
         (folder / "slurm.conf").write_text("\n".join([CONF.format(host=host, folder=folder), *nodes, partition, ""]))
-        (folder / "gres.conf").write_text("Name=gpu Count=8\n")
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+        for index in range(8):
+            (folder / f"gpu{index}").touch()
         add = " && ".join(f"ip addr add {to}/32 dev lo" for to in addresses.values())
         setup = f"ip link set lo up && {add} && mount --bind {folder}/hosts /etc/hosts && echo ready && read -r _"
         self.holder = subprocess.Popen(
             ["unshare", "--net", "--mount", "sh", "-c", setup], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.holder.stdout is not None and self.holder.stdout.readline() == "ready\n"
-        self.daemons = [self._daemon("slurmctld", "-D")]
+        self.daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Starts the daemons, and waits until every node is there."""
+        self.daemons.append(self._daemon("slurmctld", "-D"))
         for index in range(NODES):
-            (folder / f"spool-n{index}").mkdir()
+            (self.folder / f"spool-n{index}").mkdir()
             self.daemons.append(self._daemon("slurmd", "-D", "-N", f"n{index}"))
         self._until_idle()
 
@@ -113,7 +119,7 @@ class Slurm:
     def close(self) -> None:
         subprocess.run(self._inside("scancel", "--user=root"), capture_output=True, timeout=60)
         end = time.monotonic() + 30
-        while time.monotonic() < end and self.run("squeue", "--noheader"):
+        while time.monotonic() < end and subprocess.run(self._inside("squeue", "-h"), capture_output=True, timeout=60).stdout:
             time.sleep(1)
         for daemon in reversed(self.daemons):
             daemon.terminate()

@@ -55,6 +55,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         pytest.skip(why)
     slurm = Slurm(tmp_path_factory.mktemp("slurm"))
     try:
+        slurm.start()
         yield slurm
     finally:
         slurm.close()
