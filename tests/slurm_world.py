@@ -76,26 +76,19 @@ class Slurm:
             self.daemons.append(self._daemon("slurmd", "-D", "-N", f"n{index}"))
         self._until_idle()
 
-    def _inside(self, *command: str) -> list[str]:
-        return [
-            "nsenter",
-            f"--target={self.holder.pid}",
-            "--net",
-            "--mount",
-            "env",
-            f"SLURM_CONF={self.folder}/slurm.conf",
-            *command,
-        ]
+    def _inside(self, *command: str, cwd: Path | None = None) -> list[str]:
+        inside = ["nsenter", f"--target={self.holder.pid}", "--net", "--mount", f"--wdns={cwd or self.folder}"]
+        return [*inside, "env", f"SLURM_CONF={self.folder}/slurm.conf", *command]
 
     def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             self._inside(*command), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 
-    def run(self, *command: str, timeout_s: float = 60) -> str:
+    def run(self, *command: str, cwd: Path | None = None, timeout_s: float = 60) -> str:
         """The output of a command on the login node; AssertionError with its errors when it fails."""
         told = subprocess.run(
-            self._inside(*command), capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+            self._inside(*command, cwd=cwd), capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
         )
         assert told.returncode == 0, told.stdout + told.stderr
         return told.stdout

@@ -25,7 +25,7 @@ RUN_BY = {
     ".venv/bin/prefect worker start --pool cpu": "test_e2e_infra.py::test_the_worker_polls_the_pool_of_the_authenticated_server",
     ".venv/bin/prefect deployment schedule": "test_e2e_infra.py::test_the_schedule_of_the_page",
     ".venv/bin/prefect deployment run": "test_e2e_infra.py::test_the_schedule_of_the_page",
-    "infra/slurm/submit.sh": "test_e2e_slurm.py::test_a_run_on_slurm_ends_and_its_services_leave",
+    "sbatch --job-name=rlpipe-first infra/slurm/flow.sbatch": "test_e2e_slurm.py::test_a_run_on_slurm_ends_and_its_services_leave",
     "squeue --me": "test_e2e_slurm.py::test_a_run_on_slurm_ends_and_its_services_leave",
 }
 # how a command begins -> why no test can run it here

@@ -73,13 +73,16 @@ def checkout(path: Path) -> Path:
 
 def test_a_run_on_slurm_ends_and_its_services_leave(slurm: Slurm, tmp_path: Path) -> None:
     here = checkout(tmp_path)
-    told = slurm.run(str(here / "infra/slurm/submit.sh"), "my.toml", "first", f"file://{tmp_path}/store")
-    assert "run first: jobs" in told
+    submit = ["sbatch", "--job-name=rlpipe-first", "infra/slurm/flow.sbatch"]
+    slurm.run(*submit, "my.toml", "first", f"file://{tmp_path}/store", cwd=here)
     end = time.monotonic() + 500
     while time.monotonic() < end and set(slurm.states().values()) & {"PENDING", "RUNNING", "COMPLETING"}:
         time.sleep(2)
     logs = "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(here.glob("*.log")))
-    assert slurm.states() == dict.fromkeys(("rlpipe-first", "rlpipe-first-trainer", "rlpipe-first-engines"), "COMPLETED"), logs
+    states = slurm.states()
+    assert states.pop("rlpipe-first") == "COMPLETED", logs
+    assert set(states) == {"rlpipe-first-trainer", "rlpipe-first-engines"}
+    assert set(states.values()) == {"CANCELLED"}, "its nodes are free again"
     run = open_existing(open_store(f"file://{tmp_path}/store"), "first")
     assert run.policy(2)[1].weight_version == 2
     assert "planted-key" not in logs
