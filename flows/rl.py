@@ -27,14 +27,12 @@ async def rl(config: PipelineConfig, changes: JsonDict | None = None) -> Any:
     """
     config = named(config, changes)
     if config.rl.rollouts_from:  # nothing to sample: the other mode
-        return await rl_offline(config, return_state=True)  # its state is this one's, Stopped or not
+        return await rl_offline(config, return_state=True)  # pyright: ignore[reportGeneralTypeIssues] # its state is this one's, Stopped or not
     async with open_session(config) as session:
         first = await begin_rl(session)
         if first < config.rl.num_iterations and not await why_not_on(session, first):
-            if (
-                config.trainer.place == "deployment"
-            ):  # before the engines: two runs that each hold one of two full pools would wait
-                await session.gang()
+            if config.trainer.place == "deployment":
+                await session.gang()  # before the engines: of two runs that each hold one of two full pools, both would wait
             start, _ = session.run.policy(first)
             await reload_engines(session, policy=start, version=first)
             if first == 0 and config.sets("evaluation"):
