@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+import venv
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,14 @@ def test_protections_are_measured() -> None:
     assert set(weak.missing()) == {
         "programs reach the network", "programs read what this user may read", "programs can signal this user's processes",
     }  # fmt: skip
+
+
+def test_an_interpreter_may_lie_where_programs_have_their_tmp() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        venv.create(folder, symlinks=True)
+        found = runner.protections(f"{folder}/bin/python")
+    assert found.plan == PAIRS[0][1] and found.missing() == []
 
 
 CONTAINER = """

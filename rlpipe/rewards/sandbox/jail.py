@@ -70,7 +70,7 @@ def _own_files(limits: Limits, readable: list[str]) -> None:
     linux.mount("tmpfs", "/proc", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, room)
     for path in [*readable, *DEVICES]:
         _show(path, "/proc" + path)
-    os.mkdir("/proc/tmp", 0o755)
+    os.makedirs("/proc/tmp", 0o755, exist_ok=True)  # an interpreter may lie below it
     os.chdir("/proc")
     linux.pivot_root(".", ".")
     linux.umount(".")
