@@ -19,8 +19,6 @@ from rlpipe.launch import free_port
 from rlpipe.store.backend import Store, open_store
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-settings.register_profile("rlpipe", deadline=None)  # how long an example takes says how busy the machine is
-settings.load_profile("rlpipe")
 START_TIMEOUT_S = 60
 # no test asserts a time: on a busy machine the default of 200 ms an example is a coin toss
 settings.register_profile("rlpipe", deadline=None)
