@@ -12,9 +12,11 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -109,6 +111,13 @@ class Registration:
     @property
     def key(self) -> str:
         return f"{services_folder(self.run_root, self.kind)}/{self.record.name}.json"
+
+    def work_dir(self) -> Path:
+        """Its own folder for logs and scratch below the working directory; scratch of earlier starts, which were killed, is removed."""
+        folder = Path.cwd() / ".rlpipe" / f"{self.kind}-{self.run_root.rsplit('/', 1)[-1]}-{self.record.name}"
+        for left in folder.glob("*/*/"):
+            shutil.rmtree(left, ignore_errors=True)
+        return folder / self.record.start
 
     async def enter(self, **fields: str) -> None:
         """Leaves the record, or changes it."""

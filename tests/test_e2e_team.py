@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from rlpipe.services import ENGINES, TRAINER, registered
 from rlpipe.store.backend import open_store
 from tests.compose_world import POSTGRES
 from tests.conftest import S3Server
-from tests.pipeline import MINI, Folder
+from tests.pipeline import MINI, Folder, kill_group
 from tests.prefect_stand import ROOT
 from tests.team_stand import TeamStand, team_stand
 
@@ -58,12 +59,32 @@ def wait_for_iteration(folder: Folder, run: str, iteration: int, timeout_s: floa
         time.sleep(0.2)
 
 
-def process_of(stand: TeamStand, worker: str, words: str) -> psutil.Process:
-    """The process of a flow run that a worker started: the child that works on it."""
-    children = psutil.Process(stand.processes[worker].pid).children(recursive=True)
-    found = [child for child in children if words in " ".join(child.cmdline())]
-    assert found, [child.cmdline() for child in children]
-    return found[0]
+def process_of(flow_run: str) -> psutil.Process | None:
+    """The process that works on a flow run, wherever its worker is."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run and "prefect.engine" in process.cmdline():
+                return process
+    return None
+
+
+def kill(flow_run: str) -> None:
+    """SIGKILL to the process of a flow run, and to nothing else."""
+    process = process_of(flow_run)
+    assert process is not None, f"no process works on flow run {flow_run}"
+    process.kill()
+
+
+def ended(stand: TeamStand, flow_run: str, retries_max: int, timeout_s: float = 900) -> dict[str, str]:
+    """The final state of a flow run; a failed one is retried, as somebody does in the UI, so many times at most."""
+    end = time.monotonic() + timeout_s
+    while True:
+        state = stand.wait_for(flow_run, ("COMPLETED", "FAILED", "CANCELLED"), timeout_s=end - time.monotonic())
+        if state["type"] != "FAILED" or retries_max == 0:
+            return state
+        retries_max -= 1
+        stand.prefect("flow-run", "retry", flow_run)
+        time.sleep(3)
 
 
 def test_a_run_on_the_stand_ends_as_on_a_laptop(stand: TeamStand, folder: Folder, laptop: Folder) -> None:
@@ -76,3 +97,53 @@ def test_a_run_on_the_stand_ends_as_on_a_laptop(stand: TeamStand, folder: Folder
         assert stand.wait(served["id"], timeout_s=60)["type"] == "COMPLETED"
         assert not registered(open_store(folder.store), "runs/a", kind)
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
+
+
+def test_everything_is_killed_once_and_the_run_ends_with_the_same_bits(
+    stand: TeamStand, folder: Folder, laptop: Folder
+) -> None:
+    flow_run = start(stand, "b")
+    wait_for_iteration(folder, "b", 0)
+    kill(stand.services("b", TRAINER)[-1]["id"])
+    wait_for_iteration(folder, "b", 1)
+    kill(stand.services("b", ENGINES)[-1]["id"])
+    wait_for_iteration(folder, "b", 2)
+    stand.processes["cpu"].kill()  # the flow run goes on, and nobody watches it any more
+    stand.processes["cpu"].wait(timeout=30)
+    stand.start_worker("cpu")
+    wait_for_iteration(folder, "b", 3)
+    kill_group(stand.processes["server"])
+    time.sleep(5)
+    stand.start_server()
+    stand.prefect("flow-run", "inspect", flow_run, deadline_s=60)
+    wait_for_iteration(folder, "b", 4)
+    kill(flow_run)  # found by the heartbeats that are missing
+    state = ended(stand, flow_run, retries_max=1)
+    assert state["type"] == "COMPLETED", stand.states(flow_run)
+    assert [len(stand.services("b", kind)) > 1 for kind in (TRAINER, ENGINES)] == [True, True]
+    assert "Crashed" in [state["name"] for state in stand.states(flow_run)]
+    assert folder.final_sha256("b", ITERATIONS) == laptop.final_sha256("a", ITERATIONS)
+    assert folder.rlpipe("verify", "b", "--store", folder.store)[0] == 0
+
+
+def test_of_two_runs_on_pools_with_room_for_one_the_second_waits_and_a_cancelled_one_leaves_nothing(
+    stand: TeamStand, folder: Folder, laptop: Folder
+) -> None:
+    for pool in ("train-gpu", "rollout-gpu"):
+        stand.prefect("work-pool", "set-concurrency-limit", pool, "1")
+    first = start(stand, "c")
+    wait_for_iteration(folder, "c", 0)
+    second = start(stand, "d")
+    wait_for_iteration(folder, "c", 3)
+    (waiting,) = stand.services("d", TRAINER)
+    assert waiting["state"]["type"] == "SCHEDULED" and process_of(waiting["id"]) is None
+    at_work = [process_of(stand.services("c", kind)[-1]["id"]) for kind in (TRAINER, ENGINES)]
+    family = [child for process in at_work if process for child in [process, *process.children(recursive=True)]]
+    assert len(family) > 4  # each with what it started
+    stand.prefect("flow-run", "cancel", first)
+    _gone, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+    assert not registered(open_store(folder.store), "runs/c", TRAINER)
+    assert stand.wait(first)["type"] == "CANCELLED"
+    assert ended(stand, second, retries_max=0)["type"] == "COMPLETED"
+    assert folder.final_sha256("d", ITERATIONS) == laptop.final_sha256("a", ITERATIONS)

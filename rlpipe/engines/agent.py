@@ -11,7 +11,6 @@ import hmac
 import logging
 import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -110,13 +109,13 @@ async def serve_engines(
 ) -> str:
     """Serves a run with this node's engines until it is over; says why it ended. `address`: of this node; `port` 0: a free one."""
     key, port = service_key(), port or free_port()
-    host = EngineHost(config, store, Path.cwd() / ".rlpipe" / f"host-{config.run}-{name}", name, address, engine_keys(key))
+    record = ServiceRecord(name, f"http://{address}:{port}", config.engines.kind)
+    registration = Registration(store, f"runs/{config.run}", ENGINES, record)
+    host = EngineHost(config, store, registration.work_dir(), name, address, engine_keys(key))
     agent = Agent(host, key)
     runner = web.AppRunner(agent.app())
     await runner.setup()
     await web.TCPSite(runner, address, port).start()
-    record = ServiceRecord(name, f"http://{address}:{port}", config.engines.kind)
-    registration = Registration(store, f"runs/{config.run}", ENGINES, record)
     try:
         await registration.enter()
         log.info("host %s with %d %s engines joined run %s", name, config.engines.count, config.engines.kind, config.run)

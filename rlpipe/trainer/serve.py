@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 
 from rlpipe.config import PipelineConfig
 from rlpipe.launch import free_port
@@ -30,7 +29,7 @@ class GangService:
         self._node = node
         self._address = address
         self._key = service_key()
-        self._work_dir = Path.cwd() / ".rlpipe" / f"trainer-{config.run}-{node}"
+        self._work_dir = self.registration.work_dir()
         self._gang: GangProcess | None = None
         self._starts = 0
 
