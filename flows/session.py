@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from functools import partial
 
 from prefect import get_client
 from prefect.exceptions import PrefectException
@@ -18,7 +17,7 @@ from flows.advice import with_advice
 from rlpipe.config import PipelineConfig
 from rlpipe.stages import session as stages
 from rlpipe.store.lease import RunHeld
-from tasks.start_service import start_service
+from tasks.start_service import ServiceStarter
 
 WAIT_MAX_S = 7 * 24 * 3600.0  # longer than a run may take: a schedule that is always late shows as waiting flow runs
 POLL_S = 5.0
@@ -45,7 +44,7 @@ async def _enter(stack: contextlib.AsyncExitStack, config: PipelineConfig) -> st
     deadline, told = time.monotonic() + WAIT_MAX_S, False
     while True:
         try:
-            session = await stack.enter_async_context(stages.open_session(config, partial(start_service, config)))
+            session = await stack.enter_async_context(stages.open_session(config, ServiceStarter(config)))
             break
         except RunHeld as held:
             if not deployment.id or time.monotonic() > deadline:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prefect import get_client, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType, FlowRunFilterTags
@@ -15,16 +17,23 @@ from rlpipe.types import JsonDict
 UNDER_WAY = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 
 
-async def start_service(config: PipelineConfig, kind: str, node: int, lost: bool) -> None:
-    """Sees to it that a service of the run is under way. `lost`: the one that is cannot be reached, so it is replaced."""
-    under_way = await _under_way(_tag(config, kind, node))
-    if lost:
-        async with get_client() as client:
-            for flow_run in under_way:
-                await client.set_flow_run_state(flow_run.id, Cancelling(message="it cannot be reached"), force=True)
-    elif under_way:
-        return
-    await _start(config, kind, node)
+class ServiceStarter:
+    """What a session asks for a run's services: `rlpipe.services.StartService`."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+        self._asked = asyncio.Lock()  # shards ask at the same time
+
+    async def __call__(self, kind: str, node: int, lost: bool) -> None:
+        """Sees to it that a service of the run is under way. `lost`: the one that is cannot be reached, so it is replaced."""
+        async with self._asked:
+            under_way = await _under_way(_tag(self._config, kind, node))
+            if lost:
+                async with get_client() as client:
+                    for flow_run in under_way:
+                        await client.set_flow_run_state(flow_run.id, Cancelling(message="it cannot be reached"), force=True)
+            if lost or not under_way:
+                await _start(self._config, kind, node)
 
 
 @task(
