@@ -37,7 +37,7 @@ def _rollout_table(session: Session, batch: ArtifactRef) -> list[dict[str, objec
     """Rollouts from all over the batch; the short columns come first, for texts can be wider than the page."""
     rows = read_rows(session.run.store, batch, "batch.parquet", BATCH)
     rows = rows[:: max(1, len(rows) // ROLLOUTS_SHOWN)][:ROLLOUTS_SHOWN]
-    shown = ("reward", "advantage", "finish_reason", "prompt", "completion")
+    shown = ("reward", "advantage", "finish_reason", "completion", "prompt")
     return [{name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in shown} for row in rows]
 
 

@@ -43,6 +43,7 @@ def test_a_run_is_started_retried_and_read_in_the_browser(stand: Stand, ui: Brow
     ui.wait_state("Failed", "Completed")
     ui.tab("Details")
     message = ui.page.get_by_text("Flow run encountered an exception")
+    message.get_by_text("See More").click()
     expect(message).to_contain_text("the grader is down")
     expect(message).to_contain_text("In the UI, Retry starts it again")
     message.scroll_into_view_if_needed()
@@ -96,7 +97,9 @@ def fill_the_form(ui: Browser, tmp_path: Path) -> None:
     ui.page.keyboard.press("Escape")
     ui.fill("staleness_max", "-1")
     ui.button("Submit").click()
-    expect(ui.page.get_by_text("'config.rl.staleness_max'. Failure reason: -1 is less than the minimum of 0").first).to_be_visible()
+    expect(
+        ui.page.get_by_text("'config.rl.staleness_max'. Failure reason: -1 is less than the minimum of 0").first
+    ).to_be_visible()
     ui.screenshot("form-refused")
     ui.fill("staleness_max", "1")
     ui.button("Submit").click()
