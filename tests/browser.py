@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, expect, sync_playwright
+from playwright.sync_api import Locator, Page, sync_playwright
 
 OUTPUT = Path(__file__).parent / "output"
 SECOND = 1000.0  # Playwright counts milliseconds
-STATE_TIMEOUT_S = 400
 
 
 class Browser:
@@ -47,11 +45,15 @@ class Browser:
     def link(self, name: str) -> Locator:
         return self.page.get_by_role("link", name=name, exact=True)
 
-    def wait_state(self, *names: str) -> str:
-        """The state in the heading of a run's page, once it is one of these."""
-        badge = self.page.locator(".state-badge").first
-        expect(badge).to_have_text(re.compile("|".join(names)), timeout=STATE_TIMEOUT_S * SECOND)
-        return badge.inner_text()
+    def state(self) -> Locator:
+        """The state in the heading of a run's page."""
+        return self.page.locator(".state-badge").first
+
+    def rest(self) -> str:
+        """Leaves the page, whose timeline draws all the time, for an empty one; the path to come back to."""
+        path = self.page.url.removeprefix(self.root)
+        self.page.goto("about:blank")
+        return path
 
 
 @contextlib.contextmanager
@@ -69,8 +71,6 @@ def browser(root: str) -> Iterator[Browser]:
         told = Browser(page, root)
         try:
             yield told
-        except BaseException:
-            told.screenshot("failed-here")
-            raise
         finally:
+            told.screenshot("last")  # where a test failed
             process.close()
