@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import SECOND, Browser, browser
+from tests.browser import CHROMIUM, SECOND, Browser, browser
 from tests.pipeline import MINI, Folder
 from tests.prefect_stand import Stand, running_stand
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"),
+]
 
 
 @pytest.fixture(scope="module")
