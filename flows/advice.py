@@ -11,7 +11,7 @@ ADVICE: list[tuple[type[Exception], str]] = [  # the first that fits
     (StepRefused, ""),
     (
         UserError,
-        "Where a field has to change, start it anew under the same run name (a Retry in the UI has the same parameters)",
+        "In the UI, Retry starts it again with the same parameters; where a field has to change, start it anew under the same run name",
     ),
     (StoreError, f"`rlpipe verify` lists every damaged file of a run; restore it, {AGAIN}"),
     (

@@ -69,7 +69,7 @@ def _run(config: PipelineConfig) -> None:
             typer.echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {url.removesuffix('/api')}")
             from flows.post_train import post_train
 
-            told = asyncio.run(post_train(config))
+            told = asyncio.run(post_train(config=config))
     except UserError as error:
         _fail(error, 2)
     except (RuntimeError, OSError) as error:  # the store, an engine, the trainer or the Prefect server gave up

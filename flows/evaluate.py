@@ -17,13 +17,13 @@ from tasks.evaluate import evaluate as evaluate_task
 
 
 @flow(name="evaluate", flow_run_name=run_name("evaluate"), persist_result=False)
-async def evaluate(config: PipelineConfig, version: int = 0, changes: JsonDict | None = None) -> JsonDict:
+async def evaluate(changes: JsonDict | None = None, version: int = 0, *, config: PipelineConfig) -> JsonDict:
     """The evaluation metrics of a weight version of the run, computed now or read from the store.
 
     Args:
-        config: The config of the run; its name says which one.
+        changes: Only what differs from the config below, for example `{"run": "monday"}`.
         version: The weight version: 0 is what RL starts from, k what iteration k - 1 made.
-        changes: Only what differs from config, for example {"run": "monday"}.
+        config: The config of the run; its name says which one.
     """
     config = change_config(config, changes) if changes else config
     if not config.run or await asyncio.to_thread(lambda: find_run(open_store(config.store), config)) is None:

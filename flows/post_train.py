@@ -16,14 +16,14 @@ from rlpipe.types import JsonDict
 
 
 @flow(name="post-train", flow_run_name=run_name("post-train"), persist_result=False)
-async def post_train(config: PipelineConfig, changes: JsonDict | None = None) -> JsonDict:
+async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig) -> JsonDict:
     """Takes a model through SFT and RL. The same run name continues; a committed stage is never done twice.
 
     A run that a budget or a stop rule ended is published as far as it came, in a state `Stopped`.
 
     Args:
-        config: The whole config. An empty run names the run after the flow run; the same run name continues.
-        changes: Only what differs from config, for example {"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}.
+        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`.
+        config: The whole config. The same `run` continues; an empty one names the run after the flow run (whose Run Name above is replaced).
     """
     config = named(config, changes)
     while True:
@@ -37,12 +37,12 @@ async def _phases(config: PipelineConfig) -> JsonDict:
     async with open_session(config) as session:
         run = session.run
         if run.num_segments and run.parent is None:
-            await sft(config)
+            await sft(config=config)
             if reason := await why_sft_stops(session):
                 return stopped(reason, {"run": run.name, "stopped": reason})
         if config.rl.num_iterations:
             await require_approval(session, "rl")
-            await rl(config)
+            await rl(config=config)
         await require_approval(session, "register")
         done = run.num_committed("rl", config.rl.num_iterations)
         told = await publish_report(session, done)

@@ -18,12 +18,12 @@ from tasks.reload_engines import reload_engines
 
 
 @flow(name="rl", flow_run_name=run_name("rl"), persist_result=False)
-async def rl(config: PipelineConfig, changes: JsonDict | None = None) -> Any:
+async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> Any:
     """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference.
 
     Args:
-        config: The whole config. An empty run names the run after the flow run; the same run name continues.
-        changes: Only what differs from config, for example {"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}.
+        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`.
+        config: The whole config. The same `run` continues; an empty one names the run after the flow run (whose Run Name above is replaced).
     """
     config = named(config, changes)
     if config.rl.rollouts_from:  # nothing to sample: the other mode

@@ -23,12 +23,12 @@ from tasks.train_segment import train_segment
 
 
 @flow(name="sft", flow_run_name=run_name("sft"), persist_result=False)
-async def sft(config: PipelineConfig, changes: JsonDict | None = None) -> JsonDict:
+async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> JsonDict:
     """The SFT phase of a run; starts it, or goes on after its newest committed segment. Returns the policy's reference.
 
     Args:
-        config: The whole config. An empty run names the run after the flow run; the same run name continues.
-        changes: Only what differs from config, for example {"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}.
+        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`.
+        config: The whole config. The same `run` continues; an empty one names the run after the flow run (whose Run Name above is replaced).
     """
     config = named(config, changes)
     async with open_session(config) as session:

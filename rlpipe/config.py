@@ -50,7 +50,7 @@ class ModelConfig(BaseModel):
     chat_template: str = Field(default="", description="Jinja chat template that replaces the tokenizer's; empty keeps it")
     chat_template_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="More variables of the chat template, for example {enable_thinking = false}, or tools as JSON schemas",
+        description='More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas',
     )
 
     @field_validator("chat_template_args")
@@ -187,26 +187,26 @@ class PipelineConfig(BaseModel):
 
     model_config = STRICT
 
-    run: str = Field(default="", description="Name of the run: the same name continues it", max_length=80)
+    run: str = Field(default="", description="Name of the run in the store: the same name continues it", max_length=80)
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The one seed; all randomness derives from it")
     store: str = Field(
         default="./rlpipe-store", description="Where everything is kept: file:///path or s3://bucket/prefix", min_length=1
     )
-    model: ModelConfig = Field(default_factory=ModelConfig, description="What training starts from")
-    data: list[DataConfig] = Field(default_factory=list, description="The data sets")
     sft: SftConfig = Field(default_factory=SftConfig, description="Supervised fine-tuning")
     rl: RlConfig = Field(default_factory=RlConfig, description="Reinforcement learning")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluations on held-out prompts")
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Where and how fast it trains")
-    engines: EnginesConfig = Field(default_factory=EnginesConfig, description="Where and how fast it samples")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="How often training states are kept")
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
     budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What the run may spend")
     stop: StopConfig = Field(default_factory=StopConfig, description="Rules that end RL early")
     approval: list[Literal["rl", "register"]] = Field(
         default_factory=list,
         description="Where post-train waits until a person presses Resume: before RL, before the policy is registered",
     )
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Where and how fast it trains")
+    engines: EnginesConfig = Field(default_factory=EnginesConfig, description="Where and how fast it samples")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="How often training states are kept")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="What training starts from")
+    data: list[DataConfig] = Field(default_factory=list, description="The data sets")
 
     @field_validator("run")
     @classmethod

@@ -7,7 +7,23 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-STRICT = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+def _positions(schema: dict[str, Any], section: type[Any]) -> None:
+    """Says in what order a form shows the fields: a section's own first. Postgres keeps no order of keys, Prefect's UI reads `position`."""
+    own = [name for name in schema["properties"] if name in section.__annotations__]
+    inherited = [name for name in schema["properties"] if name not in own]
+    for position, name in enumerate(own + inherited):
+        schema["properties"][name]["position"] = position
+
+
+def _title(name: str, _field: object) -> str:
+    """A form names a field as errors, docs and `changes` do."""
+    return name
+
+
+STRICT = ConfigDict(
+    extra="forbid", frozen=True, validate_default=True, json_schema_extra=_positions, field_title_generator=_title
+)
 
 
 class OptimizerConfig(BaseModel):
@@ -78,7 +94,8 @@ class RlConfig(OptimizerConfig):
         default_factory=lambda: {"math": 1.0}, description="Reward -> weight; by name or package.module:function"
     )
     reward_args: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Reward -> its arguments, for example {format = {pattern = '<answer>.+</answer>'}}"
+        default_factory=dict,
+        description='Reward -> its arguments, for example `{"format": {"pattern": "<answer>.+</answer>"}}`',
     )
     reward_timeout_s: float = Field(default=10.0, gt=0, description="Longest time to score one rollout, s")
     reward_workers: int = Field(

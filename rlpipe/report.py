@@ -143,10 +143,11 @@ def reward_svg(curve: list[list[float]], width: int = 480, height: int = 120) ->
     low = min((point[1] for point in curve), default=0.0)
     high = max((point[1] for point in curve), default=1.0)
     span = (high - low) or 1.0
-    dots = " ".join(f"{8 + (width - 16) * x / last:.1f},{height - 8 - (height - 16) * (y - low) / span:.1f}" for x, y in curve)
+    places = [f"{8 + (width - 16) * x / last:.1f},{height - 8 - (height - 32) * (y - low) / span:.1f}" for x, y in curve]
+    dots = " ".join(places + places[-1:])  # twice: one point alone would be no line
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"><rect width="100%" height="100%" fill="white"/>'
-        f'<polyline points="{dots}" fill="none" stroke="#1f77b4" stroke-width="2"/>'
+        f'<polyline points="{dots}" fill="none" stroke="#1f77b4" stroke-width="3" stroke-linecap="round"/>'
         f'<text x="8" y="16" font-size="11">reward {low:.3f} to {high:.3f}</text></svg>'
     )
 

@@ -162,3 +162,14 @@ def test_config_and_types_import_nothing_heavy_and_the_flow_process_no_torch() -
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_form_shows_the_fields_by_their_names_a_sections_own_first() -> None:
+    schema = PipelineConfig.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        fields = section["properties"]
+        assert sorted(told["position"] for told in fields.values()) == list(range(len(fields)))
+        assert {name for name, told in fields.items() if told.get("title", name) != name} == set()
+    fields = schema["$defs"]["RlConfig"]["properties"]
+    assert fields["num_iterations"]["position"] == 0
+    assert fields["learning_rate"]["position"] > fields["on_mismatch"]["position"]

@@ -66,7 +66,7 @@ def test_only_what_changes_can_be_asked_for_and_what_is_wrong_says_what_to_do(st
     state = stand.wait(flow_run)
     assert stand.api("GET", f"/flow_runs/{flow_run}")["name"] == "post-train wrong"
     assert state["type"] == "FAILED"
-    assert "none.jsonl" in state["message"] and "a Retry in the UI has the same parameters" in state["message"], state
+    assert "none.jsonl" in state["message"] and "Retry starts it again with the same parameters" in state["message"], state
     flow_run = stand.start("post-train/post-train", changes=changes | {"rl.group_size": 0})
     assert "rl.group_size=0: Input should be greater than or equal to 1" in stand.wait(flow_run)["message"]
 
@@ -87,7 +87,7 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
     state = stand.wait(flow_run)
     assert state["type"] == "FAILED", state
     assert "the grader is down" in state["message"], state
-    assert state["message"].count("a Retry in the UI") == 1, state
+    assert state["message"].count("In the UI, Retry") == 1, state
     broken.unlink()
     stand.prefect("flow-run", "retry", flow_run)
     time.sleep(3)

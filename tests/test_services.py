@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ from rlpipe.services import (
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.run import create_or_continue
 from rlpipe.trainer.options import TrainerOptions, torchrun_argv
-from rlpipe.types import UserError
+from rlpipe.trainer.process import GangProcess
+from rlpipe.types import TrainerError, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 ROOT = "runs/a"
@@ -159,3 +161,12 @@ def test_the_nodes_of_a_gang_agree_on_where_they_meet(nodes: int, ranks: int, da
     told = dict(itertools.pairwise(argv))
     assert told["--nnodes"] == str(nodes) and told["--node-rank"] == str(node) and told["--nproc-per-node"] == str(ranks)
     assert (told["--master-addr"], told["--master-port"]) == ("10.0.0.1", "29500")
+
+
+async def test_a_gang_that_did_not_come_up_can_be_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [sys.executable, "-c", "raise SystemExit('Address already in use')"]
+    monkeypatch.setattr("rlpipe.trainer.process.torchrun_argv", lambda *_, **__: ends)
+    gang = GangProcess(read_config("tiny", [], PRESETS), tmp_path, "key")
+    for _attempt in range(2):
+        with pytest.raises(TrainerError, match="Address already in use"):
+            await gang.start()

@@ -76,7 +76,12 @@ class GangProcess:
             environment=self._environment(),
         )
         self._service.start()
-        return await self._until_ready()
+        try:
+            return await self._until_ready()
+        except TrainerError:  # a retry starts anew: the port that was free may be somebody else's by now
+            await self.close()
+            self._service = None
+            raise
 
     @property
     def alive(self) -> bool:
