@@ -128,7 +128,13 @@ def test_limits_are_no_part_of_what_is_computed() -> None:
 
 
 def test_gpus_are_those_a_phase_holds() -> None:
-    sets = ["trainer.gpu_ids=[0,1]", "trainer.ranks=2", "trainer.nodes=2", "engines.gpu_ids=[2,3,4]"]
+    sets = [
+        "trainer.gpu_ids=[0,1]",
+        "trainer.ranks=2",
+        "trainer.nodes=2",
+        "trainer.place=deployment",
+        "engines.gpu_ids=[2,3,4]",
+    ]
     assert gpus_held(config(*sets), "sft") == 4
     assert gpus_held(config(*sets), "rl") == 7
 
