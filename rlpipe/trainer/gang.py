@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -46,18 +47,27 @@ class Gang:
         return folder
 
     def broadcast(self, value: JsonDict | None) -> JsonDict | None:
-        """What rank 0 holds, on all ranks."""
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
+        """What rank 0 holds, on all ranks. It travels as JSON: torch's own would unpickle whatever comes in at the port."""
+        if self.size == 1:
+            return value
+        data = json.dumps(value).encode() if self.rank == 0 else b""
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=0, group=self.control)
+        box = _bytes(data, int(length))
+        dist.broadcast(box, src=0, group=self.control)
+        return json.loads(box.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all ranks."""
+        """The JSON values of all ranks, on all ranks."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        data = json.dumps(value).encode()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)
+        longest = max(int(length) for length in lengths)
+        boxes = [_bytes(b"", longest) for _ in range(self.size)]
+        dist.all_gather(boxes, _bytes(data, longest), group=self.control)
+        return [json.loads(box.numpy().tobytes()[: int(length)]) for box, length in zip(boxes, lengths, strict=True)]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of a float64 host tensor."""
@@ -81,6 +91,11 @@ class Gang:
         if faults:
             users, message = faults[0]
             raise UserError(message) if users else StoreError(message)
+
+
+def _bytes(data: bytes, length: int) -> torch.Tensor:
+    """`data`, filled up with zeros to `length`."""
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 def clear_scratch(options: TrainerOptions) -> None:
