@@ -212,11 +212,7 @@ class PipelineConfig(BaseModel):
         description="Where post-train waits until a person presses Resume: before RL, before the policy is registered",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_secrets(cls, value: Any) -> Any:
-        refuse_secrets(value)
-        return value
+    _no_secrets = model_validator(mode="before")(staticmethod(refuse_secrets))
 
     @field_validator("run")
     @classmethod

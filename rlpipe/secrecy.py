@@ -26,8 +26,8 @@ def without_passwords(text: str) -> str:
     return _USER.sub("", text)
 
 
-def refuse_secrets(tree: Any) -> None:
-    """ValueError, which does not repeat it, for a config that holds a secret: a config is a Prefect parameter, and is kept in the store."""
+def refuse_secrets(tree: Any) -> Any:
+    """The config tree as it is; ValueError, which does not repeat it, for a config that holds a secret: a config is a Prefect parameter, and is kept in the store."""
     for path, value in _strings(tree, ()):
         if _IN_URL.search(value):
             raise ValueError(
@@ -40,6 +40,7 @@ def refuse_secrets(tree: Any) -> None:
                 f"{'.'.join(path)} looks like a secret, which would end up in the store and in Prefect; set it in the environment of "
                 "the processes that need it (child processes inherit it), or call the field otherwise"
             )
+    return tree
 
 
 def _strings(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -106,7 +106,9 @@ class Tracker:
             except (MlflowException, StoreError, OSError) as error:  # an outage, a full disk, a wrong URI: it fails open
                 if not self._warned:
                     log.warning(
-                        "MLflow at %s cannot be reached (%s); the run goes on", *map(without_passwords, (self._uri, str(error)))
+                        "MLflow at %s cannot be reached (%s); the run goes on",
+                        without_passwords(self._uri),
+                        without_passwords(str(error))[:200],
                     )
                 self._warned = True
 
