@@ -132,7 +132,8 @@ def running_stand(path: Path, environment: dict[str, str] | None = None) -> Iter
     stand = Stand(path, environment)
     try:
         stand.spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(stand.port))
-        stand.prefect("work-pool", "create", "cpu", "--type", "process", "--overwrite", deadline_s=120)
+        for pool in ("cpu", "train-gpu", "rollout-gpu"):  # a deployment is refused while its pool is missing
+            stand.prefect("work-pool", "create", pool, "--type", "process", "--overwrite", deadline_s=120)
         stand.prefect("deploy", "--all")
         stand.spawn("worker", "worker", "start", "--pool", "cpu")
         yield stand

@@ -109,7 +109,6 @@ def stand(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str])
     told = {**environment, "PYTHONPATH": environment["HOOKS"]}
     with running_stand(tmp_path_factory.mktemp("stand"), told) as stand:
         for pool in ("train-gpu", "rollout-gpu"):
-            stand.prefect("work-pool", "create", pool, "--type", "process", "--overwrite")
             stand.spawn(f"worker-{pool}", "worker", "start", "--pool", pool)
         yield stand
 
