@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from rlpipe.config import PipelineConfig, TrackingConfig, identity
 from rlpipe.report import Point
@@ -33,6 +34,16 @@ def tracking_uri(config: PipelineConfig) -> str:
     """Where MLflow is. What the environment says of it may hold a password, and is told to nobody."""
     uri = config.tracking.uri
     return os.environ.get("MLFLOW_TRACKING_URI", uri) if uri == TrackingConfig().uri else uri
+
+
+def _with_password_aside(uri: str) -> str:
+    """An http URI without user and password, which MLflow finds in the environment: it prints the URI of a run that ended."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https") or not parts.username:
+        return uri
+    os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(parts.username)
+    os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(parts.password or "")
+    return without_passwords(uri)
 
 
 @dataclass
@@ -117,7 +128,7 @@ class Tracker:
             return
         from mlflow import MlflowClient
 
-        client = MlflowClient(tracking_uri=self._uri)
+        client = MlflowClient(tracking_uri=_with_password_aside(self._uri))
         experiment = client.get_experiment_by_name(EXPERIMENT)
         self._experiment = experiment.experiment_id if experiment else client.create_experiment(EXPERIMENT)
         self._parent = self._run_of(client, "post-train", "")

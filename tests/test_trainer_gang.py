@@ -194,6 +194,15 @@ def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
     assert status == 400 and "trainer.tokens_max=512; set trainer.tokens_max to" in answer["error"]
 
 
+def test_the_gang_listens_on_loopback_only(gang: GangUnderTest) -> None:
+    """torchrun's meeting point, gloo's connections and the HTTP of rank 0: torch's own choice is every address of the machine."""
+    gang.wait_ready()
+    family = psutil.Process(gang.parent.pid).children(recursive=True)
+    places = {each.laddr for process in family for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    assert len(places) >= 4  # of two ranks
+    assert {place.ip for place in places} == {"127.0.0.1"}
+
+
 def test_the_gang_ends_with_its_parent(gang: GangUnderTest) -> None:
     """The last test, for it kills what stands for the flow process: neither torchrun nor a rank stays."""
     family = psutil.Process(gang.parent.pid).children(recursive=True)

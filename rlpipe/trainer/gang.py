@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -105,6 +107,15 @@ def clear_scratch(options: TrainerOptions) -> None:
             shutil.rmtree(Path(options.work_dir) / name, ignore_errors=True)
 
 
+def _keep_to_interface(address: str) -> None:
+    """The ranks' own connections stay on the interface of `address`: torch would take that of the host's name."""
+    address = socket.gethostbyname(address)
+    here = [name for name, held in psutil.net_if_addrs().items() if address in (each.address for each in held)]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if here:
+            os.environ.setdefault(variable, here[0])
+
+
 def join_gang(options: TrainerOptions) -> Gang:
     """Joins the gang that torchrun started (or that the caller initialised), with reproducible arithmetic."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -117,6 +128,7 @@ def join_gang(options: TrainerOptions) -> Gang:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        _keep_to_interface(options.host)
         backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-
-import psutil
 
 from rlpipe.config import PipelineConfig
 from rlpipe.launch import Service, check_port_free, free_port
@@ -117,13 +113,4 @@ class GangProcess:
     def _environment(self) -> dict[str, str]:
         gpus = ",".join(str(gpu) for gpu in self.config.trainer.gpu_ids)
         shown = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        told = {KEY_VARIABLE: self.key, "OMP_NUM_THREADS": str(self.config.trainer.threads), "HF_HUB_OFFLINE": "1"}
-        return told | shown | _interfaces(self._host)
-
-
-def _interfaces(address: str) -> dict[str, str]:
-    """Keeps the ranks' own connections on the interface of `address`: torch would take that of the host's name."""
-    address = socket.gethostbyname(address)
-    here = [name for name, held in psutil.net_if_addrs().items() if address in (each.address for each in held)]
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: here[0] for name in names if here and name not in os.environ}
+        return {KEY_VARIABLE: self.key, "OMP_NUM_THREADS": str(self.config.trainer.threads), "HF_HUB_OFFLINE": "1", **shown}
