@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rlpipe.config_limits import BudgetConfig, StopConfig
 from rlpipe.config_training import STRICT, RlConfig, SftConfig
+from rlpipe.secrecy import refuse_secrets
 from rlpipe.types import JsonDict
 
 OPERATIONAL = {"run", "store", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
@@ -179,7 +180,10 @@ class TrackingConfig(BaseModel):
 
     model_config = STRICT
 
-    uri: str = Field(default="sqlite:///mlflow.db", description="MLflow tracking URI; empty: not tracked")
+    uri: str = Field(
+        default="sqlite:///mlflow.db",
+        description="MLflow tracking URI; where it is left as it is, MLFLOW_TRACKING_URI of the environment goes before; empty: not tracked",
+    )
 
 
 class PipelineConfig(BaseModel):
@@ -207,6 +211,8 @@ class PipelineConfig(BaseModel):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
     model: ModelConfig = Field(default_factory=ModelConfig, description="What training starts from")
     data: list[DataConfig] = Field(default_factory=list, description="The data sets")
+
+    _no_secrets = model_validator(mode="before")(staticmethod(refuse_secrets))
 
     @field_validator("run")
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlpipe.config import PipelineConfig
+from rlpipe.secrecy import without_passwords
 from rlpipe.types import JsonDict, UserError
 
 
@@ -41,7 +42,9 @@ def check(tree: JsonDict) -> PipelineConfig:
 
 
 def _short(value: Any) -> str:
-    return "{...}" if isinstance(value, (dict, BaseException)) or hasattr(value, "model_dump") else repr(value)
+    return (
+        "{...}" if isinstance(value, (dict, BaseException)) or hasattr(value, "model_dump") else without_passwords(repr(value))
+    )
 
 
 def _apply(tree: JsonDict, override: str) -> None:

@@ -60,8 +60,11 @@ def node_name(node: int) -> str:
 
 
 def service_key() -> str:
-    """The bearer key that flow, gangs and hosts share; empty: none is asked for."""
-    return os.environ.get(KEY_VARIABLE, "")
+    """The bearer key that flow, gangs and hosts share; empty: none is asked for. UserError when a header cannot carry it."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{KEY_VARIABLE} has characters that an HTTP header cannot carry; make one with `openssl rand -hex 32`")
+    return key
 
 
 def own_address(address: str = "") -> str:

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from rlpipe.config import PipelineConfig, identity
+from rlpipe.config import PipelineConfig, TrackingConfig, identity
 from rlpipe.report import Point
+from rlpipe.secrecy import without_passwords
 from rlpipe.types import StoreError
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,22 @@ SENT_TAG = "rlpipe.sent_"
 CATCH_UP_MAX = 200  # committed units sent per wake-up: a resume after an outage catches up in bounded steps
 
 Fetch = Callable[[str, int], list[Point]]  # (phase, unit) -> its points
+
+
+def tracking_uri(config: PipelineConfig) -> str:
+    """Where MLflow is. What the environment says of it may hold a password, and is told to nobody."""
+    uri = config.tracking.uri
+    return os.environ.get("MLFLOW_TRACKING_URI", uri) if uri == TrackingConfig().uri else uri
+
+
+def _with_password_aside(uri: str) -> str:
+    """An http URI without user and password, which MLflow finds in the environment: it prints the URI of a run that ended."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https") or not parts.username:
+        return uri
+    os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(parts.username)
+    os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(parts.password or "")
+    return without_passwords(uri)
 
 
 @dataclass
@@ -71,10 +89,14 @@ class Tracker:
         self._queue.put(None)
         self._thread.join(timeout=FINISH_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("MLflow at %s is slow; what it missed is sent at the next start", self.config.tracking.uri)
+            log.warning("MLflow at %s is slow; what it missed is sent at the next start", without_passwords(self._uri))
+
+    @property
+    def _uri(self) -> str:
+        return tracking_uri(self.config)
 
     def _submit(self, job: Callable[[], None]) -> None:
-        if not self.config.tracking.uri:
+        if not self._uri:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True, name="tracking")
@@ -95,7 +117,9 @@ class Tracker:
             except (MlflowException, StoreError, OSError) as error:  # an outage, a full disk, a wrong URI: it fails open
                 if not self._warned:
                     log.warning(
-                        "MLflow at %s cannot be reached (%s); the run goes on", self.config.tracking.uri, str(error)[:200]
+                        "MLflow at %s cannot be reached (%s); the run goes on",
+                        without_passwords(self._uri),
+                        without_passwords(str(error))[:200],
                     )
                 self._warned = True
 
@@ -104,7 +128,7 @@ class Tracker:
             return
         from mlflow import MlflowClient
 
-        client = MlflowClient(tracking_uri=self.config.tracking.uri)
+        client = MlflowClient(tracking_uri=_with_password_aside(self._uri))
         experiment = client.get_experiment_by_name(EXPERIMENT)
         self._experiment = experiment.experiment_id if experiment else client.create_experiment(EXPERIMENT)
         self._parent = self._run_of(client, "post-train", "")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 JsonDict = dict[str, Any]
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class UserError(ValueError):
@@ -40,6 +42,11 @@ def sha256_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
+def is_key(value: str) -> bool:
+    """Whether it can be the name of something in a store: a path that stays below where it starts."""
+    return "\0" not in value and not {"", ".", ".."} & set(value.split("/"))
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """One file of an artifact. Example: FileRecord("1f0c9a/model.safetensors", 3315400, "9e1d...")."""
@@ -68,8 +75,12 @@ class ArtifactRef:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, value: JsonDict) -> ArtifactRef:
-        return cls(folder=value["folder"], sha256=value["sha256"])
+    def from_json(cls, value: Any) -> ArtifactRef:
+        """UserError when it is none: it came from another process."""
+        folder, sha256 = (value.get(name) if isinstance(value, dict) else None for name in ("folder", "sha256"))
+        if not isinstance(folder, str) or not is_key(folder) or not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
+            raise UserError(f"{value!r:.200} is no reference: a folder of the store and the sha256 of its manifest")
+        return cls(folder, sha256)
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,9 @@ class Manifest:
     @classmethod
     def from_json(cls, value: JsonDict) -> Manifest:
         files = [FileRecord(**record) for record in value["files"]]
+        for record in files:
+            if not is_key(record.name) or record.name.count("/") != 1:
+                raise ValueError(f"the file name {record.name!r} leads elsewhere")
         return cls(**{**value, "files": files})
 
     def file(self, plain_name: str) -> FileRecord:

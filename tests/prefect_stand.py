@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -27,15 +28,17 @@ DONE = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 class Stand:
     """A Prefect server and a process worker in a folder, with the repository's deployments."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.port = path, free_port()
+    def __init__(self, path: Path, environment: dict[str, str] | None = None) -> None:
+        environment = environment or {}
+        self.path, self.port, self.repository = path, free_port(), ROOT
         self.environment = {
             **os.environ,
             "PREFECT_HOME": str(path / "home"),
             "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
             **DEFAULTS,
-            "PYTHONPATH": f"{ROOT}:{path}",
             "DO_NOT_TRACK": "1",
+            **environment,
+            "PYTHONPATH": ":".join(filter(None, (environment.get("PYTHONPATH"), str(ROOT), str(path)))),
         }
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
@@ -72,7 +75,9 @@ class Stand:
         return done.stdout
 
     def api(self, method: str, path: str, body: object = None) -> Any:
-        return call(method, f"{self.environment['PREFECT_API_URL']}{path}", body)
+        return call(
+            method, f"{self.environment['PREFECT_API_URL']}{path}", body, self.environment.get("PREFECT_API_AUTH_STRING")
+        )
 
     def start(self, deployment: str, **parameters: object) -> str:
         """The id of a new flow run of a deployment (FLOW/NAME)."""
@@ -103,11 +108,14 @@ class Stand:
         return sorted(told, key=lambda state: state["timestamp"])
 
 
-def call(method: str, url: str, body: object = None) -> Any:
+def call(method: str, url: str, body: object = None, auth: str | None = None) -> Any:
     """The JSON answer of an HTTP call with a JSON body. Asked again, as Prefect's client does, when SQLite is locked (503)."""
     data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    if auth:
+        headers["Authorization"] = f"Basic {base64.b64encode(auth.encode()).decode()}"
     for attempt in range(CALLS_MAX):
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(url, data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return json.load(answer)
@@ -119,9 +127,9 @@ def call(method: str, url: str, body: object = None) -> Any:
 
 
 @contextlib.contextmanager
-def running_stand(path: Path) -> Iterator[Stand]:
-    """A server with the repository's deployments and a worker of pool `cpu`."""
-    stand = Stand(path)
+def running_stand(path: Path, environment: dict[str, str] | None = None) -> Iterator[Stand]:
+    """A server with the repository's deployments and a worker of pool `cpu`. `environment`: of all of them, beside this process's."""
+    stand = Stand(path, environment)
     try:
         stand.spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(stand.port))
         for pool in ("cpu", "train-gpu", "rollout-gpu"):  # a deployment is refused where its pool is missing

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RANK = {
-    "types": 0, "config_training": 0, "config_limits": 0, "config": 0, "config_source": 0, "by_path": 1, "child": 1,
+    "types": 0, "config_training": 0, "config_limits": 0, "config": 0, "config_source": 0, "secrecy": 0, "by_path": 1, "child": 1,
     "launch": 1, "gguf": 1, "store": 1, "data": 1, "rewards": 1, "environments": 1, "filters": 1, "advantages": 1, "logprobs": 1, "losses": 1,
     "passes": 1,
     "rollouts": 2, "weights": 2, "report": 2, "tracking": 2, "plan": 2, "services": 2, "show": 3,

@@ -207,14 +207,14 @@ async def test_a_fault_tells_where_the_service_is_and_no_secret_of_its_url(
     place = remote["remote"]["url"] + "/score"
     monkeypatch.setenv("REWARD_URL", place + "?token=a-secret")
     scores, error = await scored({"remote": 1.0}, {"remote": {"url": "$REWARD_URL"}}, completion)
-    assert scores[0].reward is None and f"reward 'remote' at {place}: " in error
+    assert scores[0].reward is None and "reward 'remote' at $REWARD_URL: " in error and place not in error
     assert "a-secret" not in error + caplog.text
 
 
 async def test_a_url_that_no_call_can_be_made_to_is_not_told_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_URL", "http://localhost:70000/score?token=a-secret")
     _, error = await scored({"remote": 1.0}, {"remote": {"url": "$REWARD_URL"}}, "5")
-    assert "at http://localhost:70000/score: InvalidUrl" in error and "a-secret" not in error
+    assert "at $REWARD_URL: InvalidUrl" in error and "a-secret" not in error
 
 
 JUDGE = {"model": "m", "rubric": "Is it right?"}

@@ -186,11 +186,21 @@ def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
     gang.do("load", world.load_new("new"))
     status, answer = gang.ask("train", world.train("new", "never", "rl", poisoned))
     assert status == 422 and answer["error"].startswith("poisoned step 0: loss nan")
-    assert gang.ask("status")[1] == {"position": None, "busy": False, "progress": None}
+    told = gang.ask("status")[1]
+    assert told.pop("idle_s") >= 0 and told == {"position": None, "busy": False, "progress": None}
     long = world.batch(store, "long", world.rollout_rows(2, 2, longest=3000))
     gang.do("load", world.load_new("other", seed=5))
     status, answer = gang.ask("train", world.train("other", "never", "rl", long))
     assert status == 400 and "trainer.tokens_max=512; set trainer.tokens_max to" in answer["error"]
+
+
+def test_the_gang_listens_on_loopback_only(gang: GangUnderTest) -> None:
+    """torchrun's meeting point, gloo's connections and the HTTP of rank 0: torch's own choice is every address of the machine."""
+    gang.wait_ready()
+    family = psutil.Process(gang.parent.pid).children(recursive=True)
+    places = {each.laddr for process in family for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    assert len(places) >= 4  # of two ranks
+    assert {place.ip for place in places} == {"127.0.0.1"}
 
 
 def test_the_gang_ends_with_its_parent(gang: GangUnderTest) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
+import re
 import shutil
 import time
 from typing import Any
@@ -18,6 +18,7 @@ from aiohttp import web
 from rlpipe.config import PipelineConfig
 from rlpipe.engines.host import EngineHost
 from rlpipe.launch import free_port
+from rlpipe.secrecy import key_fits
 from rlpipe.services import ENGINES, Registration, ServiceRecord, service_key
 from rlpipe.store.backend import Store
 from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
@@ -55,18 +56,18 @@ class Agent:
 
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer").strip()  # on loopback the key may be empty
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
+        if not key_fits(request.headers.get("Authorization", ""), self.key):
             return web.json_response({"error": "wrong or missing bearer key"}, status=401)
         self._asked_at = time.monotonic()
         return await handler(request)
 
     async def serve(self, request: web.Request) -> web.Response:
         """Starts to serve, and waits a moment for it: a run does not wait for a host that joins. /status tells what became of it."""
-        body = await request.json()
-        serving = asyncio.create_task(
-            self._serve(ArtifactRef.from_json(body["policy"]), body["version"], Probe(**body["probe"]))
-        )
+        try:
+            asked = _asked(await request.json())
+        except (ValueError, RecursionError) as error:
+            return _fault(UserError(f"/serve: {error}"))
+        serving = asyncio.create_task(self._serve(*asked))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
         await asyncio.wait({serving}, timeout=RELOAD_WAIT_S if self.host.weights else 0)
@@ -92,11 +93,21 @@ class Agent:
         """The engines that were proved to serve the asked version."""
         if self.fault is not None:
             return _fault(self.fault)
+        version = request.query.get("version", "")
+        if not re.fullmatch(r"-?\d{1,9}", version):
+            return _fault(UserError(f"/status?version={version:.20}: a weight version is a number"))
         try:
-            clients = await self.host.clients(int(request.query["version"]))
+            clients = await self.host.clients(int(version))
         except EngineError as error:
             return _fault(error)
         return web.json_response({"engines": [{"name": client.name, "url": client.url} for client in clients]})
+
+
+def _asked(body: Any) -> tuple[ArtifactRef, int, Probe]:
+    """What a /serve asks for; ValueError when it is malformed."""
+    if not isinstance(body, dict) or set(body) != {"policy", "version", "probe"} or type(body["version"]) is not int:
+        raise ValueError("it takes exactly policy, version (a number) and probe")
+    return ArtifactRef.from_json(body["policy"]), body["version"], Probe.from_json(body["probe"])
 
 
 def _fault(error: Exception) -> web.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 
@@ -19,6 +20,7 @@ SGLANG_CPU_FLAGS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup", "--mem-fraction-static", "0.05",
 )  # fmt: skip
+SGLANG_SERVER = Path(__file__).parent / "sglang_server.py"
 VLLM_FLAGS = (
     "--served-model-name", "policy", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
     "--enable-scale-out",
@@ -92,12 +94,11 @@ def _local(config: PipelineConfig, place: Place, weights: Weights) -> list[str]:
 def _sglang(config: PipelineConfig, place: Place, weights: Weights) -> list[str]:
     engines, model = config.engines, config.model
     argv = [
-        engines.python or sys.executable, "-m", "sglang.launch_server",
+        engines.python or sys.executable, str(SGLANG_SERVER),
         "--model-path", str(weights.folder), "--weight-version", str(weights.version),
         "--host", place.address, "--port", str(place.port), "--dtype", model.dtype,
         "--context-length", str(model.context_tokens_max + SGLANG_CONTEXT_SLACK), "--skip-tokenizer-init", "--sleep-on-idle",
         "--tp-size", str(max(1, len(gpus_of(config, place.index)))),
-        "--api-key", place.api_key, "--admin-api-key", place.admin_api_key,
     ]  # fmt: skip
     # on a GPU sampling_seed is ignored without it, and a resumed shard would sample other tokens; refused on a CPU
     argv += ["--enable-deterministic-inference"] if engines.gpu_ids else SGLANG_CPU_FLAGS

@@ -20,6 +20,7 @@ TRIES_MAX = 6
 PAUSE_S = 0.25  # before the second try; doubled before each further one
 ANSWER_BYTES_MAX = 1 << 20
 SAID_CHARS = 300
+SECRET_CHARS_MIN = 4  # shorter ones are in every text
 
 Concurrency = Annotated[int, Field(ge=1, le=1024)]
 
@@ -30,6 +31,7 @@ class Endpoint:
 
     name: str  # in rl.rewards
     url: str
+    told_url: str  # as the config writes it: where it is $NAME, what that holds is told to nobody
     key: str  # bearer token; empty: none
     concurrency: int  # calls at a time
     question: Callable[[JsonDict], JsonDict]  # item -> JSON body
@@ -153,8 +155,8 @@ class HttpScorer:
             async with http.post(self._endpoint.url, json=question, allow_redirects=False) as answer:
                 status, body = answer.status, await _body(answer.content)
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise ServiceDown(_told(error)) from error
-        said = body[:SAID_CHARS].decode(errors="replace")
+            raise ServiceDown(self._without_secrets(_told(error))) from error
+        said = self._without_secrets(body[: 2 * SAID_CHARS].decode(errors="replace"))[:SAID_CHARS]
         if status == 429 or status >= 500:
             raise ServiceDown(f"it answered {status}: {said}")
         if not 200 <= status < 300:
@@ -165,7 +167,16 @@ class HttpScorer:
             raise InvalidReward(f"it answered no JSON ({type(error).__name__}): {said}") from error
 
     def _fault(self, reason: str, message: str) -> Score:
-        return Score(None, {}, reason, f"reward {self._endpoint.name!r} at {_place(self._endpoint.url)}: {message}")
+        return Score(None, {}, reason, f"reward {self._endpoint.name!r} at {_place(self._endpoint.told_url)}: {message}")
+
+    def _without_secrets(self, said: str) -> str:
+        """What a service or a library said, which may be what it was asked: without the key, and without a URL that the config hides."""
+        end = self._endpoint
+        parts = urlsplit(end.url)
+        hidden = [end.key, *((end.url, parts.path, parts.netloc, parts.hostname) if end.told_url.startswith("$") else ())]
+        for secret in filter(lambda each: each and len(each) >= SECRET_CHARS_MIN, hidden):
+            said = said.replace(str(secret), "***")
+        return said
 
 
 def _told(error: Exception) -> str:
@@ -177,7 +188,9 @@ def _told(error: Exception) -> str:
 
 
 def _place(url: str) -> str:
-    """A URL without its user, password and query, where a key may be: scheme://host:port/path."""
+    """A URL without its user, password and query, where a key may be: scheme://host:port/path, or $NAME."""
+    if url.startswith("$"):
+        return url
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

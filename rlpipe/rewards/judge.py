@@ -42,7 +42,7 @@ def judge(
         return verdict(_content(answer), scale) / scale
 
     base = checked_url(url).rstrip("/")
-    endpoint = Endpoint("judge", f"{base}/chat/completions", key_of(key_env), concurrency, question, reading)
+    endpoint = Endpoint("judge", f"{base}/chat/completions", url, key_of(key_env), concurrency, question, reading)
     return HttpScorer(endpoint, weight, timeout_s)
 
 

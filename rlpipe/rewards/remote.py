@@ -15,7 +15,7 @@ def remote(weight: float, timeout_s: float, /, *, url: str, key_env: str = "", c
     `url` may be `$NAME`, and `key_env` names, the environment variable that holds it. ValueError when one is not set.
     """
     return HttpScorer(
-        Endpoint("remote", checked_url(url), key_of(key_env), concurrency, _question, _reading), weight, timeout_s
+        Endpoint("remote", checked_url(url), url, key_of(key_env), concurrency, _question, _reading), weight, timeout_s
     )
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from rlpipe.types import StoreError, UserError
+from rlpipe.types import StoreError, UserError, is_key
 
 PART_BYTES = 16 * 1024 * 1024
 
@@ -39,8 +39,9 @@ class Store:
             raise UserError(f"store={url!r}: unknown scheme {parts.scheme!r}; use file:///path or s3://bucket/prefix")
 
     def address(self, key: str) -> str:
-        """Where a person finds `key`: a path, or an s3:// URL."""
-        assert not key.startswith("/") and ".." not in key.split("/"), f"not a key: {key!r}"
+        """Where a person finds `key`: a path, or an s3:// URL. UserError for what is no key: some come from other processes."""
+        if not is_key(key):
+            raise UserError(f"{key!r:.200} is no key of the store: it would lead out of it")
         return str(self.local / key) if self.local else f"{self.url}/{key}"
 
     def exists(self, key: str) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import subprocess
 from dataclasses import dataclass
 from functools import cache
@@ -242,11 +241,9 @@ def _with_parent(store: Store, config: PipelineConfig, record: JsonDict) -> Run:
 
 
 def _run_record(config: PipelineConfig, forked: JsonDict | None) -> JsonDict:
-    dumped = config.model_dump(mode="json")
-    dumped["tracking"]["uri"] = re.sub(r"//[^/@]*@", "//", dumped["tracking"]["uri"])  # no password in the store
     return {
         "schema_version": 1,
-        "config": dumped,
+        "config": config.model_dump(mode="json"),
         "fork": forked,
         "code_version": code_version(),
         "libraries": {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -46,18 +49,27 @@ class Gang:
         return folder
 
     def broadcast(self, value: JsonDict | None) -> JsonDict | None:
-        """What rank 0 holds, on all ranks."""
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
+        """What rank 0 holds, on all ranks. It travels as JSON: torch's own would unpickle whatever comes in at the port."""
+        if self.size == 1:
+            return value
+        data = json.dumps(value).encode() if self.rank == 0 else b""
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=0, group=self.control)
+        box = _bytes(data, int(length))
+        dist.broadcast(box, src=0, group=self.control)
+        return json.loads(box.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all ranks."""
+        """The JSON values of all ranks, on all ranks."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        data = json.dumps(value).encode()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)
+        longest = max(int(length) for length in lengths)
+        boxes = [_bytes(b"", longest) for _ in range(self.size)]
+        dist.all_gather(boxes, _bytes(data, longest), group=self.control)
+        return [json.loads(box.numpy().tobytes()[: int(length)]) for box, length in zip(boxes, lengths, strict=True)]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of a float64 host tensor."""
@@ -83,11 +95,25 @@ class Gang:
             raise UserError(message) if users else StoreError(message)
 
 
+def _bytes(data: bytes, length: int) -> torch.Tensor:
+    """`data`, filled up with zeros to `length`."""
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+
+
 def clear_scratch(options: TrainerOptions) -> None:
     """Removes what a killed gang left on this node; before the ranks meet, so that none uses it yet."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for name in SCRATCH:
             shutil.rmtree(Path(options.work_dir) / name, ignore_errors=True)
+
+
+def _keep_to_interface(address: str) -> None:
+    """The ranks' own connections stay on the interface of `address`: torch would take that of the host's name."""
+    address = socket.gethostbyname(address)
+    here = [name for name, held in psutil.net_if_addrs().items() if address in (each.address for each in held)]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if here:
+            os.environ.setdefault(variable, here[0])
 
 
 def join_gang(options: TrainerOptions) -> Gang:
@@ -102,6 +128,7 @@ def join_gang(options: TrainerOptions) -> Gang:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        _keep_to_interface(options.host)
         backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)

@@ -55,9 +55,7 @@ def torchrun_argv(options: TrainerOptions, ranks: int, *, nodes: int = 1, node: 
     assert ranks >= 1 and 0 <= node < nodes, f"ranks={ranks}, node {node} of {nodes}"
     launch = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--max-restarts", str(RESTARTS_MAX)]
     launch += ["--monitor-interval", "0.5"]
-    if nodes == 1:
-        launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    else:  # static: the ranks of node 0 are the first ones, and rank 0 is the one that answers
-        host, port = rendezvous.rsplit(":", 1)
-        launch += ["--node-rank", str(node), "--master-addr", host, "--master-port", port]
+    # static: the ranks of node 0 are the first ones, and rank 0 is the one that answers
+    host, port = rendezvous.rsplit(":", 1) if nodes > 1 else (LOOPBACK[0], "0")
+    launch += ["--node-rank", str(node), "--master-addr", host, "--master-port", port]
     return [sys.executable, "-m", "rlpipe.trainer.agent", *launch, "-m", "rlpipe.trainer.server", options.as_argument()]

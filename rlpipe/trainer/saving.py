@@ -132,6 +132,7 @@ def save_state(gang: Gang, resident: Resident, target: Target) -> list[FileRecor
         if gang.rank == 0:
             data = json.dumps(state_record(gang, resident), indent=1, sort_keys=True).encode()
             mine.append(write_bytes(gang.store, target.folder, target.attempt, "state.json", data))
-    records = [record for records in gang.gather(mine) for record in records]
+    gathered = gang.gather([dataclasses.asdict(record) for record in mine])
+    records = [FileRecord(**record) for records in gathered for record in records]
     assert len(records) == gang.size + 1, f"{len(records)} files of a state of {gang.size} ranks"
     return records

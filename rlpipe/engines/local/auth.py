@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
-
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+
+from rlpipe.secrecy import key_fits
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready"})
 CONTROL_PATHS = frozenset(
@@ -36,8 +36,7 @@ def auth_middleware(api_key: str | None, admin_api_key: str | None) -> Middlewar
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         wanted = key_wanted(request.path, api_key, admin_api_key)
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if wanted is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
+        if wanted is not None and not key_fits(request.headers.get("Authorization", ""), wanted):
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)
 

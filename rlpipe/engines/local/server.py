@@ -112,4 +112,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)  # a pretty traceback would show the keys
+    app.command()(main)
+    app()

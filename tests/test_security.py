@@ -1,0 +1,353 @@
+"""What comes in is never unpickled and never leads out of the store; who brings no key is refused, and costs little."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import http.client
+import io
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpipe.config_source import read_config
+from rlpipe.engines.agent import Agent
+from rlpipe.engines.host import EngineHost
+from rlpipe.rewards.http import Endpoint, HttpScorer
+from rlpipe.secrecy import key_fits, without_passwords
+from rlpipe.services import KEY_VARIABLE, service_key
+from rlpipe.store.artifacts import file_sha256, materialise, new_attempt, write_bytes
+from rlpipe.store.backend import Store, open_store
+from rlpipe.trainer import http as bounded
+from rlpipe.trainer.board import Board
+from rlpipe.trainer.options import TrainerOptions
+from rlpipe.trainer.server import GangServer
+from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError, is_key
+
+ROOT = Path(__file__).parent.parent
+PRESETS = ROOT / "flows" / "presets"
+KEY = "the-key"
+UNPICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle", "pandas"}
+CALLS = {
+    "load_all",
+    "unsafe_load",
+    "broadcast_object_list",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "read_pickle",
+}
+
+
+def faults_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Where code could unpickle something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, each.name) for each in node.names if each.name.split(".")[0] in UNPICKLES)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLES:
+            yield node.lineno, node.module or ""
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            given = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            if called.split(".")[-1] in CALLS or called in ("yaml.load", "torch.jit.load"):
+                yield node.lineno, called
+            if called == "torch.load" and given.get("weights_only") != "True":
+                yield node.lineno, called
+            if given.get("allow_pickle", "False") != "False" or given.get("trust_remote_code", "False") != "False":
+                yield node.lineno, called
+
+
+def test_no_code_unpickles() -> None:
+    paths = [path for folder in ("rlpipe", "tasks", "flows") for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 100
+    assert [f"{path}:{line} {what}" for path in paths for line, what in faults_of(ast.parse(path.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import pickle", "from pickle import loads", "import torch\ntorch.load('x')", "yaml.load(x)", "np.load(x, allow_pickle=True)",
+     "dist.broadcast_object_list(x)", "AutoModel.from_pretrained(x, trust_remote_code=True)"],
+)  # fmt: skip
+def test_the_scan_finds_what_unpickles(code: str) -> None:
+    assert list(faults_of(ast.parse(code)))
+
+
+READ_ALL = """
+import sys
+from pathlib import Path
+import torch, transformers, pyarrow.parquet, safetensors.torch, tokenizers  # what they unpickle while imported came from nowhere
+from tests import trainer_world as world
+from rlpipe.rollouts import CONVERSATIONS, read_rows
+from rlpipe.store.backend import open_store
+from rlpipe.trainer.jobs import Trainer
+from rlpipe.trainer.state import load
+from rlpipe.weights import tensor_shapes
+
+def refuse(event, args):
+    if event == "pickle.find_class":
+        raise RuntimeError(f"unpickled: {args}")
+
+folder = Path(sys.argv[1])
+store, gang = open_store(f"file://{folder}/store"), world.solo_gang(folder)
+data = world.conversations(store, "runs/a/data", 24)
+batch = world.batch(store, "runs/a/batch", world.rollout_rows(4, 2))
+first = Trainer(gang)
+first.run("load", world.load_new())
+sys.addaudithook(refuse)
+first.run("train", world.train("new", "b", "sft", data))
+told = first.run("save", world.save("b", "runs/a/policy", "runs/a/state"))
+for name in ("policy", "state"):
+    ref = world.saved(store, f"runs/a/{name}", told[name])
+    second = Trainer(gang)
+    second.run("load", world.load_ref("c", name, ref))
+second.run("train", world.train("c", "d", "rl", batch))
+read_rows(store, data, "conversations.parquet", CONVERSATIONS)
+try:
+    import pickle
+    pickle.loads(pickle.dumps(Path("x")))
+except RuntimeError:
+    print("read without unpickling, and the hook works")
+"""
+
+
+def test_artifacts_are_read_without_unpickling(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ALL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert "read without unpickling, and the hook works" in done.stdout, done.stderr[-3000:]
+
+
+# --- references
+
+
+@pytest.mark.parametrize("key", ["../x", "runs/../../x", "/etc/passwd", "a//b", "", ".", "a/./b", "a\0b", "a/", "runs/a/.."])
+def test_a_key_that_leads_out_of_the_store_is_refused(key: str, tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    for what in (store.read, store.exists, store.delete, lambda each: store.put(each, b"x")):
+        with pytest.raises(UserError, match="no key of the store"):
+            what(key)
+    with pytest.raises(UserError, match="no reference"):
+        ArtifactRef.from_json({"folder": key, "sha256": "0" * 64})
+
+
+@given(st.text())
+def test_a_key_stays_below_the_store(key: str) -> None:
+    if is_key(key):
+        assert (Path("/store") / key).resolve().is_relative_to("/store") and (Path("/store") / key) != Path("/store")
+
+
+@pytest.mark.parametrize("value", [None, 3, [], {}, {"folder": "a"}, {"folder": "a", "sha256": None}, {"folder": 3, "sha256": "0" * 64},
+                                   {"folder": "a", "sha256": "../" * 4 + "0" * 52}])  # fmt: skip
+def test_what_is_no_reference_is_refused(value: Any) -> None:
+    with pytest.raises(UserError, match="no reference"):
+        ArtifactRef.from_json(value)
+
+
+@pytest.mark.parametrize("name", ["a/../../../evil", "a//etc/evil", "../evil", "a/b/evil", "evil", "a/.."])
+def test_a_manifest_whose_files_lead_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    store: Store = open_store(f"file://{tmp_path}/store")
+    good = write_bytes(store, "runs/a/policy", new_attempt(), "model", b"data")
+    record = FileRecord(name, good.bytes, good.sha256)
+    data = json.dumps(Manifest("a", "rl", 0, "policy", {}, "", {}, [record], {}, None, "test", "", "").as_json())
+    (tmp_path / "store/runs/a/policy/manifest.json").write_text(data)
+    ref = ArtifactRef("runs/a/policy", file_sha256(tmp_path / "store/runs/a/policy/manifest.json"))
+    with pytest.raises(StoreError, match="leads elsewhere"):
+        materialise(store, ref, tmp_path / "local")
+    assert not (tmp_path / "local").exists()
+
+
+# --- the gang's HTTP
+
+
+@pytest.fixture
+def gang_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GangServer]:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    monkeypatch.setattr(bounded, "STRANGER_S", 0.5)
+    monkeypatch.setattr(bounded, "CONNECTIONS_MAX", 4)
+    options = TrainerOptions(store=f"file://{tmp_path}/store", host="127.0.0.1", port=0, work_dir=str(tmp_path))
+    with GangServer(options, Board(), 1) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def connected(server: GangServer) -> socket.socket:
+    return socket.create_connection(server.server_address[:2], timeout=60)
+
+
+def answer_to(server: GangServer, *parts: bytes) -> bytes:
+    """All that comes back for these bytes, until the server closes."""
+    with connected(server) as made:
+        for part in parts:
+            made.sendall(part)
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := made.recv(4096):
+                said += data
+        return said
+
+
+def head(path: str, *lines: str, method: str = "POST", key: str = KEY) -> bytes:
+    return "\r\n".join([f"{method} /{path} HTTP/1.1", f"Authorization: Bearer {key}", *lines, "", ""]).encode()
+
+
+@pytest.mark.parametrize(
+    "authorization", ["", "Bearer", "Bearer wrong", f"Bearer {KEY}x", KEY, f"Basic {KEY}", f"bearer {KEY}", "Bearer ü"]
+)
+def test_the_gang_tells_a_stranger_nothing(gang_server: GangServer, authorization: str) -> None:
+    for method, path in (("GET", "/health"), ("GET", "/status"), ("GET", "/x"), ("POST", "/load"), ("POST", "/x")):
+        client = http.client.HTTPConnection(*gang_server.server_address[:2], timeout=60)
+        headers = {"Authorization": authorization.encode()} if authorization else {}
+        client.request(method, path, b"{}" if method == "POST" else None, headers)
+        answer = client.getresponse()
+        assert (answer.status, json.loads(answer.read())) == (401, {"error": "wrong or missing bearer key"})
+        assert answer.headers["Connection"] == "close"
+        client.close()
+
+
+@pytest.mark.parametrize("length", ["-1", "abc", "1e9", "²", "9" * 400, "99999999", "4194305"])
+def test_a_body_of_no_length_or_too_much_is_not_read(gang_server: GangServer, length: str) -> None:
+    said = answer_to(gang_server, head("load", f"Content-Length: {length}"), b"x" * 100)
+    assert said.split(b" ")[1] in (b"411", b"413")
+    stranger = answer_to(gang_server, head("load", f"Content-Length: {length}", key="wrong"), b"x" * 100)
+    assert stranger == b"" or stranger.split(b" ")[1] == b"401"
+
+
+def test_a_chunked_body_is_refused(gang_server: GangServer) -> None:
+    said = answer_to(gang_server, head("load", "Transfer-Encoding: chunked"), b"5\r\nGET /\r\n0\r\n\r\n")
+    assert said.split(b" ")[1] == b"411" and said.count(b"HTTP/1.1") == 1
+
+
+def test_who_sends_a_byte_now_and_then_is_cut_off(gang_server: GangServer) -> None:
+    with connected(gang_server) as slow:
+        for byte in head("load", "X: " + "y" * 2000):
+            if closed(slow):
+                return
+            slow.sendall(bytes([byte]))
+            time.sleep(0.05)
+    raise AssertionError("the whole head was heard")
+
+
+def closed(made: socket.socket) -> bool:
+    made.setblocking(False)
+    try:
+        return made.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    finally:
+        made.setblocking(True)
+
+
+def test_connections_are_bounded_and_come_free_again(gang_server: GangServer) -> None:
+    silent = [connected(gang_server) for _ in range(12)]
+    for made in silent:  # some unheard, the others after STRANGER_S
+        assert made.recv(1) == b""
+        made.close()
+    said = answer_to(gang_server, head("health", "Connection: close", method="GET"))
+    assert said.split(b" ")[1] == b"200"
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, "{", "null", "[]", '{"position": 1}'])
+def test_a_body_that_is_no_job_is_refused(gang_server: GangServer, body: str) -> None:
+    said = answer_to(gang_server, head("load", f"Content-Length: {len(body)}", "Connection: close"), body.encode())
+    assert said.split(b" ")[1] == b"400"
+
+
+# --- the host's HTTP
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    config = read_config("tiny", ["run=a", f"store=file://{tmp_path}/store"], PRESETS)
+    return Agent(EngineHost(config, open_store(config.store), tmp_path / "work"), KEY)
+
+
+async def test_the_host_asks_for_the_key_and_takes_only_what_it_knows(agent: Agent, tmp_path: Path) -> None:
+    policy, probe = {"folder": "runs/a/policy", "sha256": "0" * 64}, {"tokens": [1, 2], "logprobs": [0.0]}
+    good = {"policy": policy, "version": 1, "probe": probe}
+    bad = [
+        None, [], {}, {**good, "more": 1}, {**good, "version": "1"}, {**good, "version": True}, {**good, "policy": "x"},
+        {**good, "policy": {**policy, "folder": "../../x"}}, {**good, "policy": {**policy, "folder": "/etc"}},
+        {**good, "policy": {**policy, "sha256": "../../../../x"}}, {**good, "probe": {}}, {**good, "probe": {"tokens": [1], "logprobs": [1]}},
+        {**good, "probe": {"tokens": ["a", "b"], "logprobs": [0.0]}},
+    ]  # fmt: skip
+    async with TestClient(TestServer(agent.app())) as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+            for method, path in (("GET", "/status?version=1"), ("POST", "/serve"), ("GET", "/x")):
+                assert (await client.request(method, path, headers=headers, json=good)).status == 401
+        known = {"Authorization": f"Bearer {KEY}"}
+        for body in bad:
+            answer = await client.post("/serve", headers=known, json=body)
+            assert (answer.status, (await answer.json())["kind"]) == (409, "UserError"), body
+        for version in ("", "x", "1.5", "9" * 30, "²"):
+            answer = await client.get(f"/status?version={version}", headers=known)
+            assert (answer.status, (await answer.json())["kind"]) == (409, "UserError"), version
+        assert (await client.post("/serve", headers=known, data=io.BytesIO(b"[" * (2 << 20)))).status == 413
+        answer = await client.post("/serve", headers=known, json=good)  # no such policy
+        assert answer.status == 202
+    await agent.close()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+# --- keys and configs
+
+
+@given(st.text(), st.text(min_size=1))
+def test_a_key_fits_only_itself(given_key: str, key: str) -> None:
+    assert key_fits(f"Bearer {given_key}", key) == (given_key == key)
+    assert key_fits(given_key, "") and not key_fits("", key)
+
+
+def test_a_key_that_no_header_carries_is_refused_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "  key-of-a-file\n")
+    assert service_key() == "key-of-a-file"
+    for wrong in ("planted\nplanted", "plantedü", "planted\x01"):
+        monkeypatch.setenv(KEY_VARIABLE, wrong)
+        with pytest.raises(UserError, match=KEY_VARIABLE) as refused:
+            service_key()
+        assert "planted" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["tracking.uri=http://user:planted@host", "tracking.uri=https://planted@host", "tracking.uri=postgresql://user:planted@host/db",
+     "store=s3://user:planted@bucket/x", "engines.environment={HF_TOKEN = 'planted'}", "data.words.source=https://user:planted@host/x.jsonl",
+     "rl.reward_args={judge = {api_key = 'planted'}}", "engines.urls=['http://user:planted@host']", "data.words.args={token = 'planted'}"],
+)  # fmt: skip
+def test_a_config_with_a_secret_is_refused_and_does_not_repeat_it(override: str) -> None:
+    with pytest.raises(UserError, match="environment") as refused:
+        read_config("tiny", [override], PRESETS)
+    assert "planted" not in str(refused.value)
+
+
+def test_a_config_may_name_what_is_no_secret() -> None:
+    sets = ["tracking.uri=postgresql://user@host/db", "model.chat_template_args={eos_token = '</s>'}",
+            "rl.reward_args={judge = {key_env = 'NAME', url = '$URL'}}", "data.words.system_prompt=Write to me@host"]  # fmt: skip
+    assert read_config("tiny", sets, PRESETS).tracking.uri.startswith("postgresql")
+
+
+def test_passwords_of_urls_are_not_told() -> None:
+    assert without_passwords("at 'http://a:b@c:1/x?y=z' and s3://k:s@b") == "at 'http://c:1/x?y=z' and s3://b"
+    assert without_passwords("me@host, http://c/x@y") == "me@host, http://c/x@y"
+
+
+def test_what_a_service_echoes_is_not_told() -> None:
+    endpoint = Endpoint(
+        "remote", "http://h.example:1/planted/x", "$URL", "planted-key", 1, lambda item: item, lambda answer: answer
+    )
+    scorer = HttpScorer(endpoint, 1.0, 1.0)
+    assert scorer._without_secrets("no planted-key at /planted/x on h.example") == "no *** at *** on ***"
+    assert scorer._fault("reason", "no").message == "reward 'remote' at $URL: no"
