@@ -47,8 +47,8 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return folder
 
 
-def start(stand: TeamStand, run: str) -> str:
-    config = read_config("tiny", stand.config(run, *SETS), PRESETS)
+def start(stand: TeamStand, run: str, *sets: str) -> str:
+    config = read_config("tiny", stand.config(run, *SETS, *sets), PRESETS)
     return stand.start("post-train/post-train", config=config.model_dump(mode="json"))
 
 
@@ -131,10 +131,14 @@ def test_of_two_runs_on_pools_with_room_for_one_the_second_waits_and_a_cancelled
 ) -> None:
     for pool in ("train-gpu", "rollout-gpu"):
         stand.prefect("work-pool", "set-concurrency-limit", pool, "1")
-    first = start(stand, "c")
+    first = start(stand, "c", "rl.num_iterations=500")  # it will not get that far
     wait_for_iteration(folder, "c", 0)
     second = start(stand, "d")
-    wait_for_iteration(folder, "c", 3)
+    end = time.monotonic() + 300
+    while not stand.services("d", TRAINER):
+        assert time.monotonic() < end, "d asks for no gang"
+        time.sleep(1)
+    time.sleep(20)  # longer than a worker takes to start what it may
     (waiting,) = stand.services("d", TRAINER)
     assert waiting["state"]["type"] == "SCHEDULED" and process_of(waiting["id"]) is None
     at_work = [process_of(stand.services("c", kind)[-1]["id"]) for kind in (TRAINER, ENGINES)]
