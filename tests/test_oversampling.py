@@ -29,7 +29,7 @@ from rlpipe.stages.carrying import finished, spans_of
 from rlpipe.stages.iteration import commit_iteration
 from rlpipe.stages.preflight import preflight
 from rlpipe.stages.sampling import generate, num_shards, previous_artifact, rollout_seed, sample_prompts
-from rlpipe.stages.scoring import filter_groups, judge, score
+from rlpipe.stages.scoring import filter_groups, judge, over_rounds, score
 from rlpipe.stages.session import Session
 from rlpipe.stages.survivors import Survivors
 from rlpipe.store.artifacts import read_manifest
@@ -134,7 +134,7 @@ class World:
     def config(self, *sets: str) -> PipelineConfig:
         small = ["rl.num_prompts=4", "rl.group_size=3", "rl.shard_prompts=3", f"rl.completion_tokens_max={LENGTH}"]
         where = ["run=a", f"store=file://{self.folder}/store", "tracking.uri="]
-        return read_config("tiny", [*where, *small, *self.sets, *sets], PRESETS)
+        return read_config("tiny", [*where, "sft.num_steps=0", *small, *self.sets, *sets], PRESETS)
 
     def start(self, run: Run | None = None) -> None:
         session = Session(run or create_or_continue(self.config()), self.folder / "work")
@@ -184,7 +184,7 @@ class World:
             kept = batch.metrics["rollout/groups_kept"]
             if not batch.metrics["needs_more"]:
                 break
-        metrics = {"rollout/reward_mean": 0.0, **batch.metrics}
+        metrics = over_rounds([done.metrics for done in scores]) | batch.metrics
         artifacts = {"prompts": prompts.ref, "batch": batch.ref}
         await commit_iteration(self.session, iteration, artifacts, metrics, 0.0)
         return batch.metrics | {"rounds": [ref.folder for ref in rounds]}
