@@ -48,7 +48,8 @@ class ServiceStarter:
 async def _start(config: PipelineConfig, kind: str, node: int) -> None:
     part = {"trainer": config.trainer, "engines": config.engines}[kind]
     parameters: JsonDict = {"store": config.store, "run": config.run, "node": node, kind: part.model_dump(mode="json")}
-    await run_deployment(part.deployment, parameters=parameters, timeout=0, tags=[_tag(config, kind, node)])  # pyright: ignore[reportGeneralTypeIssues]
+    name = f"serve-{kind} {config.run} node {node}"  # readable while it waits for room, too
+    await run_deployment(part.deployment, flow_run_name=name, parameters=parameters, timeout=0, tags=[_tag(config, kind, node)])  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def _tag(config: PipelineConfig, kind: str, node: int) -> str:
