@@ -110,7 +110,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
         stand.prefect("work-pool", "ls", deadline_s=120)
         yield stand
     finally:
-        for process in reversed(stand.processes):
+        for process in reversed(stand.processes.values()):
             kill_group(process)
 
 
