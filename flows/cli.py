@@ -13,9 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flows.cli_options import STORE, Sets, StoreUrl
-from flows.cli_options import checked_store as _store
-from flows.cli_options import fail as _fail
+from flows.cli_options import STORE, Sets, StoreUrl, checked_store, fail
 from flows.cli_services import host, trainer
 from flows.server import prefect_server, set_defaults
 from rlpipe import show as listing
@@ -56,7 +54,7 @@ def run_command(
 
         preflight(config)
     except (UserError, StoreError, OSError) as error:
-        _fail(error, 2)
+        fail(error, 2)
     _run(config)
 
 
@@ -71,11 +69,11 @@ def _run(config: PipelineConfig) -> None:
 
             told = asyncio.run(post_train(config=config))
     except UserError as error:
-        _fail(error, 2)
+        fail(error, 2)
     except (RuntimeError, OSError) as error:  # the store, an engine, the trainer or the Prefect server gave up
-        _fail(error, 1)
+        fail(error, 1)
     except KeyboardInterrupt:
-        _fail(RuntimeError("stopped; the same command goes on where it was"), 130)
+        fail(RuntimeError("stopped; the same command goes on where it was"), 130)
     reason = told.get("stopped", "")
     typer.echo(f"\nrun {config.run} is complete" if not reason else f"\nrun {config.run} was stopped: {reason}")
     for line in told.get("before_after", []):
@@ -95,7 +93,7 @@ def plan(source: Source, sets: Sets = None) -> None:
     try:
         config = _config(source, sets)
     except UserError as error:
-        _fail(error, 2)
+        fail(error, 2)
     for line in plan_lines(config):
         typer.echo(line)
 
@@ -104,9 +102,9 @@ def plan(source: Source, sets: Sets = None) -> None:
 def runs(store: StoreUrl = STORE) -> None:
     """What is in the store."""
     try:
-        lines = listing.run_lines(_store(store))
+        lines = listing.run_lines(checked_store(store))
     except (UserError, StoreError) as error:
-        _fail(error, 2)
+        fail(error, 2)
     for line in lines:
         typer.echo(line)
 
@@ -120,10 +118,10 @@ def show(
 ) -> None:
     """A run's iterations, or the rollouts of one as a table."""
     try:
-        found = open_existing(_store(store), run)
+        found = open_existing(checked_store(store), run)
         lines = listing.show_lines(found) if iteration is None else listing.iteration_lines(found, iteration, rows)
     except (UserError, StoreError) as error:
-        _fail(error, 2)
+        fail(error, 2)
     for line in lines:
         typer.echo(line)
 
@@ -132,11 +130,11 @@ def show(
 def verify_command(run: str, store: StoreUrl = STORE) -> None:
     """Re-hash every artifact of a run; exit code 1 on any fault."""
     try:
-        count, faults = verify(open_existing(_store(store), run))
+        count, faults = verify(open_existing(checked_store(store), run))
     except UserError as error:
-        _fail(error, 2)
+        fail(error, 2)
     except StoreError as error:
-        _fail(error, 1)
+        fail(error, 1)
     for fault in faults:
         typer.echo(f"FAULT {fault}")
     typer.echo(f"{run}: {count} artifacts, {len(faults)} faults")
@@ -170,7 +168,7 @@ def fork_command(
             raise UserError(
                 f"--redo ends with iteration {at}: leave rl.num_iterations away, and go on with rlpipe run after it"
             )
-        parent = open_existing(_store(store), run)
+        parent = open_existing(checked_store(store), run)
         check_committed(parent, at)
         config = override_config(parent.config, overrides + ([f"rl.num_iterations={at + 1}"] if redo else []))
         planned = planned_fork(parent, at, config, redo or "")
@@ -179,7 +177,7 @@ def fork_command(
         preflight(config, planned)
         forked = fork(parent, at, config, redo or "")
     except (UserError, StoreError, OSError) as error:
-        _fail(error, 2)
+        fail(error, 2)
     typer.echo(f"run {new} shares {run} up to iteration {forked.fork_at}" + (f", and redoes {redo} of {at}" if redo else ""))
     _run(config)
     for line in changes(forked) if redo else []:
@@ -196,7 +194,7 @@ def gc(
     from rlpipe.store import lease
 
     try:
-        found = open_existing(_store(store), run)
+        found = open_existing(checked_store(store), run)
         held = lease.acquire(found.store, found.root) if delete else None
         try:
             keys = unreferenced(found)
@@ -206,7 +204,7 @@ def gc(
             if held is not None:
                 held.release()
     except (UserError, StoreError) as error:
-        _fail(error, 2)
+        fail(error, 2)
     for key in keys:
         typer.echo(f"{'deleted' if delete else 'unreferenced'} {key}")
     typer.echo(f"{run}: {len(keys)} files no manifest names" + ("" if delete or not keys else "; delete them with --delete"))
@@ -226,7 +224,7 @@ def automations(
             raise UserError("PREFECT_API_URL is not set: name the team's server (`prefect config set PREFECT_API_URL=...`)")
         lines = asyncio.run(apply_automations(notify))
     except (UserError, OSError) as error:
-        _fail(error, 2)
+        fail(error, 2)
     for line in lines:
         typer.echo(line)
 

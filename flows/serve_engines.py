@@ -18,5 +18,5 @@ async def serve_engines(
 ) -> str:
     """Samples for the run, until the run dismisses it or has asked for nothing for `idle_timeout_s`. Says why it ended."""
     opened = open_store(store)
-    config = await config_of(opened, run, **({"engines": engines} if engines else {}))
+    config = await config_of(opened, run, engines=engines)
     return await serve(opened, config, node_name(node), own_address(), 0, idle_timeout_s, asyncio.Event())

@@ -18,5 +18,5 @@ async def serve_trainer(
 ) -> str:
     """Trains what the run asks for, until the run dismisses it or has asked for nothing for `idle_timeout_s`. Says why it ended."""
     opened = open_store(store)
-    config = await config_of(opened, run, **({"trainer": trainer} if trainer else {}))
+    config = await config_of(opened, run, trainer=trainer)
     return await GangService(opened, config, node, own_address()).run(idle_timeout_s, asyncio.Event())

@@ -122,10 +122,15 @@ class Registration:
             shutil.rmtree(left, ignore_errors=True)
         return folder / self.record.start
 
-    async def enter(self, **fields: str) -> None:
-        """Leaves the record, or changes it."""
-        self.record = replace(self.record, **fields)
+    async def enter(self) -> None:
+        """Leaves the record: whoever was in its place is dismissed."""
         await asyncio.to_thread(self.store.put, self.key, canonical_json(asdict(self.record)))
+
+    async def change(self, **fields: str) -> None:
+        """Says something else in the record, while it stands: a dismissed service must not bring itself back."""
+        self.record = replace(self.record, **fields)
+        if await self.stands():
+            await self.enter()
 
     async def stands(self) -> bool:
         """Whether the record is still this service's own."""
@@ -153,13 +158,13 @@ class Registration:
                 return f"it had no work for {idle:.0f} s"
 
 
-async def config_of(store: Store, run: str, **sections: BaseModel) -> PipelineConfig:
+async def config_of(store: Store, run: str, **sections: BaseModel | None) -> PipelineConfig:
     """The config of a run with other operational sections, waiting until somebody has started it; UserError after RUN_WAIT_S."""
     deadline = time.monotonic() + RUN_WAIT_S
     while True:
         try:
             config = (await asyncio.to_thread(open_existing, store, run)).config
-            return config.model_copy(update={"store": store.url, **sections})
+            return config.model_copy(update={"store": store.url, **{name: given for name, given in sections.items() if given}})
         except UserError:
             if time.monotonic() > deadline:
                 raise

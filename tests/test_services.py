@@ -56,7 +56,8 @@ async def end_of(one: Registration, idle_s: float = 0.0, timeout_s: float = 0.0)
 async def test_a_service_is_found_until_it_leaves(store: Store) -> None:
     one, other = service(store, "a"), service(store, "b")
     await one.enter()
-    await other.enter(url="http://127.0.0.1:2")
+    await other.enter()
+    await other.change(url="http://127.0.0.1:2")
     assert [record.url for record in registered(store, ROOT, ENGINES)] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     assert registered(store, ROOT, TRAINER) == []
     await one.leave()
@@ -69,6 +70,8 @@ async def test_a_dismissed_service_ends(store: Store) -> None:
     await one.enter()
     dismiss(store, ROOT, ENGINES, "node-0")
     dismiss(store, ROOT, ENGINES, "node-0")  # by two at once
+    await one.change(url="http://127.0.0.1:4")  # its gang came back a moment too late
+    assert registered(store, ROOT, ENGINES) == []
     assert "dismissed" in await end_of(one)
 
 
@@ -79,7 +82,7 @@ async def test_a_service_whose_place_was_taken_ends_and_leaves_the_other_alone(s
     assert "dismissed" in await end_of(one)
     await one.leave()
     assert registered(store, ROOT, ENGINES) == [other.record]
-    await other.enter(url="http://127.0.0.1:3")  # its own change is no other
+    await other.change(url="http://127.0.0.1:3")  # its own change is no other
     assert await other.stands()
 
 

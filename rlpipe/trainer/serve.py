@@ -99,4 +99,4 @@ class GangService:
         return next((record.rendezvous for record in records if record.name == node_name(0)), "")
 
     async def _tell(self, url: str, rendezvous: str) -> None:
-        await self.registration.enter(url=url, rendezvous=rendezvous)
+        await self.registration.change(url=url, rendezvous=rendezvous)
