@@ -109,11 +109,10 @@ class TrainerConfig(BaseModel):
 
     place: Place = Field(
         default="process",
-        description="Where the gang runs: child processes of the flow, runs of a Prefect deployment, or elsewhere (at `url`, or "
-        "joined by `rlpipe trainer`)",
+        description="Where the gang runs: child processes of the flow, runs of a Prefect deployment, or elsewhere, whence it joins "
+        "the run by `rlpipe trainer`",
     )
     deployment: str = Field(default="serve-trainer/serve-trainer", description="The deployment that serves a node of the gang")
-    url: str = Field(default="", description="Where a gang already runs; empty: it joins the run through the store")
     ranks: int = Field(default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)")
     nodes: int = Field(default=1, ge=1, le=1024, description="Nodes of the gang")
     gpu_ids: list[int] = Field(default_factory=list, description="GPUs of a node that train; empty: a CPU trains")
@@ -133,14 +132,11 @@ class EnginesConfig(BaseModel):
 
     place: Place = Field(
         default="process",
-        description="Where the engines run: child processes of the flow, runs of a Prefect deployment, or elsewhere (at `urls`, or "
-        "joined by `rlpipe host`)",
+        description="Where the engines run: child processes of the flow, runs of a Prefect deployment, or elsewhere, whence they "
+        "join the run by `rlpipe host`",
     )
     deployment: str = Field(
         default="serve-engines/serve-engines", description="The deployment that serves the engines of a node"
-    )
-    urls: list[str] = Field(
-        default_factory=list, description="Hosts that already run; empty: they join the run through the store"
     )
     kind: Literal["local", "sglang", "vllm"] = Field(
         default="local", description="rlpipe's own engine on transformers, SGLang, or vLLM"
@@ -260,9 +256,6 @@ class PipelineConfig(BaseModel):
 
     def _check_places(self) -> None:
         trainer, engines = self.trainer, self.engines
-        for section, address in (("trainer.url", trainer.url), ("engines.urls", engines.urls)):
-            if address and getattr(self, section.split(".")[0]).place != "elsewhere":
-                raise ValueError(f"{section}={address!r} is read with place = 'elsewhere' only: set it, or drop the address")
         for name, part in (("trainer", trainer), ("engines", engines)):
             if part.nodes > 1 and part.place == "process":
                 raise ValueError(f"{name}.nodes={part.nodes}: child processes are on one node; set {name}.place = 'deployment'")

@@ -325,7 +325,7 @@ def test_a_key_that_no_header_carries_is_refused_and_not_told(monkeypatch: pytes
     "override",
     ["tracking.uri=http://user:planted@host", "tracking.uri=https://planted@host", "tracking.uri=postgresql://user:planted@host/db",
      "store=s3://user:planted@bucket/x", "engines.environment={HF_TOKEN = 'planted'}", "data.words.source=https://user:planted@host/x.jsonl",
-     "rl.reward_args={judge = {api_key = 'planted'}}", "engines.urls=['http://user:planted@host']", "data.words.args={token = 'planted'}"],
+     "rl.reward_args={judge = {api_key = 'planted'}}", "engines.flags=['http://user:planted@host']", "data.words.args={token = 'planted'}"],
 )  # fmt: skip
 def test_a_config_with_a_secret_is_refused_and_does_not_repeat_it(override: str) -> None:
     with pytest.raises(UserError, match="environment") as refused:

@@ -145,8 +145,6 @@ async def test_without_prefect_no_deployment_starts() -> None:
     [
         (["trainer.nodes=2"], "trainer.place = 'deployment'"),
         (["engines.nodes=2"], "engines.place = 'deployment'"),
-        (["trainer.url=http://x:1"], "trainer.url='http://x:1' is read with place = 'elsewhere' only"),
-        (['engines.urls=["http://x:1"]', "engines.place=deployment"], "place = 'elsewhere' only"),
         (["trainer.gpu_ids=[0,1]", "engines.gpu_ids=[1]"], "engines.gpu_ids=[1]: the trainer has some of them"),
     ],
 )

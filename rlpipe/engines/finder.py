@@ -1,4 +1,4 @@
-"""Where the engines of a run are: in child processes of the flow, in services of the run, at fixed URLs. In any mixture."""
+"""Where the engines of a run are: in child processes of the flow, in services of the run, or in both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from rlpipe.engines.host import EngineHost
 from rlpipe.engines.pool import Host
 from rlpipe.engines.remote import RegisteredHosts, RemoteHost
-from rlpipe.services import ENGINES, LOST_S, QUEUE_WAIT_S, ServiceRecord, StartService, dismiss, node_name
+from rlpipe.services import ENGINES, LOST_S, QUEUE_WAIT_S, StartService, dismiss, node_name
 from rlpipe.store.run import Run
 from rlpipe.types import EngineError
 
@@ -24,7 +24,6 @@ class HostFinder:
         self._start_service = start_service
         self._own: list[Host] = [EngineHost(run.config, run.store, work_dir)] if run.config.engines_here else []
         self._registered = RegisteredHosts(run.store, run.root)
-        self._fixed: list[RemoteHost] = []
 
     async def find(self) -> list[Host]:
         """At least one host that can be reached, waiting for it where none is this process's own. EngineError past the wait."""
@@ -33,12 +32,11 @@ class HostFinder:
         deadline = time.monotonic() + wait_s
         while True:
             registered = await self._registered.current()
-            hosts = [*registered, *self._at_urls()]
-            reached = await asyncio.gather(*(host.answers() for host in hosts))
+            reached = await asyncio.gather(*(host.answers() for host in registered))
             if engines.place == "deployment":
                 await self._start_missing(registered)
             if self._own or any(reached):
-                return [*self._own, *hosts]
+                return [*self._own, *registered]
             if time.monotonic() > deadline:
                 raise EngineError(f"no engine host could be reached within {wait_s:g} s; {self._advice()}")
             await asyncio.sleep(LOOK_AGAIN_S)
@@ -57,17 +55,8 @@ class HostFinder:
             if host is None or host.lost_s > 0:
                 await self._start_service(ENGINES, node, host is not None and host.lost_s > LOST_S)
 
-    def _at_urls(self) -> list[RemoteHost]:
-        engines = self._run.config.engines
-        if not self._fixed:
-            records = [ServiceRecord(url, url.rstrip("/"), engines.kind) for url in engines.urls]
-            self._fixed = [self._registered.remote(record) for record in records]
-        return self._fixed
-
     def _advice(self) -> str:
         engines, run = self._run.config.engines, self._run
-        if engines.urls:
-            return f"engines.urls={engines.urls}: does `rlpipe host` run there, with this key?"
         if engines.place == "deployment":
             return f"does a worker serve the pool of engines.deployment={engines.deployment!r}?"
         return f"on each node that samples run `rlpipe host --store {run.store.url} --run {run.name}`"

@@ -105,15 +105,11 @@ class RegisteredHosts:
         records = {record.start: record for record in await asyncio.to_thread(registered, self.store, self.run_root, ENGINES)}
         for start in records.keys() - self._hosts.keys():
             log.warning("host %s has joined", records[start].name)
-            self._hosts[start] = self.remote(records[start])
+            self._session = self._session or new_session()
+            self._hosts[start] = RemoteHost(records[start], self._session, service_key())
         for start in self._hosts.keys() - records.keys():
             log.warning("host %s has left", self._hosts.pop(start).name)
         return list(self._hosts.values())
-
-    def remote(self, record: ServiceRecord) -> RemoteHost:
-        """A host at a known place."""
-        self._session = self._session or new_session()
-        return RemoteHost(record, self._session, service_key())
 
     async def close(self) -> None:
         if self._session is not None:

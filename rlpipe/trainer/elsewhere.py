@@ -1,4 +1,4 @@
-"""Where a run's gang is: child processes of the flow, services of the run, or a fixed URL."""
+"""Where a run's gang is: child processes of the flow, or services of the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import secrets
 import time
 from pathlib import Path
 
-from rlpipe.config import PipelineConfig
 from rlpipe.services import (
     LOST_S,
     QUEUE_WAIT_S,
@@ -22,7 +21,7 @@ from rlpipe.services import (
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import GangPlace
 from rlpipe.trainer.process import GangProcess, asked
-from rlpipe.types import TrainerError, UserError
+from rlpipe.types import TrainerError
 
 LOOK_AGAIN_S = 2.0
 WAIT_S = 600.0  # for a gang that somebody else is to start
@@ -33,32 +32,7 @@ def gang_place(run: Run, work_dir: Path, start_service: StartService) -> GangPla
     trainer = run.config.trainer
     if trainer.place == "process":
         return GangProcess(run.config, work_dir, secrets.token_hex(16))
-    return GangAt(run.config) if trainer.url else RegisteredGang(run, start_service)
-
-
-class GangAt:
-    """A gang that somebody else runs at `trainer.url`, for one run at a time."""
-
-    def __init__(self, config: PipelineConfig) -> None:
-        self.config = config
-        self.key = service_key()
-
-    async def start(self) -> str:
-        url, deadline = self.config.trainer.url.rstrip("/"), time.monotonic() + WAIT_S
-        while (told := await asyncio.to_thread(asked, url, "/health", self.key)) is None:
-            if time.monotonic() > deadline:
-                raise TrainerError(f"trainer.url={url}: no gang answered there within {WAIT_S:g} s; is the key the same?")
-            await asyncio.sleep(LOOK_AGAIN_S)
-        for name, value in (("store", self.config.store), ("dtype", self.config.model.dtype)):
-            if told[name] != value:
-                raise UserError(f"trainer.url={url}: that gang works on {name}={told[name]!r}, the run on {value!r}")
-        return url
-
-    async def bring_back(self) -> str:
-        return await self.start()
-
-    async def close(self) -> None:
-        """It goes on for others."""
+    return RegisteredGang(run, start_service)
 
 
 class RegisteredGang:
