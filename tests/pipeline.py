@@ -29,18 +29,19 @@ MINI = [
 
 @dataclass
 class Folder:
-    """A working directory with a store, and the environment its commands run in."""
+    """A working directory with a store, and the environment its commands run in. `inside` goes before a command: another node."""
 
     path: Path
     store: str
     environment: dict[str, str] = field(default_factory=dict)
+    inside: tuple[str, ...] = ()
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """`rlpipe ARGUMENTS` in a process group of its own."""
         environment = {**os.environ, "PREFECT_HOME": str(self.path / "prefect"), **self.environment}
         log = (self.path / "output.log").open("a")
         with log:
-            return subprocess.Popen([str(BIN / "rlpipe"), *arguments], cwd=self.path, env=environment, stdout=log,
+            return subprocess.Popen([*self.inside, str(BIN / "rlpipe"), *arguments], cwd=self.path, env=environment, stdout=log,
                                     stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
 
     def rlpipe(self, *arguments: str, timeout_s: float = 600) -> tuple[int, str]:

@@ -18,6 +18,7 @@ import psutil
 
 from flows.server import DEFAULTS
 from rlpipe.launch import free_port
+from rlpipe.types import JsonDict
 from tests.pipeline import BIN, kill_group
 
 ROOT = Path(__file__).parent.parent
@@ -79,10 +80,11 @@ class Stand:
             method, f"{self.environment['PREFECT_API_URL']}{path}", body, self.environment.get("PREFECT_API_AUTH_STRING")
         )
 
-    def start(self, deployment: str, **parameters: object) -> str:
+    def start(self, deployment: str, job_variables: JsonDict | None = None, **parameters: object) -> str:
         """The id of a new flow run of a deployment (FLOW/NAME)."""
         found = self.api("GET", f"/deployments/name/{deployment}")["id"]
-        return self.api("POST", f"/deployments/{found}/create_flow_run", {"parameters": parameters})["id"]
+        body = {"parameters": parameters, "job_variables": job_variables}
+        return self.api("POST", f"/deployments/{found}/create_flow_run", body)["id"]
 
     def wait(self, flow_run: str, timeout_s: float = 400) -> dict[str, str]:
         """The final state of a flow run."""

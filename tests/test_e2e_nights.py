@@ -19,6 +19,7 @@ from tests.prefect_stand import ROOT, Stand, call, kill_tree, running_stand
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
+GIVEN_UP_S = 20  # longer than the worker takes to look for work
 BLOCK = """
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 CustomWebhookNotificationBlock(name="team", url="http://127.0.0.1:{port}/", json_data={{"text": "{{{{subject}}}} {{{{body}}}}"}},
@@ -123,6 +124,18 @@ def test_a_killed_process_is_found_retried_and_ends_with_the_same_bits(
     assert "AwaitingRetry" in [state["name"] for state in states]
     assert folder.final_sha256("b", ITERATIONS) == folder.final_sha256("a", ITERATIONS)
     assert any("is Crashed: No heartbeat" in told for told in notifications[0]), notifications[0]
+
+
+def test_a_flow_run_that_dies_before_it_starts_is_given_up(
+    stand: Stand, folder: Folder, notifications: tuple[list[str], int]
+) -> None:
+    flow_run = stand.start("post-train/post-train", {"command": "false"}, config=parameters(folder, "d"))
+    state = stand.wait_for(flow_run, ("FAILED", "COMPLETED", "CANCELLED"), timeout_s=580)
+    assert state["type"] == "FAILED" and state["message"].startswith("It crashed 6 times within 10 minutes"), state
+    assert [each["name"] for each in stand.states(flow_run)].count("AwaitingRetry") == 6
+    time.sleep(GIVEN_UP_S)  # and nothing starts it again
+    assert stand.api("GET", f"/flow_runs/{flow_run}")["state"]["type"] == "FAILED"
+    assert any("It crashed 6 times" in told for told in notifications[0]), notifications[0]
 
 
 def test_the_command_line_says_where_to_approve(folder: Folder) -> None:

@@ -6,11 +6,13 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlpipe.services import ENGINES, TRAINER, registered
+from tests.network_world import Node, network
 from tests.pipeline import MINI, Folder, descendants, kill_group
 
 pytestmark = pytest.mark.e2e
@@ -18,16 +20,24 @@ ELSEWHERE = ["trainer.place=elsewhere", "trainer.nodes=2", "engines.place=elsewh
 
 
 @contextlib.contextmanager
-def services(folder: Folder) -> Iterator[dict[str, subprocess.Popen[str]]]:
+def services(folder: Folder, nodes: dict[str, Node]) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """Two nodes of a gang and a host, as somebody starts them on three nodes."""
     join = ["--store", folder.store, "--run", "a"]
-    started = {f"node-{node}": folder.start("trainer", *join, "--node", str(node)) for node in (0, 1)}
-    started["host"] = folder.start("host", *join, "--idle-timeout-s", "600")
+    started = {
+        f"node-{node}": on(nodes[f"node-{node}"], folder).start("trainer", *join, "--node", str(node)) for node in (0, 1)
+    }
+    started["host"] = on(nodes["host"], folder).start("host", *join, "--idle-timeout-s", "600")
     try:
         yield started
     finally:
         for process in started.values():
             kill_group(process)
+
+
+def on(node: Node, folder: Folder) -> Folder:
+    """The folder, shared by all nodes, as that node sees it."""
+    own = {"RLPIPE_ADDRESS": node.address, "RLPIPE_SERVICE_KEY": "the key of the nodes"}
+    return replace(folder, inside=node.inside, environment=own)
 
 
 @pytest.fixture
@@ -44,18 +54,19 @@ def undisturbed(tmp_path: Path) -> Folder:
 
 
 def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all(folder: Folder, undisturbed: Folder) -> None:
-    with services(folder) as started:
-        flow = started["flow"] = folder.start(*folder.run_arguments("a", *MINI, *ELSEWHERE))
+    with network("flow", "node-0", "node-1", "host") as nodes, services(folder, nodes) as started:
+        here = on(nodes["flow"], folder)
+        flow = started["flow"] = here.start(*folder.run_arguments("a", *MINI, *ELSEWHERE))
         folder.wait_for("a", "rl/00000/iteration.json", flow)
         for process in descendants(started["node-1"], "rlpipe.trainer.server"):  # the rank, and torchrun above it
             process.kill()  # the whole gang has to meet again
         folder.wait_for("a", "rl/00001/iteration.json", flow)
         kill_group(started.pop("flow"))  # and then nobody asks for anything
-        names = [record.name for record in registered(folder.open_store(), "runs/a", TRAINER)]
+        gang = {record.name: record.url for record in registered(folder.open_store(), "runs/a", TRAINER)}
+        assert list(gang) == ["node-0", "node-1"] and nodes["node-0"].address in gang["node-0"]
         before = registered(folder.open_store(), "runs/a", ENGINES)
-        assert names == ["node-0", "node-1"]
         assert all(process.poll() is None for process in started.values())
-        folder.complete("a", *MINI, *ELSEWHERE)
+        here.complete("a", *MINI, *ELSEWHERE)
         assert registered(folder.open_store(), "runs/a", ENGINES) == before
         for process in started.values():
             process.terminate()

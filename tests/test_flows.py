@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 from prefect.events.schemas.automations import AutomationCore
+from prefect.server.events.schemas.automations import EventTrigger
+from prefect.server.events.schemas.events import ReceivedEvent
 
 from flows.advice import AGAIN, with_advice
 from flows.automations import BLOCK, FILE
@@ -58,3 +60,14 @@ def test_the_automations_are_what_this_prefect_understands_and_name_deployments_
         named = entry["trigger"].get("match_related", {}).get("prefect.resource.name", [])
         assert set(named) <= deployments
         assert bool(named) == (entry["name"] != "rlpipe-dead-flow-runs")
+
+
+@pytest.mark.parametrize(("starts", "retried"), [("0", True), ("9", True), ("10", False), ("11", False)])
+def test_a_crashed_flow_run_is_retried_up_to_ten_starts(starts: str, retried: bool) -> None:
+    entry = next(each for each in yaml.safe_load(FILE.read_text())["automations"] if each["name"] == "rlpipe-retry-crashed")
+    crashed = ReceivedEvent.model_validate({
+        "occurred": "2026-01-01T00:00:00Z", "id": "00000000-0000-0000-0000-000000000001", "event": "prefect.flow-run.Crashed",
+        "resource": {"prefect.resource.id": "prefect.flow-run.x", "prefect.run-count": starts},
+        "related": [{"prefect.resource.id": "prefect.deployment.x", "prefect.resource.role": "deployment", "prefect.resource.name": "rl"}],
+    })  # fmt: skip
+    assert EventTrigger.model_validate(entry["trigger"]).covers(crashed) == retried
