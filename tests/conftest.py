@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 from rlpipe.launch import free_port
 from rlpipe.store.backend import Store, open_store
+from tests.pipeline import Folder, Undisturbed, run_undisturbed
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 START_TIMEOUT_S = 60
@@ -92,6 +94,19 @@ def _wait_for_bucket(process: subprocess.Popen[bytes], folder: Path) -> None:
             last = str(error)
             time.sleep(0.5)
     raise AssertionError(f"SeaweedFS did not start in {START_TIMEOUT_S} s: {last}\n{(folder / 'weed.log').read_text()[-2000:]}")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The run that others are compared with. The processes of pytest-xdist share one."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"
+    with FileLock(f"{path}.lock", timeout=900):
+        if not (path / "duration_s").exists():
+            path.mkdir()
+            duration_s = run_undisturbed(Folder(path, f"file://{path}/store"))
+            (path / "duration_s").write_text(str(duration_s))
+    return Undisturbed(Folder(path, f"file://{path}/store"), float((path / "duration_s").read_text()))
 
 
 @pytest.fixture(params=["file", "s3"])

@@ -89,6 +89,31 @@ class Folder:
             time.sleep(0.05)
 
 
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run `a` of MINI that nothing happens to, three iterations longer: what it ends with at 5 and at 8."""
+
+    folder: Folder
+    duration_s: float  # until its fifth iteration
+
+    def sha256(self, num_iterations: int = 5) -> str:
+        return self.folder.final_sha256("a", num_iterations)
+
+
+def run_undisturbed(folder: Folder) -> float:
+    """Makes the run of Undisturbed; returns its duration_s."""
+    started = time.monotonic()
+    process = folder.start(*folder.run_arguments("a", *MINI, "rl.num_iterations=8"))
+    try:
+        folder.wait_for("a", "rl/00004/iteration.json", process)
+        duration_s = time.monotonic() - started
+        assert process.wait(timeout=300) == 0, (folder.path / "output.log").read_text()[-4000:]
+    finally:
+        kill_group(process)
+    assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
+    return duration_s
+
+
 def kill_group(process: subprocess.Popen[str]) -> None:
     """SIGKILL to the whole process group."""
     with contextlib.suppress(ProcessLookupError):

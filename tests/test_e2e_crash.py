@@ -8,21 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline import MINI, Folder, all_gone, descendants, kill_group
+from tests.pipeline import MINI, Folder, Undisturbed, all_gone, descendants, kill_group
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
 KILLS = 5
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
-    """The sha256 of the final policy of a run that nothing happened to, and how long it took."""
-    folder = Folder(path := tmp_path_factory.mktemp("undisturbed"), f"file://{path}/store")
-    started = time.monotonic()
-    folder.complete("b", *MINI)
-    assert folder.rlpipe("verify", "b", "--store", folder.store)[0] == 0
-    return folder.final_sha256("b", ITERATIONS), time.monotonic() - started
 
 
 @pytest.fixture
@@ -30,22 +20,21 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path, f"file://{tmp_path}/store")
 
 
-def test_kill_the_whole_group_at_random_moments(folder: Folder, undisturbed: tuple[str, float]) -> None:
-    sha256, duration_s = undisturbed
+def test_kill_the_whole_group_at_random_moments(folder: Folder, undisturbed: Undisturbed) -> None:
     moments = random.Random(7)
     for _ in range(KILLS):
         process = folder.start(*folder.run_arguments("a", *MINI))
-        time.sleep(moments.uniform(0.2, 0.9) * duration_s)
+        time.sleep(moments.uniform(0.2, 0.9) * undisturbed.duration_s)
         kill_group(process)
     folder.complete("a", *MINI)
     code, output = folder.rlpipe("verify", "a", "--store", folder.store)
     assert code == 0, output
-    assert folder.final_sha256("a", ITERATIONS) == sha256
+    assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()
 
 
 @pytest.mark.parametrize("victim", ["rlpipe.trainer.server", "rlpipe.trainer.agent", "rlpipe.engines.local.server"])
 def test_kill_a_service_in_the_middle_and_the_run_goes_on_by_itself(
-    folder: Folder, undisturbed: tuple[str, float], victim: str
+    folder: Folder, undisturbed: Undisturbed, victim: str
 ) -> None:
     process = folder.start(*folder.run_arguments("a", *MINI))
     try:
@@ -56,11 +45,11 @@ def test_kill_a_service_in_the_middle_and_the_run_goes_on_by_itself(
         assert process.wait(timeout=300) == 0, (folder.path / "output.log").read_text()[-4000:]
     finally:
         kill_group(process)
-    assert folder.final_sha256("a", ITERATIONS) == undisturbed[0]
+    assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()
 
 
 def test_kill_the_flow_alone_and_its_services_are_gone_and_a_second_start_is_refused(
-    folder: Folder, undisturbed: tuple[str, float]
+    folder: Folder, undisturbed: Undisturbed
 ) -> None:
     process = folder.start(*folder.run_arguments("a", *MINI))
     try:
@@ -77,4 +66,4 @@ def test_kill_the_flow_alone_and_its_services_are_gone_and_a_second_start_is_ref
     finally:
         kill_group(process)
     folder.complete("a", *MINI)
-    assert folder.final_sha256("a", ITERATIONS) == undisturbed[0]
+    assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()

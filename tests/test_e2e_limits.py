@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 
 from rlpipe.store.run import open_existing
-from tests.pipeline import MINI, Folder, read_record
+from tests.pipeline import MINI, Folder, Undisturbed, read_record
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path, undisturbed: Undisturbed) -> None:
     folder = Folder(tmp_path, f"file://{tmp_path}/store")
-    folder.complete("undisturbed", *MINI)
-    tokens = read_record(folder, "undisturbed", 2)["metrics"]["spent/rollout_tokens"]  # type: ignore[index]
+    tokens = read_record(undisturbed.folder, "a", 2)["metrics"]["spent/rollout_tokens"]  # type: ignore[index]
     code, output = folder.rlpipe(*folder.run_arguments("a", *MINI, f"budget.rollout_tokens={tokens}"))
     assert code == 3, output
     assert f"was stopped: budget.rollout_tokens={tokens:g} is spent" in output
@@ -29,7 +28,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert code == 3 and ("stop.reward_plateau=1" in output or "rl.mismatch_max" in output), output  # and no iteration more
     assert open_existing(folder.open_store(), "a").num_committed("rl", ITERATIONS) == 3
     folder.complete("a", *MINI, f"budget.rollout_tokens={100 * tokens}")
-    assert folder.final_sha256("a", ITERATIONS) == folder.final_sha256("undisturbed", ITERATIONS)
+    assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256(ITERATIONS)
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
 
 

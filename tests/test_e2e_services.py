@@ -46,14 +46,14 @@ def folder(tmp_path: Path) -> Folder:
 
 
 @pytest.fixture
-def undisturbed(tmp_path: Path) -> Folder:
-    (tmp_path / "undisturbed").mkdir()
-    folder = Folder(tmp_path / "undisturbed", f"file://{tmp_path}/undisturbed-store")
+def two_ranks(tmp_path: Path) -> Folder:
+    (tmp_path / "two-ranks").mkdir()
+    folder = Folder(tmp_path / "two-ranks", f"file://{tmp_path}/two-ranks-store")
     folder.complete("a", *MINI, "trainer.ranks=2")
     return folder
 
 
-def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all(folder: Folder, undisturbed: Folder) -> None:
+def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all(folder: Folder, two_ranks: Folder) -> None:
     with network("flow", "node-0", "node-1", "host") as nodes, services(folder, nodes) as started:
         here = on(nodes["flow"], folder)
         flow = started["flow"] = here.start(*folder.run_arguments("a", *MINI, *ELSEWHERE))
@@ -73,7 +73,7 @@ def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all
         assert [process.wait(timeout=60) for process in started.values()] == [0, 0, 0]
     assert not registered(folder.open_store(), "runs/a", TRAINER) and not registered(folder.open_store(), "runs/a", ENGINES)
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
-    assert folder.final_sha256("a", 5) == undisturbed.final_sha256("a", 5)
+    assert folder.final_sha256("a", 5) == two_ranks.final_sha256("a", 5)
 
 
 def test_services_whose_flow_is_gone_end_by_themselves(folder: Folder) -> None:

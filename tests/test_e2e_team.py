@@ -14,7 +14,7 @@ from rlpipe.services import ENGINES, TRAINER, registered
 from rlpipe.store.backend import open_store
 from tests.compose_world import POSTGRES
 from tests.conftest import S3Server
-from tests.pipeline import MINI, Folder, kill_group
+from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 from tests.prefect_stand import ROOT
 from tests.team_stand import TeamStand, team_stand
 
@@ -36,15 +36,6 @@ def stand(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Iter
 @pytest.fixture(scope="module")
 def folder(stand: TeamStand) -> Folder:
     return Folder(stand.path, f"s3://{stand.s3.bucket}/team")
-
-
-@pytest.fixture(scope="module")
-def laptop(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """The same run where everything is a child process of one command, on a local store."""
-    path = tmp_path_factory.mktemp("laptop")
-    folder = Folder(path, f"file://{path}/store")
-    folder.complete("a", *SETS)
-    return folder
 
 
 def start(stand: TeamStand, run: str, *sets: str) -> str:
@@ -87,11 +78,11 @@ def ended(stand: TeamStand, flow_run: str, retries_max: int, timeout_s: float = 
         time.sleep(3)
 
 
-def test_a_run_on_the_stand_ends_as_on_a_laptop(stand: TeamStand, folder: Folder, laptop: Folder) -> None:
+def test_a_run_on_the_stand_ends_as_on_a_laptop(stand: TeamStand, folder: Folder, undisturbed: Undisturbed) -> None:
     state = stand.wait(start(stand, "a"), timeout_s=900)
     assert state["type"] == "COMPLETED", state
-    assert folder.final_sha256("a", ITERATIONS) == laptop.final_sha256("a", ITERATIONS)
-    assert folder.evaluation("a", ITERATIONS) == laptop.evaluation("a", ITERATIONS)
+    assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256(ITERATIONS)
+    assert folder.evaluation("a", ITERATIONS) == undisturbed.folder.evaluation("a", ITERATIONS)
     for kind in (TRAINER, ENGINES):
         (served,) = stand.services("a", kind)
         assert stand.wait(served["id"], timeout_s=60)["type"] == "COMPLETED"
@@ -100,7 +91,7 @@ def test_a_run_on_the_stand_ends_as_on_a_laptop(stand: TeamStand, folder: Folder
 
 
 def test_everything_is_killed_once_and_the_run_ends_with_the_same_bits(
-    stand: TeamStand, folder: Folder, laptop: Folder
+    stand: TeamStand, folder: Folder, undisturbed: Undisturbed
 ) -> None:
     flow_run = start(stand, "b")
     wait_for_iteration(folder, "b", 0)
@@ -122,12 +113,12 @@ def test_everything_is_killed_once_and_the_run_ends_with_the_same_bits(
     assert state["type"] == "COMPLETED", stand.states(flow_run)
     assert [len(stand.services("b", kind)) > 1 for kind in (TRAINER, ENGINES)] == [True, True]
     assert "Crashed" in [state["name"] for state in stand.states(flow_run)]
-    assert folder.final_sha256("b", ITERATIONS) == laptop.final_sha256("a", ITERATIONS)
+    assert folder.final_sha256("b", ITERATIONS) == undisturbed.sha256(ITERATIONS)
     assert folder.rlpipe("verify", "b", "--store", folder.store)[0] == 0
 
 
 def test_of_two_runs_on_pools_with_room_for_one_the_second_waits_and_a_cancelled_one_leaves_nothing(
-    stand: TeamStand, folder: Folder, laptop: Folder
+    stand: TeamStand, folder: Folder, undisturbed: Undisturbed
 ) -> None:
     for pool in ("train-gpu", "rollout-gpu"):
         stand.prefect("work-pool", "set-concurrency-limit", pool, "1")
@@ -150,4 +141,4 @@ def test_of_two_runs_on_pools_with_room_for_one_the_second_waits_and_a_cancelled
     assert not registered(open_store(folder.store), "runs/c", TRAINER)
     assert stand.wait(first)["type"] == "CANCELLED"
     assert ended(stand, second, retries_max=0)["type"] == "COMPLETED"
-    assert folder.final_sha256("d", ITERATIONS) == laptop.final_sha256("a", ITERATIONS)
+    assert folder.final_sha256("d", ITERATIONS) == undisturbed.sha256(ITERATIONS)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rlpipe.store.artifacts import materialise
 from rlpipe.store.run import open_existing
-from tests.pipeline import MINI, Folder, kill_group
+from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 
 pytestmark = pytest.mark.e2e
 
@@ -42,10 +42,9 @@ def test_rl_starts_from_a_model_on_disk_of_another_number_type(folder: Folder) -
     assert len(told["probe"]["logprobs"]) == len(told["probe"]["tokens"]) - 1
 
 
-def test_a_run_without_engines_of_its_own_uses_the_hosts_that_join_and_survives_one(folder: Folder) -> None:
-    undisturbed = Folder(folder.path / "undisturbed", f"file://{folder.path}/undisturbed-store")
-    undisturbed.path.mkdir()
-    undisturbed.complete("a", *MINI)
+def test_a_run_without_engines_of_its_own_uses_the_hosts_that_join_and_survives_one(
+    folder: Folder, undisturbed: Undisturbed
+) -> None:
     hosts = [folder.start("host", "--run", "a", "--store", folder.store) for _ in range(2)]
     flow = folder.start(*folder.run_arguments("a", *MINI, "engines.place=elsewhere"))
     try:
@@ -56,4 +55,4 @@ def test_a_run_without_engines_of_its_own_uses_the_hosts_that_join_and_survives_
         for process in (*hosts, flow):
             kill_group(process)
     check_whole(folder, "a")
-    assert folder.final_sha256("a", 5) == undisturbed.final_sha256("a", 5)
+    assert folder.final_sha256("a", 5) == undisturbed.sha256()
