@@ -30,10 +30,7 @@ SWITCH_INTERVAL_S = 0.0005  # every torch call gives the GIL away; at the defaul
 
 def serve(options: EngineOptions) -> None:
     """Serves until SIGTERM or SIGINT. UserError for a model or port that cannot be used."""
-    try:
-        check_port_free("port", options.port)  # before the model is loaded
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    check_port_free("port", options.port)  # before the model is loaded
     if os.environ.get("RLPIPE_DIE_WITH_PARENT") == "1":
         die_with_parent()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
