@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlpipe.engines.local.checkpoint import check_same_architecture, checksums, copy_into, read_checkpoint, read_config
+from rlpipe.engines.local.checkpoint import check_same_architecture, copy_into, read_checkpoint, read_config
 from rlpipe.engines.local.kvcache import PrefillCache, PrefixBlock, SlotCache
 from rlpipe.types import UserError
 
@@ -81,9 +81,6 @@ class LocalModel:
         check_same_architecture(self.lm.config, Path(folder))
         copy_into(self.lm, read_checkpoint(Path(folder), self.lm))
         self.folder = folder
-
-    def checksums(self) -> tuple[dict[str, str], str]:
-        return checksums(self.lm)
 
     def slots(self, bucket: int) -> int:
         """Slots of a bucket: every one computes, busy or not, so there are no more than requests can come at once."""
