@@ -28,7 +28,7 @@ from rlpipe.weights import Probe
 
 log = logging.getLogger(__name__)
 RELOAD_WAIT_S = 10.0
-FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "EngineError": EngineError, "UserError": UserError}
+FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "UserError": UserError}  # all else is an EngineError
 
 
 def engine_keys(key: str) -> tuple[str, str]:
@@ -116,8 +116,7 @@ class Agent:
 
 
 def _fault(error: Exception) -> web.Response:
-    kind = next((name for name, known in FAULTS.items() if isinstance(error, known)), "EngineError")
-    return web.json_response({"error": str(error), "kind": kind}, status=409)
+    return web.json_response({"error": str(error), "kind": type(error).__name__}, status=409)
 
 
 async def serve_engines(

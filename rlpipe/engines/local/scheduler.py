@@ -222,7 +222,7 @@ class Scheduler:
             if len(prompts) == block_rows(padded) or index == LOOK_AHEAD:
                 break
             tokens = (*other.prompt, *other.tokens)
-            if round_up(len(tokens), PROMPT_STEP) == padded and tokens not in self.prefixes and other.sampling.max_new_tokens:
+            if round_up(len(tokens), PROMPT_STEP) == padded and not self.prefixes.get(tokens) and other.sampling.max_new_tokens:
                 prompts[tokens] = None
         self.prefixes.add(list(prompts), self.model.prefill(list(prompts), padded))
         found = self.prefixes.get(prompt)
