@@ -1,9 +1,10 @@
 """Sampling on the tiny model: tokens per second of engines behind the pool, as ratios to transformers' `generate()`, and reloads.
 
-    .venv/bin/python benchmarks/rollout.py [--kind sglang --python VENV/bin/python] [--engines 1] [--pairs 8]
+    .venv/bin/python benchmarks/rollout.py [--engines 1] [--pairs 8]
 
 Every pair samples the same 256 rollouts (32 prompts x 8, 16 tokens each) with `generate()` and with the pool, one after the other,
-on the same number of threads. Reloads are timed from the committed policy to all engines proved to serve it.
+on the same number of threads. Reloads are timed from the committed policy to all engines proved to serve it. The engines are those
+of the tests: RLPIPE_TEST_ENGINE=sglang takes a real SGLang (tests/engine_fixtures.py).
 """
 
 from __future__ import annotations
@@ -12,51 +13,23 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as all processes of rlpipe: spinning threads would starve the engine
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlpipe.config import PipelineConfig
-from rlpipe.config_source import read_config
 from rlpipe.engines.client import NOTHING_YET, SamplingParams
-from rlpipe.engines.host import EngineHost
-from rlpipe.engines.pool import EnginePool, GroupRequest, Host
-from rlpipe.store.artifacts import commit, write_file
-from rlpipe.store.backend import Store, open_store
-from rlpipe.types import ArtifactRef, Manifest
-from rlpipe.weights import Probe, probe_tokens
+from rlpipe.engines.pool import EnginePool, GroupRequest
+from tests.engine_fixtures import ENGINE_KIND, VOCAB, reference, tiny_model
+from tests.engine_world import probe, world
 
-ROOT = Path(__file__).parent.parent
-PROMPTS, GROUP_SIZE, PROMPT_TOKENS, NEW_TOKENS, VOCAB = 32, 8, 24, 16, 320
+PROMPTS, GROUP_SIZE, PROMPT_TOKENS, NEW_TOKENS = 32, 8, 24, 16
 RELOADS = 20
-
-
-def tiny_model(seed: int, folder: Path) -> Path:
-    """The shape of preset tiny, new weights."""
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=512,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-def committed(store: Store, name: str, folder: Path) -> tuple[ArtifactRef, Probe]:
-    """A policy as the trainer commits it, with its probe."""
-    records = [write_file(store, name, "a1", path.name, path) for path in sorted(folder.iterdir())]
-    manifest = Manifest("bench", "rl", 0, "policy", {}, "", {}, records, {}, None, "", "", "")
-    tokens = torch.tensor([probe_tokens(VOCAB)])
-    with torch.inference_mode():
-        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits[0, :-1]
-        logprobs = torch.log_softmax(logits.double(), -1).gather(1, tokens[0, 1:, None])[:, 0]
-    return commit(store, name, manifest)[0], Probe(tokens[0].tolist(), logprobs.tolist())
 
 
 def prompts() -> list[list[int]]:
@@ -89,44 +62,24 @@ async def pool_generate(pool: EnginePool, turn: int) -> float:
     return time.perf_counter() - started
 
 
-def told_config(arguments: argparse.Namespace) -> PipelineConfig:
-    sets = [f"engines.count={arguments.engines}", f"engines.threads={arguments.threads}", f"engines.kind={arguments.kind}"]
-    if arguments.kind == "sglang":
-        shims = ROOT / "scripts" / "sglang-cpu" / "shims"
-        sets += [f"engines.python={arguments.python}", f'engines.environment={{PYTHONPATH = "{shims}"}}',
-                 'engines.flags=["--max-total-tokens", "16384"]']  # fmt: skip
-    return read_config("tiny", ["run=bench", "model.context_tokens_max=512", *sets], ROOT / "flows" / "presets")
-
-
 async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     torch.set_num_threads(arguments.threads)
-    config, store = told_config(arguments), open_store(f"file://{folder}/store")
-    sources = [tiny_model(seed, folder / f"model-{seed}") for seed in (0, 1)]
-    policies = [committed(store, f"policy-{seed}", source) for seed, source in enumerate(sources)]
-    lm = AutoModelForCausalLM.from_pretrained(sources[0], dtype=torch.float32).eval()
-    host = EngineHost(config, store, folder / "work")
-
-    async def find_hosts() -> list[Host]:
-        return [host]
-
-    pool = EnginePool(find_hosts, config.engines.in_flight_max, 600)
+    lm = reference(tiny_model(0))
     plain, pooled, reloads = [], [], []
-    try:
-        await pool.serve(policies[0][0], 0, policies[0][1])
+    async with world(folder, f"engines.count={arguments.engines}", f"engines.threads={arguments.threads}") as served:
         for turn in range(arguments.pairs + 1):
             plain.append(plain_generate(lm))
-            pooled.append(await pool_generate(pool, turn))
-        for version in range(1, RELOADS + 1):
-            ref, probe = policies[version % 2]
+            pooled.append(await pool_generate(served.pool, turn))
+        policies = [(served.policy(seed), probe(seed)) for seed in (1, 0)]  # 0 is served now
+        for turn in range(RELOADS):
+            policy, proof = policies[turn % 2]
             started = time.perf_counter()
-            await pool.serve(ref, version, probe)
+            await served.pool.serve(policy, served.version + 1 + turn, proof)
             reloads.append(time.perf_counter() - started)
-    finally:
-        await pool.close()
     tokens = PROMPTS * GROUP_SIZE * NEW_TOKENS
     ratios = [before / after for before, after in zip(plain[1:], pooled[1:], strict=True)]  # the first pair warms up
     print(
-        f"{arguments.engines} {arguments.kind} engine(s), {arguments.threads} thread(s), {arguments.pairs} pairs of {tokens} tokens"
+        f"{arguments.engines} {ENGINE_KIND} engine(s), {arguments.threads} thread(s), {arguments.pairs} pairs of {tokens} tokens"
     )
     print(f"generate()  {tokens / statistics.median(plain[1:]):8.0f} tokens/s")
     print(f"pool        {tokens / statistics.median(pooled[1:]):8.0f} tokens/s")
@@ -136,8 +89,6 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("local", "sglang"), default="local")
-    parser.add_argument("--python", default="", help="interpreter that has SGLang installed")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=8)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlpipe.launch import Service, free_port, wrapped
+from rlpipe.launch import Service, answers, free_port, wrapped
 
 # On SQLite, finished tasks' events make the server answer 503 "database is locked" and the client sleep 2 s;
 # batching them took an iteration of one subflow and 7 tasks from 2.1-2.8 s to 0.25-0.35 s.
@@ -47,7 +45,7 @@ def prefect_server(log_dir: Path) -> Iterator[str]:
         name="Prefect server",
         argv=wrapped([sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]),
         log_path=log_dir / "prefect-server.log",
-        ready=lambda: _healthy(url),
+        ready=lambda: answers(f"{url}/health"),
         environment={"PREFECT_API_URL": url},
     )
     service.start()
@@ -57,11 +55,3 @@ def prefect_server(log_dir: Path) -> Iterator[str]:
             yield url
     finally:
         service.stop()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False

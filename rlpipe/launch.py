@@ -10,12 +10,18 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlpipe.types import UserError
+
 PARENT_POLL_S = 0.5
 STOP_GRACE_S = 5.0
+READY_TIMEOUT_S = 600.0  # large weights take minutes to load
+LOG_LINES = 15
 PARENT_VARIABLE = "RLPIPE_PARENT_PID"
 
 
@@ -27,14 +33,23 @@ def free_port() -> int:
 
 
 def check_port_free(field_name: str, port: int) -> None:
-    """ValueError (with the config field's name) when another process listens on 127.0.0.1:`port`."""
+    """UserError (with the config field's name) when another process listens on 127.0.0.1:`port`."""
     with socket.socket() as probe:
         # a port in TIME_WAIT after our own last server is free for us
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise ValueError(f"{field_name}={port}: the port is taken ({error.strerror}); choose a free one, or 0") from error
+            raise UserError(f"{field_name}={port}: the port is taken ({error.strerror}); choose a free one, or 0") from error
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
 
 
 def _parent() -> int:
@@ -67,26 +82,28 @@ def run_and_die_with_parent(argv: list[str]) -> int:
     parent, deadline = _parent(), float("inf")
     child: subprocess.Popen[bytes] | None = None
 
-    def signal_group(number: int) -> None:
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, number)
-
     def stop(*_: object) -> None:
         nonlocal deadline
         deadline = min(deadline, time.monotonic() + STOP_GRACE_S - 2 * PARENT_POLL_S)
-        signal_group(signal.SIGTERM)
+        _signal_group(child, signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, stop)  # before the child: a SIGTERM in between must not orphan it
     child = subprocess.Popen(argv, start_new_session=True)
     while True:
         try:
             code = child.wait(timeout=PARENT_POLL_S)
-            signal_group(signal.SIGKILL)
+            _signal_group(child, signal.SIGKILL)
             return code
         except subprocess.TimeoutExpired:
             if os.getppid() != parent or time.monotonic() > deadline:
-                signal_group(signal.SIGKILL)
+                _signal_group(child, signal.SIGKILL)
+
+
+def _signal_group(process: subprocess.Popen[bytes] | None, number: int) -> None:
+    """To a process that was started in a session of its own, and to all that it started."""
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
 
 def wrapped(argv: list[str]) -> list[str]:
@@ -98,7 +115,7 @@ def wrapped(argv: list[str]) -> list[str]:
 class Service:
     """One child process: started, watched, restarted within `restarts_max`, stopped.
 
-    `ready` raises or returns False until the process can serve; it is asked every 0.1 s up to `ready_timeout_s`.
+    `ready` returns False until the process can serve; it is asked every 0.1 s up to READY_TIMEOUT_S.
     """
 
     name: str
@@ -106,7 +123,6 @@ class Service:
     log_path: Path
     ready: Callable[[], bool]
     environment: dict[str, str] = field(default_factory=dict)
-    ready_timeout_s: float = 600.0  # large weights take minutes to load
     restarts_max: int = 5
     restarts: int = 0
     process: subprocess.Popen[bytes] | None = None
@@ -131,40 +147,38 @@ class Service:
             return False
         if self.process is not None:
             if self.restarts >= self.restarts_max:
-                raise RuntimeError(f"{self.name} ended {self.restarts + 1} times; its log: {self.log_path}\n{self.log_tail()}")
+                raise self._fault(f"ended {self.restarts + 1} times")
             self.restarts += 1
         self.start()
         return True
 
     def wait_ready(self) -> None:
         """Returns when `ready` says so; RuntimeError with the end of the log when it ends or takes too long."""
-        deadline = time.monotonic() + self.ready_timeout_s
+        deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
             if not self.alive():
-                raise RuntimeError(f"{self.name} ended while starting; its log: {self.log_path}\n{self.log_tail()}")
+                raise self._fault("ended while starting")
             if self.ready():
                 return
             time.sleep(0.1)
-        raise RuntimeError(
-            f"{self.name} was not ready after {self.ready_timeout_s} s; its log: {self.log_path}\n{self.log_tail()}"
-        )
+        raise self._fault(f"was not ready after {READY_TIMEOUT_S:g} s")
 
     def stop(self) -> None:
         """SIGTERM to the process group, SIGKILL after a grace."""
         if self.process is None or self.process.poll() is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
+        _signal_group(self.process, signal.SIGTERM)
         try:
             self.process.wait(timeout=STOP_GRACE_S)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            _signal_group(self.process, signal.SIGKILL)
             self.process.wait(timeout=STOP_GRACE_S)
 
-    def log_tail(self, lines: int = 15) -> str:
+    def _fault(self, what: str) -> RuntimeError:
+        """What happened, and the end of the log."""
         text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+        tail = "\n".join(text.splitlines()[-LOG_LINES:])
+        return RuntimeError(f"{self.name} {what}; its log: {self.log_path}\n{tail}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import struct
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlpipe.types import JsonDict, StoreError
 
@@ -32,16 +31,6 @@ class Probe:
 
     def __post_init__(self) -> None:
         assert 0 < len(self.logprobs) < len(self.tokens), "the first token is predicted by nothing"
-
-    @classmethod
-    def from_json(cls, value: Any) -> Probe:
-        """ValueError when it is none: it came from another process."""
-        tokens, logprobs = (value.get(name) if isinstance(value, dict) else None for name in ("tokens", "logprobs"))
-        if not isinstance(tokens, list) or not isinstance(logprobs, list) or not 0 < len(logprobs) < len(tokens):
-            raise ValueError("a probe is a list of tokens and a shorter one of logprobs")
-        if not all(type(token) is int for token in tokens) or not all(type(each) in (int, float) for each in logprobs):
-            raise ValueError("a probe's tokens are integers, its logprobs numbers")
-        return cls(tokens, logprobs)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ import atexit
 import functools
 import shutil
 import signal
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ from rlpipe.engines.client import (
     new_session,
 )
 from rlpipe.engines.commands import Place, argv_of, client_of, environment_of
-from rlpipe.launch import Service, free_port
+from rlpipe.launch import Service, answers, free_port
 from rlpipe.weights import Probe, Weights, untied
 from tests.engine_fixtures import (
     ADMIN_KEY,
@@ -90,18 +88,11 @@ def start_vllm() -> tuple[Service, Place]:
         log_path=scratch() / f"vllm-{place.port}.log",
         ready=lambda: answers(f"{place.url}/health"),
         environment=environment_of(config, place),
-        ready_timeout_s=300,
     )
     atexit.register(service.stop)
     service.start()
     service.wait_ready()
     return service, place
-
-
-def answers(url: str) -> bool:
-    with suppress(urllib.error.URLError, ConnectionError, TimeoutError), urllib.request.urlopen(url, timeout=2) as answer:
-        return answer.status == 200
-    return False
 
 
 @functools.cache

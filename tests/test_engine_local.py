@@ -15,10 +15,9 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from rlpipe.engines.local.options import EngineOptions
-from rlpipe.engines.local.server import serve
-from rlpipe.types import UserError
+from rlpipe.engines.local.server import app
 from tests.engine_fixtures import VOCAB, edit_config, local_engine, sampled, start_engine, stop, tiny_model
 
 PROMPT = [5, 17, 200, 3, 44]
@@ -135,9 +134,9 @@ async def test_memory_stays_flat_over_reloads() -> None:
 
 
 def test_a_taken_port_is_named_before_the_model_is_loaded() -> None:
-    port = int(local_engine("a").url.rsplit(":", 1)[1])
-    with pytest.raises(UserError, match=f"port={port}"):
-        serve(EngineOptions("/no/model", port=port))
+    port = local_engine("a").url.rsplit(":", 1)[1]
+    told = CliRunner().invoke(app, ["--model-path", "/no/model", "--port", port])
+    assert told.exit_code == 2 and f"port={port}: the port is taken" in told.output
 
 
 def test_each_end_of_a_process_has_its_exit_code() -> None:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from rlpipe.launch import Service, check_port_free, free_port, wrapped
+from rlpipe.types import UserError
 
 GONE_WITHIN_S = 15.0
 
@@ -101,6 +102,6 @@ def test_a_taken_port_names_the_field() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ValueError, match=r"engines\.port=\d+: the port is taken"):
+        with pytest.raises(UserError, match=r"engines\.port=\d+: the port is taken"):
             check_port_free("engines.port", taken.getsockname()[1])
     check_port_free("engines.port", free_port())

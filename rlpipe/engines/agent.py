@@ -11,9 +11,11 @@ import logging
 import re
 import shutil
 import time
-from typing import Any
+from typing import Annotated
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from rlpipe.config import PipelineConfig
 from rlpipe.engines.host import EngineHost
@@ -26,13 +28,23 @@ from rlpipe.weights import Probe
 
 log = logging.getLogger(__name__)
 RELOAD_WAIT_S = 10.0
-FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "EngineError": EngineError, "UserError": UserError}
+FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "UserError": UserError}  # all else is an EngineError
 
 
 def engine_keys(key: str) -> tuple[str, str]:
     """API key and admin key of a host's engines, which both sides derive from the host's key."""
     api, admin = (hashlib.sha256(f"{key}:{name}".encode()).hexdigest() for name in ("api", "admin"))
     return api, admin
+
+
+class Asked(BaseModel):
+    """What a /serve asks for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    policy: Annotated[ArtifactRef, PlainValidator(ArtifactRef.from_json)]
+    version: int
+    probe: Probe
 
 
 class Agent:
@@ -55,7 +67,7 @@ class Agent:
         return app
 
     @web.middleware
-    async def _allowed(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not key_fits(request.headers.get("Authorization", ""), self.key):
             return web.json_response({"error": "wrong or missing bearer key"}, status=401)
         self._asked_at = time.monotonic()
@@ -64,10 +76,10 @@ class Agent:
     async def serve(self, request: web.Request) -> web.Response:
         """Starts to serve, and waits a moment for it: a run does not wait for a host that joins. /status tells what became of it."""
         try:
-            asked = _asked(await request.json())
-        except (ValueError, RecursionError) as error:
+            asked = Asked.model_validate_json(await request.read())
+        except ValidationError as error:
             return _fault(UserError(f"/serve: {error}"))
-        serving = asyncio.create_task(self._serve(*asked))
+        serving = asyncio.create_task(self._serve(asked))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
         await asyncio.wait({serving}, timeout=RELOAD_WAIT_S if self.host.weights else 0)
@@ -75,13 +87,13 @@ class Agent:
             return web.json_response({}, status=202)
         return _fault(self.fault) if self.fault else web.json_response({})
 
-    async def _serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
+    async def _serve(self, asked: Asked) -> None:
         try:
-            await self.host.serve(policy, version, probe)
+            await self.host.serve(asked.policy, asked.version, asked.probe)
             self.fault = None
         except (StoreError, EngineError, UserError, OSError, AssertionError) as error:
             self.fault = error
-            log.error("weight version %d is not served: %s", version, error)
+            log.error("weight version %d is not served: %s", asked.version, error)
 
     async def close(self) -> None:
         for serving in self._serving:
@@ -103,16 +115,8 @@ class Agent:
         return web.json_response({"engines": [{"name": client.name, "url": client.url} for client in clients]})
 
 
-def _asked(body: Any) -> tuple[ArtifactRef, int, Probe]:
-    """What a /serve asks for; ValueError when it is malformed."""
-    if not isinstance(body, dict) or set(body) != {"policy", "version", "probe"} or type(body["version"]) is not int:
-        raise ValueError("it takes exactly policy, version (a number) and probe")
-    return ArtifactRef.from_json(body["policy"]), body["version"], Probe.from_json(body["probe"])
-
-
 def _fault(error: Exception) -> web.Response:
-    kind = next((name for name, known in FAULTS.items() if isinstance(error, known)), "EngineError")
-    return web.json_response({"error": str(error), "kind": kind}, status=409)
+    return web.json_response({"error": str(error), "kind": type(error).__name__}, status=409)
 
 
 async def serve_engines(

@@ -10,8 +10,6 @@ import secrets
 import shutil
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,10 +18,10 @@ import aiohttp
 from rlpipe.config import PipelineConfig
 from rlpipe.engines.client import EngineClient, new_session
 from rlpipe.engines.commands import Place, argv_of, client_of, environment_of
-from rlpipe.launch import Service, check_port_free, free_port
+from rlpipe.launch import Service, answers, check_port_free, free_port
 from rlpipe.store.artifacts import materialise
 from rlpipe.store.backend import Store
-from rlpipe.types import ArtifactRef, EngineError, UserError
+from rlpipe.types import ArtifactRef, EngineError
 from rlpipe.weights import Probe, Weights, check_compatible, untied
 
 log = logging.getLogger(__name__)
@@ -197,7 +195,7 @@ class EngineHost:
             name=name,
             argv=[],  # set at each start: it names the newest weights
             log_path=self.work_dir / f"{name}.log",
-            ready=lambda: _answers(f"{place.url}/health"),
+            ready=lambda: answers(f"{place.url}/health"),
             environment=environment_of(self.config, place),
             restarts_max=self.config.engines.restarts_max,
         )
@@ -207,10 +205,7 @@ class EngineHost:
         first = self.config.engines.port
         if first == 0:
             return free_port()
-        try:
-            check_port_free("engines.port", first + index)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        check_port_free("engines.port", first + index)
         return first + index
 
     async def _await_proof(self, engine: Engine, weights: Weights) -> None:
@@ -289,11 +284,3 @@ def _prune(folder: Path, kept: set[Path | None]) -> None:
     for entry in folder.iterdir():
         if entry not in kept:
             shutil.rmtree(entry)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlpipe.engines.client import Completion, EngineClient, EngineUnavailable, SampleRequest, SamplingParams
 from rlpipe.types import ArtifactRef, EngineError, StoreError
@@ -230,12 +230,11 @@ class EnginePool:
         """Asks one engine for what is missing; keeps what came back whole, or was cut short because there is enough."""
         missing = order.missing()
         requests = [_request(order.group, index) for index in missing]
-        sampling = asyncio.create_task(client.sample(requests, self.request_timeout_s))
+        cutting = asyncio.create_task(_cut_short(client, requests, enough))
         try:
-            await self._await_or_cut_short(sampling, client, requests, enough)
-            outcomes = sampling.result()
+            outcomes = await client.sample(requests, self.request_timeout_s)
         finally:
-            sampling.cancel()
+            cutting.cancel()
         faults = []
         for index, outcome in zip(missing, outcomes, strict=True):
             fault = outcome if isinstance(outcome, EngineUnavailable) else self._fault(client, outcome, enough)
@@ -255,19 +254,6 @@ class EnginePool:
             seat.rest_until = time.monotonic() + min(REST_FIRST_S * 2**seat.faults, REST_MAX_S)
             seat.faults += 1
 
-    async def _await_or_cut_short(
-        self, sampling: asyncio.Task[Any], client: EngineClient, requests: list[SampleRequest], enough: asyncio.Event
-    ) -> None:
-        told = asyncio.create_task(enough.wait())
-        try:
-            await asyncio.wait({sampling, told}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            told.cancel()
-        while not sampling.done():
-            with contextlib.suppress(EngineUnavailable):  # then the request fails as well
-                await client.abort([request.request_id for request in requests])
-            await asyncio.wait({sampling}, timeout=ABORT_AGAIN_S)
-
     def _fault(self, client: EngineClient, completion: Completion, enough: asyncio.Event) -> EngineUnavailable | None:
         versions = {version for version, _ in completion.spans}
         if versions - {self.version}:
@@ -279,6 +265,15 @@ class EnginePool:
     async def close(self) -> None:
         self._served = None
         await asyncio.gather(*(host.close() for host in self.hosts))
+
+
+async def _cut_short(client: EngineClient, requests: list[SampleRequest], enough: asyncio.Event) -> None:
+    """Ends requests once there is enough, until this is cancelled."""
+    await enough.wait()
+    while True:
+        with contextlib.suppress(EngineError):  # then the requests fail as well, or run to their end
+            await client.abort([request.request_id for request in requests])
+        await asyncio.sleep(ABORT_AGAIN_S)
 
 
 def _request(group: GroupRequest, index: int) -> SampleRequest:

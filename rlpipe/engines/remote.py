@@ -87,7 +87,7 @@ class RemoteHost:
         if answer.status in (200, 202):
             return told
         if "kind" in told:
-            raise FAULTS[told["kind"]](told["error"])
+            raise FAULTS.get(told["kind"], EngineError)(told["error"])
         raise EngineUnavailable(f"host {self.name} answered {answer.status}: {told}")
 
 

@@ -25,7 +25,6 @@ from rlpipe.store.artifacts import file_sha256, materialise
 from rlpipe.store.backend import check_access, open_store
 from rlpipe.store.lease import check_free
 from rlpipe.store.run import Run, find_run
-from rlpipe.types import UserError
 
 
 def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
@@ -100,7 +99,4 @@ def _check_ports(config: PipelineConfig) -> None:
     if engines.port and engines.place == "process":
         ports += [("engines.port", engines.port + index) for index in range(engines.count)]
     for field, port in ports:
-        try:
-            check_port_free(field, port)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        check_port_free(field, port)

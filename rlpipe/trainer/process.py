@@ -13,7 +13,7 @@ from rlpipe.config import PipelineConfig
 from rlpipe.launch import Service, check_port_free, free_port
 from rlpipe.services import KEY_VARIABLE
 from rlpipe.trainer.options import TrainerOptions, torchrun_argv
-from rlpipe.types import JsonDict, TrainerError, UserError
+from rlpipe.types import JsonDict, TrainerError
 
 DYING_S = 60.0
 ANSWER_TIMEOUT_S = 5.0
@@ -52,10 +52,7 @@ class GangProcess:
         """Starts it; returns `url` once node 0 answers. TrainerError when it does not come up."""
         assert self._service is None, "the gang runs already"
         trainer, port = self.config.trainer, self.config.trainer.port or free_port()
-        try:
-            check_port_free("trainer.port", port)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        check_port_free("trainer.port", port)
         options = TrainerOptions(
             store=self.config.store,
             host=self._host,

@@ -1,4 +1,4 @@
-"""Keys and values: what transformers writes to while it computes, and the store of computed prompts.
+"""Keys and values: the slots that transformers writes to while it decodes, and the store of computed prompts.
 
 Legend: N layers, R rows of a prefill block, S slots, H key-value heads, P padded prompt, L bucket length, D head size, V vocabulary.
 """
@@ -13,24 +13,6 @@ import torch
 from torch import Tensor
 
 PREFIX_BYTES_MAX = 256 << 20
-
-
-class PrefillCache:
-    """Collects the keys and values of a block of prompts, computed from nothing."""
-
-    def __init__(self) -> None:
-        self.layers: list[Tensor] = []
-
-    def update(self, key_RHPD: Tensor, value_RHPD: Tensor, layer_index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        assert layer_index == len(self.layers), "layers write in order"
-        self.layers.append(torch.stack([key_RHPD, value_RHPD]))
-        return key_RHPD, value_RHPD
-
-    def get_seq_length(self, *_: Any) -> int:
-        return 0
-
-    def stacked(self) -> Tensor:
-        return torch.stack(self.layers)
 
 
 class SlotCache:
@@ -83,12 +65,6 @@ class PrefixStore:
         self._blocks: OrderedDict[tuple[tuple[int, ...], ...], PrefixBlock] = OrderedDict()
         self._rows: dict[tuple[int, ...], tuple[PrefixBlock, int]] = {}
         self._bytes = 0
-
-    def __contains__(self, prompt: tuple[int, ...]) -> bool:
-        return prompt in self._rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def get(self, prompt: tuple[int, ...]) -> tuple[PrefixBlock, int] | None:
         return self._rows.get(prompt)

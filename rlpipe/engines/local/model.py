@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from rlpipe.engines.local.checkpoint import check_same_architecture, checksums, copy_into, read_checkpoint, read_config
-from rlpipe.engines.local.kvcache import PrefillCache, PrefixBlock, SlotCache
+from rlpipe.engines.local.checkpoint import check_same_architecture, copy_into, read_checkpoint, read_config
+from rlpipe.engines.local.kvcache import PrefixBlock, SlotCache
 from rlpipe.types import UserError
 
 PROMPT_STEP = 32
@@ -82,9 +82,6 @@ class LocalModel:
         copy_into(self.lm, read_checkpoint(Path(folder), self.lm))
         self.folder = folder
 
-    def checksums(self) -> tuple[dict[str, str], str]:
-        return checksums(self.lm)
-
     def slots(self, bucket: int) -> int:
         """Slots of a bucket: every one computes, busy or not, so there are no more than requests can come at once."""
         return slot_count(bucket, self.requests_max)
@@ -100,7 +97,8 @@ class LocalModel:
         keep_K[: len(last)] = torch.tensor(last)
         logits_RKV, cache = self._block(prompts, padded, keep_K)
         rows = torch.arange(len(prompts), device=self.device)
-        return PrefixBlock(cache.stacked(), logits_RKV[rows, rows].float())
+        kv_N2RHPD = torch.stack([torch.stack([layer.keys, layer.values]) for layer in cache.layers])
+        return PrefixBlock(kv_N2RHPD, logits_RKV[rows, rows].float())
 
     def score(self, prompt: tuple[int, ...], start: int) -> list[float]:
         """Logprobs (temperature 1) of prompt[start + 1:], each given what precedes it."""
@@ -112,14 +110,14 @@ class LocalModel:
             scores += rows[: len(targets)].gather(1, targets[:, None])[:, 0].tolist()
         return scores[start:]
 
-    def _block(self, prompts: list[tuple[int, ...]], padded: int, keep: Tensor | int) -> tuple[Tensor, PrefillCache]:
+    def _block(self, prompts: list[tuple[int, ...]], padded: int, keep: Tensor | int) -> tuple[Tensor, Any]:
         rows = block_rows(padded)
         assert 0 < len(prompts) <= rows and max(map(len, prompts)) <= padded, "a block larger than its shape"
         tokens_RP = torch.zeros(rows, padded, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_RP[row, : len(prompt)] = torch.tensor(prompt)
         mask_PP = torch.ones(padded, padded, dtype=torch.bool, device=self.device).tril()
-        cache = PrefillCache()
+        cache = DynamicCache()
         output = self.lm(
             input_ids=tokens_RP.to(self.device),
             attention_mask=mask_PP.expand(rows, 1, padded, padded),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
+from asyncio import Event
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from rlpipe.types import JsonDict
 
+STRICT = ConfigDict(extra="forbid", strict=True)
 STOP_TOKEN_IDS_MAX = 32
 SEED_MASK = (1 << 64) - 1
 SEED_STEP = 0xD1342543DE82EF95  # odd, so that the n seeds of one request differ
+VALUE_CHARS_MAX = 100
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 ABORTED_WAITING = {"type": "abort", "message": "Abort in waiting queue"}  # its answer lacks prompt_tokens and cached_tokens
-BODY_FIELDS = frozenset({"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "rid"})
 
 
 class RequestRefused(ValueError):
@@ -38,19 +41,63 @@ class MalformedBody(RequestRefused):
         return {"object": "error", "message": str(self), "type": "Bad Request", "param": None, "code": 400}
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(BaseModel):
     """How one completion is sampled; the field names are the protocol's."""
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop_token_ids: tuple[int, ...] = ()
+    model_config = STRICT
+
+    max_new_tokens: NonNegativeInt = 128
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    stop_token_ids: list[NonNegativeInt] = []
     sampling_seed: int | None = None
-    n: int = 1
+    n: int = Field(default=1, ge=1, le=4096)
     ignore_eos: bool = False
-    min_new_tokens: int = 0
+    min_new_tokens: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Sampling:
+        if self.top_k == 0:
+            raise ValueError("top_k=0: give -1 for all tokens")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
+        return self
+
+
+class GenerateBody(BaseModel):
+    """What /generate takes, as a batch."""
+
+    model_config = STRICT
+
+    input_ids: list[Annotated[list[int], Field(min_length=1)]]
+    sampling_params: list[Sampling]
+    return_logprob: bool = False
+    logprob_start_len: int = Field(default=-1, ge=-1)
+    rid: str | list[str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_batch(cls, body: Any) -> Any:
+        """A prompt alone becomes a batch of one; sampling_params that are given once are everybody's."""
+        prompts = body.get("input_ids") if isinstance(body, dict) else None
+        if not isinstance(prompts, list):
+            return body
+        prompts = prompts if prompts and isinstance(prompts[0], list) else [prompts]
+        params = body.get("sampling_params", {})
+        return {
+            **body,
+            "input_ids": prompts,
+            "sampling_params": params if isinstance(params, list) else [params] * len(prompts),
+        }
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerateBody:
+        if len(self.sampling_params) != len(self.input_ids):
+            raise ValueError(f"sampling_params has {len(self.sampling_params)} entries for {len(self.input_ids)} input_ids")
+        if isinstance(self.rid, list) and not len(self.rid) == len(set(self.rid)) == len(self.input_ids):
+            raise ValueError("rid must be different strings, one per input_ids")
+        return self
 
 
 @dataclass(frozen=True)
@@ -95,132 +142,74 @@ class Call:
     many: bool
     jobs: list[Job] = field(default_factory=list)
     started_at_s: float = field(default_factory=time.monotonic)
+    num_finished: int = 0
+    answered: Event = field(default_factory=Event)
+
+
+def settle(jobs: list[Job]) -> None:
+    """Counts finished jobs; wakes the calls that have all of theirs. On the event loop."""
+    for job in jobs:
+        job.call.num_finished += 1
+        if job.call.num_finished == len(job.call.jobs):
+            job.call.answered.set()
 
 
 def parse_generate(body: Any, limits: Limits, new_id: str, new_seed: int) -> Call:
     """A checked request; RequestRefused with field and value otherwise. `new_id` and `new_seed` stand in for missing ones."""
-    if not isinstance(body, dict):
-        raise MalformedBody("the body must be a JSON object")
-    unknown = sorted(key for key, value in body.items() if key not in BODY_FIELDS and value not in (None, False))
-    if unknown:
-        raise RequestRefused(f"unsupported fields {unknown}: this engine knows {sorted(BODY_FIELDS)}")
-    prompts, many = _prompts(body.get("input_ids"), limits)
-    samplings = _per_prompt("sampling_params", body.get("sampling_params") or {}, len(prompts))
-    checked = {id(value): _sampling(value, limits) for value in samplings}  # a shared dict is checked once
-    score_from = _score_from(body)
-    call = Call(bool(body.get("return_logprob")), many)
-    rids = _rids(body.get("rid"), new_id, len(prompts), many)
-    for index, (prompt, value, rid) in enumerate(zip(prompts, samplings, rids, strict=True)):
-        sampling, stops = checked[id(value)]
-        if len(prompt) + sampling.max_new_tokens > limits.context_tokens_max:
-            raise RequestRefused(
-                f"input_ids[{index}] has {len(prompt)} tokens, with max_new_tokens={sampling.max_new_tokens}"
-                f" more than the context of {limits.context_tokens_max}"
-            )
-        seed = sampling.sampling_seed if sampling.sampling_seed is not None else new_seed + index
+    try:
+        asked = GenerateBody.model_validate(body)
+    except ValidationError as error:
+        raise _kind_of(error)(first_fault(error)) from error
+    batch = isinstance(body["input_ids"][0], list)
+    call = Call(asked.return_logprob, batch or asked.sampling_params[0].n > 1)
+    score_from = asked.logprob_start_len if asked.return_logprob and asked.logprob_start_len >= 0 else None
+    name = asked.rid or new_id
+    rids = name if isinstance(name, list) else [f"{name}_{index}" for index in range(len(asked.input_ids))] if batch else [name]
+    for index, (prompt, sampling) in enumerate(zip(asked.input_ids, asked.sampling_params, strict=True)):
+        _check_prompt(f"input_ids[{index}]", prompt, sampling, limits)
         if score_from is not None and score_from > len(prompt):
             raise RequestRefused(f"logprob_start_len={score_from}: input_ids[{index}] has {len(prompt)} tokens")
+        stops = _stop_token_ids(sampling, limits)
+        seed = sampling.sampling_seed if sampling.sampling_seed is not None else new_seed + index
         for copy in range(sampling.n):
             # as in SGLang, the completions of n > 1 have names that the caller does not know
-            name = rid if sampling.n == 1 else f"{new_id}_{index}_{copy}"
+            rid = rids[index] if sampling.n == 1 else f"{new_id}_{index}_{copy}"
             job_seed = (seed + copy * SEED_STEP) & SEED_MASK
-            call.jobs.append(Job(name, call, prompt, sampling, stops, job_seed, score_from))
-    call.many = many or len(call.jobs) > 1
+            call.jobs.append(Job(rid, call, tuple(prompt), sampling, stops, job_seed, score_from))
     assert len({job.rid for job in call.jobs}) == len(call.jobs) > 0, "each completion has a name of its own"
     return call
 
 
-def _prompts(input_ids: Any, limits: Limits) -> tuple[list[tuple[int, ...]], bool]:
-    if not isinstance(input_ids, list) or not input_ids:
-        raise RequestRefused("input_ids must be a non-empty list of token ids, or a list of such lists")
-    many = isinstance(input_ids[0], list)
-    lists = input_ids if many else [input_ids]
-    for index, tokens in enumerate(lists):
-        if not isinstance(tokens, list) or not tokens:
-            raise WrongType(f"input_ids[{index}] must be a non-empty list of token ids")
-        # type() and not isinstance: true is an int in Python
-        if any(type(token) is not int for token in tokens):
-            raise WrongType(f"input_ids[{index}] holds something that is no integer")
-        if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
-            raise RequestRefused(
-                f"input_ids[{index}] holds token {max(tokens, key=abs)}, outside the vocabulary of {limits.vocab_size}"
-            )
-    return [tuple(tokens) for tokens in lists], many
+def first_fault(error: ValidationError) -> str:
+    """Field, value and what is wrong with it."""
+    fault = error.errors()[0]
+    field_name = ".".join(map(str, fault["loc"])) or "the body"
+    return f"{field_name}={fault['input']!r:.{VALUE_CHARS_MAX}}: {fault['msg']}"
 
 
-def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise RequestRefused(f"{name} has {len(value)} entries for {count} input_ids")
-    return value
+def _kind_of(error: ValidationError) -> type[RequestRefused]:
+    fault = error.errors()[0]
+    if fault["type"] == "model_type" or fault["loc"][:1] == ("rid",):
+        return MalformedBody
+    return WrongType if fault["type"].endswith(("_type", "extra_forbidden")) else RequestRefused
 
 
-def _sampling(value: Any, limits: Limits) -> tuple[Sampling, tuple[int, ...]]:
-    if not isinstance(value, dict):
-        raise WrongType("sampling_params must be an object, or a list of them")
-    given = {key: entry for key, entry in value.items() if entry is not None}
-    unknown = sorted(given.keys() - Sampling.__dataclass_fields__.keys())
-    if unknown:
-        raise WrongType(f"unknown sampling_params {unknown}: this engine knows {sorted(Sampling.__dataclass_fields__)}")
-    stops = given.pop("stop_token_ids", [])
-    if not isinstance(stops, list) or any(type(token) is not int or token < 0 for token in stops):
-        raise WrongType(f"stop_token_ids={stops}: must be a list of token ids")
-    sampling = Sampling(**given, stop_token_ids=tuple(stops))
-    _check_types(sampling)
-    _check_bounds(sampling)
+def _check_prompt(name: str, prompt: list[int], sampling: Sampling, limits: Limits) -> None:
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        raise RequestRefused(f"{name} holds token {max(prompt, key=abs)}, outside the vocabulary of {limits.vocab_size}")
+    if len(prompt) + sampling.max_new_tokens > limits.context_tokens_max:
+        raise RequestRefused(
+            f"{name} has {len(prompt)} tokens, with max_new_tokens={sampling.max_new_tokens}"
+            f" more than the context of {limits.context_tokens_max}"
+        )
+
+
+def _stop_token_ids(sampling: Sampling, limits: Limits) -> tuple[int, ...]:
     # as in SGLang, ignore_eos ignores stop_token_ids too
-    merged = dict.fromkeys(() if sampling.ignore_eos else (*stops, *limits.eos_token_ids))
+    merged = dict.fromkeys(() if sampling.ignore_eos else (*sampling.stop_token_ids, *limits.eos_token_ids))
     if len(merged) > STOP_TOKEN_IDS_MAX:
         raise RequestRefused(f"{len(merged)} stop tokens: at most {STOP_TOKEN_IDS_MAX} are supported")
-    return sampling, tuple(token for token in merged if token < limits.vocab_size)
-
-
-def _check_types(sampling: Sampling) -> None:
-    for name in ("max_new_tokens", "top_k", "n", "min_new_tokens", "sampling_seed"):
-        value = getattr(sampling, name)
-        if value is not None and type(value) is not int:
-            raise WrongType(f"{name}={value!r}: must be an integer")
-    for name in ("temperature", "top_p"):
-        value = getattr(sampling, name)
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise WrongType(f"{name}={value!r}: must be a finite number")
-    if type(sampling.ignore_eos) is not bool:
-        raise WrongType(f"ignore_eos={sampling.ignore_eos!r}: must be true or false")
-
-
-def _check_bounds(sampling: Sampling) -> None:
-    faults = {
-        "max_new_tokens": sampling.max_new_tokens < 0,
-        "temperature": sampling.temperature < 0,
-        "top_p": not 0 < sampling.top_p <= 1,
-        "top_k": sampling.top_k < 1 and sampling.top_k != -1,
-        "n": not 1 <= sampling.n <= 4096,
-        "min_new_tokens": not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens,
-    }
-    for name, fault in faults.items():
-        if fault:
-            raise RequestRefused(f"{name}={getattr(sampling, name)} is out of bounds")
-
-
-def _score_from(body: JsonDict) -> int | None:
-    start = body.get("logprob_start_len")
-    if start is None or start == -1 or not body.get("return_logprob"):
-        return None
-    if type(start) is not int or start < 0:
-        raise RequestRefused(f"logprob_start_len={start!r}: must be an integer of at least -1")
-    return start
-
-
-def _rids(rid: Any, new_id: str, count: int, many: bool) -> list[str]:
-    if rid is not None and not isinstance(rid, (str, list)):
-        raise MalformedBody(f"rid={rid!r}: must be a string or a list of strings")
-    if isinstance(rid, list):
-        if any(not isinstance(name, str) for name in rid) or len(set(rid)) != len(rid) or len(rid) != count:
-            raise RequestRefused(f"rid must be {count} different strings, one per input_ids")
-        return rid
-    name = new_id if rid is None else rid
-    return [f"{name}_{index}" for index in range(count)] if many else [name]
+    return tuple(token for token in merged if token < limits.vocab_size)
 
 
 def answer(call: Call) -> JsonDict | list[JsonDict]:

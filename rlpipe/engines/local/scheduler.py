@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from rlpipe.engines.local.slots import SlotPool
 from rlpipe.types import JsonDict, UserError
 
 POOLS_MAX = 4
-WAITING_MAX = 100_000
 IDLE_POLL_S = 1.0
 LOOK_AHEAD = 256  # waiting jobs looked at to fill a prefill block
 
@@ -62,10 +61,8 @@ class Scheduler:
                 self._deliver()
 
     def stop(self) -> None:
-        def end() -> None:
-            self._stopping = True
-
-        self.ask(end)
+        self._stopping = True
+        self.ask(lambda: None)  # wakes it
 
     def _drain(self, wait: bool) -> None:
         try:
@@ -88,27 +85,24 @@ class Scheduler:
     # requests
 
     def submit(self, call: Call) -> None:
-        """Queues a request's jobs; RequestRefused for a request id that is in use, or when too many wait."""
+        """Queues a request's jobs; RequestRefused for a request id that is in use."""
         if taken := [job.rid for job in call.jobs if job.rid in self.live]:
             raise RequestRefused(f"Duplicate request ID detected: {taken[0]}")
-        if len(self.live) + len(call.jobs) > WAITING_MAX:
-            raise RequestRefused(f"more than {WAITING_MAX} requests wait")
         for job in call.jobs:
             self._arrivals += 1
             job.arrival = self._arrivals
             self.live[job.rid] = job
             self.waiting.setdefault(round_up(job.tokens_max, BUCKET_STEP), deque()).append(job)
 
-    def abort(self, rid: str | None) -> int:
-        """Ends the job called `rid`, or everything (None), with the tokens so far; how many ended.
+    def abort(self, rid: str | None) -> None:
+        """Ends the job called `rid`, or everything (None), with the tokens so far.
 
         As in SGLang, a live `rid` takes along every rid that it is a prefix of, and one that is not live ends nothing.
         """
-        if rid is not None and rid not in self.live:
-            return 0
-        return self.abort_jobs([job for name, job in self.live.items() if name.startswith(rid or "")])
+        if rid is None or rid in self.live:
+            self.abort_jobs([job for name, job in self.live.items() if name.startswith(rid or "")])
 
-    def abort_jobs(self, jobs: list[Job]) -> int:
+    def abort_jobs(self, jobs: list[Job]) -> None:
         """Ends those of `jobs` that are not finished."""
         chosen = {id(job) for job in jobs if job.rid in self.live and self.live[job.rid] is job}
         waiting = {id(job) for queued in self.waiting.values() for job in queued}
@@ -121,7 +115,6 @@ class Scheduler:
         for job in jobs:
             if id(job) in chosen:
                 self._finish(job, ABORTED_WAITING if id(job) in waiting else ABORTED)
-        return len(chosen)
 
     # control
 
@@ -142,8 +135,6 @@ class Scheduler:
         running = any(pool.busy for pool in self.pools.values())
         if flush and running and self.paused == "in_place":
             raise UserError("flush_cache=true while requests run paused in place: pause with mode abort or retract")
-        if not Path(folder).is_dir():
-            raise UserError(f"model_path={folder!r}: no such folder")
         if flush:
             self._retract()  # their keys and values belong to the old weights
         for pool in self.pools.values():
@@ -171,10 +162,6 @@ class Scheduler:
             jobs = [pool.release(slot, self.weight_version) for slot in pool.running()]
             self.waiting.setdefault(bucket, deque()).extendleft(reversed(jobs))
         self.pools.clear()  # a NaN left by broken weights would poison the rows that come after
-
-    def running_max(self, context_tokens_max: int) -> int:
-        """Requests that run together at the most, when all have the longest context."""
-        return self.model.slots(round_up(context_tokens_max, BUCKET_STEP))
 
     # steps
 
@@ -235,7 +222,7 @@ class Scheduler:
             if len(prompts) == block_rows(padded) or index == LOOK_AHEAD:
                 break
             tokens = (*other.prompt, *other.tokens)
-            if round_up(len(tokens), PROMPT_STEP) == padded and tokens not in self.prefixes and other.sampling.max_new_tokens:
+            if round_up(len(tokens), PROMPT_STEP) == padded and not self.prefixes.get(tokens) and other.sampling.max_new_tokens:
                 prompts[tokens] = None
         self.prefixes.add(list(prompts), self.model.prefill(list(prompts), padded))
         found = self.prefixes.get(prompt)
@@ -245,7 +232,7 @@ class Scheduler:
     def _sample(self, pool: SlotPool) -> None:
         for slot, matched in pool.sample():
             job = pool.release(slot, self.weight_version)
-            if not all(map(_finite, job.logprobs)):
+            if not all(map(math.isfinite, job.logprobs)):
                 self._finish(job, {"type": "abort", "message": "the model's logits are not finite", "status_code": 500})
             elif matched is not None:
                 self._finish(job, {"type": "stop", "matched": matched})
@@ -258,7 +245,3 @@ class Scheduler:
         job.finish_reason = reason
         job.weight_version = self.weight_version
         self._finished.append(job)
-
-
-def _finite(value: float) -> bool:
-    return value - value == 0.0
