@@ -94,7 +94,7 @@ def sequences(setup: World) -> list[TrainSequence]:
 
 
 def settings_of(name: str) -> RlSettings:
-    return RlSettings.from_json({**world.RL, **LOUD, **OPTIONS[name]})
+    return RlSettings.model_validate({**world.RL, **LOUD, **OPTIONS[name]})
 
 
 def ready(gang: Gang, setup: World, sequences: list[TrainSequence], policy: PolicyModel, settings: RlSettings) -> StepBatch:
@@ -154,7 +154,11 @@ def plain_gradients(rollouts: RlBatch, settings: RlSettings) -> tuple[dict[str, 
     """One unpacked sequence at a time through the HF model in float64, with its own logits; the loss and TOKEN_SUMS come with it."""
     models = [plain_model(seed) for seed in (0, 1, 2)]
     kept = [sequence for sequence in rollouts.steps[0] if len(sequence.scored)]
-    counts = {"num_tokens": sum(len(s.scored) for s in kept), "num_sequences": len(kept), "length": settings.length}
+    counts = {
+        "num_tokens": sum(len(s.scored) for s in kept),
+        "num_sequences": len(kept),
+        "length": settings.completion_tokens_max,
+    }
     rows = []
     for sequence in kept:
         logits = [model(torch.tensor(sequence.tokens)[None]).logits[0, sequence.scored - 1] for model in models]

@@ -29,7 +29,7 @@ def loss_part(batch: StepBatch, settings: RlSettings) -> LossPart:
         mode=settings.aggregation,
         num_tokens=batch.num_tokens,
         num_sequences=batch.num_sequences,
-        length=settings.length,
+        length=settings.completion_tokens_max,
     )
 
     def part(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
