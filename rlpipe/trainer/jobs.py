@@ -84,7 +84,7 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
         gang.report = board.progress
     while True:
         job = board.next(TICK_S) if board is not None else None
-        message = gang.broadcast({"kind": job.kind, "body": job.body} if job else None)
+        message, *_ = gang.gather({"kind": job.kind, "body": job.body} if job else None)
         if message is None:
             continue
         status, answer = _outcome(trainer, message["kind"], message["body"])

@@ -49,7 +49,7 @@ class Handler(BoundedHandler):
         try:
             job = self.server.board.submit(kind, body)
         except Refused as refused:
-            return refused.status, refused.answer
+            return 409, refused.answer
         if not job.done.wait(WAIT_S):
             return 202, {"state": "running", "progress": job.progress}
         self.server.board.told(job)
