@@ -48,11 +48,10 @@ def _with_password_aside(uri: str) -> str:
 
 @dataclass
 class Phase:
-    """How far a phase is committed, and how much of it MLflow has."""
+    """How much of a phase MLflow has."""
 
     mlflow_run: str
     sent: int
-    committed: int = 0
 
 
 @dataclass
@@ -70,12 +69,8 @@ class Tracker:
     _phases: dict[str, Phase] = field(default_factory=dict)
     _warned: bool = False
 
-    def follow(self, phase: str, committed: int) -> None:
-        """Begins (or continues) a phase of which `committed` units are in the store."""
-        self._submit(lambda: self._send(phase, committed))
-
     def committed(self, phase: str, committed: int) -> None:
-        """Says that `committed` units of the phase are in the store now."""
+        """Says that `committed` units of the phase are in the store now: first when it begins, or is continued."""
         self._submit(lambda: self._send(phase, committed))
 
     def finish(self, policy_url: str, files: list[Path]) -> None:

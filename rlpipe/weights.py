@@ -11,9 +11,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import StrictFloat, StrictInt
+from safetensors import SafetensorError, safe_open
+
 from rlpipe.types import JsonDict, StoreError
 
-HEADER_BYTES_MAX = 100_000_000
 PROBE_TOKENS = 32
 COPY_BYTES = 64 << 20
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -26,8 +28,8 @@ class Probe:
     Kept with each policy. Example: Probe([5, 17, 200], [-7.2, -8.2])
     """
 
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: list[StrictInt]
+    logprobs: list[StrictFloat]
 
     def __post_init__(self) -> None:
         assert 0 < len(self.logprobs) < len(self.tokens), "the first token is predicted by nothing"
@@ -47,34 +49,20 @@ def probe_tokens(vocab_size: int) -> list[int]:
     return [int.from_bytes(hashlib.sha256(bytes([index])).digest()[:4], "big") % vocab_size for index in range(PROBE_TOKENS)]
 
 
-def tensor_shapes(folder: Path) -> dict[str, JsonDict]:
-    """Name -> {dtype, shape} of all tensors of a folder; StoreError naming a file that is torn or no safetensors."""
-    shapes: dict[str, JsonDict] = {}
+def tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """The shapes of all tensors of a folder; StoreError naming a file that is torn or no safetensors."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise StoreError(f"{folder} has no .safetensors file")
-    for path in files:
-        header, data_bytes = _read_header(path)
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        if end != data_bytes:
-            raise StoreError(f"{path} is torn: its header describes {end} bytes of data, it has {data_bytes}")
-        for name, entry in header.items():
-            if name != "__metadata__":
-                shapes[name] = {"dtype": entry["dtype"], "shape": entry["shape"]}
-    return shapes
+    return {name: shape for path in files for name, shape in _shapes(path).items()}
 
 
-def _read_header(path: Path) -> tuple[JsonDict, int]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else HEADER_BYTES_MAX + 1
-        if length > min(HEADER_BYTES_MAX, size - 8):
-            raise StoreError(f"{path} is torn: no whole safetensors header")
-        try:
-            return json.loads(file.read(length)), size - 8 - length
-        except ValueError as error:
-            raise StoreError(f"{path} is torn: its safetensors header is no JSON") from error
+def _shapes(path: Path) -> dict[str, list[int]]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise StoreError(f"{path} is torn: {error}") from error
 
 
 def check_compatible(serving: Path, candidate: Path) -> None:
@@ -82,7 +70,7 @@ def check_compatible(serving: Path, candidate: Path) -> None:
 
     Number types may differ (engines cast), and what a model does not train: a copied tied head, rotary frequencies.
     """
-    old, new = ({name: entry["shape"] for name, entry in tensor_shapes(folder).items()} for folder in (serving, candidate))
+    old, new = tensor_shapes(serving), tensor_shapes(candidate)
     untrained = {name for name in old.keys() ^ new.keys() if name == HEAD or name.endswith("inv_freq")}
     differ = sorted(name for name in {*old, *new} - untrained if old.get(name) != new.get(name))
     if differ:
@@ -125,25 +113,27 @@ def _build_untied(folder: Path, building: Path, config: JsonDict) -> None:
     names = [f"model-{index + 1:05d}-of-{len(parts) + 1:05d}.safetensors" for index in range(len(parts) + 1)]
     weight_map = {HEAD: names[-1]}
     for part, name in zip(parts, names, strict=False):
-        header, _ = _read_header(part)
-        weight_map |= dict.fromkeys(header.keys() - {"__metadata__"}, name)
+        shapes = _shapes(part)
+        weight_map |= dict.fromkeys(shapes, name)
         _link(part, building / name)
-        if EMBEDDING in header:
-            _copy_as_head(part, header[EMBEDDING], building / names[-1])
+        if EMBEDDING in shapes:
+            _copy_as_head(part, building / names[-1])
     total = sum((building / name).stat().st_size for name in names)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (building / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _copy_as_head(part: Path, entry: JsonDict, path: Path) -> None:
-    """A safetensors file with one tensor: the bytes of `entry` of `part`, named lm_head.weight."""
-    start, end = entry["data_offsets"]
-    tensor = {"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": [0, end - start]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, HEAD: tensor}).encode()
-    text += b" " * (-len(text) % 8)
+def _copy_as_head(part: Path, path: Path) -> None:
+    """A safetensors file with one tensor: the embedding of `part`, named lm_head.weight. Byte by byte: numpy has no bfloat16."""
     with part.open("rb") as source, path.open("wb") as target:
+        (length,) = struct.unpack("<Q", source.read(8))
+        entry = json.loads(source.read(length))[EMBEDDING]
+        start, end = entry["data_offsets"]
+        tensor = {"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": [0, end - start]}
+        text = json.dumps({"__metadata__": {"format": "pt"}, HEAD: tensor}).encode()
+        text += b" " * (-len(text) % 8)
         target.write(struct.pack("<Q", len(text)) + text)
-        source.seek(8 + struct.unpack("<Q", source.read(8))[0] + start)
+        source.seek(start, os.SEEK_CUR)
         for left in range(end - start, 0, -COPY_BYTES):
             target.write(source.read(min(left, COPY_BYTES)))
 

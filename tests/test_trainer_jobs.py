@@ -73,7 +73,7 @@ def test_a_kl_in_the_reward_changes_the_advantages_and_not_the_loss(trainer: Tra
     found = {}
     for kl, kl_coef in (("none", 0.0), ("reward", 0.5), ("loss", 0.5)):
         trainer.run("load", world.load_new())
-        settings: JsonDict = {"kl": kl, "kl_coef": kl_coef, "num_steps": 1, "kl_estimator": "k1"}
+        settings: JsonDict = {"kl": kl, "kl_coef": kl_coef, "num_steps": 1, "kl_estimator": "k2"}
         job = {**world.train("a", "b", "rl", data, settings), "reference": None if kl == "none" else other.as_json()}
         found[kl] = trainer.run("train", job)["metrics"]
     assert found["reward"]["train/kl"] == found["loss"]["train/kl"] != found["none"]["train/kl"] == 0
@@ -180,6 +180,9 @@ def test_refusals_leave_nothing_resident(trainer: Trainer) -> None:
     assert trainer.resident is None
     with pytest.raises(UserError, match="exactly one of new, policy and state"):
         trainer.run("load", {**world.load_new(), "state": {"folder": "x", "sha256": "y"}})
+    trainer.run("load", world.load_new())
+    with pytest.raises(UserError, match=r"settings: .*\nobjective\n.*'ppo', .*input_value='trpo'"):
+        trainer.run("train", world.train("a", "b", "rl", infinite, {"objective": "trpo"}))
     with pytest.raises(UserError, match="model_type='nothing'"):
         trainer.run("load", world.load_new(model={"model_type": "nothing"}))
 

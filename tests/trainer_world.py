@@ -24,14 +24,9 @@ MODEL: JsonDict = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
     "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
-SHARED: JsonDict = {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 2, "decay_steps": 0, "grad_clip": 1.0,
-                    "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01}  # fmt: skip
-RL: JsonDict = {
-    **SHARED, "num_steps": 2, "first_step": 0, "objective": "ppo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None,
-    "estimator": "grpo", "gamma": 1.0, "aggregation": "token_mean", "length": 16, "kl": "none", "kl_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0,
-    "importance": "token_truncate", "importance_low": 0.0, "importance_high": 2.0, "temperature": 1.0,
-}  # fmt: skip
-SFT: JsonDict = {**SHARED, "num_steps": 3, "first_step": 0, "batch_size": 16, "seed": 0}
+SHARED: JsonDict = {"learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.01, "first_step": 0}
+RL: JsonDict = {**SHARED, "num_steps": 2, "completion_tokens_max": 16}
+SFT: JsonDict = {**SHARED, "num_steps": 3, "batch_size": 16, "seed": 0}
 
 
 def options(folder: Path, **changes: Any) -> TrainerOptions:

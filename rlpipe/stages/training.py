@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 
 from rlpipe.stages.session import Session
-from rlpipe.stages.settings import OPTIMIZER, RL_FIELDS
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import GangLost, NotResident
 from rlpipe.types import ArtifactRef, JsonDict, TrainerError
@@ -18,8 +17,6 @@ from rlpipe.weights import probe_tokens
 
 log = logging.getLogger(__name__)
 REBUILDS_MAX = 4
-RL_SETTINGS = [name for name in RL_FIELDS["policy"] if name != "completion_tokens_max"]
-SFT_SETTINGS = ["batch_size", *OPTIMIZER]
 
 OnProgress = Callable[[JsonDict], None] | None
 
@@ -35,8 +32,7 @@ def position(run: Run, phase: str, iteration: int) -> str:
 def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> JsonDict:
     """The training of one RL iteration, with the settings of the run that owns it."""
     config = run.owner("rl", iteration).config
-    settings = {name: getattr(config.rl, name) for name in RL_SETTINGS}
-    settings |= {"first_step": iteration * config.rl.num_steps, "length": config.rl.completion_tokens_max}
+    settings = config.rl.model_dump(mode="json") | {"first_step": iteration * config.rl.num_steps}
     reference = run.start_policy()[0].as_json() if config.rl.kl != "none" else None
     return _job(run, "rl", iteration) | {"data": batch.as_json(), "reference": reference, "settings": settings}
 
@@ -45,8 +41,8 @@ def sft_job(run: Run, segment: int, data: ArtifactRef) -> JsonDict:
     """One segment of SFT steps."""
     sft = run.config.sft
     first = segment * sft.segment_steps
-    settings = {name: getattr(sft, name) for name in SFT_SETTINGS}
-    settings |= {"first_step": first, "num_steps": min(sft.segment_steps, sft.num_steps - first), "seed": run.config.seed}
+    num_steps = min(sft.segment_steps, sft.num_steps - first)
+    settings = sft.model_dump(mode="json") | {"first_step": first, "num_steps": num_steps, "seed": run.config.seed}
     return _job(run, "sft", segment) | {"data": data.as_json(), "reference": None, "settings": settings}
 
 

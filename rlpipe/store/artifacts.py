@@ -53,14 +53,9 @@ def commit(store: Store, folder: str, manifest: Manifest) -> tuple[ArtifactRef, 
     data = canonical_json(manifest.as_json())
     if store.create(f"{folder}/{MANIFEST}", data):
         return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), manifest
-    standing = read_manifest(store, folder)
-    check_same(folder, standing, manifest.inputs, manifest.settings)
-    return reference(store, folder), standing
-
-
-def reference(store: Store, folder: str) -> ArtifactRef:
-    """The reference of a committed artifact; StoreError when it is not committed."""
-    return ArtifactRef(folder, hashlib.sha256(store.read(f"{folder}/{MANIFEST}")).hexdigest())
+    found = _read(store, folder)
+    check_same(folder, found[1], manifest.inputs, manifest.settings)
+    return found
 
 
 def reference_of_file(store: Store, key: str) -> ArtifactRef:
@@ -70,24 +65,21 @@ def reference_of_file(store: Store, key: str) -> ArtifactRef:
 
 def find(store: Store, folder: str) -> tuple[ArtifactRef, Manifest] | None:
     """The committed artifact of `folder`, or None."""
-    if not store.exists(f"{folder}/{MANIFEST}"):
-        return None
-    data = store.read(f"{folder}/{MANIFEST}")
-    return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), _parse(store, folder, data)
+    return _read(store, folder) if store.exists(f"{folder}/{MANIFEST}") else None
 
 
 def read_manifest(store: Store, folder: str, sha256: str | None = None) -> Manifest:
     """The manifest of `folder`; StoreError when missing, malformed or (with `sha256`) not the one meant."""
+    ref, manifest = _read(store, folder)
+    if sha256 not in (None, ref.sha256):
+        raise StoreError(f"{store.address(folder)}/{MANIFEST} has sha256 {ref.sha256}, expected {sha256}")
+    return manifest
+
+
+def _read(store: Store, folder: str) -> tuple[ArtifactRef, Manifest]:
     data = store.read(f"{folder}/{MANIFEST}")
-    actual = hashlib.sha256(data).hexdigest()
-    if sha256 is not None and actual != sha256:
-        raise StoreError(f"{store.address(folder)}/{MANIFEST} has sha256 {actual}, expected {sha256}")
-    return _parse(store, folder, data)
-
-
-def _parse(store: Store, folder: str, data: bytes) -> Manifest:
     try:
-        return Manifest.from_json(json.loads(data))
+        return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), Manifest.from_json(json.loads(data))
     except (ValueError, TypeError, KeyError) as error:
         raise StoreError(f"{store.address(folder)}/{MANIFEST} is not a manifest ({error})") from error
 
@@ -110,28 +102,13 @@ def check_same(folder: str, standing: Manifest, inputs: dict[str, str], settings
 def read_file(store: Store, folder: str, record: FileRecord) -> bytes:
     """One data file, verified against its record; StoreError naming the file."""
     data = store.read(f"{folder}/{record.name}")
-    _check_bytes(store, folder, record, data)
-    return data
-
-
-def _check_bytes(store: Store, folder: str, record: FileRecord, data: bytes) -> None:
     actual = hashlib.sha256(data).hexdigest()
     if len(data) != record.bytes or actual != record.sha256:
         raise StoreError(
             f"{store.address(folder)}/{record.name} has {len(data)} bytes and sha256 {actual}; "
             f"its manifest says {record.bytes} and {record.sha256}"
         )
-
-
-def file_faults(store: Store, folder: str, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of an artifact, a line each."""
-    faults = []
-    for record in manifest.files:
-        try:
-            read_file(store, folder, record)
-        except StoreError as error:
-            faults.append(str(error))
-    return faults
+    return data
 
 
 def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:

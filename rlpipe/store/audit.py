@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 
-from rlpipe.store.artifacts import MANIFEST, SOURCE_INPUT, file_faults, read_manifest
+from rlpipe.store.artifacts import MANIFEST, SOURCE_INPUT, read_file, read_manifest
 from rlpipe.store.run import Run
-from rlpipe.types import Manifest, StoreError
+from rlpipe.types import StoreError
 
 
 def manifests(run: Run) -> list[str]:
@@ -17,43 +18,33 @@ def manifests(run: Run) -> list[str]:
 
 def verify(run: Run) -> tuple[int, list[str]]:
     """Re-hashes every file, and checks that every input is a committed artifact: (number of artifacts, faults)."""
-    faults: list[str] = []
-    count = 0
-    lineage: Run | None = run
-    while lineage is not None:
-        known = {_sha256(lineage, folder): folder for folder in manifests(lineage)}
-        ancestors = _ancestor_hashes(lineage)
-        for folder in known.values():
-            count += 1
-            faults += _artifact_faults(lineage, folder, {*known, *ancestors})
-        faults += _iteration_faults(lineage)
-        lineage = lineage.parent
-    return count, faults
+    lineage = [run]
+    while (parent := lineage[-1].parent) is not None:
+        lineage.append(parent)
+    folders = [(each, folder) for each in lineage for folder in manifests(each)]
+    known = {_sha256(each, folder) for each, folder in folders}
+    faults = [fault for each, folder in folders for fault in _artifact_faults(each, folder, known)]
+    return len(folders), faults + [fault for each in lineage for fault in _iteration_faults(each)]
 
 
 def _sha256(run: Run, folder: str) -> str:
     return hashlib.sha256(run.store.read(f"{folder}/{MANIFEST}")).hexdigest()
 
 
-def _ancestor_hashes(run: Run) -> set[str]:
-    hashes: set[str] = set()
-    while run.parent is not None:
-        run = run.parent
-        hashes |= {_sha256(run, folder) for folder in manifests(run)}
-    return hashes
-
-
-def _artifact_faults(run: Run, folder: str, known: set[str]) -> list[str]:
+def _artifact_faults(run: Run, folder: str, known: set[str]) -> Iterator[str]:
     try:
-        manifest: Manifest = read_manifest(run.store, folder)
+        manifest = read_manifest(run.store, folder)
     except StoreError as error:
-        return [str(error)]
-    dangling = [
-        f"{folder}: input {name} ({sha256[:12]}) is no committed artifact"
-        for name, sha256 in manifest.inputs.items()
-        if sha256 not in known and not name.startswith(SOURCE_INPUT)
-    ]
-    return dangling + file_faults(run.store, folder, manifest)
+        yield str(error)
+        return
+    for name, sha256 in manifest.inputs.items():
+        if sha256 not in known and not name.startswith(SOURCE_INPUT):
+            yield f"{folder}: input {name} ({sha256[:12]}) is no committed artifact"
+    for record in manifest.files:
+        try:
+            read_file(run.store, folder, record)
+        except StoreError as error:
+            yield str(error)
 
 
 def _iteration_faults(run: Run) -> list[str]:

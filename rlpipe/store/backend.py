@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
+import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import fsspec
@@ -59,8 +62,11 @@ class Store:
         if self.local is None:
             self.filesystem.pipe_file(self.address(key), data)
             return
+        self._replace(key, io.BytesIO(data))
+
+    def _replace(self, key: str, source: BinaryIO) -> None:
         path = Path(self.address(key))
-        with self._temporary(path, data) as temporary:
+        with _temporary(path, source) as temporary:
             os.replace(temporary, path)
         _sync_folder(path.parent)
 
@@ -70,7 +76,7 @@ class Store:
         if self.local is None:
             return self._create_s3(key, data)
         path = Path(self.address(key))
-        with self._temporary(path, data) as temporary:
+        with _temporary(path, io.BytesIO(data)) as temporary:
             try:
                 os.link(temporary, path)
             except FileExistsError:
@@ -90,37 +96,13 @@ class Store:
             return self.read(key) == data
         return True
 
-    @contextlib.contextmanager
-    def _temporary(self, path: Path, data: bytes) -> Any:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            yield temporary
-        finally:
-            temporary.unlink(missing_ok=True)
-
     def put_file(self, key: str, source: Path) -> None:
         """Uploads a local file; atomic like `put`."""
         if self.local is None:
             self.filesystem.put_file(str(source), self.address(key), chunksize=PART_BYTES, max_concurrency=4)
             return
-        path = Path(self.address(key))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
-        try:
-            with source.open("rb") as reader, temporary.open("wb") as writer:
-                while block := reader.read(PART_BYTES):
-                    writer.write(block)
-                writer.flush()
-                os.fsync(writer.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        with source.open("rb") as file:
+            self._replace(key, file)
 
     def get_file(self, key: str, target: Path) -> None:
         """Downloads `key` to `target` (not atomic: callers verify the hash and rename)."""
@@ -169,6 +151,21 @@ class _ErrorsAsOSError:
                 raise OSError(errno.EIO, str(error)) from error
 
         return call
+
+
+@contextlib.contextmanager
+def _temporary(path: Path, source: BinaryIO) -> Iterator[Path]:
+    """A file beside `path` with what `source` holds, on disk; it is gone afterwards, unless it was renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            shutil.copyfileobj(source, file, PART_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

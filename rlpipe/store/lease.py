@@ -80,19 +80,16 @@ def check_free(store: Store, run_root: str) -> int:
     """The number of the newest lease (-1: none); RunHeld when its holder lives. Writes nothing."""
     names = [key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")]
     newest = max((int(name.removesuffix(".json")) for name in names if not name.startswith(".")), default=-1)
-    if newest >= 0:
-        _refuse_living_holder(store, f"{run_root}/lease/{newest:06d}.json", run_root)
-    return newest
-
-
-def _refuse_living_holder(store: Store, key: str, run_root: str) -> None:
+    if newest < 0:
+        return newest
+    key = f"{run_root}/lease/{newest:06d}.json"
     record = json.loads(store.read(key))
-    if record["released"] or not _lives(store, key, record):
-        return
-    raise RunHeld(
-        f"run {run_root.removeprefix('runs/')} is held by pid {record['pid']} on host {record['host']}; "
-        "wait for it, stop it, or start under another name (--run)"
-    )
+    if not record["released"] and _lives(store, key, record):
+        raise RunHeld(
+            f"run {run_root.removeprefix('runs/')} is held by pid {record['pid']} on host {record['host']}; "
+            "wait for it, stop it, or start under another name (--run)"
+        )
+    return newest
 
 
 def _lives(store: Store, key: str, record: JsonDict) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -94,14 +95,7 @@ class Run:
 
         Commits form a prefix, so bisection finds it: log2(total) look-ups, at iteration 1,000 as at iteration 10.
         """
-        low, high = 0, total  # the first `low` are committed, `high` and later are not
-        while low < high:
-            middle = (low + high) // 2
-            if self._is_committed(phase, middle):
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(range(total), True, key=lambda iteration: not self._is_committed(phase, iteration))
 
     def _is_committed(self, phase: str, iteration: int) -> bool:
         if phase == "rl":
@@ -169,7 +163,12 @@ def find_run(store: Store, config: PipelineConfig) -> Run | None:
     if not store.exists(key):
         return None
     record = json.loads(store.read(key))
-    _refuse_other_identity(store, config, record)
+    differ = _differences(identity(config), identity(_recorded_config(store, key, record)))
+    if differ:
+        raise UserError(
+            f"run {config.run} was created with other settings ({'; '.join(differ)}). Two ways out: run it again with the old ones, "
+            f"or keep what it has and branch off: rlpipe fork {config.run} --at K --run NEW --set ..."
+        )
     return _with_parent(store, config, record)
 
 
@@ -262,13 +261,3 @@ def _recorded_config(store: Store, key: str, record: JsonDict) -> PipelineConfig
         raise UserError(
             f"{store.address(key)} was written by rlpipe {record['code_version']}; this version does not know {wrong}"
         ) from error
-
-
-def _refuse_other_identity(store: Store, config: PipelineConfig, record: JsonDict) -> None:
-    recorded = _recorded_config(store, f"runs/{config.run}/run.json", record)
-    differ = _differences(identity(config), identity(recorded))
-    if differ:
-        raise UserError(
-            f"run {config.run} was created with other settings ({'; '.join(differ)}). Two ways out: run it again with the old ones, "
-            f"or keep what it has and branch off: rlpipe fork {config.run} --at K --run NEW --set ..."
-        )

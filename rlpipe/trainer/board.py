@@ -8,18 +8,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from rlpipe.types import JsonDict, sha256_of
 
-FINISHED_MAX = 16
-STATUS_OK, STATUS_CONFLICT = 200, 409
+STATUS_OK = 200
 
 
 @dataclass
 class Job:
-    """One piece of work. `basis` is the key of the job that had reached the position when this one ended."""
+    """One piece of work."""
 
     kind: str  # load, train or save
     body: JsonDict
@@ -27,7 +25,6 @@ class Job:
     status: int = 0
     answer: JsonDict = field(default_factory=dict)
     progress: JsonDict = field(default_factory=lambda: {"done": 0, "total": 0})
-    basis: str | None = None
 
     @property
     def key(self) -> str:
@@ -35,11 +32,10 @@ class Job:
 
 
 class Refused(Exception):
-    """A job that may not run now: the status and the answer."""
+    """A job that may not run now, with the answer."""
 
     def __init__(self, answer: JsonDict) -> None:
         super().__init__(str(answer["error"]))
-        self.status = STATUS_CONFLICT
         self.answer = answer
 
 
@@ -49,8 +45,7 @@ class Board:
     def __init__(self) -> None:
         self.position: str | None = None
         self.running: Job | None = None
-        self._reached_by: str | None = None  # key of the job that led to the position
-        self._finished: OrderedDict[str, Job] = OrderedDict()
+        self._finished: dict[str, Job] = {}  # the job that led to the position, and those after it that left it there
         self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._worked = time.monotonic()  # when somebody last asked for work, or it ended
@@ -65,14 +60,14 @@ class Board:
                     return self.running
                 raise Refused({"error": "busy", "position": self.position})
             done = self._finished.get(job.key)
-            # a failure is told once, then the same job may be tried again; a success holds while nothing came after it
-            if done is not None and (done.status != STATUS_OK or done.basis == self._reached_by):
+            if done is not None:
                 return done
             needed = {"train": body.get("start"), "save": body.get("position")}.get(kind)
             if kind != "load" and (needed is None or needed != self.position):
                 raise Refused({"error": "not resident", "position": self.position})
             if kind != "save":
-                self.position = self._reached_by = None
+                self.position = None
+                self._finished.clear()
             self.running = job
             self._waiting.put(job)
             return job
@@ -96,11 +91,8 @@ class Board:
             assert self.running is job, "another job was running"
             if status == STATUS_OK and job.kind != "save":
                 self.position = job.body["position" if job.kind == "load" else "result"]
-                self._reached_by = job.key
-            job.status, job.answer, job.basis = status, answer, self._reached_by
+            job.status, job.answer = status, answer
             self._finished[job.key] = job
-            while len(self._finished) > FINISHED_MAX:
-                self._finished.popitem(last=False)
             self.running, self._worked = None, time.monotonic()
             job.done.set()
 

@@ -26,7 +26,7 @@ class GangLost(TrainerError):
 
 
 class GangPlace(Protocol):
-    """Where a gang runs: child processes of the flow, services of the run, or a URL."""
+    """Where a gang runs: child processes of the flow, or services of the run."""
 
     key: str  # the gang's bearer key
 

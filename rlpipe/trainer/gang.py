@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.options import TrainerOptions
-from rlpipe.types import JsonDict, StoreError, UserError
+from rlpipe.types import StoreError, UserError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the longest that one rank may wait for another (an upload of rank 0)
 SCRATCH = ("fetched", "saving")
@@ -48,21 +48,8 @@ class Gang:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def broadcast(self, value: JsonDict | None) -> JsonDict | None:
-        """What rank 0 holds, on all ranks. It travels as JSON: torch's own would unpickle whatever comes in at the port."""
-        if self.size == 1:
-            return value
-        data = json.dumps(value).encode() if self.rank == 0 else b""
-        length = torch.tensor([len(data)])
-        dist.broadcast(length, src=0, group=self.control)
-        box = _bytes(data, int(length))
-        dist.broadcast(box, src=0, group=self.control)
-        return json.loads(box.numpy().tobytes())
-
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, on all ranks."""
-        if self.size == 1:
-            return [value]
+        """The JSON values of all ranks, on all ranks: torch's own gather would unpickle whatever comes in at the port."""
         data = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)

@@ -10,6 +10,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,6 +22,8 @@ STRANGER_S = 30.0  # for the head and body of a first request
 IDLE_S = 600.0  # a known client's connection without a request is closed
 BODY_BYTES_MAX = 4 * 1024 * 1024
 REFUSED_BYTES_MAX = 64 * 1024  # read of a stranger's body, so that he reads the answer; closing with more unread would reset it
+
+Answer = Callable[[str, str, bytes], tuple[int, JsonDict]]  # (method, path, body) -> status and answer
 
 
 class _Until(io.RawIOBase):
@@ -46,9 +49,10 @@ class BoundedServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], handler: type[BoundedHandler], key: str) -> None:
-        super().__init__(address, handler)
+    def __init__(self, address: tuple[str, int], key: str, answer: Answer) -> None:
+        super().__init__(address, BoundedHandler)
         self.key = key
+        self.answer = answer
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -72,14 +76,6 @@ class BoundedHandler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     server: BoundedServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def answer_get(self, path: str) -> tuple[int, JsonDict]:
-        """Status and answer."""
-        raise NotImplementedError
-
-    def answer_post(self, path: str, data: bytes) -> tuple[int, JsonDict]:
-        """Status and answer."""
-        raise NotImplementedError
-
     def setup(self) -> None:
         super().setup()
         self._known = False
@@ -92,13 +88,11 @@ class BoundedHandler(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def do_GET(self) -> None:
-        if self._body() is not None:
-            self._answer(*self.answer_get(self.path))
-
-    def do_POST(self) -> None:
         data = self._body()
         if data is not None:
-            self._answer(*self.answer_post(self.path, data))
+            self._answer(*self.server.answer(self.command, self.path, data))
+
+    do_POST = do_GET
 
     def _body(self) -> bytes | None:
         """What was sent by a client with the key; None when it was refused, and the connection will be closed."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from pydantic import ValidationError
+
 from rlpipe.trainer.board import STATUS_OK, Board
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
@@ -47,11 +49,13 @@ class Trainer:
 
     def _train(self, resident: Resident, body: JsonDict) -> JsonDict:
         data = ArtifactRef.from_json(body["data"])
-        if body["kind"] == "sft":
-            return train_sft(self.gang, resident, data, SftSettings.from_json(body["settings"]))
-        if body["kind"] != "rl":
-            raise UserError(f"train: kind={body['kind']!r}: use rl or sft")
-        settings = RlSettings.from_json(body["settings"])
+        kind = SftSettings if body["kind"] == "sft" else RlSettings
+        try:
+            settings = kind.model_validate(body["settings"])
+        except ValidationError as error:
+            raise UserError(f"settings: {error}") from error
+        if isinstance(settings, SftSettings):
+            return train_sft(self.gang, resident, data, settings)
         if settings.kl != "none" and body["reference"] is None:
             raise UserError(f"settings.kl={settings.kl} needs a reference policy")
         return train_rl(self.gang, resident, self._reference_of(body["reference"]), data, settings)
@@ -80,7 +84,7 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
         gang.report = board.progress
     while True:
         job = board.next(TICK_S) if board is not None else None
-        message = gang.broadcast({"kind": job.kind, "body": job.body} if job else None)
+        message, *_ = gang.gather({"kind": job.kind, "body": job.body} if job else None)
         if message is None:
             continue
         status, answer = _outcome(trainer, message["kind"], message["body"])

@@ -28,12 +28,6 @@ class TrainerOptions:
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16"):
-            raise UserError(f"model.dtype={self.dtype!r}: use float32 or bfloat16")
-        if self.device not in ("cpu", "cuda"):
-            raise UserError(f"trainer device={self.device!r}: use cpu or cuda")
-        if self.tokens_max < 1 or self.threads < 1:
-            raise UserError(f"trainer.tokens_max={self.tokens_max}, trainer.threads={self.threads}: both must be at least 1")
         if self.host not in LOOPBACK and not self.token:
             raise UserError(f"trainer host={self.host}: set {KEY_VARIABLE}, or listen on 127.0.0.1")
 

@@ -17,7 +17,7 @@ from rlpipe.trainer.batches import RlBatch, read_rl_batch
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.rl_loss import TOKEN_SUMS, loss_part
-from rlpipe.trainer.settings import RlSettings
+from rlpipe.trainer.settings import RlSettings, learning_rate
 from rlpipe.trainer.state import Resident
 from rlpipe.trainer.step import StepBatch, StepSettings, frozen_logprobs, optimizer_step, plan_batch
 from rlpipe.types import ArtifactRef, JsonDict
@@ -50,7 +50,7 @@ def train_rl(
     done: list[dict[str, float]] = []
     rate = 0.0
     for index, batch in batches.items():
-        rate = settings.rate(index)
+        rate = learning_rate(settings, settings.first_step + index)
         how = StepSettings(rate, settings.grad_clip, settings.temperature, f"{data.folder} step {index}")
         part = loss_part(batch, settings)
         done.append(_of_step(optimizer_step(gang, resident, with_advantages(batch, advantages_N), part, how), batch))

@@ -14,7 +14,7 @@ import threading
 from rlpipe.launch import die_with_parent
 from rlpipe.trainer.board import Board, Refused
 from rlpipe.trainer.gang import clear_scratch, join_gang
-from rlpipe.trainer.http import BoundedHandler, BoundedServer
+from rlpipe.trainer.http import BoundedServer
 from rlpipe.trainer.jobs import Trainer, serve_jobs
 from rlpipe.trainer.options import TrainerOptions
 from rlpipe.types import JsonDict
@@ -27,19 +27,24 @@ FIELDS = {
 }
 
 
-class Handler(BoundedHandler):
-    """One connection."""
+class GangServer(BoundedServer):
+    """The HTTP side of a gang of `ranks`."""
 
-    server: GangServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    def __init__(self, options: TrainerOptions, board: Board, ranks: int) -> None:
+        super().__init__((options.host, options.port), options.token, self._answer)
+        self.board = board
+        self.told: JsonDict = {"ranks": ranks, "store": options.store, "dtype": options.dtype}
 
-    def answer_get(self, path: str) -> tuple[int, JsonDict]:
-        answers: dict[str, JsonDict] = {"/health": self.server.told, "/status": self.server.board.status()}
-        return (200, answers[path]) if path in answers else (404, {"error": f"no {path}"})
-
-    def answer_post(self, path: str, data: bytes) -> tuple[int, JsonDict]:
+    def _answer(self, method: str, path: str, data: bytes) -> tuple[int, JsonDict]:
         kind = path.removeprefix("/")
-        if kind not in FIELDS:
-            return 404, {"error": f"no {path}"}
+        if method == "POST" and kind in FIELDS:
+            return self._do(kind, data)
+        answers: dict[str, JsonDict] = {"/health": self.told, "/status": self.board.status()}
+        if method == "GET" and path in answers:
+            return 200, answers[path]
+        return 404, {"error": f"no {path}"}
+
+    def _do(self, kind: str, data: bytes) -> tuple[int, JsonDict]:
         try:
             body = json.loads(data)
         except (ValueError, RecursionError) as error:  # RecursionError: a great many brackets
@@ -47,22 +52,13 @@ class Handler(BoundedHandler):
         if not isinstance(body, dict) or set(body) != FIELDS[kind]:
             return 400, {"error": f"{kind} takes exactly the fields {', '.join(sorted(FIELDS[kind]))}"}
         try:
-            job = self.server.board.submit(kind, body)
+            job = self.board.submit(kind, body)
         except Refused as refused:
-            return refused.status, refused.answer
+            return 409, refused.answer
         if not job.done.wait(WAIT_S):
             return 202, {"state": "running", "progress": job.progress}
-        self.server.board.told(job)
+        self.board.told(job)
         return job.status, job.answer
-
-
-class GangServer(BoundedServer):
-    """The HTTP side of a gang of `ranks`."""
-
-    def __init__(self, options: TrainerOptions, board: Board, ranks: int) -> None:
-        super().__init__((options.host, options.port), Handler, options.token)
-        self.board = board
-        self.told: JsonDict = {"ranks": ranks, "store": options.store, "dtype": options.dtype}
 
 
 def main(argument: str) -> None:

@@ -8,11 +8,11 @@ import time
 import torch
 from torch import Tensor
 
-from rlpipe.losses import sft_loss
+from rlpipe.losses import aggregate
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.trainer.batches import Microbatch, TrainSequence, conversations_of_step, read_conversations
 from rlpipe.trainer.gang import Gang
-from rlpipe.trainer.settings import SftSettings
+from rlpipe.trainer.settings import SftSettings, learning_rate
 from rlpipe.trainer.state import Resident
 from rlpipe.trainer.step import LossPart, StepSettings, frozen_logprobs, optimizer_step, plan_batch
 from rlpipe.types import ArtifactRef, JsonDict, StepRefused
@@ -35,7 +35,7 @@ def train_sft(gang: Gang, resident: Resident, data: ArtifactRef, settings: SftSe
         step = settings.first_step + index
         chosen = conversations_of_step(len(conversations), step, settings.batch_size, settings.seed)
         batch = plan_batch(gang, [conversations[row] for row in chosen])
-        rate = settings.rate(index)
+        rate = learning_rate(settings, step)
         if batch.num_tokens:
             how = StepSettings(rate, settings.grad_clip, 1.0, f"{data.folder} step {step}")
             done = optimizer_step(gang, resident, batch, _part(batch.num_tokens), how)
@@ -77,6 +77,6 @@ def _validation(gang: Gang, resident: Resident, data: ArtifactRef, batch_size: i
 
 def _part(num_tokens: int) -> LossPart:
     def part(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return sft_loss(logprobs_BT, microbatch.mask_BT, num_tokens=num_tokens), {}
+        return aggregate(-logprobs_BT, microbatch.mask_BT, mode="token_mean", num_tokens=num_tokens), {}
 
     return part
