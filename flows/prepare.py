@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlpipe.stages.session import Session
 from rlpipe.types import StageResult
-from tasks.prepare import prepare_model, prepare_probe, prepare_tokenizer
+from tasks.stages import prepare_model, prepare_probe, prepare_tokenizer
 
 
 async def prepare(session: Session) -> StageResult:

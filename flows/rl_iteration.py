@@ -16,14 +16,7 @@ from rlpipe.stages.sampling import num_shards, previous_artifact
 from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.session import Session
 from rlpipe.types import ArtifactRef, JsonDict, StageResult
-from tasks.checkpoint import checkpoint
-from tasks.evaluate import evaluate
-from tasks.filter import filter_groups
-from tasks.generate import generate
-from tasks.reload_engines import reload_engines
-from tasks.sample_prompts import sample_prompts
-from tasks.score import score
-from tasks.train import train
+from tasks.stages import checkpoint, evaluate, filter_groups, generate, reload_engines, sample_prompts, score, train
 
 
 class Sampled(NamedTuple):

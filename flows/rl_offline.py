@@ -10,7 +10,7 @@ from flows.rl_phase import begin_rl, iterate
 from flows.session import open_session
 from rlpipe.config import PipelineConfig
 from rlpipe.types import JsonDict
-from tasks.evaluate import evaluate
+from tasks.stages import evaluate
 
 
 @flow(name="rl-offline", flow_run_name=run_name("rl-offline"), persist_result=False)

@@ -10,13 +10,7 @@ from flows.rl_iteration import Sampled, evaluation_due, finish_iteration
 from flows.session import open_session
 from rlpipe.config import PipelineConfig
 from rlpipe.types import JsonDict
-from tasks.checkpoint import checkpoint
-from tasks.evaluate import evaluate
-from tasks.filter import filter_groups
-from tasks.import_prompts import import_prompts
-from tasks.import_rollouts import import_rollouts
-from tasks.score import score
-from tasks.train import train
+from tasks.stages import checkpoint, evaluate, filter_groups, import_prompts, import_rollouts, score, train
 
 
 @flow(name="rl-offline-iteration", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)

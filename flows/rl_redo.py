@@ -13,10 +13,7 @@ from rlpipe.config import PipelineConfig
 from rlpipe.stages.redo import rounds_to_redo
 from rlpipe.stages.sampling import previous_artifact
 from rlpipe.types import JsonDict, StageResult
-from tasks.checkpoint import checkpoint
-from tasks.filter import filter_groups
-from tasks.score import score
-from tasks.train import train
+from tasks.stages import checkpoint, filter_groups, score, train
 
 
 @flow(name="rl-redo", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)
