@@ -97,6 +97,12 @@ def read_rows(store: Store, ref: ArtifactRef, name: str, schema: pa.Schema) -> l
     return from_parquet(read_file(store, ref.folder, record), schema)
 
 
+def read_rows_if_any(store: Store, ref: ArtifactRef, name: str, schema: pa.Schema) -> list[JsonDict]:
+    """All rows of one Parquet file of an artifact; none where the artifact has no such file."""
+    manifest = read_manifest(store, ref.folder, ref.sha256)
+    return read_rows(store, ref, name, schema) if any(record.plain_name == name for record in manifest.files) else []
+
+
 def grouped(rows: list[JsonDict]) -> list[list[JsonDict]]:
     """Rollouts by `group_index`, in the order in which the groups come."""
     groups: dict[int, list[JsonDict]] = {}
