@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from rlpipe.config import ModelConfig, PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.prompt import Prompt
 from rlpipe.data.tiny_tokenizer import build_tokenizer
 from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
-from rlpipe.stages.session import Session
+from rlpipe.stages.session import PromptSets, Session
 from rlpipe.stages.training import save
 from rlpipe.store.artifacts import write_file
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StageResult, UserError
@@ -20,7 +18,6 @@ from rlpipe.weights import tensor_shapes
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 TOKENIZER_TEXTS_MAX = 2000
-PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
 
 
 def model_folder(model: ModelConfig) -> Path:
@@ -91,7 +88,7 @@ async def base_policy(session: Session, tokenizer: ArtifactRef) -> StageResult:
         return Produced(_copied(attempt, files), weight_version=0)
 
     async def make(attempt: Attempt) -> Produced:
-        new = {"config": _new_config(session.config.model, session.tokenizer()), "seed": session.config.seed}
+        new = {"config": _new_config(session.config.model, session.tokenizer), "seed": session.config.seed}
         position = f"{attempt.folder}/new"
         await (await session.gang()).run("load", {"position": position, "new": new, "policy": None, "state": None})
         saved = await save(session, position, attempt)

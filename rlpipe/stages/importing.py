@@ -57,7 +57,7 @@ async def _import(session: Session, key: StageKey, inputs: dict[str, ArtifactRef
 
 def _stored(session: Session, iteration: int) -> tuple[Stored, dict[str, ArtifactRef]]:
     """The rollouts of an iteration and the inputs to record; UserError when the source is not what it was, or does not fit."""
-    source = session.rollout_source()
+    source = session.rollout_source
     _check_unchanged(session, iteration, source)
     _check_tokens(session, source)
     stored = source.iteration(iteration)
@@ -87,12 +87,12 @@ def _check_tokens(session: Session, source: RolloutSource) -> None:
     tokenizer = run.committed("base", 0, "tokenizer")[1].file("tokenizer.json").sha256
     ref, base = run.committed("base", 0, "policy")
     model = json.loads(read_file(run.store, ref.folder, base.file("config.json")))
-    source.check(tokenizer, max(session.tokenizer().vocab_size, model.get("vocab_size", 0)))
+    source.check(tokenizer, max(session.tokenizer.vocab_size, model.get("vocab_size", 0)))
 
 
 def _with_text(session: Session, row: JsonDict) -> JsonDict:
     """The row with its completion's text; UserError when a text of one turn is not what the tokens say."""
-    decoded = session.tokenizer().decode(row["completion_tokens"])
+    decoded = session.tokenizer.decode(row["completion_tokens"])
     if not row["completion"]:
         return {**row, "completion": decoded}
     if all(row["loss_mask"]) and decoded.strip() not in row["completion"]:
@@ -105,7 +105,7 @@ def _with_text(session: Session, row: JsonDict) -> JsonDict:
 
 def _cursor(session: Session, stored: Stored) -> JsonDict:
     """Where a fork that samples again goes on: where the source would have; else at the start."""
-    digest, sets = session.data_sha256("rl"), session.config.sets("rl")
+    digest, sets = session.data_sha256, session.config.sets("rl")
     if stored.cursor is not None and stored.cursor["data_sha256"] == digest:
         return stored.cursor
     sizes = [len(rows) for rows in session.prompts("rl")]

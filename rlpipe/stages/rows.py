@@ -18,7 +18,7 @@ def check_lengths(session: Session, use: str) -> None:
     """UserError naming the first prompt that leaves no room for a completion; an environment's are known when they are drawn."""
     if not session.config.rl.environment:
         for prompt in (prompt for rows in session.prompts(use) for prompt in rows):
-            _check_room(session, prompt, len(session.tokenizer().encode_prompt(prompt.messages)))
+            _check_room(session, prompt, len(session.tokenizer.encode_prompt(prompt.messages)))
 
 
 def _check_room(session: Session, prompt: Prompt, num_tokens: int) -> None:
@@ -44,7 +44,7 @@ async def prompt_rows(session: Session, prompts: list[Prompt]) -> list[JsonDict]
 
 
 def _prompt_row(session: Session, prompt: Prompt, asked: list[Message]) -> JsonDict:
-    tokens = session.tokenizer().encode_prompt(asked)
+    tokens = session.tokenizer.encode_prompt(asked)
     _check_room(session, prompt, len(tokens))
     return {
         "prompt_id": prompt.prompt_id,
@@ -71,7 +71,7 @@ def rollout_rows(
             "rollout_index": index,
             "prompt": json.loads(row["messages"])[-1]["content"],
             "prompt_tokens": row["prompt_tokens"],
-            "completion": session.tokenizer().decode(completion.tokens),
+            "completion": session.tokenizer.decode(completion.tokens),
             "completion_tokens": completion.tokens,
             "loss_mask": policy_only(completion, loss_mask(completion.spans, version, train_stale_tokens)),
             "rollout_logprobs": completion.rollout_logprobs,

@@ -68,7 +68,7 @@ def _draw(
     """The groups that are handed on, the prompts drawn beside them, and the metrics of the draw."""
     sets, data = session.prompts("rl"), session.config.sets("rl")
     cursor = PromptCursor([len(rows) for rows in sets], [entry.weight for entry in data], session.config.seed)
-    position, digest, first_group, skipped = cursor.start(), session.data_sha256("rl"), 0, {}
+    position, digest, first_group, skipped = cursor.start(), session.data_sha256, 0, {}
     if before is not None:
         told = read_manifest(session.run.store, before.folder, before.sha256).metrics
         if told["data_sha256"] != digest:

@@ -44,7 +44,7 @@ def score_rows(
 
     UserError when it has no fallback (`rl.reward_fallback = none`), or when not a single rollout could be scored.
     """
-    pool, fallback = session.rewards(), session.config.rl.reward_fallback
+    pool, fallback = session.rewards, session.config.rl.reward_fallback
     scores = _scores(session, prompts, rows, known or {})
     faults = Counter(score.reason for score in scores if score.reason)
     if faults:
@@ -73,7 +73,7 @@ def _scores(
     told = [_environment_fault(row) or known.get(_score_key(row)) for row in rows]
     unknown = [row for row, score in zip(rows, told, strict=True) if score is None]
     items = [{"prompt": prompts[row["prompt_id"]], "completion": row["completion"], "rollout": _facts(row)} for row in unknown]
-    computed = iter(session.rewards().score(items))
+    computed = iter(session.rewards.score(items))
     scores = [next(computed) if score is None else score for score in told]
     assert next(computed, None) is None, "a score was lost"
     return scores

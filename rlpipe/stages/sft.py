@@ -27,7 +27,7 @@ def _tokenise(session: Session, attempt: Attempt) -> Produced:
     wanted = min(sum(len(rows) for rows in sets), config.sft.num_steps * config.sft.batch_size)
     drawn, _ = cursor.take(cursor.start(), wanted)
     conversations = [sets[set_index][row_index] for set_index, row_index in drawn]
-    rows, counts = tokenise_conversations(conversations, session.tokenizer(), config.model.context_tokens_max)
+    rows, counts = tokenise_conversations(conversations, session.tokenizer, config.model.context_tokens_max)
     if not rows:
         raise UserError(
             f"sft: none of {len(conversations)} conversations keeps an assistant token within "
@@ -37,7 +37,7 @@ def _tokenise(session: Session, attempt: Attempt) -> Produced:
     metrics = {f"data/{name}": value for name, value in counts.items()}
     metrics |= {"data/conversations": len(rows), "data/tokens": sum(len(row["tokens"]) for row in rows)}
     if kept:
-        validation, _ = tokenise_conversations(kept, session.tokenizer(), config.model.context_tokens_max)
+        validation, _ = tokenise_conversations(kept, session.tokenizer, config.model.context_tokens_max)
         if not validation:
             raise UserError(
                 f"sft.validation_fraction={config.sft.validation_fraction:g}: none of {len(kept)} conversations keeps an assistant "

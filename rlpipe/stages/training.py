@@ -83,7 +83,7 @@ class Saved:
 
 async def save(session: Session, position: str, attempt: Attempt, *, policy: bool = True, state_folder: str = "") -> Saved:
     """Saves what the trainer holds: its policy as files of the attempt, its state where there is a folder for it."""
-    tokens = probe_tokens((await asyncio.to_thread(session.tokenizer)).vocab_size)
+    tokens = probe_tokens(await asyncio.to_thread(lambda: session.tokenizer.vocab_size))
     tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
     told = await (await session.gang()).run("save", {
         "position": position, "policy_folder": attempt.folder if policy else None, "state_folder": state_folder or None,
