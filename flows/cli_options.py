@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -25,7 +24,7 @@ def fail(error: Exception, code: int) -> NoReturn:
 class Commands(TyperGroup):
     """What goes wrong in a command is one line, no traceback."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
