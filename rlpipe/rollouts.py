@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlpipe.data.prompt import Prompt
 from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.types import ArtifactRef, JsonDict
@@ -109,6 +110,18 @@ def grouped(rows: list[JsonDict]) -> list[list[JsonDict]]:
     for row in rows:
         groups.setdefault(row["group_index"], []).append(row)
     return list(groups.values())
+
+
+def prompt_row(prompt: Prompt, tokens: list[int]) -> JsonDict:
+    """A prompt as it is stored; `tokens`: those of what the policy is asked."""
+    return {
+        "prompt_id": prompt.prompt_id,
+        "source": prompt.source,
+        "messages": json.dumps(prompt.messages),
+        "answer": prompt.answer,
+        "metadata": json.dumps(prompt.metadata),
+        "prompt_tokens": tokens,
+    }
 
 
 def prompt_of(row: JsonDict) -> JsonDict:

@@ -8,6 +8,7 @@ import json
 from rlpipe.data.prompt import Message, Prompt
 from rlpipe.engines.client import Completion
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.rollouts import prompt_row
 from rlpipe.stages.carrying import loss_mask
 from rlpipe.stages.session import Session
 from rlpipe.stages.turns import Played, asked_by_environment, policy_only
@@ -46,14 +47,7 @@ async def prompt_rows(session: Session, prompts: list[Prompt]) -> list[JsonDict]
 def _prompt_row(session: Session, prompt: Prompt, asked: list[Message]) -> JsonDict:
     tokens = session.tokenizer.encode_prompt(asked)
     _check_room(session, prompt, len(tokens))
-    return {
-        "prompt_id": prompt.prompt_id,
-        "source": prompt.source,
-        "messages": json.dumps(prompt.messages),
-        "answer": prompt.answer,
-        "metadata": json.dumps(prompt.metadata),
-        "prompt_tokens": tokens,
-    }
+    return prompt_row(prompt, tokens)
 
 
 def rollout_rows(
