@@ -36,7 +36,7 @@ VERBS = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint",
 
 async def bare_iteration(session: Session, iteration: int) -> JsonDict:
     """The iteration of flows/rl_iteration.py by the stage functions alone."""
-    started = time.monotonic()
+    session.begin_iteration()
     policy, _ = session.run.policy(iteration)
     before, carried = (sampling.previous_artifact(session, iteration, name) for name in ("prompts", "batch"))
     with session.timed("sample_prompts"):
@@ -55,9 +55,7 @@ async def bare_iteration(session: Session, iteration: int) -> JsonDict:
     with session.timed("reload_engines"):
         await policy_stages.reload_engines(session, after.ref, iteration + 1)
     artifacts = {"prompts": prompts.ref, "batch": batch.ref, "policy": after.ref}
-    return await commit_iteration(
-        session, iteration, artifacts, {**scores.metrics, **batch.metrics, **trained.metrics}, started
-    )
+    return await commit_iteration(session, iteration, artifacts, {**scores.metrics, **batch.metrics, **trained.metrics})
 
 
 async def measure(config: PipelineConfig, pairs: int) -> tuple[list[tuple[float, JsonDict]], list[tuple[float, JsonDict]]]:

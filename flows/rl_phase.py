@@ -24,7 +24,7 @@ async def begin_rl(session: Session) -> int:
         raise UserError(f"the SFT of run {run.name} is not complete: start post-train or sft first, or set sft.num_steps = 0")
     await prepare(session)
     first = run.num_committed("rl", total)
-    session.tracker.follow("rl", first)
+    session.tracker.committed("rl", first)
     if first < total and run.redoes(first):
         print(iteration_line(await rl_redo(session.config, first)))
         first += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from prefect import flow
 
@@ -22,9 +21,8 @@ async def rl_redo(config: PipelineConfig, iteration: int) -> JsonDict:
 
     It is not evaluated, even when that is due: evaluating samples. Returns the record of the commit.
     """
-    started = time.monotonic()
     async with open_session(config) as session:
-        session.seconds.clear()
+        session.begin_iteration()
         policy, _ = session.run.policy(iteration)
         rounds = await asyncio.to_thread(rounds_to_redo, session.run, iteration)
         scores = [
@@ -43,4 +41,4 @@ async def rl_redo(config: PipelineConfig, iteration: int) -> JsonDict:
         trained = await train(session, iteration=iteration, batch=batch.ref)
         after = await checkpoint(session, iteration=iteration, batch=batch.ref, previous=policy, metrics=trained.metrics)
         sampled = Sampled(StageResult(rounds[-1].prompts, rounds[-1].told.metrics, cached=True), scores, batch)
-        return await finish_iteration(session, iteration, started, sampled, trained, after)
+        return await finish_iteration(session, iteration, sampled, trained, after)

@@ -34,7 +34,7 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> Jso
         data = await prepare_sft_data(session, tokenizer=base.ref)
         run, total = session.run, session.run.num_segments
         first = run.num_committed("sft", total)
-        session.tracker.follow("sft", first)
+        session.tracker.committed("sft", first)
         steps = config.sft.segment_steps
         losses = validation_losses(run, first)
         with bar("SFT", config.sft.num_steps, min(first * steps, config.sft.num_steps), "step") as progress:

@@ -70,12 +70,8 @@ class Tracker:
     _phases: dict[str, Phase] = field(default_factory=dict)
     _warned: bool = False
 
-    def follow(self, phase: str, committed: int) -> None:
-        """Begins (or continues) a phase of which `committed` units are in the store."""
-        self._submit(lambda: self._send(phase, committed))
-
     def committed(self, phase: str, committed: int) -> None:
-        """Says that `committed` units of the phase are in the store now."""
+        """Says that `committed` units of the phase are in the store now; begins the phase, or continues it."""
         self._submit(lambda: self._send(phase, committed))
 
     def finish(self, policy_url: str, files: list[Path]) -> None:

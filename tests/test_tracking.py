@@ -38,13 +38,13 @@ def steps(tmp_path: Path, phase: str = "rl") -> list[int]:
 @pytest.mark.filterwarnings("default")
 def test_a_resume_sends_what_is_missing_and_nothing_twice(tmp_path: Path) -> None:
     first = tracker(tmp_path)
-    first.follow("rl", 0)
+    first.committed("rl", 0)
     first.committed("rl", 1)
     first.committed("rl", 3)
     first.close()
     assert steps(tmp_path) == [0, 1, 2]
     second = tracker(tmp_path)
-    second.follow("rl", 5)  # two iterations were committed while MLflow was not told
+    second.committed("rl", 5)  # two iterations were committed while MLflow was not told
     second.committed("rl", 6)
     second.finish("file:///store/runs/a/rl/00005/policy/x", [])
     second.close()
@@ -62,7 +62,7 @@ def test_an_unreachable_server_costs_one_warning(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     away = tracker(tmp_path, f"http://127.0.0.1:{free_port()}")
     with caplog.at_level(logging.WARNING, "rlpipe.tracking"):
-        away.follow("rl", 0)
+        away.committed("rl", 0)
         away.committed("rl", 1)
         away.committed("rl", 2)
         away.close()

@@ -53,6 +53,7 @@ class Session:
         self.trainer = TrainerClient(gang_place(run, work_dir, start_service), run.config.trainer.job_timeout_s)
         self.tracker = Tracker(run.config, run.store.url, partial(fetch_points, run))
         self.prompts: PromptSets = cache(partial(load_sets, run.config))
+        self.began = time.monotonic()  # the current iteration
         self.seconds: dict[str, float] = defaultdict(float)  # per stage verb, of the current iteration
         self.survivors: dict[RoundKey, Survivors] = {}  # of the sampling round at work, when it is over-sampled
         self.unanswered: set[tuple[int, str]] = set()  # iteration and stage of shards that wait for others (faulted.py)
@@ -66,6 +67,11 @@ class Session:
     @property
     def config(self) -> PipelineConfig:
         return self.run.config
+
+    def begin_iteration(self) -> None:
+        """From here on counts what an iteration takes."""
+        self.began = time.monotonic()
+        self.seconds.clear()
 
     @contextlib.contextmanager
     def timed(self, verb: str) -> Iterator[None]:
