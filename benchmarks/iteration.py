@@ -42,7 +42,7 @@ async def bare_iteration(session: Session, iteration: int) -> JsonDict:
     with session.timed("sample_prompts"):
         prompts = await sampling.sample_prompts(session, iteration, 0, before, carried)
     with session.timed("generate"):
-        shards = range(sampling.num_shards(session, prompts))
+        shards = range(sampling.num_shards(session, prompts.metrics["num_prompts"]))
         rollouts = await asyncio.gather(*(sampling.generate(session, iteration, 0, k, prompts.ref, policy) for k in shards))
     with session.timed("score"):
         scores = await scoring.score(session, iteration, 0, prompts.ref, [shard.ref for shard in rollouts])

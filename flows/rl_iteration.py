@@ -77,7 +77,7 @@ async def sample_batch(session: Session, iteration: int, policy: ArtifactRef) ->
         rounds.append(prompts.ref)
         before, carried = prompts.ref, None
         part = {"prompts": prompts.ref, "policy": policy, "kept": kept, **at}
-        shards = range(num_shards(session, prompts))
+        shards = range(num_shards(session, prompts.metrics["num_prompts"]))
         rollouts = await asyncio.gather(*(generate(session, shard=shard, **part) for shard in shards))
         scores.append(await score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at))
         scored = [done.ref for done in scores]

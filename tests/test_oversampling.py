@@ -171,7 +171,7 @@ class World:
             prompts = await sample_prompts(self.session, *at, before, carried, pass_rates)
             rounds.append(prompts.ref)
             before, carried = prompts.ref, None
-            shards = list(range(num_shards(self.session, prompts)))
+            shards = list(range(num_shards(self.session, prompts.metrics["num_prompts"])))
             if self.crash():  # some shards are committed, some are not
                 lost = self.pool.random.sample(shards, len(shards) // 2)
                 await asyncio.gather(*(self.retried(generate, *at, shard, prompts.ref, POLICY, kept) for shard in lost))

@@ -29,7 +29,7 @@ async def train(session: Session, iteration: int, batch: ArtifactRef, on_progres
     for fault in first_step_faults(metrics["first_step"], iteration, session.config.rl.objective):
         log.warning("iteration %d: %s", iteration, fault)
     told = await asyncio.to_thread(read_manifest, session.run.store, batch.folder, batch.sha256)
-    stale = told.metrics.get("rollout/num_tokens_stale", 0)  # an older rlpipe's batch, redone, has none
+    stale = told.metrics["rollout/num_tokens_stale"]
     check_mismatch(metrics["train/mismatch_abs_mean"], iteration, session.config.rl, stale)
     return StageResult(batch, metrics, cached=False)
 

@@ -115,12 +115,8 @@ def check_carried(run: Run) -> None:
         )
 
 
-def num_shards(session: Session, prompts: StageResult) -> int:
+def num_shards(session: Session, num_prompts: int) -> int:
     """Shards of a sampling round."""
-    return _num_shards(session, prompts.metrics["num_prompts"])
-
-
-def _num_shards(session: Session, num_prompts: int) -> int:
     return -(-num_prompts // session.config.rl.shard_prompts)
 
 
@@ -165,7 +161,7 @@ async def generate(
             for place, request, group in zip(mine, requests, groups, strict=True)
             for rollout in rollout_rows(session, place.prompt, place.group_index, request, group, iteration)
         ]
-        shards = (_rollouts_key(iteration, round_index, each) for each in range(_num_shards(session, len(places))))
+        shards = (_rollouts_key(iteration, round_index, each) for each in range(num_shards(session, len(places))))
         await check_answered(session, key, [other for other in shards if other != key], rollouts)
         record = await asyncio.to_thread(attempt.write_rows, "rollouts.parquet", rollouts, ROLLOUTS)
         tokens = sum(num_sampled_of(row, iteration) for row in rollouts)
@@ -212,7 +208,7 @@ async def _recount(session: Session, survivors: Survivors, iteration: int, round
         if survivors.recounted:
             return
         prompts = {place.group_index: place.prompt for place in places}
-        keys = [_rollouts_key(iteration, round_index, shard) for shard in range(_num_shards(session, len(places)))]
+        keys = [_rollouts_key(iteration, round_index, shard) for shard in range(num_shards(session, len(places)))]
         looks = (asyncio.to_thread(session.run.artifact, *key) for key in keys)
         for found in await asyncio.gather(*looks):
             if found is not None:
