@@ -11,7 +11,7 @@ from flows.session import open_session
 from rlpipe.config import PipelineConfig
 from rlpipe.stages.redo import rounds_to_redo
 from rlpipe.stages.sampling import previous_artifact
-from rlpipe.types import JsonDict, StageResult
+from rlpipe.types import JsonDict
 from tasks.stages import checkpoint, filter_groups, score, train
 
 
@@ -26,19 +26,18 @@ async def rl_redo(config: PipelineConfig, iteration: int) -> JsonDict:
         policy, _ = session.run.policy(iteration)
         rounds = await asyncio.to_thread(rounds_to_redo, session.run, iteration)
         scores = [
-            await score(session, iteration=iteration, round_index=index, prompts=each.prompts, rollouts=each.rollouts)
+            await score(session, iteration=iteration, round_index=index, prompts=each.prompts.ref, rollouts=each.rollouts)
             for index, each in enumerate(rounds)
         ]
         batch = await filter_groups(
             session,
             iteration=iteration,
             round_index=len(rounds) - 1,
-            prompts=[each.prompts for each in rounds],
+            prompts=[each.prompts.ref for each in rounds],
             scores=[each.ref for each in scores],
             pass_rates=previous_artifact(session, iteration, "batch") if config.rl.curriculum != "none" else None,
             last=True,
         )
         trained = await train(session, iteration=iteration, batch=batch.ref)
         after = await checkpoint(session, iteration=iteration, batch=batch.ref, previous=policy, metrics=trained.metrics)
-        sampled = Sampled(StageResult(rounds[-1].prompts, rounds[-1].told.metrics, cached=True), scores, batch)
-        return await finish_iteration(session, iteration, sampled, trained, after)
+        return await finish_iteration(session, iteration, Sampled(rounds[-1].prompts, scores, batch), trained, after)

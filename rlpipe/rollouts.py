@@ -87,11 +87,6 @@ def _nothing(kind: pa.DataType) -> Any:
     return "" if pa.types.is_string(kind) else 0
 
 
-def filled_rows(data: bytes, schema: pa.Schema) -> list[JsonDict]:
-    """The rows of Parquet bytes that another version of rlpipe may have written, with fewer or more columns."""
-    return [fill(row, schema) for row in pq.read_table(io.BytesIO(data)).to_pylist()]
-
-
 def read_rows(store: Store, ref: ArtifactRef, name: str, schema: pa.Schema) -> list[JsonDict]:
     """All rows of one Parquet file of an artifact, verified."""
     record = read_manifest(store, ref.folder, ref.sha256).file(name)

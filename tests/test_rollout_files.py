@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlpipe.data.prompt import Prompt
-from rlpipe.rollouts import PROMPTS, ROLLOUTS, fill, filled_rows, to_parquet
+from rlpipe.rollouts import PROMPTS, ROLLOUTS, to_parquet
 from rlpipe.stages.rollout_files import FileRollouts
 from rlpipe.types import JsonDict, UserError
 
@@ -168,11 +168,3 @@ def test_two_prompts_of_one_name_are_refused(tmp_path: Path) -> None:
     rows = [row(0, "same")] * 2 + [row(1, "same")] * 2
     with pytest.raises(UserError, match="two different prompts are called same"):
         opened(write(tmp_path / "x.parquet", rows)).read(0, 2)
-
-
-def test_rollouts_of_an_older_or_newer_version_are_read(tmp_path: Path) -> None:
-    schema = pa.schema([*ROLLOUTS, ("novel", pa.string())])
-    newer = pa.Table.from_pylist([{**fill(row(0), ROLLOUTS), "novel": "x"}], schema=schema).drop_columns(["engine"])
-    path = tmp_path / "x.parquet"
-    pq.write_table(newer, path)
-    assert filled_rows(path.read_bytes(), ROLLOUTS) == [fill(row(0), ROLLOUTS)]
