@@ -36,13 +36,13 @@ VERBS = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint",
 
 async def bare_iteration(session: Session, iteration: int) -> JsonDict:
     """The iteration of flows/rl_iteration.py by the stage functions alone."""
-    started = time.monotonic()
+    session.begin_iteration()
     policy, _ = session.run.policy(iteration)
     before, carried = (sampling.previous_artifact(session, iteration, name) for name in ("prompts", "batch"))
     with session.timed("sample_prompts"):
         prompts = await sampling.sample_prompts(session, iteration, 0, before, carried)
     with session.timed("generate"):
-        shards = range(sampling.num_shards(session, prompts))
+        shards = range(sampling.num_shards(session, prompts.metrics["num_prompts"]))
         rollouts = await asyncio.gather(*(sampling.generate(session, iteration, 0, k, prompts.ref, policy) for k in shards))
     with session.timed("score"):
         scores = await scoring.score(session, iteration, 0, prompts.ref, [shard.ref for shard in rollouts])
@@ -55,9 +55,7 @@ async def bare_iteration(session: Session, iteration: int) -> JsonDict:
     with session.timed("reload_engines"):
         await policy_stages.reload_engines(session, after.ref, iteration + 1)
     artifacts = {"prompts": prompts.ref, "batch": batch.ref, "policy": after.ref}
-    return await commit_iteration(
-        session, iteration, artifacts, {**scores.metrics, **batch.metrics, **trained.metrics}, started
-    )
+    return await commit_iteration(session, iteration, artifacts, {**scores.metrics, **batch.metrics, **trained.metrics})
 
 
 async def measure(config: PipelineConfig, pairs: int) -> tuple[list[tuple[float, JsonDict]], list[tuple[float, JsonDict]]]:

@@ -7,13 +7,14 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from flows.cli_options import STORE, Sets, StoreUrl, checked_store, fail
+from flows.cli_options import STORE, Commands, Sets, StoreUrl, checked_store, fail
 from flows.cli_services import host, trainer
 from flows.server import prefect_server, set_defaults
 from rlpipe import show as listing
@@ -21,17 +22,26 @@ from rlpipe.config import PipelineConfig
 from rlpipe.config_source import read_config
 from rlpipe.plan import plan_lines
 from rlpipe.store.audit import unreferenced, verify
-from rlpipe.store.run import check_committed, fork, open_existing, planned_fork
+from rlpipe.store.run import Run, check_committed, fork, open_existing, planned_fork
 from rlpipe.types import StoreError, UserError
 
 PRESETS = Path(__file__).parent / "presets"
 STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="SFT and RL that lose nothing."
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="SFT and RL that lose nothing.",
 )
 
 Source = Annotated[str, typer.Argument(metavar="PRESET|FILE", help="a preset's name, or a TOML file")]
+
+
+def _echo(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line)
 
 
 def _config(source: str, sets: list[str] | None, run: str | None = None) -> PipelineConfig:
@@ -46,16 +56,20 @@ def run_command(
     """Start a pipeline run, or continue the one of that name."""
     set_defaults()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
-    try:
-        config = _config(source, sets, run)
-        if not config.run:
-            config = config.model_copy(update={"run": f"{Path(source).stem}-{datetime.now():%Y%m%d-%H%M%S}"})
-        from rlpipe.stages.preflight import preflight
-
-        preflight(config)
-    except (UserError, StoreError, OSError) as error:
-        fail(error, 2)
+    config = _config(source, sets, run)
+    if not config.run:
+        config = config.model_copy(update={"run": f"{Path(source).stem}-{datetime.now():%Y%m%d-%H%M%S}"})
+    _preflight(config)
     _run(config)
+
+
+def _preflight(config: PipelineConfig, planned: Run | None = None) -> None:
+    from rlpipe.stages.preflight import preflight
+
+    try:
+        preflight(config, planned)
+    except (StoreError, OSError) as error:
+        fail(error, 2)
 
 
 def _run(config: PipelineConfig) -> None:
@@ -68,16 +82,11 @@ def _run(config: PipelineConfig) -> None:
             from flows.post_train import post_train
 
             told = asyncio.run(post_train(config=config))
-    except UserError as error:
-        fail(error, 2)
-    except (RuntimeError, OSError) as error:  # the store, an engine, the trainer or the Prefect server gave up
-        fail(error, 1)
     except KeyboardInterrupt:
         fail(RuntimeError("stopped; the same command goes on where it was"), 130)
     reason = told.get("stopped", "")
     typer.echo(f"\nrun {config.run} is complete" if not reason else f"\nrun {config.run} was stopped: {reason}")
-    for line in told.get("before_after", []):
-        typer.echo(line)
+    _echo(told.get("before_after", []))
     if "policy" in told:
         typer.echo(f"  curves  {told['curves']}\n  policy  {told['policy']}")
     typer.echo(
@@ -90,23 +99,13 @@ def _run(config: PipelineConfig) -> None:
 @app.command()
 def plan(source: Source, sets: Sets = None) -> None:
     """What would start where: sizes, steps and memory. Starts nothing."""
-    try:
-        config = _config(source, sets)
-    except UserError as error:
-        fail(error, 2)
-    for line in plan_lines(config):
-        typer.echo(line)
+    _echo(plan_lines(_config(source, sets)))
 
 
 @app.command()
 def runs(store: StoreUrl = STORE) -> None:
     """What is in the store."""
-    try:
-        lines = listing.run_lines(checked_store(store))
-    except (UserError, StoreError) as error:
-        fail(error, 2)
-    for line in lines:
-        typer.echo(line)
+    _echo(listing.run_lines(checked_store(store)))
 
 
 @app.command()
@@ -117,26 +116,15 @@ def show(
     store: StoreUrl = STORE,
 ) -> None:
     """A run's iterations, or the rollouts of one as a table."""
-    try:
-        found = open_existing(checked_store(store), run)
-        lines = listing.show_lines(found) if iteration is None else listing.iteration_lines(found, iteration, rows)
-    except (UserError, StoreError) as error:
-        fail(error, 2)
-    for line in lines:
-        typer.echo(line)
+    found = open_existing(checked_store(store), run)
+    _echo(listing.show_lines(found) if iteration is None else listing.iteration_lines(found, iteration, rows))
 
 
 @app.command("verify")
 def verify_command(run: str, store: StoreUrl = STORE) -> None:
     """Re-hash every artifact of a run; exit code 1 on any fault."""
-    try:
-        count, faults = verify(open_existing(checked_store(store), run))
-    except UserError as error:
-        fail(error, 2)
-    except StoreError as error:
-        fail(error, 1)
-    for fault in faults:
-        typer.echo(f"FAULT {fault}")
+    count, faults = verify(open_existing(checked_store(store), run))
+    _echo(f"FAULT {fault}" for fault in faults)
     typer.echo(f"{run}: {count} artifacts, {len(faults)} faults")
     if faults:
         raise typer.Exit(1)
@@ -159,29 +147,23 @@ def fork_command(
     """
     set_defaults()
     from rlpipe.config_source import override_config
-    from rlpipe.stages.preflight import preflight
     from rlpipe.stages.redo import changes, check_redo
 
     overrides = [*(sets or []), f"run={json.dumps(new)}", f"store={json.dumps(store)}"]
-    try:
-        if redo and any(each.replace(" ", "").startswith("rl.num_iterations=") for each in overrides):
-            raise UserError(
-                f"--redo ends with iteration {at}: leave rl.num_iterations away, and go on with rlpipe run after it"
-            )
-        parent = open_existing(checked_store(store), run)
-        check_committed(parent, at)
-        config = override_config(parent.config, overrides + ([f"rl.num_iterations={at + 1}"] if redo else []))
-        planned = planned_fork(parent, at, config, redo or "")
-        if redo:
-            check_redo(parent, at, config, redo)
-        preflight(config, planned)
-        forked = fork(parent, at, config, redo or "")
-    except (UserError, StoreError, OSError) as error:
-        fail(error, 2)
+    if redo and any(each.replace(" ", "").startswith("rl.num_iterations=") for each in overrides):
+        raise UserError(f"--redo ends with iteration {at}: leave rl.num_iterations away, and go on with rlpipe run after it")
+    parent = open_existing(checked_store(store), run)
+    check_committed(parent, at)
+    config = override_config(parent.config, overrides + ([f"rl.num_iterations={at + 1}"] if redo else []))
+    planned = planned_fork(parent, at, config, redo or "")
+    if redo:
+        check_redo(parent, at, config, redo)
+    _preflight(config, planned)
+    forked = fork(parent, at, config, redo or "")
     typer.echo(f"run {new} shares {run} up to iteration {forked.fork_at}" + (f", and redoes {redo} of {at}" if redo else ""))
     _run(config)
-    for line in changes(forked) if redo else []:
-        typer.echo(line)
+    if redo:
+        _echo(changes(forked))
 
 
 @app.command()
@@ -193,20 +175,16 @@ def gc(
     """List (or delete) what no manifest of a run names: files of attempts that died. Not while the run is worked on."""
     from rlpipe.store import lease
 
+    found = open_existing(checked_store(store), run)
+    held = lease.acquire(found.store, found.root) if delete else None
     try:
-        found = open_existing(checked_store(store), run)
-        held = lease.acquire(found.store, found.root) if delete else None
-        try:
-            keys = unreferenced(found)
-            for key in keys if delete else []:
-                found.store.delete(key)
-        finally:
-            if held is not None:
-                held.release()
-    except (UserError, StoreError) as error:
-        fail(error, 2)
-    for key in keys:
-        typer.echo(f"{'deleted' if delete else 'unreferenced'} {key}")
+        keys = unreferenced(found)
+        for key in keys if delete else []:
+            found.store.delete(key)
+    finally:
+        if held is not None:
+            held.release()
+    _echo(f"{'deleted' if delete else 'unreferenced'} {key}" for key in keys)
     typer.echo(f"{run}: {len(keys)} files no manifest names" + ("" if delete or not keys else "; delete them with --delete"))
 
 
@@ -219,14 +197,9 @@ def automations(
 
     from flows.automations import apply_automations
 
-    try:
-        if not PREFECT_API_URL.value():
-            raise UserError("PREFECT_API_URL is not set: name the team's server (`prefect config set PREFECT_API_URL=...`)")
-        lines = asyncio.run(apply_automations(notify))
-    except (UserError, OSError) as error:
-        fail(error, 2)
-    for line in lines:
-        typer.echo(line)
+    if not PREFECT_API_URL.value():
+        raise UserError("PREFECT_API_URL is not set: name the team's server (`prefect config set PREFECT_API_URL=...`)")
+    _echo(asyncio.run(apply_automations(notify)))
 
 
 @app.command("import-gguf", context_settings=PASSED_ON, add_help_option=False)

@@ -13,11 +13,11 @@ from typing import Annotated
 
 import typer
 
-from flows.cli_options import STORE, Sets, StoreUrl, checked_store, fail
+from flows.cli_options import STORE, Sets, StoreUrl, checked_store
 from rlpipe.config import PipelineConfig
 from rlpipe.services import ADDRESS_VARIABLE, KEY_VARIABLE, config_of, own_address
 from rlpipe.store.backend import Store
-from rlpipe.types import StoreError, UserError
+from rlpipe.types import UserError
 
 Address = Annotated[
     str, typer.Option(envvar=ADDRESS_VARIABLE, help=f"address of this node; beyond loopback {KEY_VARIABLE} must be set")
@@ -81,12 +81,7 @@ def _serve(
         opened = checked_store(store)
         return await serve(opened, override_config(await config_of(opened, run), sets or []))
 
-    try:
-        typer.echo(f"ended: {asyncio.run(until_over())}")
-    except (UserError, StoreError, OSError) as error:
-        fail(error, 2)
-    except RuntimeError as error:
-        fail(error, 1)
+    typer.echo(f"ended: {asyncio.run(until_over())}")
 
 
 def _ended() -> asyncio.Event:

@@ -13,7 +13,7 @@ from rlpipe.config_source import change_config
 from rlpipe.store.backend import open_store
 from rlpipe.store.run import find_run
 from rlpipe.types import JsonDict, UserError
-from tasks.evaluate import evaluate as evaluate_task
+from tasks.stages import evaluate as evaluate_task
 
 
 @flow(name="evaluate", flow_run_name=run_name("evaluate"), persist_result=False)

@@ -13,8 +13,7 @@ from flows.rl_phase import begin_rl, iterate, why_not_on
 from flows.session import open_session
 from rlpipe.config import PipelineConfig
 from rlpipe.types import JsonDict
-from tasks.evaluate import evaluate
-from tasks.reload_engines import reload_engines
+from tasks.stages import evaluate, reload_engines
 
 
 @flow(name="rl", flow_run_name=run_name("rl"), persist_result=False)

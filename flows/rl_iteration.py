@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import NamedTuple
 
 from prefect import flow
@@ -16,14 +15,7 @@ from rlpipe.stages.sampling import num_shards, previous_artifact
 from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.session import Session
 from rlpipe.types import ArtifactRef, JsonDict, StageResult
-from tasks.checkpoint import checkpoint
-from tasks.evaluate import evaluate
-from tasks.filter import filter_groups
-from tasks.generate import generate
-from tasks.reload_engines import reload_engines
-from tasks.sample_prompts import sample_prompts
-from tasks.score import score
-from tasks.train import train
+from tasks.stages import checkpoint, evaluate, filter_groups, generate, reload_engines, sample_prompts, score, train
 
 
 class Sampled(NamedTuple):
@@ -37,38 +29,34 @@ class Sampled(NamedTuple):
 @flow(name="rl-iteration", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)
 async def rl_iteration(config: PipelineConfig, iteration: int) -> JsonDict:
     """Weight version k samples, is rewarded, and becomes version k + 1. Returns the record of the commit."""
-    started = time.monotonic()
     async with open_session(config) as session:
-        session.seconds.clear()
+        session.begin_iteration()
         policy, _ = session.run.policy(iteration)
         sampled = await sample_batch(session, iteration, policy)
         batch = sampled.batch.ref
         trained = await train(session, iteration=iteration, batch=batch)
         after = await checkpoint(session, iteration=iteration, batch=batch, previous=policy, metrics=trained.metrics)
         await reload_engines(session, policy=after.ref, version=iteration + 1)
-        evaluation = None
-        if evaluation_due(config, iteration):
-            evaluation = await evaluate(session, policy=after.ref, version=iteration + 1)
-        return await finish_iteration(session, iteration, started, sampled, trained, after, evaluation)
+        evaluation = await evaluate_if_due(session, iteration, after)
+        return await finish_iteration(session, iteration, sampled, trained, after, evaluation)
 
 
 async def finish_iteration(
     session: Session,
     iteration: int,
-    started: float,
     sampled: Sampled,
     trained: StageResult,
     after: StageResult,
     evaluation: StageResult | None = None,
 ) -> JsonDict:
-    """Commits an iteration of any mode and shows it; the record. `started`: monotonic seconds."""
+    """Commits an iteration of any mode and shows it; the record."""
     artifacts = {"prompts": sampled.prompts.ref, "batch": sampled.batch.ref, "policy": after.ref}
     metrics = over_rounds([told.metrics for told in sampled.scores])
     metrics |= {**sampled.prompts.metrics, **sampled.batch.metrics, **trained.metrics}
     if evaluation is not None:
         artifacts["evaluation"] = evaluation.ref
         metrics |= {f"evaluation/{name}": value for name, value in evaluation.metrics.items()}
-    record = await commit_iteration(session, iteration, artifacts, metrics, started)
+    record = await commit_iteration(session, iteration, artifacts, metrics)
     await publish_iteration(session, record, sampled.batch.ref)
     return record
 
@@ -89,7 +77,7 @@ async def sample_batch(session: Session, iteration: int, policy: ArtifactRef) ->
         rounds.append(prompts.ref)
         before, carried = prompts.ref, None
         part = {"prompts": prompts.ref, "policy": policy, "kept": kept, **at}
-        shards = range(num_shards(session, prompts))
+        shards = range(num_shards(session, prompts.metrics["num_prompts"]))
         rollouts = await asyncio.gather(*(generate(session, shard=shard, **part) for shard in shards))
         scores.append(await score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at))
         scored = [done.ref for done in scores]
@@ -99,9 +87,10 @@ async def sample_batch(session: Session, iteration: int, policy: ArtifactRef) ->
             return Sampled(prompts, scores, batch)
 
 
-def evaluation_due(config: PipelineConfig, iteration: int) -> bool:
-    """Every `evaluation.every` iterations, and at the end."""
-    every = config.evaluation.every
-    if not config.sets("evaluation"):
-        return False
-    return iteration + 1 == config.rl.num_iterations or (every > 0 and (iteration + 1) % every == 0)
+async def evaluate_if_due(session: Session, iteration: int, after: StageResult) -> StageResult | None:
+    """Evaluates the policy after an iteration: every `evaluation.every` iterations, and at the end."""
+    config, version = session.config, iteration + 1
+    last = version == config.rl.num_iterations
+    if not config.sets("evaluation") or not (last or (config.evaluation.every and version % config.evaluation.every == 0)):
+        return None
+    return await evaluate(session, policy=after.ref, version=version)

@@ -17,9 +17,7 @@ from rlpipe.stages.limits import reason_to_stop
 from rlpipe.stages.selection import LOSS, out_of_patience, validation_losses
 from rlpipe.stages.session import Session
 from rlpipe.types import JsonDict
-from tasks.prepare import prepare_sft_data
-from tasks.select_segment import select_segment
-from tasks.train_segment import train_segment
+from tasks.stages import prepare_sft_data, select_segment, train_segment
 
 
 @flow(name="sft", flow_run_name=run_name("sft"), persist_result=False)

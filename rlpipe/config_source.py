@@ -23,9 +23,7 @@ def read_config(source: str, overrides: list[str], presets: Path) -> PipelineCon
         tree = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not TOML ({error})") from error
-    for override in overrides:
-        _apply(tree, override)
-    return check(tree)
+    return _overridden(tree, overrides)
 
 
 def check(tree: JsonDict) -> PipelineConfig:
@@ -47,12 +45,14 @@ def _short(value: Any) -> str:
     )
 
 
-def _apply(tree: JsonDict, override: str) -> None:
-    """Sets `a.b=c` in the tree; c is TOML, or a plain string. `data.NAME.field` reaches every data set of that name."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise UserError(f"--set {override}: write it as section.field=value")
-    _change(tree, key.strip(), _value(text), f"--set {override}")
+def _overridden(tree: JsonDict, overrides: list[str]) -> PipelineConfig:
+    """Sets each `a.b=c` in the tree; c is TOML, or a plain string. `data.NAME.field` reaches every data set of that name."""
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"--set {override}: write it as section.field=value")
+        _change(tree, key.strip(), _value(text), f"--set {override}")
+    return check(tree)
 
 
 def _change(tree: JsonDict, key: str, value: Any, told: str) -> None:
@@ -88,10 +88,7 @@ def _value(text: str) -> Any:
 
 def override_config(config: PipelineConfig, overrides: list[str]) -> PipelineConfig:
     """The config with `a.b=c` overrides; UserError as `read_config`."""
-    tree = config.model_dump(mode="json")
-    for override in overrides:
-        _apply(tree, override)
-    return check(tree)
+    return _overridden(config.model_dump(mode="json"), overrides)
 
 
 def change_config(config: PipelineConfig, changes: JsonDict) -> PipelineConfig:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rlpipe.store.run import Run
 from rlpipe.types import JsonDict
@@ -93,24 +94,24 @@ def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-def _draw_losses(axis: object, run: Run) -> None:
+def _draw_losses(axis: Any, run: Run) -> None:
     chosen, trained = run.sft_result()
     segments = [sft_points(run, segment) for segment in range(trained)]
     points = [point for segment in segments for point in segment[:-1]]
-    axis.plot([point.step for point in points], [point.metrics["sft/loss"] for point in points], label="sft/loss")  # type: ignore[attr-defined]
+    axis.plot([point.step for point in points], [point.metrics["sft/loss"] for point in points], label="sft/loss")
     name = "sft/validation_loss"
     validated = [(segment[-1].step, segment[-1].metrics[name]) for segment in segments if name in segment[-1].metrics]
     if validated:
-        axis.plot(*zip(*validated, strict=True), marker="o", label=name)  # type: ignore[attr-defined]
-        axis.axvline(validated[chosen][0], linestyle=":", label="the result")  # type: ignore[attr-defined]
+        axis.plot(*zip(*validated, strict=True), marker="o", label=name)
+        axis.axvline(validated[chosen][0], linestyle=":", label="the result")
     _finish_axis(axis, "SFT loss", "SFT step", legend=bool(validated))
 
 
-def _draw_evaluations(axis: object, found: list[tuple[int, JsonDict]]) -> None:
+def _draw_evaluations(axis: Any, found: list[tuple[int, JsonDict]]) -> None:
     names = _drawn({name for _, values in found for name in values})
     for name in names:
         told = [(version, values[name]) for version, values in found if name in values]
-        axis.plot(*zip(*told, strict=True), marker="o", label=name)  # type: ignore[attr-defined]
+        axis.plot(*zip(*told, strict=True), marker="o", label=name)
     _finish_axis(axis, "held-out prompts", "weight version", legend=bool(names))
 
 
@@ -129,12 +130,12 @@ def _by_number(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _finish_axis(axis: object, title: str, x_label: str, legend: bool = True) -> None:
-    axis.set_title(title)  # type: ignore[attr-defined]
-    axis.set_xlabel(x_label)  # type: ignore[attr-defined]
-    axis.grid(alpha=0.3)  # type: ignore[attr-defined]
+def _finish_axis(axis: Any, title: str, x_label: str, legend: bool = True) -> None:
+    axis.set_title(title)
+    axis.set_xlabel(x_label)
+    axis.grid(alpha=0.3)
     if legend:
-        axis.legend(fontsize=7)  # type: ignore[attr-defined]
+        axis.legend(fontsize=7)
 
 
 def reward_svg(curve: list[list[float]], width: int = 480, height: int = 120) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlpipe.data.prompt import Prompt
 from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.types import ArtifactRef, JsonDict
@@ -86,15 +87,16 @@ def _nothing(kind: pa.DataType) -> Any:
     return "" if pa.types.is_string(kind) else 0
 
 
-def filled_rows(data: bytes, schema: pa.Schema) -> list[JsonDict]:
-    """The rows of Parquet bytes that another version of rlpipe may have written, with fewer or more columns."""
-    return [fill(row, schema) for row in pq.read_table(io.BytesIO(data)).to_pylist()]
-
-
 def read_rows(store: Store, ref: ArtifactRef, name: str, schema: pa.Schema) -> list[JsonDict]:
     """All rows of one Parquet file of an artifact, verified."""
     record = read_manifest(store, ref.folder, ref.sha256).file(name)
     return from_parquet(read_file(store, ref.folder, record), schema)
+
+
+def read_rows_if_any(store: Store, ref: ArtifactRef, name: str, schema: pa.Schema) -> list[JsonDict]:
+    """All rows of one Parquet file of an artifact; none where the artifact has no such file."""
+    manifest = read_manifest(store, ref.folder, ref.sha256)
+    return read_rows(store, ref, name, schema) if any(record.plain_name == name for record in manifest.files) else []
 
 
 def grouped(rows: list[JsonDict]) -> list[list[JsonDict]]:
@@ -103,6 +105,18 @@ def grouped(rows: list[JsonDict]) -> list[list[JsonDict]]:
     for row in rows:
         groups.setdefault(row["group_index"], []).append(row)
     return list(groups.values())
+
+
+def prompt_row(prompt: Prompt, tokens: list[int]) -> JsonDict:
+    """A prompt as it is stored; `tokens`: those of what the policy is asked."""
+    return {
+        "prompt_id": prompt.prompt_id,
+        "source": prompt.source,
+        "messages": json.dumps(prompt.messages),
+        "answer": prompt.answer,
+        "metadata": json.dumps(prompt.metadata),
+        "prompt_tokens": tokens,
+    }
 
 
 def prompt_of(row: JsonDict) -> JsonDict:

@@ -149,8 +149,8 @@ def config(tmp_path: Path, *sets: str) -> PipelineConfig:
 def made_session(tmp_path: Path, random: Random, *sets: str) -> Session:
     session: Any = Session(create_or_continue(config(tmp_path, *sets)), tmp_path / "work")
     session.pool = PlayedPool(random)
-    session._tokenizer = PlayedTokenizer()
-    session._prompts = {"rl": [PROMPTS_MADE]}
+    session.tokenizer = PlayedTokenizer()
+    session.prompts = lambda _: [PROMPTS_MADE]
     return session
 
 
@@ -171,10 +171,10 @@ def runs(tokens: list[int], mask: list[int]) -> list[tuple[int, list[int]]]:
 def test_every_token_is_accounted_for(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     random = Random(seed)
     session: Any = made_session(tmp_path_factory.mktemp("turns"), random)
-    session._environments = PlayedEnvironments(random)
+    session.environments = PlayedEnvironments(random)
     _, ref = asyncio.run(sampled(session))
     rows = read_rows(session.run.store, ref, "rollouts.parquet", ROLLOUTS)
-    environments = session._environments.opened[4:]  # the first ones asked the prompts
+    environments = session.environments.opened[4:]  # the first ones asked the prompts
     assert len(rows) == len(environments) == 12
     for row, environment in zip(rows, environments, strict=True):
         check_rollout(row, environment)
@@ -399,8 +399,8 @@ async def test_without_a_fallback_a_fault_ends_the_run_before_the_shard_is_commi
 
 async def test_an_environment_that_asks_something_else_later_is_invalid(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = await sample_prompts(session, 0, 0, None)
-    monkeypatch.setattr(session.environments(), "name", "fickle:Other")
-    for seat in session.environments()._seats:
+    monkeypatch.setattr(session.environments, "name", "fickle:Other")
+    for seat in session.environments._seats:
         await seat.close()
     with pytest.raises(UserError, match="'environment_invalid': "):
         await generate(session, 0, 0, 0, prompts.ref, POLICY)
@@ -408,7 +408,7 @@ async def test_an_environment_that_asks_something_else_later_is_invalid(session:
 
 async def test_a_prompt_that_an_environment_cannot_start_with_is_named(folder: Path) -> None:
     session: Any = made_session(folder, Random(1), "rl.environment=fickle:Fickle", "rl.environment_args={fails = 3}")
-    session._prompts = {"rl": [[Prompt("products/0", "products", [{"role": "user"}], "x")]]}
+    session.prompts = lambda _: [[Prompt("products/0", "products", [{"role": "user"}], "x")]]
     with pytest.raises(UserError, match=r"cannot start with prompt products/0 \(environment_error: KeyError: 'content'"):
         await sample_prompts(session, 0, 0, None)
     await session.close()
@@ -455,7 +455,7 @@ def test_preflight_tries_the_environment_and_the_template(folder: Path) -> None:
 def test_groups_are_stored_whole(tmp_path: Path) -> None:
     random = Random(5)
     session: Any = made_session(tmp_path, random)
-    session._environments = PlayedEnvironments(random)
+    session.environments = PlayedEnvironments(random)
     _, ref = asyncio.run(sampled(session))
     rows = read_rows(session.run.store, ref, "rollouts.parquet", ROLLOUTS)
     assert [[row["rollout_index"] for row in group] for group in grouped(rows)] == [[0, 1, 2]] * 4

@@ -63,8 +63,8 @@ def opened(tmp_path: Path, source: Path | str, *sets: str) -> Session:
 
 def held(tmp_path: Path, run: Run) -> Session:
     session = Session(run, tmp_path / "work")
-    session._tokenizer = PlayedTokenizer()  # type: ignore[assignment]
-    session._prompts = {"rl": [[Prompt("words/0", "words", [{"role": "user", "content": "say 4 5"}], "4 5")]]}
+    session.tokenizer = PlayedTokenizer()  # type: ignore[assignment]
+    session.prompts = lambda _: [[Prompt("words/0", "words", [{"role": "user", "content": "say 4 5"}], "4 5")]]
     return session
 
 
@@ -214,4 +214,4 @@ async def test_a_fork_that_samples_again_starts_the_prompts_of_its_own_data(tmp_
     prompts = await import_prompts(session := opened(tmp_path, write(tmp_path / "x.parquet", rollouts(0, 1, 2, 3))), 0)
     told = read_manifest(session.run.store, prompts.ref.folder, prompts.ref.sha256).metrics
     assert told["cursor"] == {"drawn": 0, "sets": [{"epoch": 0, "offset": 0}]}
-    assert told["data_sha256"] == session.data_sha256("rl")
+    assert told["data_sha256"] == session.data_sha256

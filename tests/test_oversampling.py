@@ -139,8 +139,8 @@ class World:
     def start(self, run: Run | None = None) -> None:
         session = Session(run or create_or_continue(self.config()), self.folder / "work")
         played: Any = session
-        played.pool, played._rewards, played._tokenizer = self.pool, self.rewards, PlayedTokenizer()
-        session._prompts["rl"] = [PROMPTS]
+        played.pool, played.rewards, played.tokenizer = self.pool, self.rewards, PlayedTokenizer()
+        session.prompts = lambda _: [PROMPTS]
         self.session = session
 
     async def retried(self, stage: Any, *arguments: Any) -> StageResult:
@@ -171,7 +171,7 @@ class World:
             prompts = await sample_prompts(self.session, *at, before, carried, pass_rates)
             rounds.append(prompts.ref)
             before, carried = prompts.ref, None
-            shards = list(range(num_shards(self.session, prompts)))
+            shards = list(range(num_shards(self.session, prompts.metrics["num_prompts"])))
             if self.crash():  # some shards are committed, some are not
                 lost = self.pool.random.sample(shards, len(shards) // 2)
                 await asyncio.gather(*(self.retried(generate, *at, shard, prompts.ref, POLICY, kept) for shard in lost))
@@ -186,7 +186,7 @@ class World:
                 break
         metrics = over_rounds([done.metrics for done in scores]) | batch.metrics
         artifacts = {"prompts": prompts.ref, "batch": batch.ref}
-        await commit_iteration(self.session, iteration, artifacts, metrics, 0.0)
+        await commit_iteration(self.session, iteration, artifacts, metrics)
         return batch.metrics | {"rounds": [ref.folder for ref in rounds]}
 
     def rows(self, iteration: int, stage: str, name: str, schema: Any) -> list[JsonDict]:

@@ -33,7 +33,7 @@ def scored(tmp_path: Path, rows: list[dict[str, Any]], *sets: str, known: Any = 
     try:
         return score_rows(session, PROMPTS, rows, known)
     finally:
-        session.rewards().close()
+        session.rewards.close()
 
 
 def test_a_reward_is_a_function_of_prompt_completion_and_facts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rlpipe.config import PipelineConfig, identity
 from rlpipe.config_source import read_config
 from rlpipe.config_training import RlConfig
 from rlpipe.report import reward_svg
-from rlpipe.stages.commit import Produced, StageKey, run_stage
+from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages.iteration import CURVE_POINTS_MAX, _curve
 from rlpipe.stages.policy import check_mismatch, first_step_faults
 from rlpipe.stages.sampling import rollout_seed
@@ -64,9 +64,9 @@ def test_filters_change_what_is_sampled_only_where_they_end_a_round(tmp_path: Pa
 async def test_a_stage_is_done_once_and_then_answers_from_its_manifest(session: Session) -> None:
     calls: list[str] = []
 
-    async def produce(folder: str, attempt: str) -> Produced:
-        calls.append(attempt)
-        return Produced([write_bytes(session.run.store, folder, attempt, "x.bin", b"x")], {"n": len(calls)})
+    async def produce(attempt: Attempt) -> Produced:
+        calls.append(attempt.name)
+        return Produced([write_bytes(attempt.store, attempt.folder, attempt.name, "x.bin", b"x")], {"n": len(calls)})
 
     key, before = StageKey("rl", 0, "scores/round-0"), {"prompts": ArtifactRef("p", "1" * 64)}
     first = await run_stage(session, key, before, produce)
@@ -79,8 +79,8 @@ async def test_a_stage_is_done_once_and_then_answers_from_its_manifest(session: 
 
 
 async def test_a_stage_that_raises_commits_nothing(session: Session) -> None:
-    async def produce(folder: str, attempt: str) -> Produced:
-        write_bytes(session.run.store, folder, attempt, "half.bin", b"half")
+    async def produce(attempt: Attempt) -> Produced:
+        write_bytes(attempt.store, attempt.folder, attempt.name, "half.bin", b"half")
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="disk is full"):

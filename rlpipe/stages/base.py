@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rlpipe.config import ModelConfig, PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.prompt import Prompt
 from rlpipe.data.tiny_tokenizer import build_tokenizer
-from rlpipe.stages.commit import Produced, StageKey, run_stage
-from rlpipe.stages.session import Session
-from rlpipe.stages.training import probe_of, save_body
+from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
+from rlpipe.stages.session import PromptSets, Session
+from rlpipe.stages.training import save
 from rlpipe.store.artifacts import write_file
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StageResult, UserError
 from rlpipe.weights import tensor_shapes
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 TOKENIZER_TEXTS_MAX = 2000
-PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
 
 
 def model_folder(model: ModelConfig) -> Path:
@@ -57,19 +54,19 @@ def _from_hub(name: str) -> Path:
 
 async def base_tokenizer(session: Session) -> StageResult:
     """The tokenizer of the run: the model's own, or one built from the prompts."""
-
-    async def produce(folder: str, attempt: str) -> Produced:
-        return Produced(await asyncio.to_thread(_write_tokenizer, session, folder, attempt))
-
-    return await run_stage(session, StageKey("base", 0, "tokenizer"), {}, produce)
+    return await run_stage(session, StageKey("base", 0, "tokenizer"), {}, partial(_write_tokenizer, session))
 
 
-def _write_tokenizer(session: Session, folder: str, attempt: str) -> list[FileRecord]:
+def _write_tokenizer(session: Session, attempt: Attempt) -> Produced:
     with tempfile.TemporaryDirectory() as scratch:
         source = tokenizer_folder(session.config, session.prompts, Path(scratch))
         weights = {path for pattern in WEIGHT_FILES for path in source.glob(pattern)}
-        files = sorted(path for path in source.iterdir() if path.is_file() and path not in weights)
-        return [write_file(session.run.store, folder, attempt, path.name, path) for path in files]
+        return Produced(_copied(attempt, set(source.iterdir()) - weights))
+
+
+def _copied(attempt: Attempt, paths: set[Path]) -> list[FileRecord]:
+    files = sorted(path for path in paths if path.is_file())
+    return [write_file(attempt.store, attempt.folder, attempt.name, path.name, path) for path in files]
 
 
 def tokenizer_folder(config: PipelineConfig, prompts: PromptSets, scratch: Path) -> Path:
@@ -85,37 +82,32 @@ def tokenizer_folder(config: PipelineConfig, prompts: PromptSets, scratch: Path)
 async def base_policy(session: Session, tokenizer: ArtifactRef) -> StageResult:
     """The base model: copied from `model.path`, or new from the seed (made by the trainer)."""
 
-    async def produce(folder: str, attempt: str) -> Produced:
-        if session.config.model.path:
-            return Produced(await asyncio.to_thread(_copy_model, session, folder, attempt), weight_version=0)
-        gang = await session.gang()
-        new = {"config": _new_config(session.config.model, session.tokenizer()), "seed": session.config.seed}
-        load = {"position": f"{folder}/new", "new": new, "policy": None, "state": None}
-        await gang.run("load", load)
-        save = await asyncio.to_thread(save_body, session, folder, None, attempt)
-        saved = await gang.run("save", {"position": load["position"], **save})
-        return Produced([FileRecord(**record) for record in saved["policy"]], probe_of(save, saved), weight_version=0)
+    def copy(attempt: Attempt) -> Produced:
+        source = model_folder(session.config.model)
+        files = {path for path in source.iterdir() if path.suffix in (".json", ".safetensors", ".jinja")}
+        return Produced(_copied(attempt, files), weight_version=0)
 
+    async def make(attempt: Attempt) -> Produced:
+        new = {"config": _new_config(session.config.model, session.tokenizer), "seed": session.config.seed}
+        position = f"{attempt.folder}/new"
+        await (await session.gang()).run("load", {"position": position, "new": new, "policy": None, "state": None})
+        saved = await save(session, position, attempt)
+        return Produced(saved.policy, saved.probe, weight_version=0)
+
+    produce = copy if session.config.model.path else make
     return await run_stage(session, StageKey("base", 0, "policy"), {"tokenizer": tokenizer}, produce)
 
 
 async def base_probe(session: Session, policy: ArtifactRef) -> StageResult:
     """The probe of a base model that was copied, and so not saved by the trainer."""
 
-    async def produce(folder: str, attempt: str) -> Produced:
-        gang = await session.gang()
-        load = {"position": f"{policy.folder}/fresh", "new": None, "policy": policy.as_json(), "state": None}
-        await gang.run("load", load)
-        save = await asyncio.to_thread(save_body, session, None, None, attempt)
-        return Produced([], probe_of(save, await gang.run("save", {"position": load["position"], **save})))
+    async def produce(attempt: Attempt) -> Produced:
+        position = f"{policy.folder}/fresh"
+        load = {"position": position, "new": None, "policy": policy.as_json(), "state": None}
+        await (await session.gang()).run("load", load)
+        return Produced([], (await save(session, position, attempt, policy=False)).probe)
 
     return await run_stage(session, StageKey("base", 0, "probe"), {"policy": policy}, produce)
-
-
-def _copy_model(session: Session, folder: str, attempt: str) -> list[FileRecord]:
-    source = model_folder(session.config.model)
-    files = sorted(path for path in source.iterdir() if path.is_file() and path.suffix in (".json", ".safetensors", ".jinja"))
-    return [write_file(session.run.store, folder, attempt, path.name, path) for path in files]
 
 
 def _new_config(model: ModelConfig, tokenizer: ChatTokenizer) -> JsonDict:

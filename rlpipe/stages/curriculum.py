@@ -7,9 +7,9 @@ import numpy as np
 from rlpipe.data.curriculum import PassRate, PassRates, chance, draw, updated
 from rlpipe.data.cursor import Draw, PromptCursor
 from rlpipe.data.prompt import Prompt
-from rlpipe.rollouts import PASS_RATES, read_rows, to_parquet
+from rlpipe.rollouts import PASS_RATES, read_rows_if_any
+from rlpipe.stages.commit import Attempt
 from rlpipe.stages.session import Session
-from rlpipe.store.artifacts import read_manifest, write_bytes
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, sha256_of
 
 FILE = "pass_rates.parquet"
@@ -17,15 +17,12 @@ FILE = "pass_rates.parquet"
 
 def read_pass_rates(session: Session, batch: ArtifactRef | None) -> PassRates:
     """The pass rates beside a batch; none where there is no batch yet, or it is of a run without a curriculum."""
-    store = session.run.store
-    if batch is None or not any(record.plain_name == FILE for record in read_manifest(store, batch.folder, batch.sha256).files):
-        return {}
-    rows = read_rows(store, batch, FILE, PASS_RATES)
+    rows = read_rows_if_any(session.run.store, batch, FILE, PASS_RATES) if batch is not None else []
     return {row["prompt_id"]: PassRate(row["num_groups"], row["pass_rate"]) for row in rows}
 
 
 def write_pass_rates(
-    session: Session, folder: str, attempt: str, previous: ArtifactRef | None, groups: list[list[JsonDict]]
+    session: Session, attempt: Attempt, previous: ArtifactRef | None, groups: list[list[JsonDict]]
 ) -> tuple[list[FileRecord], JsonDict]:
     """The pass rates of `previous` with all finished groups of this iteration, kept or dropped, as a file; and metrics."""
     if session.config.rl.curriculum == "none":
@@ -39,8 +36,7 @@ def write_pass_rates(
         {"prompt_id": name, "num_groups": known.num_groups, "pass_rate": known.pass_rate}
         for name, known in sorted(rates.items())
     ]
-    record = write_bytes(session.run.store, folder, attempt, FILE, to_parquet(rows, PASS_RATES))
-    return [record], {"rollout/prompts_known": len(rates)}
+    return [attempt.write_rows(FILE, rows, PASS_RATES)], {"rollout/prompts_known": len(rates)}
 
 
 def draw_prompts(

@@ -8,15 +8,14 @@ from collections import Counter
 from rlpipe.engines.client import NOTHING_YET
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.passes import set_metrics
-from rlpipe.rollouts import SCORES, prompt_of, to_parquet
-from rlpipe.stages.commit import Produced, StageKey, run_stage
+from rlpipe.rollouts import SCORES, prompt_of
+from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages.rows import check_lengths, prompt_rows, rollout_rows
 from rlpipe.stages.sampling import sample, sampling_params
 from rlpipe.stages.scoring import score_rows
 from rlpipe.stages.seeds import rollout_seed
 from rlpipe.stages.session import Session
 from rlpipe.stages.turns import environment_metrics
-from rlpipe.store.artifacts import write_bytes
 from rlpipe.types import ArtifactRef, JsonDict, StageResult
 
 
@@ -31,15 +30,13 @@ def evaluation_key(session: Session, version: int) -> StageKey:
 async def evaluate(session: Session, policy: ArtifactRef, version: int) -> StageResult:
     """The metrics of every evaluation set (rlpipe/passes.py): greedy, pass@k and the majority's answer at temperature 1."""
 
-    async def produce(folder: str, attempt: str) -> Produced:
+    async def produce(attempt: Attempt) -> Produced:
         await session.serve(policy, version)
         prompt_rows, rows = await _sample(session, version)
         prompts = {row["prompt_id"]: prompt_of(row) for row in prompt_rows}
         source = {row["prompt_id"]: row["source"] for row in prompt_rows}
         scored = await asyncio.to_thread(score_rows, session, prompts, rows)
-        record = await asyncio.to_thread(
-            write_bytes, session.run.store, folder, attempt, "evaluation.parquet", to_parquet(scored, SCORES)
-        )
+        record = await asyncio.to_thread(attempt.write_rows, "evaluation.parquet", scored, SCORES)
         metrics = await asyncio.to_thread(_metrics, session, scored, source)
         return Produced([record], metrics, weight_version=version)
 

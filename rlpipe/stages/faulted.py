@@ -60,7 +60,7 @@ def _answered(rows: list[JsonDict]) -> bool:
 
 
 def _committed_rows(session: Session, key: StageKey) -> list[JsonDict] | None:
-    found = session.run.artifact(key.phase, key.iteration, key.stage)
+    found = session.run.artifact(*key)
     return read_rows(session.run.store, found[0], "rollouts.parquet", ROLLOUTS) if found else None
 
 

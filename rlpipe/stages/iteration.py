@@ -13,24 +13,22 @@ from rlpipe.types import ArtifactRef, JsonDict, canonical_json
 CURVE_POINTS_MAX = 64
 
 
-async def commit_iteration(
-    session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict, started: float
-) -> JsonDict:
+async def commit_iteration(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict) -> JsonDict:
     """Commits an iteration and returns its record (the standing one when it was committed before).
 
-    `artifacts`: the iteration's prompts, batch, policy and, when there is one, evaluation. `started`: monotonic seconds.
+    `artifacts`: the iteration's prompts, batch, policy and, when there is one, evaluation.
     """
-    return await asyncio.to_thread(_commit, session, iteration, artifacts, metrics, started)
+    return await asyncio.to_thread(_commit, session, iteration, artifacts, metrics)
 
 
-def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict, started: float) -> JsonDict:
+def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict) -> JsonDict:
     run = session.run
     previous = run.iteration_record(iteration - 1) if iteration else None
     state = run.artifact("rl", iteration, "state")
     if state is not None:
         artifacts = artifacts | {"state": state[0]}
     metrics = {name: value for name, value in metrics.items() if "/" in name}  # the rest is bookkeeping of the stages
-    metrics |= time_metrics(session, time.monotonic() - started, metrics)
+    metrics |= time_metrics(session, metrics)
     metrics |= add_iteration(spent_before(run, iteration), metrics, gpus_held(run.config, "rl"))
     record = {
         "schema_version": 1,
@@ -50,10 +48,9 @@ def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
     return standing
 
 
-def time_metrics(session: Session, total_s: float, metrics: JsonDict) -> JsonDict:
+def time_metrics(session: Session, metrics: JsonDict) -> JsonDict:
     """Seconds per stage verb and in none, and the tokens per second they mean."""
-    seconds = dict(session.seconds)
-    session.seconds.clear()
+    seconds, total_s = session.seconds, time.monotonic() - session.began
     told = {f"time/{verb}_s": round(value, 4) for verb, value in seconds.items()}
     told["time/iteration_s"] = round(total_s, 4)
     told["time/orchestration_s"] = round(total_s - sum(seconds.values()), 4)

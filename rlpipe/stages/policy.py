@@ -6,12 +6,11 @@ import asyncio
 import logging
 
 from rlpipe.config_training import RlConfig
-from rlpipe.stages.commit import Produced, StageKey, run_stage
+from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages.session import Session
-from rlpipe.stages.sft import commit_state
-from rlpipe.stages.training import OnProgress, probe_of, rl_job, save_body, save_job, train_job
+from rlpipe.stages.training import OnProgress, rl_job, save_job, train_job
 from rlpipe.store.artifacts import read_manifest
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StageResult, StepRefused
+from rlpipe.types import ArtifactRef, JsonDict, StageResult, StepRefused
 
 log = logging.getLogger(__name__)
 ONPOLICY_MAX = 1e-6  # mean |policy - proximal logprobs| of the first step; 0 where both passes run the same kernels
@@ -30,7 +29,7 @@ async def train(session: Session, iteration: int, batch: ArtifactRef, on_progres
     for fault in first_step_faults(metrics["first_step"], iteration, session.config.rl.objective):
         log.warning("iteration %d: %s", iteration, fault)
     told = await asyncio.to_thread(read_manifest, session.run.store, batch.folder, batch.sha256)
-    stale = told.metrics.get("rollout/num_tokens_stale", 0)  # an older rlpipe's batch, redone, has none
+    stale = told.metrics["rollout/num_tokens_stale"]
     check_mismatch(metrics["train/mismatch_abs_mean"], iteration, session.config.rl, stale)
     return StageResult(batch, metrics, cached=False)
 
@@ -81,14 +80,10 @@ async def checkpoint(
     run = session.run
     due = (iteration + 1) % session.config.checkpoint.state_every == 0
 
-    async def produce(folder: str, attempt: str) -> Produced:
-        state_folder = run.folder("rl", iteration, "state") if due else None
-        save = await asyncio.to_thread(save_body, session, folder, state_folder, attempt)
-        saved = await save_job(session, "rl", iteration, rl_job(run, iteration, batch), save)
-        if due:
-            await commit_state(session, "rl", iteration, {"batch": batch}, [FileRecord(**record) for record in saved["state"]])
-        told = metrics | probe_of(save, saved)
-        return Produced([FileRecord(**record) for record in saved["policy"]], told, weight_version=iteration + 1)
+    async def produce(attempt: Attempt) -> Produced:
+        job, state_inputs = rl_job(run, iteration, batch), {"batch": batch} if due else None
+        saved = await save_job(session, "rl", iteration, job, attempt, state_inputs)
+        return Produced(saved.policy, metrics | saved.probe, weight_version=iteration + 1)
 
     inputs = {"batch": batch, "previous": previous}
     return await run_stage(session, StageKey("rl", iteration, "policy"), inputs, produce)

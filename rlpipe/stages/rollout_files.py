@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from rlpipe.data.prompt import Prompt
-from rlpipe.rollouts import ROLLOUTS, SCORES, fill
+from rlpipe.rollouts import ROLLOUTS, SCORES, fill, prompt_row
 from rlpipe.stages.carrying import CUT_SHORT
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.types import JsonDict, UserError
@@ -24,6 +23,22 @@ log = logging.getLogger(__name__)
 REQUIRED = ["prompt_id", "group_index", "prompt_tokens", "completion_tokens", "rollout_logprobs"]
 REWARD = ["reward", "reward_parts"]
 READ_ROWS = 1024
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class EnvironmentRecord(BaseModel):
+    """What is read of what an environment recorded of a rollout."""
+
+    reward: Finite
+    num_turns: NonNegativeInt
+    fault: str  # empty without one
+    metrics: dict[str, Finite]
+
+
+RECORDS: dict[str, TypeAdapter[Any]] = {  # the columns that are JSON
+    "environment": TypeAdapter(EnvironmentRecord),
+    "reward_parts": TypeAdapter(dict[str, Finite]),
+}
 
 
 @dataclass(frozen=True)
@@ -113,9 +128,8 @@ class FileRollouts:
         spans = row.get("weight_versions")
         if spans is not None and sum(span["num_tokens"] for span in spans) != len(completion):
             raise UserError(f"{where}: weight_versions do not add up to its {len(completion)} completion_tokens")
-        for name, wrong in (("environment", _wrong_environment), ("reward_parts", _wrong_parts)):
-            if row.get(name) and (why := wrong(_json_object(row[name]))):
-                raise UserError(f"{where}: {name} {row[name][:80]!r} {why}; mend it, or leave the column away")
+        for name in RECORDS:
+            _check_record(where, name, row.get(name))
         tokens = [*prompt, *completion]
         if any(token is None or token < 0 for token in tokens):
             raise UserError(f"{where}: a token id is missing or below 0")
@@ -164,15 +178,8 @@ class FileRollouts:
         return list(prompts.values()), rollouts, rewards
 
     def _prompt_row(self, row: JsonDict) -> JsonDict:
-        prompt, text = self.book.find(row), row.get("prompt") or ""
-        return {
-            "prompt_id": row["prompt_id"],
-            "source": prompt.source if prompt else "stored",
-            "messages": json.dumps(prompt.messages if prompt else [{"role": "user", "content": text}]),
-            "answer": prompt.answer if prompt else None,
-            "metadata": json.dumps(prompt.metadata if prompt else {}),
-            "prompt_tokens": row["prompt_tokens"],
-        }
+        unknown = Prompt("", "stored", [{"role": "user", "content": row.get("prompt") or ""}], None)
+        return prompt_row(self.book.find(row) or unknown, row["prompt_tokens"]) | {"prompt_id": row["prompt_id"]}
 
     def _read_groups(self, places: list[GroupPlace]) -> Iterator[list[JsonDict]]:
         for path in dict.fromkeys(place.path for place in places):
@@ -187,35 +194,13 @@ class FileRollouts:
                 yield rows[place.first - start : place.first - start + place.count]
 
 
-def _json_object(text: str) -> JsonDict | None:
+def _check_record(where: str, name: str, text: str | None) -> None:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # a bool is no number, NaN is not below anything
-
-
-def _wrong_environment(record: JsonDict | None) -> str:
-    """What is wrong with what an environment recorded of a rollout; empty when nothing is."""
-    if record is None:
-        return "is no JSON object"
-    metrics = record.get("metrics")
-    checks = {
-        "reward (a finite number)": _finite(record.get("reward")),
-        "num_turns (a whole number)": type(record.get("num_turns")) is int and record["num_turns"] >= 0,
-        "fault (text, empty without one)": isinstance(record.get("fault"), str),
-        "metrics (an object of finite numbers)": isinstance(metrics, dict) and all(map(_finite, metrics.values())),
-    }
-    lacking = [name for name, holds in checks.items() if not holds]
-    return f"needs {', '.join(lacking)}" if lacking else ""
-
-
-def _wrong_parts(parts: JsonDict | None) -> str:
-    return "" if parts is not None and all(map(_finite, parts.values())) else "is no JSON object of finite numbers"
+        if text:
+            RECORDS[name].validate_json(text, strict=True)
+    except ValidationError as error:
+        faults = "; ".join(": ".join([*map(str, fault["loc"]), fault["msg"]]) for fault in error.errors())
+        raise UserError(f"{where}: {name} {text!r:.80}: {faults}; mend it, or leave the column away") from error
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import pyarrow as pa
 
 from rlpipe.data.prompt import Prompt
-from rlpipe.rollouts import PROMPTS, ROLLOUTS, filled_rows
+from rlpipe.rollouts import PROMPTS, ROLLOUTS, read_rows
 from rlpipe.stages.rollout_files import FileRollouts
 from rlpipe.stages.stored import stored_rounds
-from rlpipe.store.artifacts import read_file, read_manifest, reference_of_file
+from rlpipe.store.artifacts import reference_of_file
 from rlpipe.store.run import Run, open_existing
 from rlpipe.types import ArtifactRef, JsonDict, UserError
 
@@ -29,21 +26,6 @@ class Stored:
     cursor: JsonDict | None = None  # {"cursor", "data_sha256"} of the run they are from
 
 
-class RolloutSource(Protocol):
-    """What a run is fed from. `pins`: what must stay as it is from the first iteration to the last, by name."""
-
-    @property
-    def pins(self) -> dict[str, ArtifactRef]: ...
-
-    def check(self, tokenizer_sha256: str, vocab_size: int) -> None:
-        """UserError when the tokens cannot be those of this tokenizer."""
-        ...
-
-    def iteration(self, iteration: int) -> Stored:
-        """The rollouts of our iteration; UserError when there are no more."""
-        ...
-
-
 @dataclass(frozen=True)
 class RunRollouts:
     """Another run of the store: its iteration k, all sampling rounds of it, is ours."""
@@ -52,11 +34,12 @@ class RunRollouts:
 
     @property
     def pins(self) -> dict[str, ArtifactRef]:
+        """What must stay as it is from the first iteration to the last, by name."""
         key = f"{self.run.root}/run.json"
         return {key: reference_of_file(self.run.store, key)}
 
     def check(self, tokenizer_sha256: str, vocab_size: int) -> None:
-        """The same tokenizer, to the byte."""
+        """UserError unless it is the same tokenizer, to the byte."""
         theirs = self.run.committed("base", 0, "tokenizer")[1].file("tokenizer.json").sha256
         if theirs != tokenizer_sha256:
             raise UserError(
@@ -65,19 +48,16 @@ class RunRollouts:
             )
 
     def iteration(self, iteration: int) -> Stored:
+        """The rollouts of our iteration; UserError when there are no more."""
         if self.run.iteration_record(iteration) is None:
             raise UserError(f"rl.rollouts_from=run:{self.run.name}: its iteration {iteration} is not committed (yet)")
         rounds = stored_rounds(self.run, iteration)
-        prompts = [row for each in rounds for row in self._rows(each.prompts, "prompts.parquet", PROMPTS)]
-        rollouts = [row for each in rounds for ref in each.rollouts for row in self._rows(ref, "rollouts.parquet", ROLLOUTS)]
-        inputs = {ref.folder: ref for each in rounds for ref in (each.prompts, *each.rollouts)}
-        told = rounds[-1].told.metrics
+        store, shards = self.run.store, [ref for each in rounds for ref in each.rollouts]
+        prompts = [row for each in rounds for row in read_rows(store, each.prompts.ref, "prompts.parquet", PROMPTS)]
+        rollouts = [row for ref in shards for row in read_rows(store, ref, "rollouts.parquet", ROLLOUTS)]
+        inputs = {ref.folder: ref for each in rounds for ref in (each.prompts.ref, *each.rollouts)}
+        told = rounds[-1].prompts.metrics
         return Stored(prompts, rollouts, [], inputs, {name: told[name] for name in ("cursor", "data_sha256")})
-
-    def _rows(self, ref: ArtifactRef, name: str, schema: pa.Schema) -> list[JsonDict]:
-        store = self.run.store
-        data = read_file(store, ref.folder, read_manifest(store, ref.folder, ref.sha256).file(name))
-        return filled_rows(data, schema)
 
 
 @dataclass(frozen=True)
@@ -92,7 +72,7 @@ class ParquetRollouts:
         return {str(path): ArtifactRef(str(path), sha256) for path, sha256 in self.files.sha256.items()}
 
     def check(self, tokenizer_sha256: str, vocab_size: int) -> None:
-        """No token outside the vocabulary."""
+        """UserError for a token outside the vocabulary."""
         token, where = self.files.largest_token
         if token >= vocab_size:
             raise UserError(f"{where}: token {token} is outside the vocabulary of {vocab_size}: another tokenizer made it")
@@ -102,6 +82,9 @@ class ParquetRollouts:
         if end > total:
             raise _too_few(self.files.name, total, "groups", end, iteration + 1)
         return Stored(*self.files.read(first, end - first))
+
+
+RolloutSource = RunRollouts | ParquetRollouts
 
 
 def _groups_of(run: Run, iterations: int) -> int:

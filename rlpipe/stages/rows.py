@@ -8,6 +8,7 @@ import json
 from rlpipe.data.prompt import Message, Prompt
 from rlpipe.engines.client import Completion
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.rollouts import prompt_row
 from rlpipe.stages.carrying import loss_mask
 from rlpipe.stages.session import Session
 from rlpipe.stages.turns import Played, asked_by_environment, policy_only
@@ -18,7 +19,7 @@ def check_lengths(session: Session, use: str) -> None:
     """UserError naming the first prompt that leaves no room for a completion; an environment's are known when they are drawn."""
     if not session.config.rl.environment:
         for prompt in (prompt for rows in session.prompts(use) for prompt in rows):
-            _check_room(session, prompt, len(session.tokenizer().encode_prompt(prompt.messages)))
+            _check_room(session, prompt, len(session.tokenizer.encode_prompt(prompt.messages)))
 
 
 def _check_room(session: Session, prompt: Prompt, num_tokens: int) -> None:
@@ -44,16 +45,9 @@ async def prompt_rows(session: Session, prompts: list[Prompt]) -> list[JsonDict]
 
 
 def _prompt_row(session: Session, prompt: Prompt, asked: list[Message]) -> JsonDict:
-    tokens = session.tokenizer().encode_prompt(asked)
+    tokens = session.tokenizer.encode_prompt(asked)
     _check_room(session, prompt, len(tokens))
-    return {
-        "prompt_id": prompt.prompt_id,
-        "source": prompt.source,
-        "messages": json.dumps(prompt.messages),
-        "answer": prompt.answer,
-        "metadata": json.dumps(prompt.metadata),
-        "prompt_tokens": tokens,
-    }
+    return prompt_row(prompt, tokens)
 
 
 def rollout_rows(
@@ -71,7 +65,7 @@ def rollout_rows(
             "rollout_index": index,
             "prompt": json.loads(row["messages"])[-1]["content"],
             "prompt_tokens": row["prompt_tokens"],
-            "completion": session.tokenizer().decode(completion.tokens),
+            "completion": session.tokenizer.decode(completion.tokens),
             "completion_tokens": completion.tokens,
             "loss_mask": policy_only(completion, loss_mask(completion.spans, version, train_stale_tokens)),
             "rollout_logprobs": completion.rollout_logprobs,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from functools import partial
 
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.data.prompt import Prompt
 from rlpipe.engines.client import NOTHING_YET, Completion, SamplingParams
 from rlpipe.engines.pool import GroupRequest
-from rlpipe.rollouts import CARRIED, PROMPTS, ROLLOUTS, grouped, read_rows, to_parquet
+from rlpipe.rollouts import CARRIED, PROMPTS, ROLLOUTS, grouped, read_rows, read_rows_if_any
 from rlpipe.stages.carrying import num_sampled_of, prior_of
-from rlpipe.stages.commit import Produced, StageKey, run_stage
+from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages.curriculum import draw_prompts
 from rlpipe.stages.faulted import check_answered
 from rlpipe.stages.rows import check_lengths, prompt_rows, rollout_rows
@@ -21,7 +20,7 @@ from rlpipe.stages.seeds import rollout_seed
 from rlpipe.stages.session import Session
 from rlpipe.stages.survivors import Survivors
 from rlpipe.stages.turns import play
-from rlpipe.store.artifacts import read_manifest, write_bytes
+from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run
 from rlpipe.types import ArtifactRef, JsonDict, StageResult, UserError
@@ -41,19 +40,17 @@ async def sample_prompts(
     iteration before too, in every round.
     """
 
-    async def produce(folder: str, attempt: str) -> Produced:
+    async def produce(attempt: Attempt) -> Produced:
         handed, prompts, metrics = await asyncio.to_thread(_draw, session, iteration, round_index, before, carried, pass_rates)
         rows = [{name: group[0][name] for name in PROMPTS.names} for group in handed] + await prompt_rows(session, prompts)
         assert len(rows) == max(session.config.rl.round_groups, len(handed)), (
             "the cursor drew another number of prompts than asked"
         )
-        tables = [("prompts.parquet", to_parquet(rows, PROMPTS))]
+        files = [await asyncio.to_thread(attempt.write_rows, "prompts.parquet", rows, PROMPTS)]
         if handed:
-            tables.append(("carried.parquet", to_parquet([row for group in handed for row in group], CARRIED)))
-        write = partial(write_bytes, session.run.store, folder, attempt)
-        return Produced(
-            [await asyncio.to_thread(write, name, data) for name, data in tables], metrics | {"num_prompts": len(rows)}
-        )
+            carried_rows = [row for group in handed for row in group]
+            files.append(await asyncio.to_thread(attempt.write_rows, "carried.parquet", carried_rows, CARRIED))
+        return Produced(files, metrics | {"num_prompts": len(rows)})
 
     given = {"before": before, "carried": carried, "pass_rates": pass_rates}
     inputs = {name: ref for name, ref in given.items() if ref is not None}
@@ -71,7 +68,7 @@ def _draw(
     """The groups that are handed on, the prompts drawn beside them, and the metrics of the draw."""
     sets, data = session.prompts("rl"), session.config.sets("rl")
     cursor = PromptCursor([len(rows) for rows in sets], [entry.weight for entry in data], session.config.seed)
-    position, digest, first_group, skipped = cursor.start(), session.data_sha256("rl"), 0, {}
+    position, digest, first_group, skipped = cursor.start(), session.data_sha256, 0, {}
     if before is not None:
         told = read_manifest(session.run.store, before.folder, before.sha256).metrics
         if told["data_sha256"] != digest:
@@ -93,10 +90,7 @@ def _draw(
 
 def _carried_groups(store: Store, ref: ArtifactRef) -> list[list[JsonDict]]:
     """The groups of an artifact's carried.parquet, which it has when there are any."""
-    manifest = read_manifest(store, ref.folder, ref.sha256)
-    if not any(record.plain_name == "carried.parquet" for record in manifest.files):
-        return []
-    return grouped(read_rows(store, ref, "carried.parquet", CARRIED))
+    return grouped(read_rows_if_any(store, ref, "carried.parquet", CARRIED))
 
 
 def check_carried(run: Run) -> None:
@@ -121,12 +115,8 @@ def check_carried(run: Run) -> None:
         )
 
 
-def num_shards(session: Session, prompts: StageResult) -> int:
+def num_shards(session: Session, num_prompts: int) -> int:
     """Shards of a sampling round."""
-    return _num_shards(session, prompts.metrics["num_prompts"])
-
-
-def _num_shards(session: Session, num_prompts: int) -> int:
     return -(-num_prompts // session.config.rl.shard_prompts)
 
 
@@ -154,7 +144,7 @@ async def generate(
     """
     rl, key = session.config.rl, _rollouts_key(iteration, round_index, shard)
 
-    async def produce(folder: str, attempt: str) -> Produced:
+    async def produce(attempt: Attempt) -> Produced:
         session.unanswered.discard((key.iteration, key.stage))
         places = await asyncio.to_thread(_places, session, prompts)
         mine = places[shard * rl.shard_prompts : (shard + 1) * rl.shard_prompts]
@@ -171,10 +161,9 @@ async def generate(
             for place, request, group in zip(mine, requests, groups, strict=True)
             for rollout in rollout_rows(session, place.prompt, place.group_index, request, group, iteration)
         ]
-        shards = (_rollouts_key(iteration, round_index, each) for each in range(_num_shards(session, len(places))))
+        shards = (_rollouts_key(iteration, round_index, each) for each in range(num_shards(session, len(places))))
         await check_answered(session, key, [other for other in shards if other != key], rollouts)
-        data = await asyncio.to_thread(to_parquet, rollouts, ROLLOUTS)
-        record = await asyncio.to_thread(write_bytes, session.run.store, folder, attempt, "rollouts.parquet", data)
+        record = await asyncio.to_thread(attempt.write_rows, "rollouts.parquet", rollouts, ROLLOUTS)
         tokens = sum(num_sampled_of(row, iteration) for row in rollouts)
         return Produced([record], {"num_rollouts": len(rollouts), "num_tokens": tokens}, weight_version=iteration)
 
@@ -219,8 +208,8 @@ async def _recount(session: Session, survivors: Survivors, iteration: int, round
         if survivors.recounted:
             return
         prompts = {place.group_index: place.prompt for place in places}
-        keys = [_rollouts_key(iteration, round_index, shard) for shard in range(_num_shards(session, len(places)))]
-        looks = (asyncio.to_thread(session.run.artifact, key.phase, key.iteration, key.stage) for key in keys)
+        keys = [_rollouts_key(iteration, round_index, shard) for shard in range(num_shards(session, len(places)))]
+        looks = (asyncio.to_thread(session.run.artifact, *key) for key in keys)
         for found in await asyncio.gather(*looks):
             if found is not None:
                 rows = await asyncio.to_thread(read_rows, session.run.store, found[0], "rollouts.parquet", ROLLOUTS)

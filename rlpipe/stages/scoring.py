@@ -13,14 +13,24 @@ import numpy as np
 from rlpipe.advantages import rollout_means, token_advantages
 from rlpipe.filters import TRUNCATED, ResolvedFilter, apply_filters, resolve_filters
 from rlpipe.rewards.score import Score
-from rlpipe.rollouts import BATCH, CARRIED, KEPT_REWARDS, PROMPTS, ROLLOUTS, SCORES, grouped, prompt_of, read_rows, to_parquet
+from rlpipe.rollouts import (
+    BATCH,
+    CARRIED,
+    KEPT_REWARDS,
+    PROMPTS,
+    ROLLOUTS,
+    SCORES,
+    grouped,
+    prompt_of,
+    read_rows,
+    read_rows_if_any,
+)
 from rlpipe.stages.carrying import account, carried_rows, finished, num_sampled_of, staleness
-from rlpipe.stages.commit import Produced, StageKey, run_stage
+from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages.curriculum import write_pass_rates
 from rlpipe.stages.session import Session
 from rlpipe.stages.survivors import Finished, ScoreKey, Survivors
 from rlpipe.stages.turns import environment_metrics
-from rlpipe.store.artifacts import read_manifest, write_bytes
 from rlpipe.types import ArtifactRef, JsonDict, StageResult, UserError
 
 log = logging.getLogger(__name__)
@@ -34,7 +44,7 @@ def score_rows(
 
     UserError when it has no fallback (`rl.reward_fallback = none`), or when not a single rollout could be scored.
     """
-    pool, fallback = session.rewards(), session.config.rl.reward_fallback
+    pool, fallback = session.rewards, session.config.rl.reward_fallback
     scores = _scores(session, prompts, rows, known or {})
     faults = Counter(score.reason for score in scores if score.reason)
     if faults:
@@ -63,7 +73,7 @@ def _scores(
     told = [_environment_fault(row) or known.get(_score_key(row)) for row in rows]
     unknown = [row for row, score in zip(rows, told, strict=True) if score is None]
     items = [{"prompt": prompts[row["prompt_id"]], "completion": row["completion"], "rollout": _facts(row)} for row in unknown]
-    computed = iter(session.rewards().score(items))
+    computed = iter(session.rewards.score(items))
     scores = [next(computed) if score is None else score for score in told]
     assert next(computed, None) is None, "a score was lost"
     return scores
@@ -134,7 +144,7 @@ async def score(
 ) -> StageResult:
     """The rewards of one round's rollouts; none for those of a group that was cut short."""
 
-    def produce_sync(folder: str, attempt: str) -> Produced:
+    def produce(attempt: Attempt) -> Produced:
         store, survivors = session.run.store, session.survivors.get((iteration, round_index))
         known = {row["prompt_id"]: prompt_of(row) for row in read_rows(store, prompts, "prompts.parquet", PROMPTS)}
         rows = [row for ref in rollouts for row in read_rows(store, ref, "rollouts.parquet", ROLLOUTS)]
@@ -148,11 +158,7 @@ async def score(
             for row in group
         ]
         assert next(scored, None) is None and len(told) == len(rows), "a score was lost"
-        record = write_bytes(store, folder, attempt, "scores.parquet", to_parquet(told, SCORES))
-        return Produced([record], _score_metrics(session, iteration, told))
-
-    async def produce(folder: str, attempt: str) -> Produced:
-        return await asyncio.to_thread(produce_sync, folder, attempt)
+        return Produced([attempt.write_rows("scores.parquet", told, SCORES)], _score_metrics(session, iteration, told))
 
     inputs = {"prompts": prompts} | {f"rollouts-{shard:03d}": ref for shard, ref in enumerate(rollouts)}
     return await run_stage(session, StageKey("rl", iteration, f"scores/round-{round_index}"), inputs, produce)
@@ -164,10 +170,7 @@ def _place(row: JsonDict) -> tuple[int, int]:
 
 def _kept_rewards(session: Session, rollouts: ArtifactRef) -> dict[tuple[int, int], JsonDict]:
     """The rewards that imported rollouts came with, where their prompts are not known."""
-    manifest = read_manifest(session.run.store, rollouts.folder, rollouts.sha256)
-    if not any(record.plain_name == "rewards.parquet" for record in manifest.files):
-        return {}
-    rows = read_rows(session.run.store, rollouts, "rewards.parquet", KEPT_REWARDS)
+    rows = read_rows_if_any(session.run.store, rollouts, "rewards.parquet", KEPT_REWARDS)
     return {_place(row): {"reward": row["reward"], "reward_parts": row["reward_parts"], "reward_fault": ""} for row in rows}
 
 
@@ -226,7 +229,7 @@ async def filter_groups(
     of the iteration before: its rates, brought up to date, lie beside this batch. `last`: there is no other round to be had.
     """
 
-    def produce_sync(folder: str, attempt: str) -> Produced:
+    def produce(attempt: Attempt) -> Produced:
         rl, store = session.config.rl, session.run.store
         every = grouped([row for ref in scores for row in read_rows(store, ref, "scores.parquet", SCORES)])
         groups = [group for group in every if finished(group)]
@@ -241,18 +244,15 @@ async def filter_groups(
         carried = _carried(session, iteration, prompts, [group for group in every if not finished(group)])
         masked = masked_rows(batch) if rl.mask_truncated else batch
         rows = with_advantages(masked, rl.estimator, rl.gamma)
-        files = [write_bytes(store, folder, attempt, "batch.parquet", to_parquet(rows, BATCH))]
+        files = [attempt.write_rows("batch.parquet", rows, BATCH)]
         if carried:
-            files.append(write_bytes(store, folder, attempt, "carried.parquet", to_parquet(carried, CARRIED)))
-        rates, known = write_pass_rates(session, folder, attempt, pass_rates, groups)
+            files.append(attempt.write_rows("carried.parquet", carried, CARRIED))
+        rates, known = write_pass_rates(session, attempt, pass_rates, groups)
         reasons = {str(groups[index][0]["group_index"]): reason for index, reason in dropped.items()}
         metrics = _filter_metrics(kept, dropped, round_index) | account(every, batch, filtered, carried, iteration)
         metrics |= staleness(batch, iteration) | {"rollout/groups_carried": len(every) - len(groups)}
         metrics["rollout/num_masked"] = sum(new is not row for new, row in zip(masked, batch, strict=True))
         return Produced(files + rates, metrics | known | {"needs_more": needs_more, "dropped": reasons})
-
-    async def produce(folder: str, attempt: str) -> Produced:
-        return await asyncio.to_thread(produce_sync, folder, attempt)
 
     inputs = {
         f"{name}-{index}": ref for name, refs in (("prompts", prompts), ("scores", scores)) for index, ref in enumerate(refs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rlpipe.config_training import SftConfig
-from rlpipe.stages.commit import Produced, StageKey, run_stage
+from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages.session import Session
 from rlpipe.store.run import Run
 from rlpipe.types import StageResult
@@ -37,13 +37,10 @@ async def select_segment(session: Session) -> StageResult:
     """
     run = session.run
 
-    def produce_sync() -> Produced:
+    def produce(_: Attempt) -> Produced:
         losses = validation_losses(run, done)
         assert done == run.num_segments or out_of_patience(run.config.sft, losses), "SFT is not over"
         return Produced([], {"segment": best_segment(losses), "num_segments": done, "losses": losses})
-
-    async def produce(folder: str, attempt: str) -> Produced:
-        return await asyncio.to_thread(produce_sync)
 
     done = await asyncio.to_thread(run.num_committed, "sft", run.num_segments)
     last, _ = await asyncio.to_thread(run.committed, "sft", done - 1, "policy")

@@ -12,8 +12,8 @@ import logging
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from rlpipe.config import PipelineConfig
@@ -34,10 +34,11 @@ from rlpipe.store.run import Run, create_or_continue
 from rlpipe.tracking import Tracker
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.elsewhere import gang_place
-from rlpipe.types import ArtifactRef, EngineError, StageResult, UserError, sha256_of
+from rlpipe.types import ArtifactRef, EngineError, sha256_of
 from rlpipe.weights import Probe
 
 log = logging.getLogger(__name__)
+PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
 
 
 class Session:
@@ -51,25 +52,26 @@ class Session:
         self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.request_timeout_s)
         self.trainer = TrainerClient(gang_place(run, work_dir, start_service), run.config.trainer.job_timeout_s)
         self.tracker = Tracker(run.config, run.store.url, partial(fetch_points, run))
-        self.prepared: StageResult | None = None  # the committed tokenizer, once this process has seen it
+        self.prompts: PromptSets = cache(partial(load_sets, run.config))
+        self.began = time.monotonic()  # the current iteration
         self.seconds: dict[str, float] = defaultdict(float)  # per stage verb, of the current iteration
         self.survivors: dict[RoundKey, Survivors] = {}  # of the sampling round at work, when it is over-sampled
         self.unanswered: set[tuple[int, str]] = set()  # iteration and stage of shards that wait for others (faulted.py)
         self._active: Counter[str] = Counter()
         self._since: dict[str, float] = {}
-        self._rewards: RewardPool | None = None
-        self._environments: EnvironmentPool | None = None
-        self._prompts: dict[str, list[list[Prompt]]] = {}
-        self._digests: dict[str, str] = {}
-        self._tokenizer: ChatTokenizer | None = None
-        self._source: RolloutSource | None = None
         self._closed = False
+        self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
         self._trainer_lock = asyncio.Lock()
         self._pool_lock = asyncio.Lock()
 
     @property
     def config(self) -> PipelineConfig:
         return self.run.config
+
+    def begin_iteration(self) -> None:
+        """From here on counts what an iteration takes."""
+        self.began = time.monotonic()
+        self.seconds.clear()
 
     @contextlib.contextmanager
     def timed(self, verb: str) -> Iterator[None]:
@@ -104,56 +106,43 @@ class Session:
 
     def _probe(self, policy: ArtifactRef) -> Probe:
         metrics = read_manifest(self.run.store, policy.folder, policy.sha256).metrics
-        if "probe" not in metrics and policy == self.run.committed("base", 0, "policy")[0]:  # it was copied
+        if "probe" not in metrics:  # a base model that was copied
             metrics = self.run.committed("base", 0, "probe")[1].metrics
-        if "probe" not in metrics:
-            raise UserError(f"{policy.folder} was committed by an older rlpipe, without a probe: start another run from it")
         return Probe(**metrics["probe"])
 
+    @cached_property
     def rewards(self) -> RewardPool:
         self.check_open()
-        if self._rewards is None:
-            rl = self.config.rl
-            self._rewards = RewardPool(rl.rewards, rl.reward_args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s)
-        return self._rewards
+        rl = self.config.rl
+        pool = RewardPool(rl.rewards, rl.reward_args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s)
+        self._closing.callback(pool.close)
+        return pool
 
+    @cached_property
     def environments(self) -> EnvironmentPool:
         self.check_open()
-        if self._environments is None:
-            rl = self.config.rl
-            self._environments = EnvironmentPool(
-                rl.environment, rl.environment_args, rl.reward_workers, rl.environment_timeout_s
-            )
-        return self._environments
+        rl = self.config.rl
+        pool = EnvironmentPool(rl.environment, rl.environment_args, rl.reward_workers, rl.environment_timeout_s)
+        self._closing.push_async_callback(pool.close)
+        return pool
 
-    def prompts(self, use: str) -> list[list[Prompt]]:
-        """The prompt sets of one use, read once."""
-        if use not in self._prompts:
-            self._prompts[use] = load_sets(self.config, use)
-        return self._prompts[use]
+    @cached_property
+    def data_sha256(self) -> str:
+        """The hash of all prompts of use rl: a cursor's position means nothing in other data."""
+        return sha256_of([[prompt.as_json() for prompt in rows] for rows in self.prompts("rl")])
 
-    def data_sha256(self, use: str) -> str:
-        """The hash of all prompts of one use: a cursor's position means nothing in other data."""
-        if use not in self._digests:
-            self._digests[use] = sha256_of([[prompt.as_json() for prompt in rows] for rows in self.prompts(use)])
-        return self._digests[use]
-
+    @cached_property
     def rollout_source(self) -> RolloutSource:
-        """What `rl.rollouts_from` names, opened and checked once."""
-        if self._source is None:
-            prompts = [prompt for rows in self.prompts("rl") for prompt in rows]
-            self._source = open_source(self.run, prompts)
-        return self._source
+        """What `rl.rollouts_from` names, opened and checked."""
+        return open_source(self.run, [prompt for rows in self.prompts("rl") for prompt in rows])
 
+    @cached_property
     def tokenizer(self) -> ChatTokenizer:
         """The tokenizer of the run, from its base artifact."""
-        if self._tokenizer is None:
-            source, _ = self.run.committed("base", 0, "tokenizer")
-            folder = materialise(self.run.store, source, self.work_dir / "tokenizer")
-            self._tokenizer = ChatTokenizer.from_folder(
-                folder, self.config.model.chat_template, self.config.model.chat_template_args
-            )
-        return self._tokenizer
+        source, _ = self.run.committed("base", 0, "tokenizer")
+        model = self.config.model
+        folder = materialise(self.run.store, source, self.work_dir / "tokenizer")
+        return ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args)
 
     def check_open(self) -> None:
         """A shard may outlive another that failed, and the flow that failed with it: it starts nothing any more."""
@@ -165,10 +154,7 @@ class Session:
         await asyncio.gather(
             self.pool.close(), self._hosts.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close)
         )
-        if self._rewards is not None:
-            self._rewards.close()
-        if self._environments is not None:
-            await self._environments.close()
+        await self._closing.aclose()
 
 
 def data_seed(seed: int, name: str) -> int:

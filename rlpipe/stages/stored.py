@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlpipe.store.run import Run
-from rlpipe.types import ArtifactRef, Manifest, StoreError
+from rlpipe.types import ArtifactRef, StageResult, StoreError
 
 
 @dataclass(frozen=True)
 class StoredRound:
-    """One sampling round: its prompts (with their manifest) and the shards of its rollouts."""
+    """One sampling round: its prompts and the shards of its rollouts."""
 
-    prompts: ArtifactRef
-    told: Manifest
+    prompts: StageResult
     rollouts: list[ArtifactRef]
 
 
@@ -34,4 +33,4 @@ def _stored_round(run: Run, iteration: int, index: int) -> StoredRound:
     for shard, ref in enumerate(rollouts):
         if ref.sha256 != scored[f"rollouts-{shard:03d}"]:
             raise StoreError(f"{run.store.address(ref.folder)} is not what was scored")
-    return StoredRound(prompts, told, rollouts)
+    return StoredRound(StageResult(prompts, told.metrics, cached=True), rollouts)

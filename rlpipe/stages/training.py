@@ -6,13 +6,16 @@ The rollouts are the write-ahead log, the training state is the snapshot: load t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages.session import Session
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import GangLost, NotResident
-from rlpipe.types import ArtifactRef, JsonDict, TrainerError
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, TrainerError
 from rlpipe.weights import probe_tokens
 
 log = logging.getLogger(__name__)
@@ -65,32 +68,45 @@ async def train_job(session: Session, phase: str, iteration: int, job: JsonDict,
     )
 
 
-async def save_job(session: Session, phase: str, iteration: int, job: JsonDict, save: JsonDict) -> JsonDict:
-    """Saves what `job` results in; trains it again first when the trainer no longer holds it."""
-    gang = await session.gang()
+@dataclass(frozen=True)
+class Saved:
+    """What the trainer wrote. `probe`, for the policy's manifest: what an engine with these weights must answer."""
+
+    policy: list[FileRecord]
+    state: list[FileRecord]
+    probe: JsonDict
+
+
+async def save(session: Session, position: str, attempt: Attempt, *, policy: bool = True, state_folder: str = "") -> Saved:
+    """Saves what the trainer holds: its policy as files of the attempt, its state where there is a folder for it."""
+    tokens = probe_tokens(await asyncio.to_thread(lambda: session.tokenizer.vocab_size))
+    tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
+    told = await (await session.gang()).run("save", {
+        "position": position, "policy_folder": attempt.folder if policy else None, "state_folder": state_folder or None,
+        "attempt": attempt.name, "tokenizer": tokenizer.as_json(), "probe_tokens": tokens,
+    })  # fmt: skip
+    files, state = ([FileRecord(**record) for record in told[name]] for name in ("policy", "state"))
+    return Saved(files, state, {"probe": {"tokens": tokens, "logprobs": told["probe"]}})
+
+
+async def save_job(
+    session: Session, phase: str, iteration: int, job: JsonDict, attempt: Attempt, state_inputs: dict[str, ArtifactRef] | None
+) -> Saved:
+    """Saves what `job` results in, and commits its state where `state_inputs` are given; trains it again when it is not held."""
+    state_folder = session.run.folder(phase, iteration, "state") if state_inputs else ""
     for _ in range(REBUILDS_MAX):
         try:
-            return await gang.run("save", {"position": job["result"], **save})
+            saved = await save(session, job["result"], attempt, state_folder=state_folder)
+            break
         except (NotResident, GangLost) as error:
             log.warning("%s: training it again", error)
             await train_job(session, phase, iteration, job)
-    raise TrainerError(f"the trainer was lost {REBUILDS_MAX} times while saving {phase} {iteration}")
-
-
-def save_body(session: Session, policy_folder: str | None, state_folder: str | None, attempt: str) -> JsonDict:
-    """What the trainer is asked to save, but for the position."""
-    return {
-        "policy_folder": policy_folder,
-        "state_folder": state_folder,
-        "attempt": attempt,
-        "tokenizer": session.run.committed("base", 0, "tokenizer")[0].as_json(),
-        "probe_tokens": probe_tokens(session.tokenizer().vocab_size),
-    }
-
-
-def probe_of(save: JsonDict, saved: JsonDict) -> JsonDict:
-    """What an engine with the saved weights must answer: kept in the policy's manifest."""
-    return {"probe": {"tokens": save["probe_tokens"], "logprobs": saved["probe"]}}
+    else:
+        raise TrainerError(f"the trainer was lost {REBUILDS_MAX} times while saving {phase} {iteration}")
+    if state_inputs:
+        assert saved.state, f"the trainer saved no state for {phase} {iteration}"
+        await run_stage(session, StageKey(phase, iteration, "state"), state_inputs, lambda _: Produced(saved.state))
+    return saved
 
 
 async def _rebuild_until_held(session: Session, phase: str, iteration: int) -> None:

@@ -66,7 +66,7 @@ class Turns:
         self.done = completion
         if completion.finish_reason == "stop":
             try:
-                await self._answer(self.session.tokenizer().decode(completion.tokens[before:]))
+                await self._answer(self.session.tokenizer.decode(completion.tokens[before:]))
             except EnvironmentFault as fault:
                 self._end("fault")
                 self.fault = fault.reason
@@ -91,12 +91,12 @@ class Turns:
 
     def _continuation(self, messages: list[Message]) -> list[int]:
         try:
-            return self.session.tokenizer().encode_continuation(messages)
+            return self.session.tokenizer.encode_continuation(messages)
         except UserError as error:  # preflight has tried the template; this is about these messages
             raise EnvironmentFault("environment_invalid", str(error)) from error
 
     def _encoded(self, messages: list[Message]) -> list[int]:
-        return self.session.tokenizer().encode_prompt(messages)
+        return self.session.tokenizer.encode_prompt(messages)
 
     def _end(self, reason: str) -> None:
         self.done = replace(self.done, finish_reason=reason)
@@ -128,7 +128,7 @@ async def play(session: Session, requests: list[GroupRequest], prompts: list[Jso
 
     UserError when one had a fault and there is no `rl.reward_fallback`.
     """
-    environments, groups = session.environments(), []
+    environments, groups = session.environments, []
     for request, prompt in zip(requests, prompts, strict=True):
         assert not any(prior.tokens for prior in request.prior), "an environment's rollouts are not carried"
         told = prompt_of(prompt)
@@ -175,7 +175,7 @@ async def asked_by_environment(session: Session, prompts: list[JsonDict]) -> lis
     """
 
     async def start(prompt: JsonDict) -> list[Message]:
-        environment = session.environments().open(prompt)
+        environment = session.environments.open(prompt)
         try:
             return await environment.start()
         finally:
