@@ -99,6 +99,7 @@ class EvaluationConfig(BaseModel):
     pass_threshold: float = Field(default=1.0, description="A rollout passes when its reward is at least this")
 
 
+LOCAL_THREADS = (1, 2, 4, 8, 16)  # rows are split evenly over threads, else the same row could be computed by another code path
 Place = Literal["process", "deployment", "elsewhere"]
 
 
@@ -159,6 +160,14 @@ class EnginesConfig(BaseModel):
     request_timeout_s: float = Field(default=600, gt=0, description="Longest single request, s")
     hung_timeout_s: float = Field(default=60, gt=0, description="An engine that is unwell for so long is restarted, s")
     restarts_max: int = Field(default=5, ge=0, description="Restarts of an engine within one start of a run")
+
+    @model_validator(mode="after")
+    def _threads_share_rows_evenly(self) -> EnginesConfig:
+        if self.kind == "local" and self.threads not in LOCAL_THREADS:
+            raise ValueError(
+                f"threads={self.threads}: of the local engine choose one of {LOCAL_THREADS}: its results must not depend on the batch"
+            )
+        return self
 
 
 class CheckpointConfig(BaseModel):

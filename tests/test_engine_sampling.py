@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from rlpipe.config import LOCAL_THREADS
 from rlpipe.engines.local.kvcache import PREFIX_BYTES_MAX, PrefixBlock, PrefixStore
 from rlpipe.engines.local.model import SLOTS_MAX, SLOTS_MIN, slot_count
 from rlpipe.engines.local.routes import CONTROL_PATHS, key_wanted
 from rlpipe.engines.local.sampling import SlotSampling, sample, uniforms
-from rlpipe.engines.local.server import THREADS, app
+from rlpipe.engines.local.server import app
 from rlpipe.launch import free_port
 
 SLOTS, VOCAB = 4096, 64
@@ -69,7 +70,7 @@ def test_a_neighbour_with_top_p_changes_no_bit() -> None:
 def test_slots_divide_evenly_among_threads() -> None:
     for bucket in range(64, 40_000, 64):
         slots = slot_count(bucket)
-        assert SLOTS_MIN <= slots <= SLOTS_MAX and all(slots % threads == 0 for threads in THREADS)
+        assert SLOTS_MIN <= slots <= SLOTS_MAX and all(slots % threads == 0 for threads in LOCAL_THREADS)
 
 
 def test_no_more_slots_than_requests_come_at_once() -> None:

@@ -145,6 +145,7 @@ async def test_without_prefect_no_deployment_starts() -> None:
     [
         (["trainer.nodes=2"], "trainer.place = 'deployment'"),
         (["engines.nodes=2"], "engines.place = 'deployment'"),
+        (["engines.threads=3"], "choose one of (1, 2, 4, 8, 16)"),
         (["trainer.gpu_ids=[0,1]", "engines.gpu_ids=[1]"], "engines.gpu_ids=[1]: the trainer has some of them"),
     ],
 )

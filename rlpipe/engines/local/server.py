@@ -14,6 +14,7 @@ import torch
 import typer
 from aiohttp import web
 
+from rlpipe.config import LOCAL_THREADS
 from rlpipe.engines.local.model import LocalModel
 from rlpipe.engines.local.protocol import Job, Limits, settle
 from rlpipe.engines.local.routes import Routes
@@ -22,7 +23,6 @@ from rlpipe.launch import check_port_free, die_with_parent
 from rlpipe.types import UserError
 
 SHUTDOWN_S = 2.0
-THREADS = (1, 2, 4, 8, 16)
 SWITCH_INTERVAL_S = 0.0005  # every torch call gives the GIL away; at the default 5 ms the model would wait for JSON
 
 
@@ -46,9 +46,8 @@ def main(
             if value < 1:
                 raise UserError(f"{name}={value}: must be at least 1")
         check_port_free("port", port)  # before the model is loaded
-        # rows are split evenly over threads, else the same row could be computed by another code path
-        if threads not in THREADS:
-            raise UserError(f"threads={threads}: choose one of {THREADS}, so that results do not depend on the batch")
+        if threads not in LOCAL_THREADS:
+            raise UserError(f"threads={threads}: choose one of {LOCAL_THREADS}, so that results do not depend on the batch")
         torch.set_num_threads(threads)
         with torch.inference_mode():
             model = LocalModel(model_path, device, requests_max)
