@@ -117,20 +117,18 @@ class HttpScorer:
             )
         try:
             answer = await self._ask(http, self._endpoint.question(item))
-            self._num_failed_in_row = 0
-            return score_of(name, self._endpoint.reading(answer), self._weight)
+            score = score_of(name, self._endpoint.reading(answer), self._weight)
         except InvalidReward as error:
-            self._num_failed_in_row = 0
-            return self._fault("reward_invalid", str(error))
+            score = self._fault("reward_invalid", str(error))
         except ServiceRefused as error:
-            self._num_failed_in_row = 0
-            return self._fault("reward_error", str(error))
+            score = self._fault("reward_error", str(error))
         except ServiceDown as error:
-            self._num_failed_in_row += 1
-            return self._fault("reward_unavailable", str(error))
+            score = self._fault("reward_unavailable", str(error))
         except TimeoutError:
-            self._num_failed_in_row += 1
-            return self._fault("reward_timeout", f"took more than rl.reward_timeout_s={self._timeout_s:g}")
+            score = self._fault("reward_timeout", f"took more than rl.reward_timeout_s={self._timeout_s:g}")
+        is_away = score.reason in ("reward_unavailable", "reward_timeout")
+        self._num_failed_in_row = self._num_failed_in_row + 1 if is_away else 0
+        return score
 
     async def _ask(self, http: aiohttp.ClientSession, question: JsonDict) -> Any:
         """The JSON answer. ServiceDown after TRIES_MAX tries or when there is no time for another, TimeoutError within one."""
