@@ -41,7 +41,7 @@ def test_jsonl_prompts_carry_answer_and_other_columns(tmp_path: Path) -> None:
     first, second = load_prompts(config(path), seed=0)
     assert first == Prompt("mine/0", "mine", [{"role": "user", "content": "2+2?"}], "4", {"level": 1})
     assert (second.messages, second.answer) == ([{"role": "user", "content": "3+3?"}], "6")
-    assert Prompt.from_json(json.loads(canonical_json(first.as_json()))) == first
+    assert Prompt(**json.loads(canonical_json(first.as_json()))) == first
 
 
 def test_parquet_datasets_and_jsonl_agree(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_generator_is_deterministic_and_json() -> None:
     assert prompts == load_prompts(words(rows_max=20), seed=7)
     assert prompts != load_prompts(words(rows_max=20), seed=8)
     assert all(prompt.answer and prompt.messages[-1]["content"].endswith(prompt.answer[::-1]) for prompt in prompts)
-    assert [Prompt.from_json(json.loads(canonical_json(prompt.as_json()))) for prompt in prompts] == prompts
+    assert [Prompt(**json.loads(canonical_json(prompt.as_json()))) for prompt in prompts] == prompts
 
 
 def test_held_out_prompts_are_in_no_other_part_whatever_is_drawn() -> None:

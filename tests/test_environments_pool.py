@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ import pytest
 import pytest_asyncio
 
 from rlpipe.environments import pool as pool_module
-from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment
-from rlpipe.environments.process import check_environment
+from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment, check_environment
 from rlpipe.environments.protocol import Step
 from rlpipe.types import EngineError, UserError
 
@@ -168,7 +168,10 @@ async def test_a_start_that_is_not_the_same_twice_is_caught(pool: EnvironmentPoo
 async def test_a_kill_takes_the_children_along(pool: EnvironmentPool, folder: Path) -> None:
     assert await reason(pool.open(prompt()).step("child")) == "environment_timeout"
     child = int((folder / "child.pid").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    deadline_s = time.monotonic() + 10.0
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.02)
 
 
 async def test_an_environment_that_only_dies_ends_the_run(pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -401,7 +401,8 @@ async def test_an_environment_that_asks_something_else_later_is_invalid(session:
     prompts = await sample_prompts(session, 0, 0, None)
     monkeypatch.setattr(session.environments, "name", "fickle:Other")
     for seat in session.environments._seats:
-        await seat.close()
+        if seat.process is not None:
+            seat.process.kill()
     with pytest.raises(UserError, match="'environment_invalid': "):
         await generate(session, 0, 0, 0, prompts.ref, POLICY)
 

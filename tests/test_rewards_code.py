@@ -10,6 +10,7 @@ import pytest
 from rlpipe.rewards.code import code, last_program
 from rlpipe.rewards.code_tests import pick, read_tests, same_output
 from rlpipe.rewards.pool import RewardPool
+from rlpipe.rewards.registry import resolve
 from rlpipe.rewards.score import Score
 from rlpipe.types import UserError
 
@@ -202,7 +203,7 @@ def test_tests_at_fault_are_an_error_and_no_zero(given: dict[str, Any], reward: 
 )  # fmt: skip
 def test_senseless_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        code(**arguments)
+        resolve("code", arguments)
 
 
 def test_the_longest_inputs_are_picked_in_order() -> None:

@@ -23,7 +23,6 @@ from transformers import (
 
 from rlpipe.data.tiny_tokenizer import build_tokenizer
 from rlpipe.rewards import model as model_module
-from rlpipe.rewards.model import ModelScorer
 from rlpipe.rewards.pool import RewardPool, check_rewards
 from rlpipe.types import EngineError, UserError
 
@@ -71,9 +70,8 @@ def expected(folder: Path, completions: list[str], output: int) -> list[float]:
 
 
 def pid_of(pool: RewardPool) -> int:
-    scorer = next(scorer for scorer in pool._scorers if isinstance(scorer, ModelScorer))
-    assert scorer._process is not None
-    return scorer._process.pid
+    (process,) = pool._scorers[-1]._processes  # pyright: ignore[reportAttributeAccessIssue]
+    return process.pid
 
 
 @pytest.mark.e2e
@@ -110,21 +108,18 @@ def test_it_scores_what_transformers_does_and_survives_its_process(folder: Path,
 def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"hf:{folder}"
     items = [item(str(number)) for number in range(5)]
-    with RewardPool({name: 1.0}, {name: {"batch_size": 2}}, workers=1, timeout_s=1.0) as pool:
-        os.kill(pid_of(pool), signal.SIGSTOP)
-        assert [score.reason for score in pool.score(items)] == [None] * 5
-        monkeypatch.setattr(model_module, "RESTARTS_MAX", 0)
-        os.kill(pid_of(pool), signal.SIGSTOP)
-        assert [score.reason for score in pool.score(items)] == ["reward_crash"] * 5
-        assert pool.last_error and "replaced more than 0 times" in pool.last_error
+    for losses_max, reasons in ((8, [None] * 5), (0, ["reward_crash"] * 5)):
+        monkeypatch.setattr(model_module, "LOSSES_MAX", losses_max)
+        with RewardPool({name: 1.0}, {name: {"batch_size": 2}}, workers=1, timeout_s=1.0) as pool:
+            os.kill(pid_of(pool), signal.SIGSTOP)
+            assert [score.reason for score in pool.score(items)] == reasons
+    assert pool.last_error and "replaced more than 0 times" in pool.last_error
 
 
 @pytest.mark.e2e
 def test_a_close_while_it_scores_ends_the_scoring(folder: Path) -> None:
     pool = RewardPool({f"hf:{folder}": 1.0}, workers=1, timeout_s=60.0)
-    scorer = pool._scorers[0]
-    assert isinstance(scorer, ModelScorer) and scorer._process is not None
-    os.kill(scorer._process.pid, signal.SIGSTOP)  # it never answers
+    os.kill(pid_of(pool), signal.SIGSTOP)  # it never answers
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(pool.score, [item("5")] * 20)
         time.sleep(0.3)

@@ -158,11 +158,9 @@ def test_all_runs_together_have_a_limit() -> None:
 
 
 def test_protections_are_measured() -> None:
-    found = runner.protections(sys.executable)
-    assert found.plan == PAIRS[0][1]
-    assert found.missing() == []
-    weak = runner._probe(sys.executable, Plan(False, False, "none", 0, False))
-    assert set(weak.missing()) == {
+    assert runner.strongest_plan(sys.executable) == PAIRS[0][1]
+    assert runner._probe(*PAIRS[0]) == []
+    assert set(runner._probe(sys.executable, Plan(False, False, "none", 0, False))) == {
         "programs reach the network", "programs read what this user may read", "programs can signal this user's processes",
     }  # fmt: skip
 
@@ -171,8 +169,8 @@ def test_an_interpreter_may_lie_where_programs_have_their_tmp() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         venv.create(folder, symlinks=True)
-        found = runner.protections(f"{folder}/bin/python")
-    assert found.plan == PAIRS[0][1] and found.missing() == []
+        plan = runner.strongest_plan(f"{folder}/bin/python")
+        assert plan == PAIRS[0][1] and runner._probe(f"{folder}/bin/python", plan) == []
 
 
 CONTAINER = """
@@ -182,8 +180,8 @@ from rlpipe.rewards.sandbox import linux, runner, seccomp
 seccomp.DENIED = {"unshare": seccomp.DENIED["unshare"]}
 linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
 linux.filter_syscalls(seccomp.filter_program(False))
-found = runner.protections(sys.argv[1])
-print(json.dumps([found.plan.namespaces, found.leftovers, found.missing()]))
+plan = runner.strongest_plan(sys.argv[1])
+print(json.dumps([plan.namespaces, plan.drop, runner._probe(sys.argv[1], plan)]))
 """
 
 
@@ -192,14 +190,14 @@ def test_where_namespaces_are_refused(python_of_nobody: str) -> None:
     command = [python_of_nobody, "-c", CONTAINER, python_of_nobody]
     kept: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "env": {"PYTHONPATH": str(ROOT)}}
     as_root = subprocess.run(command, **kept)
-    assert json.loads(as_root.stdout) == ["none", "uid", []]
+    assert json.loads(as_root.stdout) == ["none", True, []]
     as_nobody = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], **kept)
-    assert json.loads(as_nobody.stdout) == ["none", "descendants", [] if linux.landlock_version() >= 6 else ANY]
+    assert json.loads(as_nobody.stdout) == ["none", False, [] if linux.landlock_version() >= 6 else ANY]
 
 
 def test_an_interpreter_that_does_not_start_is_refused() -> None:
     with pytest.raises(ValueError, match="python = '/no/python' does not start"):
-        runner.protections("/no/python")
+        runner.strongest_plan("/no/python")
 
 
 def test_readable_paths_hold_no_folder_twice(tmp_path: Path) -> None:

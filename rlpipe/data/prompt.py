@@ -33,9 +33,17 @@ class Prompt:
         """What a reward function or an environment gets."""
         return {name: value for name, value in self.as_json().items() if name != "source"}
 
-    @classmethod
-    def from_json(cls, value: JsonDict) -> Prompt:
-        return cls(**value)
+
+def is_message(value: Any) -> bool:
+    """Whether it has a role and a content, both text."""
+    return isinstance(value, dict) and _is_text(value.get("role")) and _is_text(value.get("content"))
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:  # JSON can hold halves of surrogate pairs, which no tokenizer takes
+        return False
 
 
 def split_point(messages: list[Message], salt: str = "") -> float:

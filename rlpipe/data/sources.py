@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.data.functions import Row
 from rlpipe.data.generated import generate_prompts
-from rlpipe.data.prompt import Message, Prompt, in_part, plain_json
+from rlpipe.data.prompt import Message, Prompt, in_part, is_message, plain_json
 from rlpipe.data.rows import read_rows
 from rlpipe.types import JsonDict, UserError
 
@@ -27,7 +28,7 @@ def load_prompts(data: DataConfig, seed: int) -> list[Prompt]:
         rows = read_rows(data, seed)
         answered = rows[0][1].get(data.answer_field) is not None
         prompts = [_prompt(data, index, row, answered) for index, row in enumerate(rows)]
-    prompts = [_with_system(data, prompt) for prompt in prompts]
+    prompts = [replace(prompt, messages=_system(data, prompt.messages)) for prompt in prompts]
     kept = [prompt for prompt in prompts if in_part(prompt.messages, data.part, data.heldout_fraction)]
     _check_some(data, len(kept), len(prompts))
     return kept
@@ -76,11 +77,6 @@ def _prompt(data: DataConfig, index: int, located: Row, answered: bool) -> Promp
     )
 
 
-def _with_system(data: DataConfig, prompt: Prompt) -> Prompt:
-    messages = _system(data, prompt.messages)
-    return Prompt(prompt.prompt_id, prompt.source, messages, prompt.answer, prompt.metadata)
-
-
 def _system(data: DataConfig, messages: list[Message]) -> list[Message]:
     if not data.system_prompt or messages[0]["role"] == "system":
         return messages
@@ -106,22 +102,11 @@ def _messages(where: str, field: str, value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: {field!r} must be a list of messages, and is {value!r}")
     for index, message in enumerate(value, start=1):
-        fine = isinstance(message, dict) and all(_is_text(message.get(key)) for key in ("role", "content"))
-        if not fine:
+        if not is_message(message):
             raise UserError(
                 f"{where}: message {index} of {field!r} needs a 'role' and a 'content', both text, and is {message!r}"
             )
     return [{key: plain_json(entry) for key, entry in message.items() if entry is not None} for message in value]
-
-
-def _is_text(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON can hold halves of surrogate pairs, which no tokenizer takes
-        return False
-    return True
 
 
 def _conversation(data: DataConfig, located: Row) -> Conversation:

@@ -8,6 +8,7 @@ assistant  <answer>148</answer>
 
 from __future__ import annotations
 
+import math
 import random
 import re
 
@@ -16,7 +17,9 @@ from rlpipe.types import JsonDict
 
 EXPRESSION_CHARS_MAX = 100
 TAG = re.compile(r"<(tool|answer)>([^<]*)</\1>")
-TOKEN = re.compile(r"\s*(\d+|[-+*])")
+INTEGER = r"\s*(?:-\s*)?[0-9]+\s*"
+PRODUCT = rf"{INTEGER}(?:\*{INTEGER})*"
+SUM = re.compile(rf"{PRODUCT}(?:[+-]{PRODUCT})*")
 
 
 class Calculator:
@@ -51,44 +54,10 @@ class Calculator:
 
 def calculate(expression: str) -> int:
     """The value of integers joined by + - *, * first. ValueError for anything else. Example: calculate("2+3*-4") is -10."""
-    if len(expression) > EXPRESSION_CHARS_MAX:
-        raise ValueError(f"longer than {EXPRESSION_CHARS_MAX} characters")
-    tokens = _tokens(expression)
-    total, index = 0, 0
-    sign = 1
-    while True:
-        term, index = _factor(tokens, index)
-        while index < len(tokens) and tokens[index] == "*":
-            factor, index = _factor(tokens, index + 1)
-            term *= factor
-        total += sign * term
-        if index == len(tokens):
-            return total
-        if tokens[index] not in ("+", "-"):
-            raise ValueError("two numbers side by side")
-        sign = 1 if tokens[index] == "+" else -1
-        index += 1
-
-
-def _tokens(expression: str) -> list[str]:
-    tokens, position, text = [], 0, expression.rstrip()
-    while position < len(text):
-        found = TOKEN.match(text, position)
-        if found is None or not found[1].isascii():
-            raise ValueError(f"{text[position]!r} is neither a digit nor one of + - *")
-        tokens.append(found[1])
-        position = found.end()
-    return tokens
-
-
-def _factor(tokens: list[str], index: int) -> tuple[int, int]:
-    """A number with at most one sign before it, and the index after it."""
-    sign = 1
-    if index < len(tokens) and tokens[index] == "-":
-        sign, index = -1, index + 1
-    if index == len(tokens) or not tokens[index].isdigit():
-        raise ValueError("a number is missing")
-    return sign * int(tokens[index]), index + 1
+    if len(expression) > EXPRESSION_CHARS_MAX or SUM.fullmatch(expression) is None:
+        raise ValueError(f"it is no sum of products of integers, or longer than {EXPRESSION_CHARS_MAX} characters")
+    terms = re.findall(rf"([+-]?)({PRODUCT})", "".join(expression.split()))
+    return sum((-1 if sign == "-" else 1) * math.prod(map(int, factors.split("*"))) for sign, factors in terms)
 
 
 def problems(seed: int, rows_max: int, low: int = 10, high: int = 999) -> list[JsonDict]:

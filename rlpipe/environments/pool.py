@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from rlpipe.environments.process import EnvironmentProcess, ProcessEnded
+from rlpipe.child import ChildProcess, ProcessEnded
 from rlpipe.environments.protocol import Message, Step
 from rlpipe.environments.registry import check_name
-from rlpipe.environments.worker import num_calls
 from rlpipe.types import EngineError, JsonDict, UserError
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class EnvironmentPool:
         self.timeout_s = timeout_s
         self.closed = False
         self.losses = 0  # in a row
+        self.threads = ThreadPoolExecutor(workers, thread_name_prefix="environments")  # one waits for one process
         self._seats = [_Seat(self) for _ in range(workers)]
         self._keys = itertools.count()
 
@@ -62,7 +65,12 @@ class EnvironmentPool:
     async def close(self) -> None:
         """Kills the processes; who waits for one gets an EngineError."""
         self.closed = True
-        await asyncio.gather(*(seat.close() for seat in self._seats))
+        processes = [seat.process for seat in self._seats if seat.process is not None]
+        for process in processes:
+            process.stop()
+        await asyncio.to_thread(self.threads.shutdown)  # who waits has been told
+        for process in processes:
+            process.kill()
 
 
 class RemoteEnvironment:
@@ -72,7 +80,7 @@ class RemoteEnvironment:
         self.key = key
         self.prompt = prompt
         self.asked: list[Message] | None = None  # what it started with, once known
-        self.home: EnvironmentProcess | None = None  # the process that holds it
+        self.home: ChildProcess | None = None  # the process that holds it
         self._history: list[tuple[str, list[Message]]] = []
         self._seat = seat
         self._dropped = False
@@ -97,7 +105,7 @@ class RemoteEnvironment:
             self._seat.occupied -= 1
             self._seat.dropped.append(self.key)
 
-    def request(self, process: EnvironmentProcess, completion: str | None) -> JsonDict:
+    def request(self, process: ChildProcess, completion: str | None) -> JsonDict:
         """What the worker is asked; all that it needs to make this environment when it is not there."""
         made = {"prompt": self.prompt, "asked": self.asked, "history": self._history}
         there = {"prompt": None, "asked": None, "history": []}
@@ -111,7 +119,7 @@ class _Seat:
         self.pool = pool
         self.occupied = 0  # by environments
         self.dropped: list[int] = []  # keys that the process may forget
-        self._process: EnvironmentProcess | None = None
+        self.process: ChildProcess | None = None
         self._lock = asyncio.Lock()
 
     async def ask(self, environment: RemoteEnvironment, completion: str | None) -> JsonDict:
@@ -128,16 +136,22 @@ class _Seat:
     async def _ask(self, environment: RemoteEnvironment, completion: str | None) -> JsonDict:
         pool = self.pool
         self._check_open()
-        if self._process is None or not self._process.alive:
-            self._process = await EnvironmentProcess.start(pool.name, pool.args, pool.timeout_s)
-            if pool.closed:
-                await self.close()
-        self._check_open()
-        process, dropped = self._process, self.dropped
+        if self.process is None or not self.process.alive:
+            if self.process is not None:
+                self.process.kill()
+            self.process = _launch(pool.name, pool.args)
+            try:
+                await self._in_thread(self.process.wait_ready)
+            except UserError:
+                self._check_open()
+                raise
+        process, dropped = self.process, self.dropped
         request = environment.request(process, completion)
         self.dropped = []
+        # each call of the environment's methods has the timeout for itself
+        num_calls = (request["prompt"] is not None) + len(request["history"]) + (completion is not None)
         try:
-            answer = await process.ask({**request, "dropped": dropped}, pool.timeout_s * num_calls(request))
+            answer = await self._in_thread(process.ask, {**request, "dropped": dropped}, pool.timeout_s * num_calls)
         except TimeoutError:
             what = f"took more than rl.environment_timeout_s={pool.timeout_s:g}"
             pool.lost(f"prompt {environment.prompt['prompt_id']}: {what}")
@@ -150,10 +164,29 @@ class _Seat:
             environment.asked = answer["asked"]
         return answer
 
+    async def _in_thread(self, call: Callable[..., JsonDict], *args: Any) -> JsonDict:
+        """What a call of the process gives. When the caller is cancelled the process ends: its answer would be taken for the next one's."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.pool.threads, call, *args)
+        except asyncio.CancelledError:
+            assert self.process is not None
+            self.process.stop()
+            self.process = None
+            raise
+
     def _check_open(self) -> None:
         if self.pool.closed:  # what is at work may outlive the run's session: it must record no fault
             raise EngineError(f"rl.environment={self.pool.name!r}: its processes were closed")
 
-    async def close(self) -> None:
-        if self._process is not None:
-            await self._process.kill()
+
+def check_environment(name: str, args: JsonDict) -> list[str]:
+    """The roles of an environment's messages; UserError when it cannot be loaded. In a process of its own, which imports it."""
+    check_name(name)
+    process = _launch(name, args)
+    roles: list[str] = process.wait_ready()["roles"]
+    process.kill()
+    return roles
+
+
+def _launch(name: str, args: JsonDict) -> ChildProcess:
+    return ChildProcess(f"rl.environment={name!r}", "rlpipe.environments.worker", {"name": name, "args": args})

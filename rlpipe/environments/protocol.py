@@ -7,9 +7,9 @@ import numbers
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rlpipe.data.prompt import Message, is_message
 from rlpipe.types import JsonDict
 
-Message = dict[str, Any]
 CHARS_MAX = 1_000_000  # of what an environment says at a time
 DEFAULT_ROLES = ("user",)
 
@@ -52,8 +52,7 @@ def checked_messages(said: Any, roles: list[str]) -> list[Message]:
     if not isinstance(said, list):
         raise InvalidAnswer(f"messages must be a list, and are {said!r:.200}")
     for message in said:
-        texts = isinstance(message, dict) and all(_is_text(message.get(key)) for key in ("role", "content"))
-        if not texts:
+        if not is_message(message):
             raise InvalidAnswer(f"a message needs a 'role' and a 'content', both text, and is {message!r:.200}")
         if message["role"] not in roles:
             raise InvalidAnswer(f"a message has role {message['role']!r}, and the environment's roles are {', '.join(roles)}")
@@ -80,13 +79,3 @@ def checked_step(step: Any, roles: list[str]) -> JsonDict:
 
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and value.isidentifier() and value.isascii() and value != "reward"
-
-
-def _is_text(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # halves of surrogate pairs, which no tokenizer takes
-        return False
-    return True

@@ -1,48 +1,26 @@
-"""The process that environments live in: `python -m rlpipe.environments.worker`, JSON lines on stdin and stdout.
+"""The process that environments live in: `python -m rlpipe.environments.worker`.
 
-First line in: {"name", "args", "timeout_s"}; out: {"ready": true, "roles": [...]} or {"error": message}.
-Then a line per call, in: {"key", "prompt", "asked", "history", "completion", "dropped"}, out: {"asked", "step"} or {"reason",
-"message"}. `prompt` is null when this process holds the environment `key`; else it is made here: started, and told the `history` of
+First line in: {"name", "args"}; out: {"roles": [...]} or {"error": message}.
+Then {"key", "prompt", "asked", "history", "completion", "dropped"}, out: {"asked", "step"} or {"reason", "message"}. `prompt` is null when this process holds the environment `key`; else it is made here: started, and told the `history` of
 completions again, each with the messages it has answered before. `completion` is null when only its start is wanted.
 """
 
 from __future__ import annotations
 
-import json
-import signal
 from collections.abc import Callable
 
-from rlpipe.child import ORPHAN_GRACE_S, describe, send, take_pipes
+from rlpipe.child import Answer, describe, serve
 from rlpipe.environments.protocol import Environment, InvalidAnswer, Message, checked_messages, checked_step
 from rlpipe.environments.registry import resolve
-from rlpipe.types import JsonDict, UserError
+from rlpipe.types import JsonDict
 
 PROMPT_ROLES = ["system", "user", "assistant", "tool"]
 
 
-def main() -> None:
-    """Serves until stdin closes."""
-    requests, answers = take_pipes()
-    hello = json.loads(requests.readline())
-    try:
-        make, roles = resolve(hello["name"], hello["args"])
-    except UserError as error:
-        send(answers, {"error": str(error)})
-        return
-    send(answers, {"ready": True, "roles": roles})
-    home = Home(make, roles)
-    for line in requests:
-        request = json.loads(line)
-        # if the pool is gone too, the kernel ends an environment that never returns, even one that holds the GIL
-        signal.setitimer(signal.ITIMER_REAL, hello["timeout_s"] * num_calls(request) + ORPHAN_GRACE_S)
-        answer = home.answer(request)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        send(answers, answer)
-
-
-def num_calls(request: JsonDict) -> int:
-    """How many calls of the environment's methods a request needs: each has the timeout for itself."""
-    return (request["prompt"] is not None) + len(request["history"]) + (request["completion"] is not None)
+def load(hello: JsonDict) -> tuple[JsonDict, Answer]:
+    """The roles of an environment's messages, and what answers the calls; UserError when it cannot be loaded."""
+    make, roles = resolve(hello["name"], hello["args"])
+    return {"roles": roles}, Home(make, roles).answer
 
 
 class Home:
@@ -83,4 +61,4 @@ class Home:
 
 
 if __name__ == "__main__":
-    main()
+    serve(load)

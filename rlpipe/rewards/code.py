@@ -6,6 +6,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import Annotated
+
+from pydantic import Field
 
 from rlpipe.rewards.code_tests import CodeTest, pick, read_tests, same_output
 from rlpipe.rewards.sandbox import runner
@@ -18,12 +21,12 @@ TOTAL_S = 8.0  # of all tests of a prompt together, by default
 
 def code(
     *,
-    time_s: float = 4.0,
+    time_s: Annotated[float, Field(ge=0.1)] = 4.0,
     total_s: float = TOTAL_S,
-    memory_mb: int = 512,
-    processes: int = 4,
-    files_mb: int = 16,
-    tests_max: int = 15,
+    memory_mb: Annotated[int, Field(ge=64)] = 512,
+    processes: Annotated[int, Field(ge=1)] = 4,
+    files_mb: Annotated[int, Field(ge=1)] = 16,
+    tests_max: Annotated[int, Field(ge=1)] = 15,
     partial: bool = False,
     python: str = "",
 ) -> Callable[[JsonDict, str], float]:
@@ -33,16 +36,12 @@ def code(
     Each test has `time_s`, all together `total_s`, which must be below rl.reward_timeout_s. `memory_mb` is for each process,
     `processes` counts threads too, `files_mb` bounds what is written. Of more than `tests_max` tests, those with the longest
     inputs are made. `python`: the interpreter, with the packages that programs may import; rlpipe's own by default.
-    UserError for values that make no sense, or when no program can be run here. ValueError for a prompt without tests.
+    ValueError when total_s makes no sense, or no program can be run here; the reward raises it for a prompt without tests.
     """
-    for name, value, least in (("time_s", time_s, 0.1), ("memory_mb", memory_mb, 64), ("processes", processes, 1),
-                               ("files_mb", files_mb, 1), ("tests_max", tests_max, 1)):  # fmt: skip
-        if value < least:
-            raise UserError(f"rl.reward_args: code: {name} = {value} is too small; use {least:g} or more")
     if total_s < time_s:
-        raise UserError(f"rl.reward_args: code: total_s = {total_s:g} is below time_s = {time_s:g}; one test may take time_s")
+        raise ValueError(f"total_s={total_s:g} is below time_s={time_s:g}; one test may take time_s")
     interpreter = python or sys.executable
-    plan = runner.protections(interpreter).plan
+    plan = runner.strongest_plan(interpreter)
     limits = Limits(time_s, total_s, memory_mb, processes, files_mb)
 
     def reward(prompt: JsonDict, completion: str) -> float:

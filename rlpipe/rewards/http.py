@@ -1,4 +1,7 @@
-"""Rewards behind HTTP: a few calls at a time, each rollout with a deadline, tried again while the service is only briefly away."""
+"""Rewards behind HTTP: a few calls at a time, each rollout with a deadline, tried again while the service is only briefly away.
+
+The reward `remote` is a service of your own that answers a rollout with {"reward": number}; `judge` is another.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from pydantic import Field
 
-from rlpipe.rewards.score import FAILURES_MAX, InvalidReward, Score, parts_of, weighted
+from rlpipe.rewards.score import FAILURES_MAX, InvalidReward, Score, score_of
 from rlpipe.types import JsonDict
 
 TRIES_MAX = 6
@@ -114,41 +117,34 @@ class HttpScorer:
             )
         try:
             answer = await self._ask(http, self._endpoint.question(item))
-            self._num_failed_in_row = 0
-            return weighted(parts_of(name, self._endpoint.reading(answer)), self._weight, name)
+            score = score_of(name, self._endpoint.reading(answer), self._weight)
         except InvalidReward as error:
-            self._num_failed_in_row = 0
-            return self._fault("reward_invalid", str(error))
+            score = self._fault("reward_invalid", str(error))
         except ServiceRefused as error:
-            self._num_failed_in_row = 0
-            return self._fault("reward_error", str(error))
+            score = self._fault("reward_error", str(error))
         except ServiceDown as error:
-            self._num_failed_in_row += 1
-            return self._fault("reward_unavailable", str(error))
+            score = self._fault("reward_unavailable", str(error))
         except TimeoutError:
-            self._num_failed_in_row += 1
-            return self._fault("reward_timeout", f"took more than rl.reward_timeout_s={self._timeout_s:g}")
+            score = self._fault("reward_timeout", f"took more than rl.reward_timeout_s={self._timeout_s:g}")
+        is_away = score.reason in ("reward_unavailable", "reward_timeout")
+        self._num_failed_in_row = self._num_failed_in_row + 1 if is_away else 0
+        return score
 
     async def _ask(self, http: aiohttp.ClientSession, question: JsonDict) -> Any:
-        """The JSON answer. ServiceDown after TRIES_MAX tries or when time ran out between them, TimeoutError within one."""
-        down: ServiceDown | None = None
-        pausing = False
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                for number in range(TRIES_MAX):
-                    if down is not None:
-                        pausing = True
-                        await asyncio.sleep(PAUSE_S * 2 ** (number - 1))
-                        pausing = False
-                    try:
-                        return await self._try(http, question)
-                    except ServiceDown as error:
-                        down = error
-        except TimeoutError:
-            if not pausing:
-                raise
-        assert down is not None
-        raise down
+        """The JSON answer. ServiceDown after TRIES_MAX tries or when there is no time for another, TimeoutError within one."""
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + self._timeout_s
+        num_tries = 0
+        while True:
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    return await self._try(http, question)
+            except ServiceDown:
+                pause_s = PAUSE_S * 2**num_tries
+                num_tries += 1
+                if num_tries == TRIES_MAX or loop.time() + pause_s >= ends_s:
+                    raise
+            await asyncio.sleep(pause_s)
 
     async def _try(self, http: aiohttp.ClientSession, question: JsonDict) -> Any:
         try:
@@ -202,3 +198,20 @@ async def _body(content: aiohttp.StreamReader) -> bytes:
         if len(body) > ANSWER_BYTES_MAX:
             raise InvalidReward(f"it answered more than {ANSWER_BYTES_MAX} bytes")
     return bytes(body)
+
+
+def remote(
+    name: str, weight: float, timeout_s: float, /, *, url: str, key_env: str = "", concurrency: Concurrency = 16
+) -> HttpScorer:
+    """POSTs {"prompt", "completion", "rollout"} to `url`; the answer is {"reward": number, or several by name}.
+
+    `url` may be `$NAME`, and `key_env` names, the environment variable that holds it. ValueError when one is not set.
+    """
+
+    def reading(answer: Any) -> Any:
+        if not isinstance(answer, dict) or "reward" not in answer:
+            raise InvalidReward(f"it answered {str(answer)[:200]!r}, not {{'reward': number}}")
+        return answer["reward"]
+
+    endpoint = Endpoint(name, checked_url(url), url, key_of(key_env), concurrency, lambda item: item, reading)
+    return HttpScorer(endpoint, weight, timeout_s)

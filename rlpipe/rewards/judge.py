@@ -22,7 +22,7 @@ REFERENCE = "\n\n<reference_answer>\n{answer}\n</reference_answer>"
 
 
 def judge(
-    weight: float, timeout_s: float, /, *, url: str, model: str, rubric: str, key_env: str = "",
+    name: str, weight: float, timeout_s: float, /, *, url: str, model: str, rubric: str, key_env: str = "",
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0,
     tokens_max: Annotated[int, Field(ge=16)] = 512, concurrency: Concurrency = 16,
 ) -> HttpScorer:  # fmt: skip
@@ -42,7 +42,7 @@ def judge(
         return verdict(_content(answer), scale) / scale
 
     base = checked_url(url).rstrip("/")
-    endpoint = Endpoint("judge", f"{base}/chat/completions", url, key_of(key_env), concurrency, question, reading)
+    endpoint = Endpoint(name, f"{base}/chat/completions", url, key_of(key_env), concurrency, question, reading)
     return HttpScorer(endpoint, weight, timeout_s)
 
 

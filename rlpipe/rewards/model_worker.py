@@ -1,19 +1,21 @@
-"""The process of a reward model: `python -m rlpipe.rewards.model_worker`, JSON lines on stdin and stdout.
+"""The process of a reward model: `python -m rlpipe.rewards.model_worker`.
 
-First line in: {"folder", "tokens_max", "output", "device"}; out: {"ready": true} or {"error": message}. Then a line per batch, in:
-{"items": [{"messages", "completion"}], "timeout_s"}; out: {"rewards": [number], "cut": [bool]} or {"error": message}.
+First line in: {"name", "weight", "folder", "tokens_max", "output", "device"}. Then {"items": [{"prompt", "completion"}]}, out:
+{"scores": [the fields of a Score], "warning"} or {"error": message}.
 """
 
 from __future__ import annotations
 
-import json
-import signal
+from dataclasses import asdict
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlpipe.child import ORPHAN_GRACE_S, describe, send, take_pipes
-from rlpipe.types import JsonDict
+from rlpipe.child import Answer, describe, serve
+from rlpipe.rewards.score import InvalidReward, Score, score_of
+from rlpipe.types import JsonDict, UserError
+
+CHARS_PER_TOKEN = 16  # a completion is cut to so many characters a token before it is tokenised: few tokens are longer
 
 
 class RewardModel:
@@ -36,46 +38,50 @@ class RewardModel:
         self.model.to(device).eval()
 
     @torch.inference_mode()
-    def rewards(self, items: list[JsonDict]) -> tuple[list[float], list[bool]]:
-        """One number an item, and whether its text was cut to `tokens_max` tokens."""
+    def rewards(self, items: list[JsonDict]) -> tuple[list[float], int]:
+        """One number an item, and how many of their texts were cut to `tokens_max` tokens."""
         texts = [self._text(item) for item in items]
         special = self.tokenizer.chat_template is None  # a chat template writes its own
         longest = self.tokenizer(texts, add_special_tokens=special, truncation=True, max_length=self.tokens_max + 1)
-        cut = [len(tokens) > self.tokens_max for tokens in longest["input_ids"]]
+        num_cut = sum(len(tokens) > self.tokens_max for tokens in longest["input_ids"])
         kept = {"input_ids": [tokens[: self.tokens_max] for tokens in longest["input_ids"]]}
         batch = self.tokenizer.pad(kept, return_tensors="pt").to(self.model.device)
         logits_BV = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return logits_BV[:, self.output].float().tolist(), cut
+        return logits_BV[:, self.output].float().tolist(), num_cut
 
     def _text(self, item: JsonDict) -> str:
+        messages, completion = item["prompt"]["messages"], item["completion"][: self.tokens_max * CHARS_PER_TOKEN]
         if self.tokenizer.chat_template is None:
-            return "\n".join([*(message["content"] for message in item["messages"]), item["completion"]])
-        whole = [*item["messages"], {"role": "assistant", "content": item["completion"]}]
+            return "\n".join([*(message["content"] for message in messages), completion])
+        whole = [*messages, {"role": "assistant", "content": completion}]
         return str(self.tokenizer.apply_chat_template(whole, tokenize=False))
 
 
-def main() -> None:
-    """Serves until stdin closes."""
-    requests, answers = take_pipes()
-    hello = json.loads(requests.readline())
+def load(hello: JsonDict) -> tuple[JsonDict, Answer]:
+    """What answers with the scores of rollouts; UserError for a model that cannot be loaded."""
+    name, weight = hello.pop("name"), hello.pop("weight")
     try:
         model = RewardModel(**hello)
     except Exception as error:  # a folder may be broken in any way
-        send(answers, {"error": f"hf:{hello['folder']}: {describe(error)}"})
-        return
-    send(answers, {"ready": True})
-    for line in requests:
-        question = json.loads(line)
-        # if the owner is gone too, the kernel ends a batch that never ends
-        signal.setitimer(signal.ITIMER_REAL, question["timeout_s"] + ORPHAN_GRACE_S)
+        raise UserError(f"{name}: {describe(error)}") from error
+
+    def score(reward: float) -> Score:
         try:
-            rewards, cut = model.rewards(question["items"])
-            answer: JsonDict = {"rewards": rewards, "cut": cut}
+            return score_of(name, reward, weight)
+        except InvalidReward as error:
+            return Score(None, {}, "reward_invalid", str(error))
+
+    def answer(request: JsonDict) -> JsonDict:
+        items = request["items"]
+        try:
+            rewards, num_cut = model.rewards(items)
         except Exception as error:  # a template or a model may raise anything; the rollouts get a counted reason
-            answer = {"error": f"hf:{hello['folder']}: {describe(error)}"}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        send(answers, answer)
+            return {"error": describe(error)}
+        warning = f"{num_cut} of {len(items)} rollouts were cut to tokens_max={model.tokens_max}" if num_cut else ""
+        return {"scores": [asdict(score(reward)) for reward in rewards], "warning": warning}
+
+    return {}, answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(load)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Self
 
+from rlpipe.child import ChildProcess
+from rlpipe.rewards.arguments import built
 from rlpipe.rewards.code import check_time
-from rlpipe.rewards.functions import FunctionScorer
+from rlpipe.rewards.http import remote
+from rlpipe.rewards.judge import judge
+from rlpipe.rewards.model import model
+from rlpipe.rewards.process import ProcessScorer
 from rlpipe.rewards.registry import can_be_refused, check_names, is_service
 from rlpipe.rewards.score import Score, Scorer, combined
-from rlpipe.rewards.services import make_service
 from rlpipe.types import EngineError, JsonDict
 
 logger = logging.getLogger(__name__)
@@ -44,7 +50,7 @@ class RewardPool:
             self._check_open()
             with ThreadPoolExecutor(len(self._scorers), thread_name_prefix="rewards") as threads:
                 columns = list(threads.map(lambda scorer: scorer.score(items), self._scorers))
-            self._check_open()  # a service that was not asked any more has recorded faults, which are none
+            self._check_open()  # what was not asked any more has faults, which are none
             scores = [combined(list(row)) for row in zip(*columns, strict=True)]
             faults = [score for score in scores if score.reason is not None]
             self.last_error = faults[0].message if faults else None
@@ -72,12 +78,19 @@ class RewardPool:
 
 def _scorers(rewards: dict[str, float], args: dict[str, JsonDict], workers: int, timeout_s: float) -> list[Scorer]:
     check_names(rewards, args)
+    scorers: list[Scorer] = []
     functions = {name: weight for name, weight in rewards.items() if not is_service(name)}
-    services: list[Scorer] = [
-        make_service(name, weight, args.get(name, {}), timeout_s) for name, weight in rewards.items() if is_service(name)
-    ]
-    own = {name: args[name] for name in functions if name in args}
-    return ([FunctionScorer(functions, own, workers, timeout_s)] if functions else []) + services
+    if functions:
+        launch = partial(ChildProcess, "rl.rewards", "rlpipe.rewards.worker", {"rewards": functions, "args": args})
+        scorers.append(ProcessScorer("+".join(functions), launch, timeout_s, workers=workers))
+    for name, weight in rewards.items():
+        if is_service(name):
+            scorers.append(built(name, _service(name), args.get(name, {}), name, weight, timeout_s))
+    return scorers
+
+
+def _service(name: str) -> Callable[..., Scorer]:
+    return model if name.startswith("hf:") else {"remote": remote, "judge": judge}[name]
 
 
 def check_rewards(rewards: dict[str, float], args: dict[str, JsonDict], timeout_s: float) -> None:
@@ -85,15 +98,10 @@ def check_rewards(rewards: dict[str, float], args: dict[str, JsonDict], timeout_
 
     Services are not called: one that is down when it is needed is a fault of the rollouts, `reward_unavailable`.
     """
-    for scorer in _scorers(rewards, args, workers=1, timeout_s=1.0):
-        scorer.close()
+    _scorers(rewards, args, workers=1, timeout_s=timeout_s)
     if "code" in rewards:
         check_time(args.get("code", {}), timeout_s)
     # loading the libraries of the others would take seconds
     tried = {name: weight for name, weight in rewards.items() if not is_service(name) and can_be_refused(name)}
     if tried:
-        scorer = FunctionScorer(tried, {name: args[name] for name in tried if name in args}, workers=1, timeout_s=1.0)
-        try:
-            scorer.start()
-        finally:
-            scorer.close()
+        RewardPool(tried, {name: args[name] for name in tried if name in args}, workers=1, timeout_s=timeout_s).close()

@@ -1,143 +1,143 @@
-"""A scoring process as its owner sees it: non-blocking pipes, bounded waits, and a kill that takes its children too."""
+"""Rewards in processes of their own, so that one may raise, crash, print or never return."""
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
-import time
+import logging
+import math
+import threading
 from collections import deque
-from contextlib import suppress
-from typing import IO
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+from rlpipe.child import ChildProcess, ProcessEnded
+from rlpipe.rewards.score import FAILURES_MAX, Score
 from rlpipe.types import JsonDict, UserError
 
-START_TIMEOUT_S = 120.0
-CHUNK_BYTES = 1 << 16
-POLL_S = 0.1
+logger = logging.getLogger(__name__)
 
 
-class LineProcess:
-    """`python -m <module>` that talks JSON lines: it gets `hello`, answers {"ready": true} or {"error": message}, then serves."""
+class ProcessScorer:
+    """Processes with rewards loaded, from `start` to `close`; each is asked `batch_size` rollouts at a time, which have n x `timeout_s`.
 
-    def __init__(self, module: str, hello: JsonDict, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        self._start_timeout_s = start_timeout_s
-        self._outgoing = bytearray()
-        self._incoming = bytearray()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # a kill takes the reward's own children too
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self.stdin: IO[bytes] = self._process.stdin
-        self.stdout: IO[bytes] = self._process.stdout
-        for pipe in (self.stdin, self.stdout):
-            os.set_blocking(pipe.fileno(), False)
-        self.send(hello)
-        self.flush()
+    Rollouts that fail together are asked again one by one; what fails alone is at fault. A process that dies or hangs is replaced,
+    at most `losses_max` times within one `score`, nor FAILURES_MAX times before anything was answered.
+    """
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def __init__(
+        self, name: str, launch: Callable[[], ChildProcess], timeout_s: float, *,
+        workers: int = 1, batch_size: int = 1, losses_max: float = math.inf,
+    ) -> None:  # fmt: skip
+        assert workers > 0
+        assert timeout_s > 0
+        self._name = name
+        self._launch = launch
+        self._timeout_s = timeout_s
+        self._workers = workers
+        self._batch_size = batch_size
+        self._losses_max = losses_max
+        self._processes: list[ChildProcess] = []
+        self._scoring = threading.Lock()
+        self._closed = False
 
-    def wait_ready(self) -> None:
-        """Returns when it is ready; UserError when it cannot be, or is not within the time to start."""
-        answer, alive = self.wait_answer(self._start_timeout_s)
-        if answer and answer.get("ready"):
+    def start(self) -> None:
+        """Returns when the rewards are loaded; UserError when one cannot be."""
+        self._processes = [self._launch() for _ in range(self._workers)]
+        with ThreadPoolExecutor(self._workers) as threads:
+            list(threads.map(ChildProcess.wait_ready, self._processes))
+
+    def score(self, items: list[JsonDict]) -> list[Score]:
+        """One Score per item, in order."""
+        job = _Job(self._name, items, self._batch_size, self._losses_max)
+        with self._scoring, ThreadPoolExecutor(self._workers, thread_name_prefix=self._name) as threads:
+            list(threads.map(lambda slot: self._work(slot, job), range(self._workers)))
+        not_asked = Score(None, {}, "reward_unavailable", f"reward {self._name!r}: closed")
+        assert self._closed or len(job.scores) == len(items)
+        return [job.scores.get(index, not_asked) for index in range(len(items))]
+
+    def close(self) -> None:
+        """Kills the processes; what is being scored ends soon, with faults."""
+        self._closed = True
+        for process in self._processes:
+            process.stop()
+        with self._scoring:  # it ends at once: there is nobody left to wait for
+            for process in self._processes:
+                process.kill()
+
+    def _work(self, slot: int, job: _Job) -> None:
+        """Asks the process in `slot` until nothing is left."""
+        while not self._closed and (batch := job.take()):
+            try:
+                process = self._living(slot)
+            except UserError:
+                job.batches.clear()
+                if self._closed:
+                    return
+                raise
+            try:
+                answer = process.ask({"items": [job.items[index] for index in batch]}, self._timeout_s * len(batch))
+            except TimeoutError:
+                job.lose(batch, "reward_timeout", f"took more than rl.reward_timeout_s={self._timeout_s:g}")
+            except ProcessEnded:
+                job.lose(batch, "reward_crash", "its process died")
+            else:
+                job.answered(batch, answer)
+
+    def _living(self, slot: int) -> ChildProcess:
+        """A process that can be asked; UserError when it does not start again."""
+        if not self._processes[slot].alive:
+            self._processes[slot].kill()
+            self._processes[slot] = self._launch()
+            if self._closed:  # before `close` could see it
+                self._processes[slot].stop()
+            self._processes[slot].wait_ready()
+        return self._processes[slot]
+
+
+class _Job:
+    """What one call of `score` knows; `lock` is for what its threads change together."""
+
+    def __init__(self, name: str, items: list[JsonDict], batch_size: int, losses_max: float) -> None:
+        self.items = items
+        self.scores: dict[int, Score] = {}
+        order = sorted(range(len(items)), key=lambda index: len(items[index]["completion"]))  # alike lengths pad little
+        self.batches = deque(order[start : start + batch_size] for start in range(0, len(order), batch_size))
+        self._name = name
+        self._losses_max = losses_max
+        self._num_losses = 0
+        self._has_answers = False
+        self._lock = threading.Lock()
+
+    def take(self) -> list[int] | None:
+        """The next batch; None when there is no more."""
+        with self._lock:
+            return self.batches.popleft() if self.batches else None
+
+    def answered(self, batch: list[int], answer: JsonDict) -> None:
+        """A batch's scores, or the error that all of it met."""
+        self._has_answers = True
+        if "error" in answer:
+            self._fail(batch, "reward_error", answer["error"])
             return
-        self.kill()
-        if answer:
-            raise UserError(answer["error"])
-        what = (
-            f"ended with code {self._process.returncode}" if not alive else f"did not answer in {self._start_timeout_s:.0f} s"
-        )
-        raise UserError(f"rl.rewards: the process that loads the rewards {what}; its output is above")
+        if answer.get("warning"):
+            logger.warning("%s: %s", self._name, answer["warning"])
+        self.scores.update((index, Score(**score)) for index, score in zip(batch, answer["scores"], strict=True))
 
-    def wait_answer(self, timeout_s: float) -> tuple[JsonDict | None, bool]:
-        """The next answer (none within the time: None), and whether the process still holds its end."""
-        deadline_s = time.monotonic() + timeout_s
-        answers: list[JsonDict] = []
-        alive = True
-        while alive and not answers and time.monotonic() < deadline_s:
-            self.flush()
-            select.select([self.stdout], [self.stdin] if self._outgoing else [], [], POLL_S)
-            answers, alive = self.receive()
-        assert len(answers) <= 1, "one question has one answer"
-        return (answers[0] if answers else None), alive
+    def lose(self, batch: list[int], reason: str, message: str) -> None:
+        """A process was lost with a batch. What has lost too many would go on so: what is left is at fault then."""
+        with self._lock:
+            self._num_losses += 1
+            self._fail(batch, reason, message)
+            if self._num_losses > self._losses_max or (self._num_losses >= FAILURES_MAX and not self._has_answers):
+                while self.batches:
+                    for index in self.batches.popleft():
+                        self._fail(
+                            [index], "reward_crash", f"its process had to be replaced more than {self._num_losses - 1} times"
+                        )
 
-    def send(self, value: JsonDict) -> None:
-        """Queues a line; `flush` writes it."""
-        self._outgoing += json.dumps(value).encode() + b"\n"
-
-    def flush(self) -> None:
-        """Writes what the pipe takes now."""
-        with suppress(BlockingIOError, BrokenPipeError):  # a process that is gone is noticed when reading
-            while self._outgoing:
-                written = os.write(self.stdin.fileno(), self._outgoing[:CHUNK_BYTES])
-                del self._outgoing[:written]
-
-    @property
-    def has_outgoing(self) -> bool:
-        return bool(self._outgoing)
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def receive(self) -> tuple[list[JsonDict], bool]:
-        """The answers that have arrived, and whether the process still holds its end."""
-        alive = True
-        with suppress(BlockingIOError):
-            while chunk := os.read(self.stdout.fileno(), CHUNK_BYTES):
-                self._incoming += chunk
-            alive = False
-        *lines, rest = self._incoming.split(b"\n")
-        self._incoming = bytearray(rest)
-        return [json.loads(line) for line in lines], alive
-
-    def stop(self) -> None:
-        """SIGKILL to the process and its children; whoever reads from it, in another thread too, finds its end."""
-        if self._process.returncode is None:  # once reaped, the pid may be someone else's
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def kill(self) -> None:
-        """Stops it and closes its pipes, which no other thread may be using; returns when it is gone."""
-        self.stop()
-        self._process.wait()
-        self.stdin.close()
-        self.stdout.close()
-
-
-class RewardProcess(LineProcess):
-    """`rlpipe.rewards.worker` with the rewards loaded. It scores what is in flight in order, one rollout at a time."""
-
-    def __init__(self, rewards: dict[str, float], args: dict[str, JsonDict], timeout_s: float) -> None:
-        self.in_flight: deque[int] = deque()  # the first one is being scored
-        self.item_started_s = 0.0
-        self.timeout_s = timeout_s
-        super().__init__("rlpipe.rewards.worker", {"rewards": rewards, "args": args, "timeout_s": timeout_s})
-
-    def submit(self, index: int, item: JsonDict) -> None:
-        """Queues a rollout; its clock starts when the one before it is done."""
-        if not self.in_flight:
-            self.item_started_s = time.monotonic()
-        self.in_flight.append(index)
-        self.send({"index": index, **item})
-
-    def finish(self, index: int) -> None:
-        """The rollout in front has been answered: the next one's clock starts."""
-        assert self.in_flight[0] == index, "answers come in order"
-        self.in_flight.popleft()
-        self.item_started_s = time.monotonic()
-
-    def overdue_in_s(self, now_s: float) -> float:
-        """Seconds until the rollout being scored is out of time."""
-        return self.item_started_s + self.timeout_s - now_s if self.in_flight else float("inf")
+    def _fail(self, batch: list[int], reason: str, message: str) -> None:
+        """Of several none is known to be at fault: each is tried alone, before the others."""
+        if len(batch) > 1:
+            self.batches.extendleft([index] for index in reversed(batch))
+        else:
+            where = f"reward {self._name!r} on prompt {self.items[batch[0]]['prompt'].get('prompt_id')}"
+            self.scores[batch[0]] = Score(None, {}, reason, f"{where}: {message}")

@@ -17,28 +17,15 @@ from rlpipe.rewards.simple import Reward, environment, exact, format_reward, len
 from rlpipe.types import JsonDict, UserError
 
 
-def _reasoning_gym() -> Reward:
-    from rlpipe.rewards.verifier import score_answer
-
-    return score_answer
-
-
-def _math() -> Reward:
-    from rlpipe.rewards.math_answers import score_math
-
-    return score_math
-
-
-def _deepscaler() -> Reward:
-    from rlpipe.rewards.math_answers import score_deepscaler
-
-    return score_deepscaler
+def _of(path: str) -> Callable[[], Reward]:
+    """A factory without arguments; it imports the reward, and the library behind it, when it is called."""
+    return lambda: load_function("rl.rewards", path)
 
 
 NAMED: dict[str, Callable[..., Reward]] = {
-    "reasoning_gym": _reasoning_gym,
-    "math": _math,
-    "deepscaler": _deepscaler,
+    "reasoning_gym": _of("rlpipe.rewards.verifier:score_answer"),
+    "math": _of("rlpipe.rewards.math_answers:score_math"),
+    "deepscaler": _of("rlpipe.rewards.math_answers:score_deepscaler"),
     "code": code,
     "exact": exact,
     "format": format_reward,

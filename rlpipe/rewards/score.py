@@ -55,8 +55,8 @@ def label(name: str) -> str:
     return rest.rstrip("/").rpartition("/")[2] if kind == "hf" else rest
 
 
-def parts_of(name: str, value: Any) -> dict[str, float]:
-    """What a reward answered, a number or several by name, as parts; InvalidReward when it is anything else."""
+def score_of(name: str, value: Any, weight: float) -> Score:
+    """The Score of what a reward answered, a number or several by name; InvalidReward when it is anything else."""
     values = {f"{label(name)}_{key}": part for key, part in value.items()} if isinstance(value, dict) else {label(name): value}
     if not values:
         raise InvalidReward(f"reward {name!r} gave no part at all")
@@ -66,20 +66,10 @@ def parts_of(name: str, value: Any) -> dict[str, float]:
         raise InvalidReward(f"reward {name!r} gave an integer that no float can hold") from error
     for part, number in values.items():
         if not math.isfinite(parts.get(part, math.nan)):
-            raise InvalidReward(f"reward {name!r}: {part} is {_short(number)}, and must be a finite number")
-    return parts
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
-
-
-def weighted(parts: dict[str, float], weight: float, name: str) -> Score:
-    """The Score of one reward's parts."""
+            raise InvalidReward(f"reward {name!r}: {part} is {number!r:.80}, and must be a finite number")
     total = weight * math.fsum(parts.values())
     if not math.isfinite(total):
-        return Score(None, {}, "reward_invalid", f"reward {name!r}: the weighted sum of {parts} is {total}")
+        raise InvalidReward(f"reward {name!r}: the weighted sum of {parts} is {total}")
     return Score(total, parts)
 
 

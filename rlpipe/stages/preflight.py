@@ -12,7 +12,7 @@ from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.conversations import split_validation
 from rlpipe.data.sources import load_conversations, load_prompts
 from rlpipe.data.tiny_tokenizer import build_tokenizer
-from rlpipe.environments.process import check_environment
+from rlpipe.environments.pool import check_environment
 from rlpipe.filters import resolve_filters
 from rlpipe.launch import check_port_free
 from rlpipe.rewards.pool import check_rewards

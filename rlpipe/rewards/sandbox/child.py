@@ -1,7 +1,7 @@
 """The supervisor: a process of its own for one program, trusted and out of the program's reach. Starts it once for each run.
 
 Started by `runner` with a file of JSON as its argument (a file descriptor), answers on stdout: for each run a line
-{"status", "bytes"} and that many bytes of output. A run is {"stdin": fd} or {"tests": fd}: file descriptors, so that the expected
+{"status", "output"}. A run is {"stdin": fd} or {"tests": fd}: file descriptors, so that the expected
 results in a tests file never enter the memory that the program is forked from.
 """
 
@@ -219,8 +219,7 @@ def main() -> None:
 
 def _answer(status: str, output: bytes) -> None:
     with suppress(BrokenPipeError):
-        sys.stdout.buffer.write(json.dumps({"status": status, "bytes": len(output)}).encode() + b"\n" + output)
-        sys.stdout.buffer.flush()
+        print(json.dumps({"status": status, "output": output.decode(errors="replace")}), flush=True)
 
 
 def _read(fd: int, output: bytearray) -> bool:

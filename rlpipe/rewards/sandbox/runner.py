@@ -7,11 +7,9 @@ import json
 import logging
 import os
 import platform
-import select
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -31,7 +29,6 @@ ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
 }  # fmt: skip
-GRACE_S = child.SETUP_S + child.SWEEP_S + 5.0
 STOP_S = child.SWEEP_S + 1.0
 PROBE_LIMITS = Limits(time_s=10.0, total_s=10.0, memory_mb=512, processes=4, files_mb=16)
 PROBE = """
@@ -45,11 +42,12 @@ def works(act):
     return True
 
 port, secret, parent = json.loads(input())
-print(json.dumps({
-    "network": works(lambda: socket.create_connection(("127.0.0.1", port), 5)),
-    "files": works(lambda: open(secret).read()),
-    "signals": works(lambda: os.kill(parent, 0)),
-}))
+tried = {
+    "programs reach the network": lambda: socket.create_connection(("127.0.0.1", port), 5),
+    "programs read what this user may read": lambda: open(secret).read(),
+    "programs can signal this user's processes": lambda: os.kill(parent, 0),
+}
+print(json.dumps([what for what, act in tried.items() if works(act)]))
 """
 
 
@@ -77,25 +75,6 @@ class Run:
     tests: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class Protections:
-    """What was found to hold, by a program that tried: "network" is True when it could *not* connect, and so on."""
-
-    plan: Plan
-    network: bool
-    files: bool  # files that only our user may read are out of reach
-    signals: bool  # our processes cannot be signalled
-    leftovers: str  # how processes that hide from their parent are found at the end: namespace, uid or descendants
-
-    def missing(self) -> list[str]:
-        what = {
-            "network": "programs reach the network",
-            "files": "programs read what this user may read",
-            "signals": "programs can signal this user's processes",
-        }
-        return [text for name, text in what.items() if not getattr(self, name)]
-
-
 def run(python: str, plan: Plan, limits: Limits, source: str, runs: list[Run]) -> Generator[Outcome]:
     """Runs `source` once for each of `runs`; the outcomes as they come. Closing the generator ends the sandbox.
 
@@ -118,32 +97,44 @@ def run(python: str, plan: Plan, limits: Limits, source: str, runs: list[Run]) -
             start_new_session=True,  # a kill of our group leaves it the time to end what it has started
             pass_fds=[config_fd, *(fd for one in described for name, fd in one.items() if name != "prelude")],
         )
-    reader = _Reader(process)
+    assert process.stdout is not None
     try:
         for _ in runs:
-            yield reader.outcome(limits.time_s + GRACE_S)
+            line = process.stdout.readline()  # a supervisor that never answers ends with the rollout's time
+            if not line.endswith(b"\n"):
+                raise SandboxError("the supervisor has ended; what it said is on stderr")
+            outcome = Outcome(**json.loads(line))
+            if outcome.status == "sandbox":
+                raise SandboxError(outcome.output)
+            yield outcome
     finally:
-        reader.stop()
+        process.stdout.close()
+        process.terminate()  # it ends everything below it
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @lru_cache(maxsize=8)
-def protections(python: str) -> Protections:
-    """The strongest plan that works on this system with this interpreter, and what a program under it could do.
+def strongest_plan(python: str) -> Plan:
+    """The strongest plan that works on this system with this interpreter. Warns once of what programs can do in spite of it.
 
-    Warns once of what is missing. UserError when programs cannot be run at all.
+    UserError when programs cannot be run at all.
     """
     if platform.system() != "Linux":
         raise UserError("reward code: programs are confined with Linux' own means; this system has none of them, run on Linux")
     refused: list[str] = []
     for plan in _plans():
         try:
-            found = _probe(python, plan)
+            reached = _probe(python, plan)
         except SandboxError as error:
             refused.append(f"namespaces {plan.namespaces}: {error}")
             continue
-        if found.missing():
-            logger.warning("reward code: %s (the system allows no more; see docs/rewards-code.md)", "; ".join(found.missing()))
-        return found
+        if reached:
+            logger.warning("reward code: %s (the system allows no more; see docs/rewards-code.md)", "; ".join(reached))
+        return plan
     raise UserError(
         f"reward code: no program can be run with {python!r} ({'; '.join(refused)}). Its folder must be readable by every user, "
         "or the process allowed to make mount namespaces; or give another interpreter: rl.reward_args = {code = {python = ...}}"
@@ -161,7 +152,8 @@ def _plans() -> Iterator[Plan]:
             yield plan if namespaces != "full" else replace(plan, landlock=0)  # there is no other file to see
 
 
-def _probe(python: str, plan: Plan) -> Protections:
+def _probe(python: str, plan: Plan) -> list[str]:
+    """What a program that tries can still reach; SandboxError where the plan does not work."""
     with tempfile.NamedTemporaryFile("w") as secret, socket.create_server(("127.0.0.1", 0)) as server:
         secret.write("secret")
         secret.flush()
@@ -169,9 +161,7 @@ def _probe(python: str, plan: Plan) -> Protections:
         (outcome,) = run(python, plan, PROBE_LIMITS, PROBE, [Run(stdin=question)])
     if outcome.status != "ok":
         raise SandboxError(f"a program of the standard library ended with {outcome.status}")
-    could = json.loads(outcome.output)
-    leftovers = "namespace" if plan.namespaces != "none" else "uid" if plan.drop else "descendants"
-    return Protections(plan, not could["network"], not could["files"], not could["signals"], leftovers)
+    return json.loads(outcome.output)
 
 
 @lru_cache(maxsize=8)
@@ -206,49 +196,3 @@ def _memory_file(files: contextlib.ExitStack, content: bytes) -> int:
         file.write(content)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-class _Reader:
-    """Reads the supervisor's answers, with a deadline for each."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        self._process = process
-        self._pipe = process.stdout
-        self._pending = bytearray()
-        os.set_blocking(self._pipe.fileno(), False)
-
-    def outcome(self, timeout_s: float) -> Outcome:
-        deadline_s = time.monotonic() + timeout_s
-        while b"\n" not in self._pending:
-            self._more(deadline_s)
-        line, _, rest = bytes(self._pending).partition(b"\n")
-        head = json.loads(line)
-        self._pending = bytearray(rest)
-        while len(self._pending) < head["bytes"]:
-            self._more(deadline_s)
-        output = self._pending[: head["bytes"]].decode(errors="replace")
-        del self._pending[: head["bytes"]]
-        if head["status"] == "sandbox":
-            raise SandboxError(output)
-        return Outcome(head["status"], output)
-
-    def _more(self, deadline_s: float) -> None:
-        select.select([self._pipe], [], [], max(0.0, deadline_s - time.monotonic()))
-        if time.monotonic() >= deadline_s:
-            raise SandboxError("the supervisor does not answer")
-        with contextlib.suppress(BlockingIOError):
-            chunk = os.read(self._pipe.fileno(), child.CHUNK_BYTES)
-            if not chunk:
-                raise SandboxError("the supervisor has ended; what it said is on stderr")
-            self._pending += chunk
-
-    def stop(self) -> None:
-        """Ends the supervisor, which ends everything below it."""
-        self._pipe.close()
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
