@@ -99,6 +99,26 @@ def _of_group(rewards_G: np.ndarray, lengths_G: np.ndarray, estimator: str, eps:
     return centred_G
 
 
+def reinforce_plus_plus(
+    rewards_B: np.ndarray, mask_BT: np.ndarray, *, gamma: float = 1.0, kl_BT: np.ndarray | None = None, kl_coef: float = 0.0
+) -> np.ndarray:
+    """Advantages B x T: the discounted return of each token, whitened over the batch; 0 where masked.
+
+    A token's reward is -kl_coef * kl, and at the last unmasked token the rollout's reward on top. No groups are needed.
+    """
+    mask_BT = np.asarray(mask_BT, dtype=bool)
+    kl_N = None if kl_BT is None else np.asarray(kl_BT, dtype=np.float64)[mask_BT]
+    rewards_B = np.asarray(rewards_B, dtype=np.float64)
+    return _spread(_whitened(_returns(rewards_B, mask_BT.sum(-1), gamma, kl_N, kl_coef)), mask_BT)
+
+
+def reinforce_plus_plus_baseline(rewards_B: np.ndarray, group_index_B: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
+    """Advantages B x T: r - mean of the group at every unmasked token, whitened over the batch; 0 where masked."""
+    mask_BT = np.asarray(mask_BT, dtype=bool)
+    name = "reinforce_plus_plus_baseline"
+    return _spread(token_advantages(rewards_B, group_index_B, mask_BT.sum(-1), estimator=name), mask_BT)
+
+
 def gae(
     values_BT: np.ndarray, rewards_BT: np.ndarray, mask_BT: np.ndarray, *, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:

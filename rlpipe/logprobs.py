@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlpipe.losses import entropy
+from rlpipe.losses import entropy_of_logprobs
 
 LOGITS_MAX = 2**26  # elements of a chunk's logits: 256 MiB in fp32
 
@@ -34,7 +34,8 @@ def chunked_logprobs(
     def of_chunk(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         logits_CV = project(hidden_CH).float() / temperature
         logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
-        entropy_C = entropy(logprobs_CV)  # before the gather: the order in which gradients add up is part of a result
+        # before the gather: the order in which gradients add up is part of a result
+        entropy_C = entropy_of_logprobs(logprobs_CV)
         return logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1), entropy_C
 
     parts = [

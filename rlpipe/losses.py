@@ -5,22 +5,12 @@ Legend: B sequences, T tokens. Masks are 1 (or True) where a token counts. `d` i
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 LOG_RATIO_MAX = 20.0
 KL_MAX = 10.0
 SAPO_SHARPNESS = (1.0, 1.05)  # the temperature of SAPO for A > 0, and for the others
-
-
-class Clip(NamedTuple):
-    """How far a ratio may move from 1, below and above. `dual`: its bound where the advantage is negative (ppo, gspo)."""
-
-    low: float
-    high: float
-    dual: float | None = None
 
 
 def _difference(left_BT: Tensor, right_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
@@ -31,9 +21,9 @@ def _difference(left_BT: Tensor, right_BT: Tensor, mask_BT: Tensor | None = None
     return d_BT.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 
-def _ratio(policy_logprobs_BT: Tensor, anchor_logprobs_BT: Tensor, mask_BT: Tensor, objective: str) -> Tensor:
+def _ratio(policy_logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, mask_BT: Tensor, objective: str) -> Tensor:
     """The ratio that the objective clips: of each token, or for gspo of the sequence, the geometric mean of its tokens'."""
-    d_BT = _difference(policy_logprobs_BT, anchor_logprobs_BT, mask_BT)
+    d_BT = _difference(policy_logprobs_BT, proximal_logprobs_BT, mask_BT)
     if objective == "gspo":
         lengths_B1 = mask_BT.bool().sum(-1, keepdim=True).clamp(min=1)
         d_BT = (d_BT.sum(-1, keepdim=True) / lengths_B1).expand_as(d_BT)
@@ -42,67 +32,77 @@ def _ratio(policy_logprobs_BT: Tensor, anchor_logprobs_BT: Tensor, mask_BT: Tens
 
 def policy_loss(
     policy_logprobs_BT: Tensor,
-    anchor_logprobs_BT: Tensor,
+    proximal_logprobs_BT: Tensor,
     advantages_BT: Tensor,
     mask_BT: Tensor,
+    *,
     objective: str,
-    clip: Clip,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Per token the loss, to minimise, and where the clip changes its gradient, (below, above). 0 and False where masked.
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Loss per token, to minimise; 0 where masked. For `dppo` pass the rollout's logprobs in place of the proximal ones.
 
-    The ratio divides by the anchor: by the proximal logprobs, or for `dppo` by the rollout's. A row is a sequence.
+    Objectives: `ppo` and `gspo` (clip-higher, optional dual clip), `cispo`, `sapo`, `dppo`, `reinforce`; a row is a sequence.
+    ValueError on any other.
     """
     kept_BT = mask_BT.bool()
     logprobs_BT, advantages_BT = (torch.where(kept_BT, values_BT, 0.0) for values_BT in (policy_logprobs_BT, advantages_BT))
-    ratio_BT = _ratio(policy_logprobs_BT, anchor_logprobs_BT, mask_BT, objective)
-    difference_BT = policy_logprobs_BT.exp() - anchor_logprobs_BT.exp()
-    below_BT, above_BT = _clipped(ratio_BT, difference_BT, advantages_BT, objective, clip)
-    if objective in ("ppo", "gspo"):
-        loss_BT = _ppo(ratio_BT, advantages_BT, clip)
-    elif objective == "cispo":
-        loss_BT = -ratio_BT.clamp(1 - clip.low, 1 + clip.high).detach() * advantages_BT * logprobs_BT
-    elif objective == "sapo":
-        loss_BT = _sapo(ratio_BT, advantages_BT)
-    elif objective == "dppo":
-        loss_BT = torch.where(below_BT | above_BT, 0.0, -ratio_BT * advantages_BT)
-    elif objective == "reinforce":
+    ratio_BT = _ratio(policy_logprobs_BT, proximal_logprobs_BT, mask_BT, objective)
+    bounded_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    if objective == "reinforce":
         loss_BT = -advantages_BT * logprobs_BT
+    elif objective == "cispo":
+        loss_BT = -bounded_BT.detach() * advantages_BT * logprobs_BT
+    elif objective == "sapo":
+        sharpness_BT = torch.where(advantages_BT > 0, *(advantages_BT.new_tensor(value) for value in SAPO_SHARPNESS))
+        loss_BT = -4 / sharpness_BT * torch.sigmoid(sharpness_BT * (ratio_BT - 1)) * advantages_BT
+    elif objective == "dppo":
+        below_BT, above_BT = clipped_tokens(
+            policy_logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT,
+            objective=objective, clip_low=clip_low, clip_high=clip_high,
+        )  # fmt: skip
+        loss_BT = torch.where(below_BT | above_BT, 0.0, -ratio_BT * advantages_BT)
+    elif objective in ("ppo", "gspo"):
+        loss_BT = torch.maximum(-ratio_BT * advantages_BT, -bounded_BT * advantages_BT)
+        if dual_clip is not None:
+            loss_BT = torch.where(advantages_BT < 0, torch.minimum(loss_BT, -dual_clip * advantages_BT), loss_BT)
     else:
         raise ValueError(f"objective={objective!r}: use ppo, gspo, cispo, sapo, dppo or reinforce")
-    return torch.where(kept_BT, loss_BT, 0.0), below_BT & kept_BT, above_BT & kept_BT
+    return torch.where(kept_BT, loss_BT, 0.0)
 
 
-def _ppo(ratio_BT: Tensor, advantages_BT: Tensor, clip: Clip) -> Tensor:
-    bounded_BT = ratio_BT.clamp(1 - clip.low, 1 + clip.high)
-    loss_BT = torch.maximum(-ratio_BT * advantages_BT, -bounded_BT * advantages_BT)
-    if clip.dual is None:
-        return loss_BT
-    return torch.where(advantages_BT < 0, torch.minimum(loss_BT, -clip.dual * advantages_BT), loss_BT)
-
-
-def _sapo(ratio_BT: Tensor, advantages_BT: Tensor) -> Tensor:
-    sharpness_BT = torch.where(advantages_BT > 0, *(advantages_BT.new_tensor(value) for value in SAPO_SHARPNESS))
-    return -4 / sharpness_BT * torch.sigmoid(sharpness_BT * (ratio_BT - 1)) * advantages_BT
-
-
-def _clipped(
-    ratio_BT: Tensor, difference_BT: Tensor, advantages_BT: Tensor, objective: str, clip: Clip
+@torch.no_grad()
+def clipped_tokens(
+    policy_logprobs_BT: Tensor,
+    proximal_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    objective: str,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Where the clip changes the gradient: (below, above).
+    """Where the objective's clip changes the gradient: (below, above), bool, False where masked.
 
     `ppo`, `gspo`: the ratio is too low and A < 0, or too high and A > 0, or above the dual clip and A < 0: no gradient.
     `dppo`: the same of the difference of probabilities. `cispo`: the weight is bounded, whatever the sign of A.
     `sapo` and `reinforce` have no clip.
     """
-    moved_BT, centre = (difference_BT, 0) if objective == "dppo" else (ratio_BT, 1)
-    below_BT, above_BT = moved_BT < centre - clip.low, moved_BT > centre + clip.high
+    kept_BT, nothing_BT = mask_BT.bool(), torch.zeros_like(mask_BT, dtype=torch.bool)
     if objective in ("sapo", "reinforce"):
-        return torch.zeros_like(below_BT), torch.zeros_like(above_BT)
+        return nothing_BT, nothing_BT
+    if objective == "dppo":
+        ratio_BT, centre = policy_logprobs_BT.exp() - proximal_logprobs_BT.exp(), 0
+    else:
+        ratio_BT, centre = _ratio(policy_logprobs_BT, proximal_logprobs_BT, mask_BT, objective), 1
+    below_BT, above_BT = (ratio_BT < centre - clip_low) & kept_BT, (ratio_BT > centre + clip_high) & kept_BT
     if objective == "cispo":
         return below_BT, above_BT
     above_BT &= advantages_BT > 0
-    if clip.dual is not None:
-        above_BT |= (moved_BT > clip.dual) & (advantages_BT < 0)
+    if dual_clip is not None:
+        above_BT |= (ratio_BT > dual_clip) & (advantages_BT < 0) & kept_BT
     return below_BT & (advantages_BT < 0), above_BT
 
 
@@ -152,8 +152,13 @@ def importance_weights(
     return torch.where(mask_BT.bool(), weights_BT, 1.0)
 
 
-def entropy(logprobs_BTV: Tensor) -> Tensor:
-    """Entropy of the distributions whose logprobs these are, nats."""
+def entropy(logits_BTV: Tensor) -> Tensor:
+    """Entropy of the distribution at each position, nats."""
+    return entropy_of_logprobs(torch.log_softmax(logits_BTV, dim=-1))
+
+
+def entropy_of_logprobs(logprobs_BTV: Tensor) -> Tensor:
+    """Entropy of distributions given by all their logprobs, for who has them anyway."""
     return -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
 
 
@@ -182,3 +187,8 @@ def aggregate(
     if mode != "fixed_length" or not length:
         raise ValueError(f"mode={mode!r}, length={length}: use token_mean, sequence_mean, or fixed_length with a length")
     return kept_BT.sum() / (sequences * length)
+
+
+def sft_loss(policy_logprobs_BT: Tensor, mask_BT: Tensor, *, num_tokens: float | None = None) -> Tensor:
+    """Token-mean cross-entropy over the loss mask."""
+    return aggregate(-policy_logprobs_BT, mask_BT, mode="token_mean", num_tokens=num_tokens)

@@ -20,6 +20,8 @@ from rlpipe.advantages import (
     GROUP_ESTIMATORS,
     gae,
     group_advantages,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
     rollout_means,
     token_advantages,
 )
@@ -71,17 +73,13 @@ def test_reinforce_plus_plus_equals_the_oracle(
     groups: list[list[float]], seed: int, gamma: float, kl_coef: float | None
 ) -> None:
     rewards_B, group_index_B, mask_BT, random = batch(seed, groups)
-    lengths_B, kept = mask_BT.sum(-1), mask_BT > 0
     kl_BT = None if kl_coef is None else random.standard_normal(mask_BT.shape)
-    kl = {} if kl_BT is None else {"kl_N": kl_BT[kept], "kl_coef": kl_coef}
+    stored_BT = None if kl_BT is None else hostile(kl_BT, mask_BT)
+    found = reinforce_plus_plus(rewards_B, mask_BT, gamma=gamma, kl_BT=stored_BT, kl_coef=kl_coef or 0.0)
     rows = None if kl_BT is None else kl_BT.tolist()
-    name = "reinforce_plus_plus"
-    found = token_advantages(rewards_B, group_index_B, lengths_B, estimator=name, gamma=gamma, **kl)
-    expected = oracle.reinforce_plus_plus(rewards_B.tolist(), mask_BT.tolist(), gamma, rows, kl_coef or 0.0)
-    assert_close(found, np.array(expected)[kept])
-    found = token_advantages(rewards_B, group_index_B, lengths_B, estimator="reinforce_plus_plus_baseline")
-    expected = oracle.reinforce_plus_plus_baseline(rewards_B.tolist(), group_index_B.tolist(), mask_BT.tolist())
-    assert_close(found, np.array(expected)[kept])
+    assert_close(found, oracle.reinforce_plus_plus(rewards_B.tolist(), mask_BT.tolist(), gamma, rows, kl_coef or 0.0))
+    found = reinforce_plus_plus_baseline(rewards_B, group_index_B, mask_BT)
+    assert_close(found, oracle.reinforce_plus_plus_baseline(rewards_B.tolist(), group_index_B.tolist(), mask_BT.tolist()))
 
 
 @given(seed=seeds, gamma=st.floats(0.5, 1), lam=st.floats(0, 1))
@@ -107,11 +105,9 @@ def test_token_advantages_are_those_of_the_estimator(
     lengths_B, kept = mask_BT.sum(-1), mask_BT > 0
     shaped_B = rewards_B - (kl_coef or 0.0) * kl_BT.sum(-1)
     if estimator == "reinforce_plus_plus":
-        expected = oracle.reinforce_plus_plus(rewards_B.tolist(), mask_BT.tolist(), 0.9, kl_BT.tolist(), kl_coef or 0.0)
-        expected = np.array(expected)[kept]
+        expected = reinforce_plus_plus(rewards_B, mask_BT, gamma=0.9, kl_BT=kl_BT, kl_coef=kl_coef or 0.0)[kept]
     elif estimator == "reinforce_plus_plus_baseline":
-        expected = oracle.reinforce_plus_plus_baseline(shaped_B.tolist(), group_index_B.tolist(), mask_BT.tolist())
-        expected = np.array(expected)[kept]
+        expected = reinforce_plus_plus_baseline(shaped_B, group_index_B, mask_BT)[kept]
     else:
         expected = group_advantages(shaped_B, group_index_B, estimator=estimator, lengths_B=lengths_B)
         expected = (expected[:, None] * np.ones(mask_BT.shape))[kept]

@@ -16,15 +16,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlpipe.config_training import RlConfig
-from rlpipe.losses import Clip, aggregate, entropy, importance_weights, kl, policy_loss
+from rlpipe.losses import aggregate, clipped_tokens, entropy, importance_weights, kl, policy_loss, sft_loss
 from tests import maths_oracle as oracle
 
 SHAPE = (5, 7)
 OBJECTIVES, AGGREGATIONS, IMPORTANCES, KLS = (
     get_args(RlConfig.model_fields[name].annotation) for name in ("objective", "aggregation", "importance", "kl_estimator")
 )
-CLIP = Clip(0.2, 0.28)
-CLIP_OF = {"dppo": Clip(0.05, 0.08), "gspo": Clip(0.1, 0.15)}
+CLIPS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
+CLIPS_OF: dict[str, dict[str, Any]] = {
+    "dppo": {"clip_low": 0.05, "clip_high": 0.08},
+    "gspo": {"clip_low": 0.1, "clip_high": 0.15},
+}
 seeds = st.integers(0, 10_000)
 
 
@@ -53,10 +56,13 @@ def rows_of(*arrays: Tensor) -> Any:
 @settings(max_examples=30)
 def test_policy_loss(objective: str, dual_clip: float | None, seed: int, scale: float) -> None:
     policy, proximal, advantages, mask = tensors(seed, scale)
-    clip = CLIP_OF.get(objective, CLIP)._replace(dual=dual_clip)
+    clips = CLIPS_OF.get(objective, CLIPS)
     stored = [hostile(values, mask) for values in (policy, proximal, advantages)]
-    found, _, _ = policy_loss(*stored, mask, objective=objective, clip=clip)
-    expected = [oracle.policy_loss(*row, objective, *clip) for row in rows_of(policy, proximal, advantages, mask)]
+    found = policy_loss(*stored, mask, objective=objective, **clips, dual_clip=dual_clip)
+    expected = [
+        oracle.policy_loss(*row, objective, clips["clip_low"], clips["clip_high"], dual_clip)
+        for row in rows_of(policy, proximal, advantages, mask)
+    ]
     np.testing.assert_allclose(found.numpy(), np.array(expected), rtol=1e-9, atol=1e-12)
 
 
@@ -66,17 +72,17 @@ def test_gradient_of_policy_loss_is_that_of_finite_differences(objective: str, s
     """cispo is not differentiated through its weight: with that held fixed, its loss is linear."""
     policy, proximal, advantages, mask = tensors(seed)
     mask = torch.ones_like(mask) * (mask + torch.rand(SHAPE, generator=torch.Generator().manual_seed(seed)) > 0.3)
-    clip = CLIP_OF.get(objective, CLIP)._replace(dual=1.5)
-    fixed = (policy - proximal).exp().clamp(1 - clip.low, 1 + clip.high)
+    clips = CLIPS_OF.get(objective, CLIPS)
+    fixed = (policy - proximal).exp().clamp(1 - clips["clip_low"], 1 + clips["clip_high"])
 
     def total(leaf: Tensor) -> Tensor:
         if objective == "cispo":
             return (-fixed * advantages * leaf * mask).sum()
-        return policy_loss(leaf, proximal, advantages, mask, objective=objective, clip=clip)[0].sum()
+        return policy_loss(leaf, proximal, advantages, mask, objective=objective, **clips, dual_clip=1.5).sum()
 
     leaf = policy.clone().requires_grad_()
     assert torch.autograd.gradcheck(total, (leaf,), eps=1e-7, atol=1e-6)
-    policy_loss(leaf, proximal, advantages, mask, objective=objective, clip=clip)[0].sum().backward()
+    policy_loss(leaf, proximal, advantages, mask, objective=objective, **clips, dual_clip=1.5).sum().backward()
     (expected,) = torch.autograd.grad(total(leaf), leaf)
     assert leaf.grad is not None and bool(leaf.grad[mask > 0].any())
     torch.testing.assert_close(leaf.grad, expected, rtol=1e-12, atol=1e-15)
@@ -89,7 +95,7 @@ def test_on_policy_every_token_objective_has_the_gradient_of_reinforce(objective
     gradients = []
     for name in (objective, "reinforce"):
         leaf = policy.clone().requires_grad_()
-        policy_loss(leaf, policy, advantages, mask, objective=name, clip=CLIP)[0].sum().backward()
+        policy_loss(leaf, policy, advantages, mask, objective=name).sum().backward()
         gradients.append(leaf.grad)
     assert mask.any()
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-15)
@@ -101,7 +107,7 @@ def test_gspo_on_policy_has_the_gradient_of_reinforce_in_the_sequence_mean() -> 
     gradients = []
     for name in ("gspo", "reinforce"):
         leaf = policy.clone().requires_grad_()
-        losses, _, _ = policy_loss(leaf, policy, advantages, mask, objective=name, clip=CLIP)
+        losses = policy_loss(leaf, policy, advantages, mask, objective=name)
         aggregate(losses, mask, mode="sequence_mean").backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-15)
@@ -119,11 +125,12 @@ def test_clipped_tokens_are_those_without_gradient(objective: str, dual_clip: fl
             SHAPE
         )  # one a sequence: clipped for some of its tokens, it still moves by the others
     advantages = torch.where(advantages == 0, 1.0, advantages)
-    clip = CLIP_OF.get(objective, CLIP)._replace(dual=dual_clip)
+    clips = CLIPS_OF.get(objective, CLIPS)
     leaf = policy.clone().requires_grad_()
-    stored = (hostile(leaf, mask), hostile(proximal, mask), advantages)
-    losses, below, above = policy_loss(*stored, mask, objective=objective, clip=clip)
-    losses.sum().backward()
+    policy_loss(leaf, proximal, advantages, mask, objective=objective, **clips, dual_clip=dual_clip).sum().backward()
+    below, above = clipped_tokens(
+        hostile(policy, mask), hostile(proximal, mask), advantages, mask, objective=objective, **clips, dual_clip=dual_clip
+    )
     assert leaf.grad is not None and below.any() and above.any() and not (below & above).any()
     assert torch.equal((leaf.grad == 0) & (mask > 0), below | above)
     if dual_clip is not None:
@@ -132,14 +139,13 @@ def test_clipped_tokens_are_those_without_gradient(objective: str, dual_clip: fl
 
 def test_clipped_tokens_of_cispo_are_those_whose_weight_is_bounded_and_others_have_none() -> None:
     policy, proximal, advantages, mask = tensors(scale=1.0)
-    _, below, above = policy_loss(policy, proximal, advantages, mask, objective="cispo", clip=CLIP)
+    below, above = clipped_tokens(policy, proximal, advantages, mask, objective="cispo", **CLIPS)
     ratio = (policy - proximal).exp()
     assert torch.equal(below, (ratio < 0.8) & (mask > 0)) and torch.equal(above, (ratio > 1.28) & (mask > 0))
     for objective in ("sapo", "reinforce"):
-        _, *told = policy_loss(policy, proximal, advantages, mask, objective=objective, clip=CLIP)
-        assert not any(side.any() for side in told)
+        assert not any(told.any() for told in clipped_tokens(policy, proximal, advantages, mask, objective=objective, **CLIPS))
     for objective in OBJECTIVES:
-        _, *told = policy_loss(policy, policy, advantages, mask, objective=objective, clip=CLIP)
+        told = clipped_tokens(policy, policy, advantages, mask, objective=objective, **CLIPS)
         assert not any(side.any() for side in told), "on-policy"
 
 
@@ -204,9 +210,14 @@ def test_gradient_of_aggregate(mode: str) -> None:
 def test_entropy_and_its_gradient() -> None:
     logits = torch.from_numpy(3 * np.random.default_rng(0).standard_normal((2, 3, 5)))
     expected = [[oracle.entropy(row) for row in rows] for rows in logits.tolist()]
-    np.testing.assert_allclose(entropy(logits.log_softmax(-1)).numpy(), expected, rtol=1e-12)
-    assert float(entropy(torch.zeros(8).log_softmax(-1))) == pytest.approx(math.log(8), rel=1e-6)
-    assert torch.autograd.gradcheck(lambda x: entropy(x.log_softmax(-1)), (logits.requires_grad_(),))
+    np.testing.assert_allclose(entropy(logits).numpy(), expected, rtol=1e-12)
+    assert float(entropy(torch.zeros(8))) == pytest.approx(math.log(8), rel=1e-6)
+    assert torch.autograd.gradcheck(entropy, (logits.requires_grad_(),))
+
+
+def test_sft_loss_is_the_mean_over_the_mask() -> None:
+    logprobs, _, _, mask = tensors()
+    assert float(sft_loss(logprobs, mask)) == pytest.approx(-float(logprobs[mask > 0].mean()), rel=1e-12)
 
 
 @pytest.mark.parametrize("importance", IMPORTANCES)
@@ -216,7 +227,7 @@ def test_all_masked_is_a_finite_zero_whatever_is_stored_there(objective: str, im
     for mode in AGGREGATIONS:
         leaf = torch.full((rows, 4), -math.inf, requires_grad=True)
         other, mask = torch.full((rows, 4), math.nan), torch.zeros(rows, 4)
-        losses, _, _ = policy_loss(leaf, other, other, mask, objective=objective, clip=CLIP._replace(dual=3.0))
+        losses = policy_loss(leaf, other, other, mask, objective=objective, dual_clip=3.0)
         total = aggregate(losses * importance_weights(other, other, mask, mode=importance), mask, mode=mode, length=8)
         total.backward()
         assert total.item() == 0.0
@@ -230,8 +241,9 @@ def test_masked_tokens_are_absent_to_the_gradient_too(objective: str) -> None:
     gradients = []
     for stored in (0.0, math.nan, -math.inf):
         leaf = hostile(policy, mask, stored).requires_grad_()
-        others = [hostile(values, mask, stored) for values in (proximal, advantages)]
-        losses, _, _ = policy_loss(leaf, *others, mask, objective=objective, clip=CLIP)
+        losses = policy_loss(
+            leaf, hostile(proximal, mask, stored), hostile(advantages, mask, stored), mask, objective=objective
+        )
         losses = losses * importance_weights(leaf, hostile(proximal, mask, stored), mask, mode="sequence_truncate")
         aggregate(losses, mask, mode="sequence_mean").backward()
         gradients.append(leaf.grad)
@@ -241,7 +253,7 @@ def test_masked_tokens_are_absent_to_the_gradient_too(objective: str) -> None:
 def test_unknown_names_are_refused() -> None:
     a = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="objective='trpo'"):
-        policy_loss(a, a, a, a, objective="trpo", clip=CLIP)
+        policy_loss(a, a, a, a, objective="trpo")
     with pytest.raises(ValueError, match="estimator='k4'"):
         kl(a, a, estimator="k4")
     with pytest.raises(ValueError, match="mode='x'"):

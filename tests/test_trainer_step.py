@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlpipe.advantages import token_advantages
-from rlpipe.losses import Clip, aggregate, entropy, importance_weights, kl, policy_loss
+from rlpipe.losses import aggregate, entropy, importance_weights, kl, policy_loss
 from rlpipe.trainer.batches import RlBatch, TrainSequence, read_rl_batch
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import Trainer
@@ -174,17 +174,15 @@ def plain_gradients(rollouts: RlBatch, settings: RlSettings) -> tuple[dict[str, 
         proximal, reference, mask = proximal.detach(), reference.detach(), torch.ones_like(logprobs)
         rollout = torch.tensor(sequence.rollout_logprobs, dtype=torch.float64)[None]
         own_N = advantages_N[sequence.first :][: len(sequence.scored)]
-        losses, _, _ = policy_loss(
+        losses = policy_loss(
             logprobs, rollout if settings.objective == "dppo" else proximal, torch.tensor(own_N)[None], mask,
-            objective=settings.objective, clip=Clip(settings.clip_low, settings.clip_high, settings.dual_clip),
+            objective=settings.objective, clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip,
         )  # fmt: skip
         bounds = {"low": settings.importance_low, "high": settings.importance_high}
         losses = losses * importance_weights(proximal, rollout, mask, mode=settings.importance, **bounds)
         if settings.kl == "loss":
             losses = losses + settings.kl_coef * kl(logprobs, reference, estimator=settings.kl_estimator)
-        loss = aggregate(
-            losses - settings.entropy_coef * entropy(logits.log_softmax(-1))[None], mask, mode=settings.aggregation, **counts
-        )
+        loss = aggregate(losses - settings.entropy_coef * entropy(logits)[None], mask, mode=settings.aggregation, **counts)
         loss.backward()
         told = [each[0].tolist() for each in (logprobs, proximal, reference, rollout)]
         sums.update({"loss": loss.item(), **plain_token_sums(told, own_N.tolist(), logits.tolist(), settings)})

@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor
 
-from rlpipe.losses import aggregate
+from rlpipe.losses import sft_loss
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.trainer.batches import Microbatch, TrainSequence, conversations_of_step, read_conversations
 from rlpipe.trainer.gang import Gang
@@ -77,6 +77,6 @@ def _validation(gang: Gang, resident: Resident, data: ArtifactRef, batch_size: i
 
 def _part(num_tokens: int) -> LossPart:
     def part(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return aggregate(-logprobs_BT, microbatch.mask_BT, mode="token_mean", num_tokens=num_tokens), {}
+        return sft_loss(logprobs_BT, microbatch.mask_BT, num_tokens=num_tokens), {}
 
     return part
