@@ -20,6 +20,7 @@ START_TIMEOUT_S = 120.0
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.5
 MESSAGE_CHARS_MAX = 1000
+LATE_S = 60.0  # that an answer may take to be read which was begun before the deadline
 ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns
 
 Answer = Callable[[JsonDict], JsonDict]
@@ -59,7 +60,13 @@ class ChildProcess:
     @property
     def alive(self) -> bool:
         """Whether it can be asked."""
-        return self._is_idle and self._process.poll() is None
+        return self._is_idle and not self._has_ended()
+
+    def _has_ended(self) -> bool:
+        """Found without reaping it: until `kill` its process group is its own, so that its children are reached."""
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait_ready(self) -> JsonDict:
         """What it tells of the code that it has loaded; UserError when it cannot, or is not ready in time."""
@@ -108,9 +115,10 @@ class ChildProcess:
             selector.register(self._stdin, selectors.EVENT_WRITE)
             while not answer.endswith(b"\n"):
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0:  # also when its own alarm was quicker than this loop
+                ready = {key.fileobj for key, _ in selector.select(max(0.0, min(left_s, POLL_S)))}
+                # an answer that is here is in time, when it is this process that was stopped or had no processor
+                if left_s <= 0 and (self._stdout not in ready or left_s < -LATE_S):
                     raise TimeoutError
-                ready = {key.fileobj for key, _ in selector.select(min(left_s, POLL_S))}
                 if self._stdin in ready:
                     try:
                         outgoing = outgoing[os.write(self._stdin.fileno(), outgoing[:CHUNK_BYTES]) :]
@@ -123,7 +131,9 @@ class ChildProcess:
                     answer += chunk or b""
                     if not chunk and time.monotonic() < deadline_s:
                         raise ProcessEnded("its process died")
-                elif not ready and self._process.poll() is not None:  # a child of its own may hold the pipe
+                    if not chunk:  # its own alarm was quicker than this loop
+                        raise TimeoutError
+                elif not ready and self._has_ended():  # a child of its own may hold the pipe
                     raise ProcessEnded("its process died")
         return json.loads(answer)
 

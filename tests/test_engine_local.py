@@ -44,6 +44,8 @@ REFUSED = {
     "scoring before the start": {"input_ids": [1], "return_logprob": True, "logprob_start_len": -2},  # SGLang takes it for 0
     "unknown field": {"input_ids": [1], "streem": True},  # SGLang ignores it
     "streaming": {"input_ids": [1], "stream": True},
+    "top_k that no tensor holds": {"input_ids": [1], "sampling_params": {"top_k": 10**30}},
+    "many wrong tokens": {"input_ids": ["a"] * 150_000},  # each described, they would take seconds
 }
 
 
@@ -106,6 +108,7 @@ BROKEN: dict[str, Callable[[Path], None]] = {
     "untied head": _edited(lambda tensors: tensors.update({"lm_head.weight": torch.zeros(320, 128)})),
     "another architecture": lambda folder: edit_config(folder, num_attention_heads=2, head_dim=64),
     "no config": lambda folder: (folder / "config.json").unlink(),
+    "a tensor twice": lambda folder: shutil.copy(folder / "model.safetensors", folder / "again.safetensors"),
 }
 
 

@@ -44,6 +44,17 @@ def behave(prompt, completion):
     if completion == "big": return len(prompt["answer"])
     if completion == "pid": return os.getpid()
     if completion == "child": os.system("sleep 600 & echo $! > child.pid; sleep 600")
+    if completion == "orphan":
+        os.system("sleep 600 & echo $! > child.pid")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "stop the owner":
+        owner = os.getppid()
+        if os.fork() == 0:
+            time.sleep(1.5)
+            os.kill(owner, signal.SIGCONT)
+            os._exit(0)
+        os.kill(owner, signal.SIGSTOP)
+        return 1.0
     return float(completion)
 
 def half(prompt, completion):
@@ -177,6 +188,24 @@ def test_close_and_timeout_leave_no_process(folder: Path) -> None:
         assert worker is not None
         assert psutil.pid_exists(int(worker))
     assert gone(int(worker))
+
+
+def test_a_reward_that_dies_takes_its_children_with_it(folder: Path) -> None:
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=10.0) as pool:
+        assert pool.score(items("orphan"))[0].reason == "reward_crash"
+        assert gone(int((folder / "child.pid").read_text()))
+
+
+def test_an_answer_in_time_counts_when_the_owner_was_stopped(folder: Path) -> None:
+    script = (
+        "from rlpipe.rewards.pool import RewardPool\n"
+        "pool = RewardPool({'behaviours:behave': 1.0}, workers=1, timeout_s=1.0)\n"
+        "prompt = {'prompt_id': 'a', 'answer': None}\n"
+        "print(pool.score([{'prompt': prompt, 'completion': 'stop the owner', 'rollout': {}}])[0])\n"
+        "pool.close()\n"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert told.stdout.startswith("Score(reward=1.0"), told
 
 
 @pytest.mark.parametrize("completion", ["1", "spin"])

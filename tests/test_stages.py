@@ -20,9 +20,10 @@ from rlpipe.stages.sampling import rollout_seed
 from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.session import Session, data_seed
 from rlpipe.stages.settings import RL_FIELDS, stage_settings
-from rlpipe.stages.training import position
+from rlpipe.stages.training import position, rl_job, sft_job
 from rlpipe.store.artifacts import write_bytes
 from rlpipe.store.run import Run, create_or_continue
+from rlpipe.trainer.settings import RlSettings, SftSettings
 from rlpipe.types import ArtifactRef, StepRefused, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -102,6 +103,20 @@ def test_positions_name_the_run_that_owns_them(tmp_path: Path) -> None:
     child = Run(parent.store, config(tmp_path, "run=c", "rl.clip_high=0.4"), parent, fork_at=3)
     assert position(child, "rl", 3) == "runs/a/rl/00003"
     assert position(child, "rl", 4) == "runs/c/rl/00004"
+
+
+def test_a_training_job_holds_what_its_result_depends_on_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = ArtifactRef("runs/a/rl/00000/batch", "0" * 64)
+    run = Run(create_or_continue(config(tmp_path)).store, config(tmp_path, "sft.validation_fraction=0.1"))
+    monkeypatch.setattr(Run, "start_policy", lambda run: (data, None))
+    other = ["rl.num_iterations=999", "rl.mismatch_max=1", "rl.on_mismatch=fail", "rl.reward_timeout_s=99"]
+    changed = Run(run.store, config(tmp_path, "sft.validation_fraction=0.1", *other))
+    job = rl_job(run, 1, data)
+    assert rl_job(changed, 1, data) == job  # so that a gang that has done it answers at once
+    for name in RL_FIELDS["policy"]:
+        assert getattr(RlSettings.model_validate(job["settings"]), name) == getattr(run.config.rl, name)
+    settings = SftSettings.model_validate(sft_job(run, 1, data)["settings"])
+    assert settings.first_step == run.config.sft.segment_steps and settings.batch_size == run.config.sft.batch_size
 
 
 def test_the_curve_of_a_long_run_stays_short_and_keeps_its_ends() -> None:

@@ -78,7 +78,8 @@ class Agent:
         try:
             asked = Asked.model_validate_json(await request.read())
         except ValidationError as error:
-            return _fault(UserError(f"/serve: {error}"))
+            fault = error.errors(include_url=False)[0]
+            return _fault(UserError(f"/serve: {'.'.join(map(str, fault['loc']))}: {fault['msg']}"))
         serving = asyncio.create_task(self._serve(asked))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from rlpipe.engines.client import Completion, EngineClient, EngineUnavailable, SampleRequest, SamplingParams
+from rlpipe.engines.client import Completion, EngineClient, EngineUnavailable, RequestRefused, SampleRequest, SamplingParams
 from rlpipe.types import ArtifactRef, EngineError, StoreError
 from rlpipe.weights import Probe
 
@@ -271,8 +271,13 @@ async def _cut_short(client: EngineClient, requests: list[SampleRequest], enough
     """Ends requests once there is enough, until this is cancelled."""
     await enough.wait()
     while True:
-        with contextlib.suppress(EngineError):  # then the requests fail as well, or run to their end
+        try:
             await client.abort([request.request_id for request in requests])
+        except RequestRefused as error:
+            log.warning("%s: %s; what it runs for nothing goes on to its end", client.url, error)
+            return
+        except EngineError:  # then the requests fail as well, or run to their end
+            pass
         await asyncio.sleep(ABORT_AGAIN_S)
 
 

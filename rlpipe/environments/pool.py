@@ -145,6 +145,7 @@ class _Seat:
             except UserError:
                 self._check_open()
                 raise
+            self._check_open()  # it may have been closed meanwhile
         process, dropped = self.process, self.dropped
         request = environment.request(process, completion)
         self.dropped = []

@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 class ProcessScorer:
     """Processes with rewards loaded, from `start` to `close`; each is asked `batch_size` rollouts at a time, which have n x `timeout_s`.
 
-    Rollouts that fail together are asked again one by one; what fails alone is at fault. A process that dies or hangs is replaced,
-    at most `losses_max` times within one `score`, nor FAILURES_MAX times before anything was answered.
+    Rollouts that fail together are asked again one by one; what fails alone is at fault, where losses are bounded the second time
+    only: a process that was killed from outside costs no rollout. A process that dies or hangs is replaced, at most `losses_max`
+    times within one `score`, nor FAILURES_MAX times before anything was answered.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ProcessScorer:
             try:
                 process = self._living(slot)
             except UserError:
-                job.batches.clear()
+                job.abandon()
                 if self._closed:
                     return
                 raise
@@ -105,6 +106,7 @@ class _Job:
         self._losses_max = losses_max
         self._num_losses = 0
         self._has_answers = False
+        self._alone: set[int] = set()  # asked alone after a failure
         self._lock = threading.Lock()
 
     def take(self) -> list[int] | None:
@@ -112,11 +114,17 @@ class _Job:
         with self._lock:
             return self.batches.popleft() if self.batches else None
 
+    def abandon(self) -> None:
+        """There is nobody to ask."""
+        with self._lock:
+            self.batches.clear()
+
     def answered(self, batch: list[int], answer: JsonDict) -> None:
         """A batch's scores, or the error that all of it met."""
         self._has_answers = True
         if "error" in answer:
-            self._fail(batch, "reward_error", answer["error"])
+            with self._lock:
+                self._fail(batch, "reward_error", answer["error"])
             return
         if answer.get("warning"):
             logger.warning("%s: %s", self._name, answer["warning"])
@@ -128,16 +136,18 @@ class _Job:
             self._num_losses += 1
             self._fail(batch, reason, message)
             if self._num_losses > self._losses_max or (self._num_losses >= FAILURES_MAX and not self._has_answers):
-                while self.batches:
-                    for index in self.batches.popleft():
-                        self._fail(
-                            [index], "reward_crash", f"its process had to be replaced more than {self._num_losses - 1} times"
-                        )
+                for index in [index for left in self.batches for index in left]:
+                    self._fault(index, reason, f"given up after {self._num_losses} processes; the last one: {message}")
+                self.batches.clear()
 
     def _fail(self, batch: list[int], reason: str, message: str) -> None:
         """Of several none is known to be at fault: each is tried alone, before the others."""
-        if len(batch) > 1:
+        if len(batch) > 1 or (math.isfinite(self._losses_max) and batch[0] not in self._alone):
+            self._alone.update(batch)
             self.batches.extendleft([index] for index in reversed(batch))
         else:
-            where = f"reward {self._name!r} on prompt {self.items[batch[0]]['prompt'].get('prompt_id')}"
-            self.scores[batch[0]] = Score(None, {}, reason, f"{where}: {message}")
+            self._fault(batch[0], reason, message)
+
+    def _fault(self, index: int, reason: str, message: str) -> None:
+        where = f"reward {self._name!r} on prompt {self.items[index]['prompt'].get('prompt_id')}"
+        self.scores[index] = Score(None, {}, reason, f"{where}: {message}")

@@ -151,10 +151,11 @@ class Session:
 
     async def close(self) -> None:
         self._closed = True
+        async with self._closing:  # first: a shard that outlived a failed one scores and steps no more
+            pass
         await asyncio.gather(
             self.pool.close(), self._hosts.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close)
         )
-        await self._closing.aclose()
 
 
 def data_seed(seed: int, name: str) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages.session import Session
+from rlpipe.stages.settings import OPTIMIZER, TRAINING
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import GangLost, NotResident
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, TrainerError
@@ -35,7 +36,7 @@ def position(run: Run, phase: str, iteration: int) -> str:
 def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> JsonDict:
     """The training of one RL iteration, with the settings of the run that owns it."""
     config = run.owner("rl", iteration).config
-    settings = config.rl.model_dump(mode="json") | {"first_step": iteration * config.rl.num_steps}
+    settings = config.rl.model_dump(mode="json", include=set(TRAINING)) | {"first_step": iteration * config.rl.num_steps}
     reference = run.start_policy()[0].as_json() if config.rl.kl != "none" else None
     return _job(run, "rl", iteration) | {"data": batch.as_json(), "reference": reference, "settings": settings}
 
@@ -45,7 +46,11 @@ def sft_job(run: Run, segment: int, data: ArtifactRef) -> JsonDict:
     sft = run.config.sft
     first = segment * sft.segment_steps
     num_steps = min(sft.segment_steps, sft.num_steps - first)
-    settings = sft.model_dump(mode="json") | {"first_step": first, "num_steps": num_steps, "seed": run.config.seed}
+    settings = sft.model_dump(mode="json", include={*OPTIMIZER, "batch_size"}) | {
+        "first_step": first,
+        "num_steps": num_steps,
+        "seed": run.config.seed,
+    }
     return _job(run, "sft", segment) | {"data": data.as_json(), "reference": None, "settings": settings}
 
 

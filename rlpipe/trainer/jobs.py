@@ -49,7 +49,9 @@ class Trainer:
 
     def _train(self, resident: Resident, body: JsonDict) -> JsonDict:
         data = ArtifactRef.from_json(body["data"])
-        kind = SftSettings if body["kind"] == "sft" else RlSettings
+        kind = {"sft": SftSettings, "rl": RlSettings}.get(body["kind"])
+        if kind is None:
+            raise UserError(f"train: kind={body['kind']!r}: use rl or sft")
         try:
             settings = kind.model_validate(body["settings"])
         except ValidationError as error:

@@ -82,8 +82,11 @@ def _read_files(folder: Path) -> dict[str, Tensor]:
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                if twice := sorted(tensors.keys() & set(names)):
+                    raise UserError(f"{path}: {twice[:3]} are also in another file of the folder")
                 # clone: a mapped file that is truncated later would kill the process
-                tensors |= {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+                tensors |= {name: file.get_tensor(name).clone() for name in names}
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is torn or unreadable: {error}") from error
     return tensors

@@ -49,8 +49,8 @@ class Sampling(BaseModel):
     max_new_tokens: NonNegativeInt = 128
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1)
-    stop_token_ids: list[NonNegativeInt] = []
+    top_k: int = Field(default=-1, ge=-1, le=2**31 - 1)
+    stop_token_ids: list[NonNegativeInt] = Field(default=[], fail_fast=True)
     sampling_seed: int | None = None
     n: int = Field(default=1, ge=1, le=4096)
     ignore_eos: bool = False
@@ -70,11 +70,12 @@ class GenerateBody(BaseModel):
 
     model_config = STRICT
 
-    input_ids: list[Annotated[list[int], Field(min_length=1)]]
-    sampling_params: list[Sampling]
+    # the first wrong entry is enough: to describe a million of them takes seconds, and gigabytes
+    input_ids: list[Annotated[list[int], Field(min_length=1, fail_fast=True)]] = Field(fail_fast=True)
+    sampling_params: list[Sampling] = Field(fail_fast=True)
     return_logprob: bool = False
     logprob_start_len: int = Field(default=-1, ge=-1)
-    rid: str | list[str] | None = None
+    rid: str | Annotated[list[str], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="before")
     @classmethod

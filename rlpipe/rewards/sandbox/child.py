@@ -7,6 +7,7 @@ results in a tests file never enter the memory that the program is forked from.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -219,7 +220,7 @@ def main() -> None:
 
 def _answer(status: str, output: bytes) -> None:
     with suppress(BrokenPipeError):
-        print(json.dumps({"status": status, "output": output.decode(errors="replace")}), flush=True)
+        print(json.dumps({"status": status, "output": base64.b64encode(output).decode()}), flush=True)
 
 
 def _read(fd: int, output: bytearray) -> bool:

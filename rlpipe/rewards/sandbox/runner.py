@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
 import os
 import platform
+import select
 import socket
 import subprocess
 import tempfile
@@ -30,6 +32,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
 }  # fmt: skip
 STOP_S = child.SWEEP_S + 1.0
+GRACE_S = 30.0  # of the supervisor beyond a run's own time: it is ours, and busy machines are slow
+CHUNK_BYTES = 1 << 16
 PROBE_LIMITS = Limits(time_s=10.0, total_s=10.0, memory_mb=512, processes=4, files_mb=16)
 PROBE = """
 import colorsys, errno, json, os, socket, sys
@@ -99,11 +103,10 @@ def run(python: str, plan: Plan, limits: Limits, source: str, runs: list[Run]) -
         )
     assert process.stdout is not None
     try:
+        lines = _lines(process.stdout.fileno(), limits.time_s + GRACE_S)
         for _ in runs:
-            line = process.stdout.readline()  # a supervisor that never answers ends with the rollout's time
-            if not line.endswith(b"\n"):
-                raise SandboxError("the supervisor has ended; what it said is on stderr")
-            outcome = Outcome(**json.loads(line))
+            told = json.loads(next(lines))
+            outcome = Outcome(told["status"], base64.b64decode(told["output"]).decode(errors="replace"))
             if outcome.status == "sandbox":
                 raise SandboxError(outcome.output)
             yield outcome
@@ -115,6 +118,27 @@ def run(python: str, plan: Plan, limits: Limits, source: str, runs: list[Run]) -
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _lines(fd: int, timeout_s: float) -> Iterator[bytes]:
+    """The lines of a pipe; SandboxError when it ends, or is silent for `timeout_s`."""
+    buffer = b""
+    while True:
+        *whole, rest = buffer.split(b"\n")
+        yield from whole
+        buffer = rest
+        chunks = [buffer]
+        while b"\n" not in chunks[-1]:
+            chunks.append(_chunk(fd, timeout_s))
+        buffer = b"".join(chunks)
+
+
+def _chunk(fd: int, timeout_s: float) -> bytes:
+    if not select.select([fd], [], [], timeout_s)[0]:
+        raise SandboxError(f"the supervisor did not answer in {timeout_s:.0f} s")
+    if not (chunk := os.read(fd, CHUNK_BYTES)):
+        raise SandboxError("the supervisor has ended; what it said is on stderr")
+    return chunk
 
 
 @lru_cache(maxsize=8)
