@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlpipe.rewards.process import RewardLost
 from rlpipe.store.lease import RunHeld
 from rlpipe.types import EngineError, StepRefused, StoreError, TrainerError, UserError
 
@@ -20,6 +21,7 @@ ADVICE: list[tuple[type[Exception], str]] = [  # the first that fits
         f"trainer.activation_checkpointing, or give it more memory. Mend the cause, {AGAIN}",
     ),
     (EngineError, f"The engines' logs say why; mend the cause (memory: lower engines.in_flight_max), {AGAIN}"),
+    (RewardLost, f"Mend the cause, {AGAIN}"),
     (OSError, f"The disk, the network or the store failed. Wait until it is back, {AGAIN}"),
 ]
 

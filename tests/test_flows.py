@@ -13,6 +13,7 @@ from prefect.server.events.schemas.events import ReceivedEvent
 from flows.advice import AGAIN, with_advice
 from flows.automations import BLOCK, FILE
 from rlpipe.config_source import change_config, read_config
+from rlpipe.rewards.process import RewardLost
 from rlpipe.store.lease import RunHeld
 from rlpipe.trainer.client import GangLost
 from rlpipe.types import StepRefused, StoreError, UserError
@@ -32,7 +33,9 @@ def test_changes_are_fields_by_name() -> None:
         change_config(config, {"data.nothing.rows_max": 1})
 
 
-@pytest.mark.parametrize("error", [StoreError("x is missing."), GangLost("x"), OSError(5, "x"), ConnectionResetError("x")])
+@pytest.mark.parametrize(
+    "error", [StoreError("x is missing."), GangLost("x"), RewardLost("x"), OSError(5, "x"), ConnectionResetError("x")]
+)
 def test_an_error_is_told_what_to_do_once(error: Exception) -> None:
     told = with_advice(error)
     assert str(told).startswith(str(error).rstrip(".")) and str(told).endswith(AGAIN)

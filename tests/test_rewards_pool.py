@@ -15,6 +15,7 @@ import pytest
 
 from rlpipe.rewards import process as process_module
 from rlpipe.rewards.pool import RewardPool, check_rewards
+from rlpipe.rewards.process import RewardLost
 from rlpipe.rewards.score import Score
 from rlpipe.types import EngineError, UserError
 
@@ -194,6 +195,13 @@ def test_a_reward_that_dies_takes_its_children_with_it(folder: Path) -> None:
     with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=10.0) as pool:
         assert pool.score(items("orphan"))[0].reason == "reward_crash"
         assert gone(int((folder / "child.pid").read_text()))
+
+
+def test_a_reward_that_does_not_load_again_is_no_fault_of_the_rollouts(folder: Path) -> None:
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=10.0) as pool:
+        (folder / "behaviours.py").write_text("raise MemoryError('no room')")
+        with pytest.raises(RewardLost, match="no room"):
+            pool.score(items("kill", "1.0000", "2.0000"))
 
 
 def test_an_answer_in_time_counts_when_the_owner_was_stopped(folder: Path) -> None:

@@ -16,6 +16,10 @@ from rlpipe.types import JsonDict, UserError
 logger = logging.getLogger(__name__)
 
 
+class RewardLost(RuntimeError):
+    """A reward that was loaded before does not load again, for want of memory or of its files: scoring is worth another try."""
+
+
 class ProcessScorer:
     """Processes with rewards loaded, from `start` to `close`; each is asked `batch_size` rollouts at a time, which have n x `timeout_s`.
 
@@ -69,11 +73,11 @@ class ProcessScorer:
         while not self._closed and (batch := job.take()):
             try:
                 process = self._living(slot)
-            except UserError:
+            except UserError as error:
                 job.abandon()
                 if self._closed:
                     return
-                raise
+                raise RewardLost(str(error)) from error
             try:
                 answer = process.ask({"items": [job.items[index] for index in batch]}, self._timeout_s * len(batch))
             except TimeoutError:
