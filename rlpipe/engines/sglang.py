@@ -7,6 +7,7 @@ import asyncio
 import aiohttp
 
 from rlpipe.engines.client import (
+    CONTROL_TIMEOUT_S,
     INFO_TIMEOUT_S,
     LOAD_TIMEOUT_S,
     SCORE_TIMEOUT_S,
@@ -84,6 +85,8 @@ class SglangClient(EngineClient):
 
     async def load(self, model_path: str, version: int) -> None:
         body = {"model_path": model_path, "weight_version": str(version), "flush_cache": True}
+        # a hung scheduler lets itself be paused, and would then be waited for as long as large weights may take
+        await self.call("GET", self.health_path, self.api_key, None, CONTROL_TIMEOUT_S)
         await self.control("/pause_generation", {"mode": "retract"})
         try:
             for attempt in range(UPDATES_MAX):
