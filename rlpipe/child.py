@@ -128,7 +128,7 @@ class ChildProcess:
                         selector.unregister(self._stdin)
                 if self._stdout in ready:
                     chunk = os.read(self._stdout.fileno(), CHUNK_BYTES)
-                    answer += chunk or b""
+                    answer += chunk
                     if not chunk and time.monotonic() < deadline_s:
                         raise ProcessEnded("its process died")
                     if not chunk:  # its own alarm was quicker than this loop

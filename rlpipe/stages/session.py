@@ -151,8 +151,7 @@ class Session:
 
     async def close(self) -> None:
         self._closed = True
-        async with self._closing:  # first: a shard that outlived a failed one scores and steps no more
-            pass
+        await self._closing.aclose()  # first: a shard that outlived a failed one scores and steps no more
         await asyncio.gather(
             self.pool.close(), self._hosts.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close)
         )
