@@ -139,10 +139,16 @@ class _Job:
         with self._lock:
             self._num_losses += 1
             self._fail(batch, reason, message)
-            if self._num_losses > self._losses_max or (self._num_losses >= FAILURES_MAX and not self._has_answers):
-                for index in [index for left in self.batches for index in left]:
-                    self._fault(index, reason, f"given up after {self._num_losses} processes; the last one: {message}")
-                self.batches.clear()
+            if self._num_losses > self._losses_max:
+                self._give_up("reward_crash", f"its process had to be replaced more than {self._num_losses - 1} times")
+            elif self._num_losses >= FAILURES_MAX and not self._has_answers:
+                self._give_up(reason, f"given up after {self._num_losses} processes; the last one: {message}")
+
+    def _give_up(self, reason: str, message: str) -> None:
+        """What was not answered is at fault."""
+        for index in [index for left in self.batches for index in left]:
+            self._fault(index, reason, message)
+        self.batches.clear()
 
     def _fail(self, batch: list[int], reason: str, message: str) -> None:
         """Of several none is known to be at fault: each is tried alone, before the others."""
