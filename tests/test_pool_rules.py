@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from rlpipe.engines.client import NOTHING_YET, Completion, EngineClient, EngineUnavailable, SampleRequest, SamplingParams
-from rlpipe.engines.pool import EnginePool, GroupRequest, Host
+from rlpipe.engines.client import (
+    NOTHING_YET,
+    Completion,
+    EngineClient,
+    EngineUnavailable,
+    RequestRefused,
+    SampleRequest,
+    SamplingParams,
+)
+from rlpipe.engines.pool import EnginePool, GroupRequest, Host, _cut_short
 from rlpipe.types import ArtifactRef, EngineError, UserError
 from rlpipe.weights import Probe
 
@@ -107,6 +115,19 @@ async def test_what_on_group_returns_is_the_group_s_next_turn() -> None:
     assert sorted(turns) == [0, 1, 1]
     assert one == [Completion([7], [-0.5], "length", [(1, 1)], "a")] * 2
     assert two == [Completion([7, 5, 6, 7], [-0.5, 0.0, 0.0, -0.5], "length", [(1, 4)], "a"), one[1]]
+
+
+async def test_an_engine_that_refuses_to_abort_is_asked_once_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    engine, enough, asked = Played("a"), asyncio.Event(), []
+
+    async def refuse(request_ids: list[str]) -> None:
+        asked.append(request_ids)
+        raise RequestRefused("wrong key")
+
+    engine.abort = refuse
+    enough.set()
+    await asyncio.wait_for(_cut_short(engine, [], enough), 10)
+    assert asked == [[]] and "wrong key" in caplog.text
 
 
 async def test_calls_side_by_side_share_the_seats() -> None:

@@ -33,7 +33,7 @@ class GangServer(BoundedServer):
     def __init__(self, options: TrainerOptions, board: Board, ranks: int) -> None:
         super().__init__((options.host, options.port), options.token, self._answer)
         self.board = board
-        self.told: JsonDict = {"ranks": ranks, "store": options.store, "dtype": options.dtype}
+        self.told: JsonDict = {"ranks": ranks}
 
     def _answer(self, method: str, path: str, data: bytes) -> tuple[int, JsonDict]:
         kind = path.removeprefix("/")
