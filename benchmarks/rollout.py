@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from rlpipe.engines.client import NOTHING_YET, SamplingParams
+from rlpipe.engines.client import NOTHING_YET, Sampling
 from rlpipe.engines.pool import EnginePool, GroupRequest
 from tests.engine_fixtures import ENGINE_KIND, VOCAB, reference, tiny_model
 from tests.engine_world import probe, world
@@ -52,7 +52,7 @@ def plain_generate(lm: torch.nn.Module) -> float:
 
 async def pool_generate(pool: EnginePool, turn: int) -> float:
     """Seconds of the same rollouts from the pool."""
-    params = [SamplingParams(NEW_TOKENS, seed=turn * GROUP_SIZE + index, ignore_eos=True) for index in range(GROUP_SIZE)]
+    params = [Sampling(NEW_TOKENS, seed=turn * GROUP_SIZE + index, ignore_eos=True) for index in range(GROUP_SIZE)]
     groups = [
         GroupRequest(f"bench/{index}", tokens, params, [NOTHING_YET] * GROUP_SIZE) for index, tokens in enumerate(prompts())
     ]

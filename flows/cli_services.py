@@ -1,32 +1,90 @@
-"""`rlpipe host` and `rlpipe trainer`: services of a run that goes on elsewhere. Prefect is not needed for them."""
+"""Commands for a run that there is: its services elsewhere (`rlpipe host`, `rlpipe trainer`; Prefect is not needed for them), and
+`rlpipe evaluate`.
+
+Here is also what they share with the other commands: the options `--set` and `--store`, and the store itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from flows.cli_options import STORE, Sets, StoreUrl, checked_store
-from rlpipe.config import PipelineConfig
-from rlpipe.services import ADDRESS_VARIABLE, KEY_VARIABLE, config_of, own_address
-from rlpipe.store.backend import Store
+from flows.server import prefect_server, set_defaults
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import override_config
+from rlpipe.services.registration import ADDRESS_VARIABLE, KEY_VARIABLE, RunService, config_of, own_address, serve
+from rlpipe.store.audit import by_number
+from rlpipe.store.backend import Store, check_access, check_readable, open_store
+from rlpipe.store.lease import check_free
+from rlpipe.store.run import open_existing
 from rlpipe.types import UserError
 
+STORE = "./rlpipe-store"
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a field of the config (rlpipe fields lists them)")
+]
+StoreUrl = Annotated[str, typer.Option("--store", help="where runs are kept")]
 Address = Annotated[
     str, typer.Option(envvar=ADDRESS_VARIABLE, help=f"address of this node; beyond loopback {KEY_VARIABLE} must be set")
 ]
+CreateService = Callable[[Store, PipelineConfig], RunService]
 IdleTimeout = Annotated[float, typer.Option(help="seconds without work after which it ends; 0: never")]
+RunToJoin = Annotated[str, typer.Option("--run", help="the run to join")]
+
+
+def checked_store(url: str) -> Store:
+    """The store at `url`, to read and write; UserError when it cannot be used."""
+    store = open_store(url)
+    check_access(store)
+    return store
+
+
+def readable_store(url: str) -> Store:
+    """The store at `url`, to read; UserError when it cannot be."""
+    store = open_store(url)
+    check_readable(store)
+    return store
+
+
+def evaluate(
+    run: str,
+    version: Annotated[
+        int | None, typer.Option(metavar="K", help="weight version, by default the newest; -1 is the model before SFT")
+    ] = None,
+    sets: Sets = None,
+    store: StoreUrl = STORE,
+) -> None:
+    """Evaluate a committed policy of a run and print the metrics; of one that was evaluated they are read."""
+    set_defaults()
+    overrides = [*(sets or []), f"store={json.dumps(store)}"]
+    config = override_config(open_existing(checked_store(store), run).config, overrides)
+    check_free(open_store(store), f"runs/{run}")
+    from flows.terminal import log_to
+    from rlpipe.stages.session import work_dir_of
+
+    logs = work_dir_of(config)
+    log_to(logs)
+    with prefect_server(logs) as url:
+        from flows.evaluate import evaluate as evaluate_flow
+
+        typer.echo(f"run {run}: store {store}, logs {logs}, Prefect {url}", err=True)
+        metrics = asyncio.run(evaluate_flow(version=version, config=config))
+    for name in sorted(metrics, key=by_number):
+        typer.echo(f"{name:40s} {metrics[name]:.6g}")
 
 
 def host(
-    run: Annotated[str, typer.Option(help="the run to join")],
+    run: RunToJoin,
     store: StoreUrl = STORE,
     address: Address = "",
     port: Annotated[int, typer.Option(help="port of the host; 0: a free one")] = 0,
@@ -34,20 +92,15 @@ def host(
     sets: Sets = None,
 ) -> None:
     """Join a run with the engines of this node, until stopped. The run uses them from its next iteration on."""
-    from rlpipe.engines.agent import serve_engines
+    from rlpipe.engines.remote import HostService
 
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
-    _serve(
-        "engines",
-        store,
-        run,
-        sets,
-        lambda opened, config: serve_engines(opened, config, name, own_address(address), port, idle_timeout_s, _ended()),
-    )
+    create = partial(HostService, name=name, address=own_address(address), port=port)
+    _serve("engines", store, run, sets, idle_timeout_s, create)
 
 
 def trainer(
-    run: Annotated[str, typer.Option(help="the run to join")],
+    run: RunToJoin,
     store: StoreUrl = STORE,
     node: Annotated[int, typer.Option(help="which of trainer.nodes this is; node 0 is the one that answers")] = 0,
     address: Address = "",
@@ -55,23 +108,13 @@ def trainer(
     sets: Sets = None,
 ) -> None:
     """Join a run with this node's part of its trainer gang, until stopped (`trainer.place = "elsewhere"`)."""
-    from rlpipe.trainer.serve import GangService
+    from rlpipe.trainer.process import GangService
 
-    _serve(
-        "trainer",
-        store,
-        run,
-        sets,
-        lambda opened, config: GangService(opened, config, node, own_address(address)).run(idle_timeout_s, _ended()),
-    )
+    _serve("trainer", store, run, sets, idle_timeout_s, partial(GangService, node=node, address=own_address(address)))
 
 
-def _serve(
-    section: str, store: str, run: str, sets: list[str] | None, serve: Callable[[Store, PipelineConfig], Awaitable[str]]
-) -> None:
-    """Serves a run with the settings of one section changed, until it is over."""
-    from rlpipe.config_source import override_config
-
+def _serve(section: str, store: str, run: str, sets: list[str] | None, idle_timeout_s: float, create: CreateService) -> None:
+    """Serves a run with the settings of one section changed, until it is over, or SIGTERM or SIGINT: it leaves the run before it ends."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
 
@@ -79,14 +122,10 @@ def _serve(
         if others := [entry for entry in sets or [] if not entry.startswith(f"{section}.")]:
             raise UserError(f"--set {others[0]}: what a service may set is {section}.*; the rest is the run's")
         opened = checked_store(store)
-        return await serve(opened, override_config(await config_of(opened, run), sets or []))
+        service = create(opened, override_config(await config_of(opened, run), sets or []))
+        ended = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        return await serve(service, idle_timeout_s, ended)
 
     typer.echo(f"ended: {asyncio.run(until_over())}")
-
-
-def _ended() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT: a service leaves the run before it ends."""
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    return ended

@@ -6,28 +6,44 @@ import asyncio
 
 from prefect import flow
 
-from flows.naming import run_name
-from flows.session import open_session
-from rlpipe.config import PipelineConfig
-from rlpipe.config_source import change_config
+from flows.session import open_session, run_name
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import change_config
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import find_run
-from rlpipe.types import JsonDict, UserError
+from rlpipe.store.run import BEFORE_SFT, Run, find_run
+from rlpipe.types import JsonDict, Metrics, UserError
 from tasks.stages import evaluate as evaluate_task
 
 
 @flow(name="evaluate", flow_run_name=run_name("evaluate"), persist_result=False)
-async def evaluate(changes: JsonDict | None = None, version: int = 0, *, config: PipelineConfig) -> JsonDict:
+async def evaluate(changes: JsonDict | None = None, version: int | None = None, *, config: PipelineConfig) -> Metrics:
     """The evaluation metrics of a weight version of the run, computed now or read from the store.
 
     Args:
         changes: Only what differs from the config below, for example `{"run": "monday"}`.
-        version: The weight version: 0 is what RL starts from, k what iteration k - 1 made.
+        version: The weight version: 0 is what RL starts from, k what iteration k - 1 made, -1 the model before SFT; none is the newest.
         config: The config of the run; its name says which one.
     """
     config = change_config(config, changes) if changes else config
-    if not config.run or await asyncio.to_thread(lambda: find_run(open_store(config.store), config)) is None:
+    run = await asyncio.to_thread(lambda: find_run(open_store(config.store), config)) if config.run else None
+    if run is None:
         raise UserError(f"run={config.run!r}: name a run that exists in {config.store}")
+    newest = await asyncio.to_thread(version_to_evaluate, run, version)
     async with open_session(config) as session:
-        policy, _ = session.run.policy(version)
-        return (await evaluate_task(session, policy=policy, version=version)).metrics
+        policy, _ = session.run.policy(newest)
+        evaluated = await evaluate_task(session, policy=policy, version=newest)
+        session.tracker.evaluated(newest)
+        return evaluated.metrics
+
+
+def version_to_evaluate(run: Run, version: int | None) -> int:
+    """The version that is asked for, or the newest one; UserError when it is not committed, or there is nothing to evaluate it on."""
+    if not run.config.sets("evaluation"):
+        raise UserError(f"run {run.name} has no data set of use = 'evaluation': there is nothing to evaluate it on")
+    if not run.has_base:
+        raise UserError(f"run {run.name} has no policy yet: `rlpipe run ... --run {run.name}` makes one")
+    oldest = BEFORE_SFT if run.num_segments else 0
+    newest = run.num_iterations if run.sft_complete else oldest
+    if version is not None and not oldest <= version <= newest:
+        raise UserError(f"version {version} of run {run.name} is not committed: there are {oldest} to {newest}")
+    return newest if version is None else version

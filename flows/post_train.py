@@ -1,50 +1,101 @@
-"""SFT, then RL: the parent flow."""
+"""SFT, then RL: the parent flow. Where the config says so, a person approves what comes next; nothing is held while a run waits for it.
+
+An approval is a fact of the run, kept in the store: a retry, and another flow run of the same name, does not ask again.
+"""
 
 from __future__ import annotations
 
-from prefect import flow
+import asyncio
+from typing import Literal
 
-from flows.approval import ApprovalNeeded, require_approval, wait_for_approval
-from flows.naming import named, run_name
-from flows.publish import publish_report
+from prefect import flow
+from prefect.flow_runs import apause_flow_run, asuspend_flow_run
+from prefect.runtime import deployment, flow_run
+from prefect.utilities.urls import url_for
+
 from flows.rl import rl
-from flows.rl_phase import stopped, why_not_on
-from flows.session import open_session
-from flows.sft import sft, why_sft_stops
-from rlpipe.config import PipelineConfig
-from rlpipe.types import JsonDict
+from flows.session import open_session, prepare, reason_to_end, requested, run_name
+from flows.sft import evaluate_sft, sft
+from flows.ui import RunReport, ended, publish_report
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.stages.session import Session
+from rlpipe.store.backend import open_store
+from rlpipe.types import JsonDict, RunWaits, canonical_json
+
+PHASES = ("sft", "rl")
+Gate = Literal["rl", "register"]
+BEFORE = {"rl": "RL starts", "register": "the policy is registered"}
+APPROVAL_TIMEOUT_S = 30 * 24 * 3600
+
+
+class ApprovalNeeded(RunWaits):
+    """The run does not go on past a gate before a person says so."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(f"approval.{gate}")
+        self.gate: Gate = gate
 
 
 @flow(name="post-train", flow_run_name=run_name("post-train"), persist_result=False)
-async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig) -> JsonDict:
+async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig) -> RunReport:
     """Takes a model through SFT and RL. The same run name continues; a committed stage is never done twice.
 
     A run that a budget or a stop rule ended is published as far as it came, in a state `Stopped`.
 
     Args:
         changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`.
-        config: The whole config. The same `run` continues; an empty one names the run after the flow run (whose Run Name above is replaced).
+        config: The whole config. The same `run` continues; an empty one makes a run of its own, named by schedule and time (the Run Name above is replaced).
     """
-    config = named(config, changes)
+    config = await requested(config, changes)
     while True:
         try:
             return await _phases(config)
         except ApprovalNeeded as needed:  # the run and its services were given back on the way here
-            await wait_for_approval(config, needed.gate)
+            await _wait_for_approval(config, needed.gate)
 
 
-async def _phases(config: PipelineConfig) -> JsonDict:
+async def _phases(config: PipelineConfig) -> RunReport:
     async with open_session(config) as session:
         run = session.run
         if run.num_segments and run.parent is None:
             await sft(config=config)
-            if reason := await why_sft_stops(session):
-                return stopped(reason, {"run": run.name, "stopped": reason})
+            if not run.sft_complete:
+                reason = await reason_to_end(session, "sft", session.num_committed("sft"))
+                return await ended(session, PHASES, {"run": run.name, "stopped": reason}, reason)
+        elif not config.rl.num_iterations:
+            await prepare(session)
+            await evaluate_sft(session)
         if config.rl.num_iterations:
-            await require_approval(session, "rl")
+            await _require_approval(session, "rl")
             await rl(config=config)
-        await require_approval(session, "register")
-        done = run.num_committed("rl", config.rl.num_iterations)
-        told = await publish_report(session, done)
-        reason = await why_not_on(session, done)
-        return stopped(reason, told | {"stopped": reason}) if reason else told
+        await _require_approval(session, "register")
+        done = session.num_committed("rl")
+        report = await publish_report(session, done)
+        reason = await reason_to_end(session, "rl", done)
+        return await ended(session, PHASES, report | ({"stopped": reason} if reason else {}), reason)
+
+
+async def _require_approval(session: Session, gate: Gate) -> None:
+    """ApprovalNeeded when the config wants an approval here and none is in the store."""
+    if gate in session.config.approval and not await asyncio.to_thread(session.run.store.exists, _key(session.config, gate)):
+        raise ApprovalNeeded(gate)
+
+
+async def _wait_for_approval(config: PipelineConfig, gate: Gate) -> None:
+    """Returns once somebody has pressed Resume, and keeps that in the store. Called when the run is not held.
+
+    A deployment's flow run is suspended: its process ends, and Resume schedules it anew. From the command line it is paused.
+    """
+    if deployment.id:
+        await asuspend_flow_run(timeout=APPROVAL_TIMEOUT_S, key=gate)
+    else:
+        print(f"\nrun {config.run} waits for your approval before {BEFORE[gate]}.\n"
+              f"  Look at it, then press Resume: {url_for('flow-run', flow_run.id)}\n"
+              "  Or stop here (Ctrl-C): nothing is lost, and the same command asks again", flush=True)  # fmt: skip
+        await apause_flow_run(timeout=APPROVAL_TIMEOUT_S, key=gate)
+    record = canonical_json({"gate": gate, "flow_run": str(flow_run.id)})
+    await asyncio.to_thread(lambda: open_store(config.store).create(_key(config, gate), record))
+
+
+def _key(config: PipelineConfig, gate: Gate) -> str:
+    return f"runs/{config.run}/approval/{gate}.json"

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prefect import flow
 
-from flows.naming import named, run_name
+from flows.rl_async import rl_async_iteration
 from flows.rl_iteration import rl_iteration
-from flows.rl_offline import rl_offline
-from flows.rl_phase import begin_rl, iterate, why_not_on
-from flows.session import open_session
-from rlpipe.config import PipelineConfig
+from flows.session import begin_rl, open_session, reason_to_end, requested, run_name
+from flows.ui import ended, watch
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.types import JsonDict
 from tasks.stages import evaluate, reload_engines
 
+ITERATION = {"none": rl_iteration, "iteration": rl_async_iteration}  # by `rl.overlap`
+
 
 @flow(name="rl", flow_run_name=run_name("rl"), persist_result=False)
-async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> Any:
+async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict[str, str]:
     """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference.
 
     Args:
         changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`.
-        config: The whole config. The same `run` continues; an empty one names the run after the flow run (whose Run Name above is replaced).
+        config: The whole config. The same `run` continues; an empty one makes a run of its own, named by schedule and time (the Run Name above is replaced).
     """
-    config = named(config, changes)
-    if config.rl.rollouts_from:  # nothing to sample: the other mode
-        return await rl_offline(config, return_state=True)  # pyright: ignore[reportGeneralTypeIssues] # its state is this one's, Stopped or not
+    config = await requested(config, changes)
     async with open_session(config) as session:
-        first = await begin_rl(session)
-        if first < config.rl.num_iterations and not await why_not_on(session, first):
+        iteration = await begin_rl(session)
+        reason = await reason_to_end(session, "rl", iteration)
+        if iteration < config.rl.num_iterations and not reason and not session.run.redoes(iteration):
             if config.trainer.place == "deployment":
                 await session.gang()  # before the engines: of two runs that each hold one of two full pools, both would wait
-            start, _ = session.run.policy(first)
-            await reload_engines(session, policy=start, version=first)
-            if first == 0 and config.sets("evaluation"):
-                await evaluate(session, policy=start, version=0)
-        return await iterate(session, first, rl_iteration)
+            policy, _ = session.run.policy(iteration)
+            if not config.rl.rollouts_from:  # else they are needed to evaluate only
+                await reload_engines(session, policy=policy, version=iteration)
+            if iteration == 0 and config.sets("evaluation"):
+                await evaluate(session, policy=policy, version=0)
+        with watch(session, iteration) as committed:
+            while iteration < config.rl.num_iterations and not reason:
+                record = await ITERATION[config.rl.overlap](config, iteration)
+                assert record.iteration == iteration, f"iteration {iteration} was computed, {record.iteration} was committed"
+                iteration += 1
+                await committed(record)
+                reason = await reason_to_end(session, "rl", iteration)
+        return await ended(session, ("rl",), session.run.policy(iteration)[0].as_json(), reason)

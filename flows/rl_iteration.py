@@ -7,15 +7,18 @@ from typing import NamedTuple
 
 from prefect import flow
 
-from flows.publish import publish_iteration
 from flows.session import open_session
-from rlpipe.config import PipelineConfig
-from rlpipe.stages.iteration import commit_iteration
-from rlpipe.stages.sampling import num_shards, previous_artifact
+from flows.ui import publish_iteration
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.stages.generation import num_shards
+from rlpipe.stages.iteration import Before, commit_iteration, committed_before
+from rlpipe.stages.redo import rounds_to_redo
 from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.session import Session
-from rlpipe.types import ArtifactRef, JsonDict, StageResult
-from tasks.stages import checkpoint, evaluate, filter_groups, generate, reload_engines, sample_prompts, score, train
+from rlpipe.stages.stage import all_ended
+from rlpipe.stages.training import other_reference
+from rlpipe.types import ArtifactRef, IterationRecord, StageResult
+from tasks import stages
 
 
 class Sampled(NamedTuple):
@@ -25,72 +28,134 @@ class Sampled(NamedTuple):
     scores: list[StageResult]
     batch: StageResult
 
+    @property
+    def before_next(self) -> Before:
+        return Before(self.prompts.ref, self.batch.ref)
+
+
+class Trained(NamedTuple):
+    """What an iteration makes: the training, and the policy that came of it."""
+
+    training: StageResult
+    policy: StageResult
+
 
 @flow(name="rl-iteration", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)
-async def rl_iteration(config: PipelineConfig, iteration: int) -> JsonDict:
-    """Weight version k samples, is rewarded, and becomes version k + 1. Returns the record of the commit."""
+async def rl_iteration(config: PipelineConfig, iteration: int) -> IterationRecord:
+    """Weight version k samples, is rewarded, and becomes version k + 1. Returns the record of the commit.
+
+    A run that is fed from `rl.rollouts_from`, and an iteration that is redone, take stored rollouts instead, and need no engine for them.
+    """
     async with open_session(config) as session:
-        session.begin_iteration()
-        policy, _ = session.run.policy(iteration)
-        sampled = await sample_batch(session, iteration, policy)
-        batch = sampled.batch.ref
-        trained = await train(session, iteration=iteration, batch=batch)
-        after = await checkpoint(session, iteration=iteration, batch=batch, previous=policy, metrics=trained.metrics)
-        await reload_engines(session, policy=after.ref, version=iteration + 1)
-        evaluation = await evaluate_if_due(session, iteration, after)
-        return await finish_iteration(session, iteration, sampled, trained, after, evaluation)
+        session.begin_iteration(iteration)
+        sampled = await take_batch(session, iteration)
+        trained = await train_batch(session, iteration, sampled)
+        return await end_iteration(session, iteration, sampled, trained)
 
 
-async def finish_iteration(
-    session: Session,
-    iteration: int,
-    sampled: Sampled,
-    trained: StageResult,
-    after: StageResult,
-    evaluation: StageResult | None = None,
-) -> JsonDict:
-    """Commits an iteration of any mode and shows it; the record."""
-    artifacts = {"prompts": sampled.prompts.ref, "batch": sampled.batch.ref, "policy": after.ref}
-    metrics = over_rounds([told.metrics for told in sampled.scores])
-    metrics |= {**sampled.prompts.metrics, **sampled.batch.metrics, **trained.metrics}
-    if evaluation is not None:
-        artifacts["evaluation"] = evaluation.ref
-        metrics |= {f"evaluation/{name}": value for name, value in evaluation.metrics.items()}
-    record = await commit_iteration(session, iteration, artifacts, metrics)
-    await publish_iteration(session, record, sampled.batch.ref)
-    return record
+async def take_batch(session: Session, iteration: int) -> Sampled:
+    """The batch of an iteration, after the one before was committed."""
+    if session.run.redoes(iteration):
+        return await redo_batch(session, iteration)
+    if session.config.rl.rollouts_from:
+        return await import_batch(session, iteration)
+    return await sample_batch(session, iteration, committed_before(session, iteration))
 
 
-async def sample_batch(session: Session, iteration: int, policy: ArtifactRef) -> Sampled:
+async def sample_batch(session: Session, iteration: int, earlier: Before) -> Sampled:
     """Dynamic sampling: rounds of prompts, rollouts and scores until enough groups survive the filters.
 
     The first round takes up what the iteration before had to cut short.
     """
-    before, carried = (previous_artifact(session, iteration, name) for name in ("prompts", "batch"))
+    policy, _ = session.run.policy(session.config.rl.sampled_by(iteration))
+    before, carried = earlier
     pass_rates = carried if session.config.rl.curriculum != "none" else None  # they lie beside the batch
     rounds: list[ArtifactRef] = []
     scores: list[StageResult] = []
-    kept = 0
+    num_kept = 0
     while True:
         at = {"iteration": iteration, "round_index": len(rounds)}
-        prompts = await sample_prompts(session, before=before, carried=carried, pass_rates=pass_rates, **at)
+        prompts = await stages.sample_prompts(session, before=before, carried=carried, pass_rates=pass_rates, **at)
         rounds.append(prompts.ref)
         before, carried = prompts.ref, None
-        part = {"prompts": prompts.ref, "policy": policy, "kept": kept, **at}
+        part = {"prompts": prompts.ref, "policy": policy, "num_kept": num_kept, **at}
         shards = range(num_shards(session, prompts.metrics["num_prompts"]))
-        rollouts = await asyncio.gather(*(generate(session, shard=shard, **part) for shard in shards))
-        scores.append(await score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at))
-        scored = [done.ref for done in scores]
-        batch = await filter_groups(session, prompts=rounds, scores=scored, pass_rates=pass_rates, **at)
-        kept = batch.metrics["rollout/groups_kept"]
+        # one that fails lets the others come to their end: what they commit is kept, and nothing samples any more
+        rollouts = await all_ended([stages.generate(session, shard=shard, **part) for shard in shards])
+        scores.append(await stages.score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at))
+        batch = await stages.filter_groups(
+            session, prompts=rounds, scores=[scored.ref for scored in scores], pass_rates=pass_rates, **at
+        )
+        num_kept = batch.metrics["rollout/groups_kept"]
         if not batch.metrics["needs_more"]:
             return Sampled(prompts, scores, batch)
 
 
-async def evaluate_if_due(session: Session, iteration: int, after: StageResult) -> StageResult | None:
-    """Evaluates the policy after an iteration: every `evaluation.every` iterations, and at the end."""
-    config, version = session.config, iteration + 1
-    last = version == config.rl.num_iterations
-    if not config.sets("evaluation") or not (last or (config.evaluation.every and version % config.evaluation.every == 0)):
-        return None
-    return await evaluate(session, policy=after.ref, version=version)
+async def import_batch(session: Session, iteration: int) -> Sampled:
+    """One round of what another policy sampled, from `rl.rollouts_from`."""
+    at = {"iteration": iteration, "round_index": 0}
+    prompts = await stages.import_prompts(session, iteration=iteration)
+    rollouts = await stages.import_rollouts(session, iteration=iteration, prompts=prompts.ref)
+    scores = await stages.score(session, prompts=prompts.ref, rollouts=[rollouts.ref], **at)
+    return Sampled(
+        prompts, [scores], await stages.filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], last=True, **at)
+    )
+
+
+async def redo_batch(session: Session, iteration: int) -> Sampled:
+    """All sampling rounds that the parent stored, filtered together: none more can be had. Stages before the redone one are the parent's."""
+    rounds = await asyncio.to_thread(rounds_to_redo, session.run, iteration)
+    scores = [
+        await stages.score(
+            session, iteration=iteration, round_index=index, prompts=stored.prompts.ref, rollouts=stored.rollouts
+        )
+        for index, stored in enumerate(rounds)
+    ]
+    batch = await stages.filter_groups(
+        session,
+        iteration=iteration,
+        round_index=len(rounds) - 1,
+        prompts=[stored.prompts.ref for stored in rounds],
+        scores=[scored.ref for scored in scores],
+        pass_rates=committed_before(session, iteration).batch if session.config.rl.curriculum != "none" else None,
+        last=True,
+    )
+    return Sampled(rounds[-1].prompts, scores, batch)
+
+
+async def train_batch(session: Session, iteration: int, sampled: Sampled) -> Trained:
+    """The policy that a batch makes of version `iteration`, committed."""
+    batch, (previous, _) = sampled.batch.ref, session.run.policy(iteration)
+    training = await stages.train(session, iteration=iteration, batch=batch)
+    reference = other_reference(session.run, iteration)
+    policy = await stages.checkpoint(
+        session, iteration=iteration, batch=batch, previous=previous, reference=reference, metrics=training.metrics
+    )
+    return Trained(training, policy)
+
+
+async def end_iteration(session: Session, iteration: int, sampled: Sampled, trained: Trained) -> IterationRecord:
+    """Serves the new policy, evaluates it when that is due, and commits the iteration.
+
+    A redone one is not evaluated: evaluating samples.
+    """
+    config, policy, redone = session.config, trained.policy.ref, session.run.redoes(iteration)
+    if not redone and not config.rl.rollouts_from:
+        await stages.reload_engines(session, policy=policy, version=iteration + 1)
+    artifacts = {"prompts": sampled.prompts.ref, "batch": sampled.batch.ref, "policy": policy}
+    metrics = over_rounds([scored.metrics for scored in sampled.scores])
+    metrics |= {**sampled.prompts.metrics, **sampled.batch.metrics, **trained.training.metrics}
+    if not redone and evaluation_due(config, iteration + 1):
+        evaluation = await stages.evaluate(session, policy=policy, version=iteration + 1)
+        artifacts["evaluation"] = evaluation.ref
+        metrics |= {f"evaluation/{name}": value for name, value in evaluation.metrics.items()}
+    record = await commit_iteration(session, iteration, artifacts, metrics)
+    await publish_iteration(session, record)
+    return record
+
+
+def evaluation_due(config: PipelineConfig, version: int) -> bool:
+    """Whether a weight version is evaluated: every `evaluation.every` iterations, and at the end."""
+    every = config.evaluation.every
+    due = version == config.rl.num_iterations or (every > 0 and version % every == 0)
+    return due and bool(config.sets("evaluation"))

@@ -1,14 +1,28 @@
-"""A Prefect server for `rlpipe run` where the user has none: on a free port, gone with its parent."""
+"""What `rlpipe run` puts around a flow: an end at SIGTERM, a Prefect server of our own where the user has none. And the automations of
+unattended nights on the team's.
+
+Prefect is imported only inside of the functions: what it reads of the environment is set before.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
-from rlpipe.launch import Service, answers, free_port, wrapped
+import yaml
+
+from rlpipe.processes.launch import Service, answers, free_port, wrapped
+from rlpipe.types import UserError
+
+AUTOMATIONS = Path(__file__).parent / "automations.yaml"
+BLOCK = "{notify}"
+Result = TypeVar("Result")
 
 # On SQLite, finished tasks' events make the server answer 503 "database is locked" and the client sleep 2 s;
 # batching them took an iteration of one subflow and 7 tasks from 2.1-2.8 s to 0.25-0.35 s.
@@ -19,6 +33,8 @@ DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
     "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL": "INFO",  # the lines of iterations are in the UI, and on the terminal once
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     "DO_NOT_TRACK": "1",
 }
@@ -30,9 +46,59 @@ def set_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM in the body is Terminated: without a handler it would end the process without a word, and without giving back the run."""
+
+    def terminate(*_: object) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
+    """What a flow returns; Terminated after SIGTERM, KeyboardInterrupt after SIGINT, once it gave back what it held.
+
+    Prefect's handler of SIGTERM raises wherever the main thread is, which may be in a callback: asyncio logs that and goes on.
+    """
+    from prefect.exceptions import TerminationSignal
+
+    try:
+        return asyncio.run(_unless_terminated(flow))
+    except TerminationSignal as error:  # it was raised between two callbacks
+        raise Terminated from error
+
+
+async def _unless_terminated(flow: Coroutine[Any, Any, Result]) -> Result:
+    task, terminated = asyncio.current_task(), asyncio.Event()
+    assert task is not None, "asyncio.run made it"
+
+    def terminate() -> None:
+        terminated.set()
+        if not task.cancelling():  # once more would end the clearing up
+            task.cancel()
+
+    # asyncio calls this one also where Prefect has set its own
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await flow
+    finally:
+        if terminated.is_set():
+            raise Terminated
+
+
 @contextlib.contextmanager
 def prefect_server(log_dir: Path) -> Iterator[str]:
-    """The URL of the API to use: the user's server when one is configured, else one of our own for as long as the body runs."""
+    """The URL of the API to use: the user's server when one is configured, else one of our own, on a free port, gone with its parent."""
+    from prefect.logging.handlers import APILogHandler
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     configured = PREFECT_API_URL.value()
@@ -54,4 +120,43 @@ def prefect_server(log_dir: Path) -> Iterator[str]:
         with temporary_settings({PREFECT_API_URL: url}):
             yield url
     finally:
+        APILogHandler().flush()  # of this process; later there is no server to send them to
         service.stop()
+
+
+async def apply_automations(notify: str) -> list[str]:
+    """Creates or updates the automations of `automations.yaml` on the server; one line each of what was done. Again doubles nothing.
+
+    `notify`: the notification block as TYPE/NAME (for example slack-webhook/team); empty leaves out what needs one. UserError
+    when there is no server, or no such block.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.events.schemas.automations import AutomationCore
+    from prefect.exceptions import ObjectNotFound
+    from prefect.settings import PREFECT_API_URL
+
+    if not PREFECT_API_URL.value():
+        raise UserError("PREFECT_API_URL is not set: name the team's server (`prefect config set PREFECT_API_URL=...`)")
+    lines = []
+    kind, _, name = notify.partition("/")
+    async with get_client() as client:
+        try:
+            block = str((await client.read_block_document_by_name(name, kind)).id) if notify else ""
+        except ObjectNotFound as error:
+            raise UserError(
+                f"--notify {notify}: the server has no such block; create one in the UI (Blocks), and name it as TYPE/NAME, "
+                "for example slack-webhook/team"
+            ) from error
+        for entry in yaml.safe_load(AUTOMATIONS.read_text())["automations"]:
+            if any(action.get("block_document_id") == BLOCK for action in entry["actions"]):
+                if not block:
+                    lines.append(f"left out {entry['name']}: name a notification block with --notify TYPE/NAME")
+                    continue
+                entry["actions"] = [{**action, "block_document_id": block} for action in entry["actions"]]
+            automation = AutomationCore.model_validate(entry)
+            if standing := await client.read_automations_by_name(automation.name):
+                await client.update_automation(standing[0].id, automation)
+            else:
+                await client.create_automation(automation)
+            lines.append(f"{'updated' if standing else 'created'} {automation.name}")
+    return lines

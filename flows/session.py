@@ -1,26 +1,93 @@
-"""The session of a run, with what Prefect does for it: services are runs of deployments, and a flow run waits for one that works on the same run."""
+"""The session of a run, with what Prefect does for it: a name for the flow run, services as runs of deployments, and waiting for
+another flow run that works on the same run. What fails in it says what to do."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
-from prefect import get_client
-from prefect.exceptions import PrefectException
+from prefect import get_client, tags
+from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.runtime import deployment, flow_run
 from prefect.states import Running
 
-from flows.advice import with_advice
-from rlpipe.config import PipelineConfig
+from flows.ui import only_shown
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import change_config
+from rlpipe.rewards.process import RewardLost
 from rlpipe.stages import session as stages
+from rlpipe.stages.preflight import passed_just_now, preflight
+from rlpipe.store.backend import open_store
+from rlpipe.store.forks import way_to_change
 from rlpipe.store.lease import RunHeld
-from tasks.start_service import ServiceStarter
+from rlpipe.store.limits import reason_to_stop
+from rlpipe.store.run import OtherSettings, open_existing
+from rlpipe.types import EngineError, JsonDict, StageResult, StepRefused, StoreError, TrainerError, UserError
+from tasks.stages import prepare_model, prepare_probe, prepare_reference, prepare_tokenizer, service_starter
 
 WAIT_MAX_S = 7 * 24 * 3600.0  # longer than a run may take: a schedule that is always late shows as waiting flow runs
 POLL_S = 5.0
+SLUG_CHARS_MAX = 40  # of a schedule's slug in a run's name, which has 80 at most
+AGAIN = "then start the run again (in the UI: Retry): it goes on after the newest committed stage"
+ADVICE: dict[type[Exception], str] = {  # the first that fits
+    RunHeld: "",  # these three say it themselves
+    OtherSettings: "",
+    StepRefused: "",
+    UserError: "In the UI, Retry starts it again with the same parameters. A field that may change (docs/config.md): start it anew "
+    "under the same run name, in the UI with `changes`",
+    StoreError: f"`rlpipe verify` lists every damaged file of a run; restore it, {AGAIN}",
+    TrainerError: "If the trainer's log ends without an error, the kernel killed it for memory: lower trainer.tokens_max, set "
+    f"trainer.activation_checkpointing, or give it more memory. Mend the cause, {AGAIN}",
+    EngineError: f"The engines' logs say why; mend the cause (memory: lower engines.in_flight_max), {AGAIN}",
+    RewardLost: f"Mend the cause, {AGAIN}",
+    OSError: f"The disk, the network or the store failed. Wait until it is back, {AGAIN}",
+}
+
+
+def run_name(flow: str) -> Callable[[], str]:
+    """The name of a flow's run: the flow and the pipeline run."""
+
+    def name() -> str:
+        config, changes = flow_run.parameters["config"], flow_run.parameters.get("changes") or {}
+        run = config.run if isinstance(config, PipelineConfig) else config.get("run", "")
+        version = f" version {number}" if (number := flow_run.parameters.get("version")) is not None else ""
+        return f"{flow} {changes.get('run') or run or own_name()}{version}"
+
+    return name
+
+
+def own_name() -> str:
+    """The run name of a flow run that was given none: its schedule's slug (`scheduled` without one, `run` without a schedule), when it was to start (UTC), the end of its id.
+
+    Example: nightly-2026-11-22-0200-3fa2c1. All of it stays the same on Retry. Not the beginning of the id: ids of scheduled flow runs
+    are made in batches and begin with the time, so they begin alike night after night.
+    """
+    context = FlowRunContext.get()
+    assert context is not None and context.flow_run is not None, "called outside of a flow run"
+    started, creator = context.flow_run.expected_start_time, context.flow_run.created_by
+    assert started is not None, "the server sets it with the first state"
+    slug = creator.display_value if creator is not None and creator.type == "SCHEDULE" else None
+    slug = "scheduled" if slug and slug.endswith("Schedule") else slug  # Prefect names one without a slug by its class
+    safe = re.sub(r"[^A-Za-z0-9]+", "-", slug or "run").strip("-")[:SLUG_CHARS_MAX] or "run"
+    return f"{safe}-{started:%Y-%m-%d-%H%M}-{str(context.flow_run.id)[-6:]}"
+
+
+async def requested(config: PipelineConfig, changes: JsonDict | None = None) -> PipelineConfig:
+    """What a flow run is to do: the config with its changes and a run name, checked before anything is written.
+
+    UserError for all that is wrong with it. A flow run without a run name (a schedule's) is named after itself. A flow inside another
+    one of ours is not checked again.
+    """
+    config = change_config(config, changes) if changes else config
+    config = config if config.run else config.model_copy(update={"run": own_name()})
+    if not stages.is_open(config) and not passed_just_now(config):
+        async with _advised(config):
+            await asyncio.to_thread(preflight, config)
+    return config
 
 
 @contextlib.asynccontextmanager
@@ -28,39 +95,96 @@ async def open_session(config: PipelineConfig) -> AsyncIterator[stages.Session]:
     """The session of a run, opened by the outermost flow, shared by those inside it. What fails in it says what to do.
 
     A deployment's flow run waits, in a state `Waiting`, while another process holds the run; RunHeld after a week, and at once for
-    a flow run without a deployment: its user is there to be told.
+    a flow run without a deployment: its user is there to read it.
     """
+    async with _advised(config), contextlib.AsyncExitStack() as stack:
+        stack.enter_context(tags(await _tagged(config)))  # of the flow runs inside it, and of their tasks
+        yield await _enter(stack, config)
+
+
+@contextlib.asynccontextmanager
+async def _advised(config: PipelineConfig) -> AsyncIterator[None]:
+    """What fails in the body says what to do about it."""
     try:
-        async with contextlib.AsyncExitStack() as stack:
-            yield await _enter(stack, config)
-    except Exception as error:
-        advised = with_advice(error)
+        yield
+    except tuple(ADVICE) as error:
+        advised = await asyncio.to_thread(with_advice, error, config)
         if advised is error:
             raise
         raise advised from error
 
 
+def with_advice(error: Exception, config: PipelineConfig) -> Exception:
+    """The error with what to do about it in its message; itself where there is nothing to add, or it was added already."""
+    kind = next((kind for kind in ADVICE if isinstance(error, kind)), None)
+    if kind is None or not ADVICE[kind] or ADVICE[kind] in str(error):
+        return error
+    return kind(f"{str(error).rstrip('.')}. {ADVICE[kind]}{_other_settings(config) if kind is UserError else ''}")
+
+
+def _other_settings(config: PipelineConfig) -> str:
+    """How the run can go on with other settings, by what it has committed; nothing where it cannot be read."""
+    with contextlib.suppress(UserError, StoreError, OSError):
+        return f". Any other field: {way_to_change(open_existing(open_store(config.store), config.run))}"
+    return ""
+
+
+async def _tagged(config: PipelineConfig) -> str:
+    """Gives this flow run the tag of its pipeline run, by which the UI finds all flow runs of it; the tag."""
+    tag = f"run:{config.run}"
+    if tag not in flow_run.tags:
+        with only_shown():
+            async with get_client() as client:
+                await client.update_flow_run(flow_run.id, tags=[*flow_run.tags, tag])
+    return tag
+
+
+async def prepare(session: stages.Session) -> StageResult:
+    """Commits tokenizer, base model and reference when they are not; returns the tokenizer."""
+    tokenizer = await prepare_tokenizer(session)
+    base = await prepare_model(session, tokenizer=tokenizer.ref)
+    if session.config.model.path:
+        await prepare_probe(session, policy=base.ref)
+    if session.config.rl.reference:
+        await prepare_reference(session, tokenizer=tokenizer.ref)
+    return tokenizer
+
+
+async def begin_rl(session: stages.Session) -> int:
+    """Prepares the phase; the first iteration that is to do. UserError when the SFT before it is not complete."""
+    run = session.run
+    session.tracker.begin("rl")
+    if not run.sft_complete:
+        raise UserError(f"the SFT of run {run.name} is not complete: start post-train or sft first, or set sft.num_steps = 0")
+    await prepare(session)
+    return session.num_committed("rl")
+
+
+async def reason_to_end(session: stages.Session, phase: str, num_committed: int) -> str:
+    """The reason not to go on with a phase after so many segments or iterations; empty: go on, or there is nothing left to do."""
+    return await asyncio.to_thread(reason_to_stop, session.run, phase, num_committed)
+
+
 async def _enter(stack: contextlib.AsyncExitStack, config: PipelineConfig) -> stages.Session:
-    deadline, told = time.monotonic() + WAIT_MAX_S, False
+    deadline, has_waited = time.monotonic() + WAIT_MAX_S, False
     while True:
         try:
-            session = await stack.enter_async_context(stages.open_session(config, ServiceStarter(config)))
-            break
+            session = await stack.enter_async_context(stages.open_session(config, service_starter(config)))
+            if has_waited:
+                await _show("Running", "the run is free")
+            return session
         except RunHeld as held:
             if not deployment.id or time.monotonic() > deadline:
                 raise
-            if not told:
+            if not has_waited:
                 await _show("Waiting", str(held))
-            told = True
+            has_waited = True
         await asyncio.sleep(POLL_S)
-    if told:
-        await _show("Running", "the run is free")
-    return session
 
 
 async def _show(name: str, message: str) -> None:
     """What the state of this flow run reads; only that: who cannot reach the server waits all the same."""
     get_run_logger().info("%s: %s", name, message)
-    with contextlib.suppress(PrefectException, OSError):
+    with only_shown():
         async with get_client() as client:
             await client.set_flow_run_state(flow_run.id, Running(name=name, message=message), force=True)  # pyright: ignore[reportArgumentType]

@@ -2,66 +2,72 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 from prefect import flow
 
-from flows.naming import named, run_name
-from flows.prepare import prepare
-from flows.progress import bar, segment_line
-from flows.rl_phase import stopped
-from flows.session import open_session
-from rlpipe.config import PipelineConfig
-from rlpipe.stages.limits import reason_to_stop
-from rlpipe.stages.selection import LOSS, out_of_patience, validation_losses
+from flows.session import open_session, prepare, reason_to_end, requested, run_name
+from flows.terminal import bar, say, segment_line
+from flows.ui import ended
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.session import Session
+from rlpipe.stages.sft import LOSS, out_of_patience, previous_policy, validation_losses
+from rlpipe.store.run import BEFORE_SFT
 from rlpipe.types import JsonDict
-from tasks.stages import prepare_sft_data, select_segment, train_segment
+from tasks.stages import evaluate, prepare_sft_data, select_segment, train_segment
 
 
 @flow(name="sft", flow_run_name=run_name("sft"), persist_result=False)
-async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> JsonDict:
+async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict[str, str]:
     """The SFT phase of a run; starts it, or goes on after its newest committed segment. Returns the policy's reference.
 
     Args:
         changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`.
-        config: The whole config. The same `run` continues; an empty one names the run after the flow run (whose Run Name above is replaced).
+        config: The whole config. The same `run` continues; an empty one makes a run of its own, named by schedule and time (the Run Name above is replaced).
     """
-    config = named(config, changes)
+    config = await requested(config, changes)
     async with open_session(config) as session:
+        if not session.run.sft_complete:
+            session.tracker.begin("sft")
         base = await prepare(session)
         data = await prepare_sft_data(session, tokenizer=base.ref)
+        session.track_data("sft")
         run, total = session.run, session.run.num_segments
-        first = run.num_committed("sft", total)
+        first = session.num_committed("sft")
         session.tracker.committed("sft", first)
         steps = config.sft.segment_steps
         losses = validation_losses(run, first)
         with bar("SFT", config.sft.num_steps, min(first * steps, config.sft.num_steps), "step") as progress:
             for segment in range(first, total):
                 if out_of_patience(config.sft, losses):
-                    progress.write(f"SFT ends: {config.sft.patience} segments without a better validation loss")
+                    say(progress, f"SFT ends: {config.sft.patience} segments without a better validation loss")
                     break
-                if reason := await why_sft_stops(session):
-                    return stopped(reason, {})
+                if reason := await reason_to_end(session, "sft", segment):
+                    return await ended(session, ("sft",), {}, reason)
 
-                def show(done: dict[str, Any], segment: int = segment) -> None:
-                    progress.n = segment * steps + int(done["done"])
+                def show(done: dict[str, int], segment: int = segment) -> None:
+                    progress.n = segment * steps + done["done"]
                     progress.refresh()
 
-                trained = await train_segment(session, segment=segment, data=data.ref, tokenizer=base.ref, on_progress=show)
+                previous = previous_policy(run, segment)
+                trained = await train_segment(
+                    session, segment=segment, data=data.ref, tokenizer=base.ref, previous=previous, on_progress=show
+                )
                 session.tracker.committed("sft", segment + 1)
                 progress.n = min((segment + 1) * steps, config.sft.num_steps)
-                progress.write(segment_line(segment, progress.n, trained.metrics))
+                say(progress, segment_line(segment, progress.n, trained.metrics))
                 losses += [trained.metrics[LOSS]] if config.sft.validated else []
         if config.sft.validated:
-            await select_segment(session)
-        return run.start_policy()[0].as_json()
+            done = session.num_committed("sft")
+            await select_segment(session, last=previous_policy(run, done), num_segments=done)
+        await evaluate_sft(session)
+        return await ended(session, ("sft",), run.policy(0)[0].as_json())
 
 
-async def why_sft_stops(session: Session) -> str:
-    """The reason not to train the next segment; empty: train it, or SFT is complete."""
-    if session.run.sft_complete:
-        return ""
-    done = session.run.num_committed("sft", session.run.num_segments)
-    return await asyncio.to_thread(reason_to_stop, session.run, "sft", done)
+async def evaluate_sft(session: Session) -> None:
+    """Evaluates the base model and what SFT made of it, where no RL comes that evaluates what it starts from."""
+    run, config = session.run, session.config
+    if config.rl.num_iterations or not config.sets("evaluation") or run.owner(*run.policy_place(0), "evaluation") is not run:
+        return
+    for version in ([BEFORE_SFT] if run.num_segments else []) + [0]:
+        await evaluate(session, policy=run.policy(version)[0], version=version)
+        session.tracker.evaluated(version)
+    session.track_data("evaluation")

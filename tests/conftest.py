@@ -16,9 +16,10 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from rlpipe.launch import free_port
+from rlpipe.processes.launch import free_port
 from rlpipe.store.backend import Store, open_store
 from tests.pipeline import Folder, Undisturbed, run_undisturbed
+from tests.prefect_stand import bare_server
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 START_TIMEOUT_S = 60
@@ -104,9 +105,22 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     with FileLock(f"{path}.lock", timeout=900):
         if not (path / "duration_s").exists():
             path.mkdir()
-            duration_s = run_undisturbed(Folder(path, f"file://{path}/store"))
+            duration_s = run_undisturbed(Folder(path, f"file://{path}/store", tracked=True))
             (path / "duration_s").write_text(str(duration_s))
     return Undisturbed(Folder(path, f"file://{path}/store"), float((path / "duration_s").read_text()))
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What a command needs in its environment to use the Prefect server that all tests of this process share."""
+    with bare_server(tmp_path_factory.mktemp("prefect")) as stand:
+        yield {"PREFECT_API_URL": stand.environment["PREFECT_API_URL"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, prefect_api: dict[str, str]) -> Folder:
+    """Where a test runs `rlpipe`, on the shared Prefect server and without MLflow."""
+    return Folder(tmp_path, f"file://{tmp_path}/store", prefect_api)
 
 
 @pytest.fixture(params=["file", "s3"])

@@ -27,7 +27,8 @@ import aiohttp
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlpipe.launch import free_port, wrapped
+from rlpipe.engines.commands import SGLANG_STREAMS
+from rlpipe.processes.launch import free_port, wrapped
 
 ENGINE_KIND = os.environ.get("RLPIPE_TEST_ENGINE", "local")
 SGLANG_VENV = os.environ.get("SGLANG_VENV", "~/.cache/rlpipe/sglang-0.5.23")
@@ -164,7 +165,7 @@ def _start_sglang(*arguments: str) -> tuple[subprocess.Popen[bytes], Path, str]:
     port = free_port()
     keys = ["--api-key", API_KEY, "--admin-api-key", ADMIN_KEY]
     serve = [str(SGLANG_SERVE), str(Path(SGLANG_VENV).expanduser()), str(tiny_model(0)), str(port)]
-    return _start(wrapped([*serve, "--skip-tokenizer-init", *keys, *arguments]), port)
+    return _start(wrapped([*serve, "--skip-tokenizer-init", *SGLANG_STREAMS, *keys, *arguments]), port)
 
 
 def _start(command: list[str], port: int) -> tuple[subprocess.Popen[bytes], Path, str]:

@@ -11,21 +11,23 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import psutil
 from aiohttp import web
 
-from rlpipe.config import PipelineConfig
-from rlpipe.config_source import read_config
-from rlpipe.data.tiny_tokenizer import build_tokenizer
-from rlpipe.engines.client import NOTHING_YET, Completion, SamplingParams
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import read_config
+from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.engines import host as engine_host
+from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
 from rlpipe.engines.host import Engine, EngineHost
 from rlpipe.engines.pool import EnginePool, GroupRequest, Host
+from rlpipe.engines.weights import Probe
 from rlpipe.store.artifacts import write_file
 from rlpipe.store.backend import Store, open_store
 from rlpipe.types import ArtifactRef
-from rlpipe.weights import Probe, probe_tokens
 from tests.engine_fixtures import (
     CONTEXT_TOKENS,
     ENGINE_KIND,
@@ -60,13 +62,13 @@ SAMPLERS = {
 
 def config(*sets: str) -> PipelineConfig:
     """Two engines of the kind that the tests are asked to use."""
-    defaults = ["engines.count=2", "engines.threads=1", "engines.restarts_max=99", f"model.context_tokens_max={CONTEXT_TOKENS}"]
+    defaults = ["engines.count=2", "engines.threads=1", f"model.context_tokens_max={CONTEXT_TOKENS}"]
     return read_config("tiny", ["run=a", *defaults, *KINDS[ENGINE_KIND], *sets], ROOT / "flows" / "presets")
 
 
 def probe(seed: int) -> Probe:
     """What transformers says of the probe: the trainer's part, without a trainer."""
-    tokens = probe_tokens(VOCAB)
+    tokens = [index * 7919 % VOCAB for index in range(32)]
     return Probe(tokens, reference_logprobs(tiny_model(seed), tokens[:1], tokens[1:]).tolist())
 
 
@@ -135,7 +137,7 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(folder: Path, *sets: str) -> AsyncIterator[World]:
+async def world(folder: Path, *sets: str, restarts_max: int = 99) -> AsyncIterator[World]:
     """A world whose pool serves policy 0 as version 3."""
     store = open_store(f"file://{folder}/store")
     told = config(*sets)
@@ -145,17 +147,18 @@ async def world(folder: Path, *sets: str) -> AsyncIterator[World]:
     async def find_hosts() -> list[Host]:
         return [*hosts]
 
-    pool = EnginePool(find_hosts, told.engines.in_flight_max, told.engines.request_timeout_s)
+    pool = EnginePool(find_hosts, told.engines.in_flight_max, told.engines.progress_timeout_s)
     made = World(store, host, pool, hosts)
     try:
-        await made.serve(0)
-        yield made
+        with patch.object(engine_host, "RESTARTS_MAX", restarts_max):
+            await made.serve(0)
+            yield made
     finally:
         await pool.close()
 
 
 def requests(new_tokens: int = 6, groups: int = GROUPS) -> list[GroupRequest]:
-    params = [SamplingParams(new_tokens, seed=seed, ignore_eos=True) for seed in range(GROUP_SIZE)]
+    params = [Sampling(new_tokens, seed=seed, ignore_eos=True) for seed in range(GROUP_SIZE)]
     return [GroupRequest(f"set/{index}", [5 + index, 17, 200], params, [NOTHING_YET] * GROUP_SIZE) for index in range(groups)]
 
 

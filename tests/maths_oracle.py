@@ -82,24 +82,6 @@ def reinforce_plus_plus_baseline(rewards: Row, groups: list[int], mask: list[lis
     return whitened([[value] * len(marks) for value, marks in zip(centred, mask, strict=True)], mask)
 
 
-def gae(values: Rows, rewards: Rows, mask: list[list[int]], gamma: float, lam: float) -> tuple[Rows, Rows]:
-    """From its definition: the sum of (gamma lam)^k delta over the unmasked tokens from here on."""
-    advantages, returns = [], []
-    for value, reward, marks in zip(values, rewards, mask, strict=True):
-        at = [token for token, mark in enumerate(marks) if mark]
-        deltas = []
-        for place, token in enumerate(at):
-            following = value[at[place + 1]] if place + 1 < len(at) else 0.0
-            deltas.append(reward[token] + gamma * following - value[token])
-        row, back = [0.0] * len(marks), [0.0] * len(marks)
-        for place, token in enumerate(at):
-            row[token] = math.fsum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[place:]))
-            back[token] = row[token] + value[token]
-        advantages.append(row)
-        returns.append(back)
-    return advantages, returns
-
-
 def clipped_surrogate(ratio: float, advantage: float, low: float, high: float, dual_clip: float | None) -> float:
     loss = max(-ratio * advantage, -clamp(ratio, 1 - low, 1 + high) * advantage)
     return min(loss, -dual_clip * advantage) if dual_clip is not None and advantage < 0 else loss

@@ -29,12 +29,17 @@ MINI = [
 
 @dataclass
 class Folder:
-    """A working directory with a store, and the environment its commands run in. `inside` goes before a command: another node."""
+    """A working directory with a store, and the environment its commands run in. `inside` goes before a command: another node.
+
+    A run has MLflow only when it is `tracked`, and a Prefect server of its own when no PREFECT_API_URL is in `environment`: each
+    takes a quarter of a short run's time.
+    """
 
     path: Path
     store: str
     environment: dict[str, str] = field(default_factory=dict)
     inside: tuple[str, ...] = ()
+    tracked: bool = False
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """`rlpipe ARGUMENTS` in a process group of its own."""
@@ -57,7 +62,8 @@ class Folder:
 
     def run_arguments(self, run: str, *sets: str, preset: str = "tiny") -> list[str]:
         """The arguments of `rlpipe run PRESET` for a run in this folder."""
-        overrides = [f"store={self.store}", f"tracking.uri=sqlite:///{self.path}/mlflow.db", *sets]
+        tracking = f"sqlite:///{self.path}/mlflow.db" if self.tracked else ""
+        overrides = [f"store={self.store}", f"tracking.uri={tracking}", *sets]
         return ["run", preset, "--run", run, *[part for each in overrides for part in ("--set", each)]]
 
     def complete(self, run: str, *sets: str, preset: str = "tiny", timeout_s: float = 600) -> str:

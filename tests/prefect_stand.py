@@ -17,12 +17,13 @@ from typing import Any
 import psutil
 
 from flows.server import DEFAULTS
-from rlpipe.launch import free_port
+from rlpipe.processes.launch import answers, free_port
 from rlpipe.types import JsonDict
 from tests.pipeline import BIN, kill_group
 
 ROOT = Path(__file__).parent.parent
 CALLS_MAX = 20
+START_TIMEOUT_S = 120
 DONE = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -45,17 +46,16 @@ class Stand:
 
     def spawn(self, name: str, *arguments: str) -> None:
         """Starts `prefect ARGUMENTS` under a name."""
+        self.spawn_program(name, str(BIN / "prefect"), *arguments, cwd=ROOT)
+
+    def spawn_program(self, name: str, *command: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+        """Starts a program under a name, in the stand's folder."""
         with (self.path / f"{name}.log").open("a") as log:
             self.processes[name] = subprocess.Popen(
-                [str(BIN / "prefect"), *arguments],
-                cwd=ROOT,
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                text=True,
+                command, cwd=cwd or self.path, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, text=True,
                 start_new_session=True,
-            )
+            )  # fmt: skip
+        return self.processes[name]
 
     def prefect(self, *arguments: str, deadline_s: float = 60) -> str:
         """Output of `prefect ARGUMENTS`, tried again until it succeeds or the time is up."""
@@ -111,7 +111,8 @@ class Stand:
 
 
 def call(method: str, url: str, body: object = None, auth: str | None = None) -> Any:
-    """The JSON answer of an HTTP call with a JSON body. Asked again, as Prefect's client does, when SQLite is locked (503)."""
+    """The JSON answer of an HTTP call with a JSON body. Asked again, as Prefect's client does, when SQLite is locked (503), and
+    where asking changes nothing when a busy disk kept the answer longer than a minute."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if auth:
@@ -119,8 +120,11 @@ def call(method: str, url: str, body: object = None, auth: str | None = None) ->
     for attempt in range(CALLS_MAX):
         request = urllib.request.Request(url, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)
+        except TimeoutError:
+            if method != "GET" or attempt == CALLS_MAX - 1:
+                raise
         except urllib.error.HTTPError as error:
             if error.code != 503 or attempt == CALLS_MAX - 1:
                 raise
@@ -131,17 +135,35 @@ def call(method: str, url: str, body: object = None, auth: str | None = None) ->
 @contextlib.contextmanager
 def running_stand(path: Path, environment: dict[str, str] | None = None) -> Iterator[Stand]:
     """A server with the repository's deployments and a worker of pool `cpu`. `environment`: of all of them, beside this process's."""
+    with running_server(path, environment) as stand:
+        stand.spawn("worker", "worker", "start", "--pool", "cpu")
+        yield stand
+
+
+@contextlib.contextmanager
+def bare_server(path: Path, environment: dict[str, str] | None = None) -> Iterator[Stand]:
+    """A server that knows of no deployment."""
     stand = Stand(path, environment)
     try:
         stand.spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(stand.port))
-        for pool in ("cpu", "train-gpu", "rollout-gpu"):  # a deployment is refused where its pool is missing
-            stand.prefect("work-pool", "create", pool, "--type", "process", "--overwrite", deadline_s=120)
-        stand.prefect("deploy", "--all")
-        stand.spawn("worker", "worker", "start", "--pool", "cpu")
+        end = time.monotonic() + START_TIMEOUT_S
+        while not answers(f"{stand.environment['PREFECT_API_URL']}/health"):
+            assert time.monotonic() < end, (path / "server.log").read_text()[-2000:]
+            time.sleep(0.2)
         yield stand
     finally:
         for process in reversed(stand.processes.values()):
             kill_tree(process)
+
+
+@contextlib.contextmanager
+def running_server(path: Path, environment: dict[str, str] | None = None) -> Iterator[Stand]:
+    """A server with the repository's deployments, and nobody who works on them."""
+    with bare_server(path, environment) as stand:
+        for pool in ("cpu", "train-gpu", "rollout-gpu"):  # a deployment is refused where its pool is missing
+            stand.prefect("work-pool", "create", pool, "--type", "process", "--overwrite")
+        stand.prefect("deploy", "--all")
+        yield stand
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:

@@ -5,7 +5,6 @@ Legend: B rollouts, T tokens, N scored tokens.
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from typing import Any
@@ -15,19 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.advantages import (
+from rlpipe.algorithms.advantages import (
     ESTIMATORS,
     GROUP_ESTIMATORS,
-    gae,
     group_advantages,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
     rollout_means,
     token_advantages,
 )
 from tests import maths_oracle as oracle
 
-HOSTILE = math.nan  # what is stored at masked tokens
 groups_of = st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=6), min_size=1, max_size=5)
 seeds = st.integers(0, 10_000)
 
@@ -41,10 +36,6 @@ def batch(seed: int, groups: list[list[float]]) -> tuple[np.ndarray, np.ndarray,
     mask_BT = (random.random((len(rewards_B), 6)) < random.choice([0.0, 0.4, 0.9])).astype(np.int64)
     mask_BT[random.random(len(rewards_B)) < 0.2] = 0
     return rewards_B[order], group_index_B[order], mask_BT, random
-
-
-def hostile(values_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
-    return np.where(mask_BT > 0, values_BT, HOSTILE)
 
 
 def assert_close(found: np.ndarray, expected: Any) -> None:
@@ -74,23 +65,15 @@ def test_reinforce_plus_plus_equals_the_oracle(
 ) -> None:
     rewards_B, group_index_B, mask_BT, random = batch(seed, groups)
     kl_BT = None if kl_coef is None else random.standard_normal(mask_BT.shape)
-    stored_BT = None if kl_BT is None else hostile(kl_BT, mask_BT)
-    found = reinforce_plus_plus(rewards_B, mask_BT, gamma=gamma, kl_BT=stored_BT, kl_coef=kl_coef or 0.0)
+    lengths_B, kept = mask_BT.sum(-1), mask_BT > 0
+    kl: dict[str, Any] = {} if kl_BT is None else {"kl_N": kl_BT[kept], "kl_coef": kl_coef}
+    found = token_advantages(rewards_B, group_index_B, lengths_B, estimator="reinforce_plus_plus", gamma=gamma, **kl)
     rows = None if kl_BT is None else kl_BT.tolist()
-    assert_close(found, oracle.reinforce_plus_plus(rewards_B.tolist(), mask_BT.tolist(), gamma, rows, kl_coef or 0.0))
-    found = reinforce_plus_plus_baseline(rewards_B, group_index_B, mask_BT)
-    assert_close(found, oracle.reinforce_plus_plus_baseline(rewards_B.tolist(), group_index_B.tolist(), mask_BT.tolist()))
-
-
-@given(seed=seeds, gamma=st.floats(0.5, 1), lam=st.floats(0, 1))
-@settings(max_examples=60)
-def test_gae_equals_its_definition(seed: int, gamma: float, lam: float) -> None:
-    _, _, mask_BT, random = batch(seed, [[0.0] * 5])
-    values_BT, rewards_BT = random.standard_normal((2, *mask_BT.shape))
-    found = gae(hostile(values_BT, mask_BT), hostile(rewards_BT, mask_BT), mask_BT, gamma=gamma, lam=lam)
-    expected = oracle.gae(values_BT.tolist(), rewards_BT.tolist(), mask_BT.tolist(), gamma, lam)
-    for ours, its in zip(found, expected, strict=True):
-        assert_close(ours, its)
+    expected = oracle.reinforce_plus_plus(rewards_B.tolist(), mask_BT.tolist(), gamma, rows, kl_coef or 0.0)
+    assert_close(found, np.array(expected)[kept])
+    found = token_advantages(rewards_B, group_index_B, lengths_B, estimator="reinforce_plus_plus_baseline")
+    expected = oracle.reinforce_plus_plus_baseline(rewards_B.tolist(), group_index_B.tolist(), mask_BT.tolist())
+    assert_close(found, np.array(expected)[kept])
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -104,10 +87,12 @@ def test_token_advantages_are_those_of_the_estimator(
     kl_BT = random.random(mask_BT.shape) * mask_BT
     lengths_B, kept = mask_BT.sum(-1), mask_BT > 0
     shaped_B = rewards_B - (kl_coef or 0.0) * kl_BT.sum(-1)
+    marks = mask_BT.tolist()
     if estimator == "reinforce_plus_plus":
-        expected = reinforce_plus_plus(rewards_B, mask_BT, gamma=0.9, kl_BT=kl_BT, kl_coef=kl_coef or 0.0)[kept]
+        expected = oracle.reinforce_plus_plus(rewards_B.tolist(), marks, 0.9, kl_BT.tolist(), kl_coef or 0.0)
+        expected = np.array(expected)[kept]
     elif estimator == "reinforce_plus_plus_baseline":
-        expected = reinforce_plus_plus_baseline(shaped_B, group_index_B, mask_BT)[kept]
+        expected = np.array(oracle.reinforce_plus_plus_baseline(shaped_B.tolist(), group_index_B.tolist(), marks))[kept]
     else:
         expected = group_advantages(shaped_B, group_index_B, estimator=estimator, lengths_B=lengths_B)
         expected = (expected[:, None] * np.ones(mask_BT.shape))[kept]
@@ -159,5 +144,5 @@ def test_unknown_estimators_are_named() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, rlpipe.advantages, rlpipe.trainer.options, rlpipe.trainer.board; sys.exit('torch' in sys.modules)"
+    code = "import sys, rlpipe.algorithms.advantages, rlpipe.trainer.process, rlpipe.trainer.jobs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from rlpipe.config_source import read_config
+from rlpipe.config.source import read_config
 from rlpipe.engines.client import NOTHING_YET, Completion
-from rlpipe.rollouts import BATCH, CARRIED, PROMPTS, from_parquet, to_parquet
-from rlpipe.stages.carrying import account, carried_rows, continued, finished, loss_mask, prior_of
-from rlpipe.stages.survivors import Survivors
+from rlpipe.records.columns import from_table, read_table, to_parquet, to_table
+from rlpipe.records.kinds import Span
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import CarriedRollout, Rollout, is_finished
+from rlpipe.stages.filtering import Survivors, carried_rollouts
+from rlpipe.stages.generation import loss_mask, prior_of
+from rlpipe.stages.iteration import account
 from rlpipe.store.backend import open_store
 from rlpipe.trainer.batches import read_rl_batch
-from rlpipe.types import JsonDict
+from rlpipe.types import StoreError
+from tests.rows import CARRIED, from_parquet
 from tests.trainer_world import artifact
 
-PROMPT: JsonDict = {
-    "prompt_id": "words/3", "source": "words", "messages": json.dumps([{"role": "user", "content": "hi"}]), "answer": "x",
-    "metadata": "{}", "prompt_tokens": [5, 6],
-}  # fmt: skip
+PROMPT = Prompt("words/3", "words", [{"role": "user", "content": "hi"}], "x", prompt_tokens=np.array([5, 6], dtype=np.int32))
 
 
-def rollout(index: int, finish_reason: str, *spans: tuple[int, int]) -> JsonDict:
-    """A stored rollout of group 0 whose tokens were sampled by the versions of `spans`."""
+def rollout(index: int, finish_reason: str, *spans: tuple[int, int]) -> Rollout:
+    """A rollout of group 0 whose tokens were sampled by the versions of `spans`."""
     count = sum(tokens for _, tokens in spans)
-    return {
-        "prompt_id": "words/3", "group_index": 0, "rollout_index": index, "prompt": "hi", "prompt_tokens": [5, 6],
-        "completion": "", "completion_tokens": list(range(10, 10 + count)), "loss_mask": loss_mask(list(spans), 9, True),
-        "rollout_logprobs": [-0.5] * count, "weight_version": spans[-1][0] if spans else 9,
-        "weight_versions": [{"version": version, "num_tokens": tokens} for version, tokens in spans],
-        "finish_reason": finish_reason, "seed": index, "engine": "engine-0" if spans else "",
-    }  # fmt: skip
+    return Rollout(
+        prompt_id="words/3", group_index=0, rollout_index=index, prompt="hi", prompt_tokens=PROMPT.prompt_tokens, completion="",
+        completion_tokens=np.arange(10, 10 + count, dtype=np.int32), loss_mask=loss_mask(list(spans), 9, True),
+        rollout_logprobs=np.full(count, -0.5, dtype=np.float32), weight_version=spans[-1][0] if spans else 9,
+        weight_versions=tuple(Span(*span) for span in spans), finish_reason=finish_reason, seed=index,
+        engine="engine-0" if spans else "",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -48,26 +51,48 @@ def rollout(index: int, finish_reason: str, *spans: tuple[int, int]) -> JsonDict
 def test_older_tokens_carry_loss_only_where_the_config_says_so(
     spans: list[tuple[int, int]], train_stale_tokens: bool, mask: list[int]
 ) -> None:
-    assert loss_mask(spans, 4, train_stale_tokens) == mask
+    assert loss_mask(spans, 4, train_stale_tokens).tolist() == mask
     with pytest.raises(AssertionError):
         loss_mask([(5, 1)], 4, train_stale_tokens)
 
 
 def test_masked_tokens_are_context_for_the_trainer_and_nothing_else(tmp_path: Path) -> None:
-    row = rollout(0, "stop", (3, 2), (4, 3)) | {"loss_mask": loss_mask([(3, 2), (4, 3)], 4, False)}
-    row |= {"rollout_logprobs": [-1.0, -2.0, -3.0, -4.0, -5.0], "reward": 1.0, "reward_parts": "{}", "reward_fault": ""}
+    logprobs = np.array([-1.0, -2.0, -3.0, -4.0, -5.0], dtype=np.float32)
+    mask = loss_mask([(3, 2), (4, 3)], 4, False)
+    row = replace(rollout(0, "stop", (3, 2), (4, 3)), loss_mask=mask, rollout_logprobs=logprobs, reward=1.0, advantage=0.5)
     store = open_store(f"file://{tmp_path}/store")
-    ref = artifact(store, "batch", {"batch.parquet": to_parquet([row | {"advantage": 0.5}], BATCH)})
+    ref = artifact(store, "batch", {"batch.parquet": to_parquet(to_table([row], Rollout))})
     ((sequence,),) = read_rl_batch(store, ref, 4).steps
     assert sequence.tokens.tolist() == [5, 6, 10, 11, 12, 13, 14]
     assert sequence.scored.tolist() == [4, 5, 6]
     assert sequence.rollout_logprobs.tolist() == [-3.0, -4.0, -5.0]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"reward": None}, "row of group 0"),
+        ({"reward": float("nan")}, "row of group 0"),
+        ({"rollout_logprobs": np.zeros(2, np.float32)}, "row of group 0"),
+        ({}, "is no file of BatchRow"),
+    ],
+)
+def test_a_batch_that_makes_no_sense_is_refused_by_its_file(wrong: dict[str, object], said: str, tmp_path: Path) -> None:
+    row = replace(rollout(0, "stop", (9, 3)), **({"reward": 1.0, "advantage": 0.5} | wrong))  # pyright: ignore[reportArgumentType]
+    table = to_table([row], Rollout)
+    store = open_store(f"file://{tmp_path}/store")
+    ref = artifact(store, "batch", {"batch.parquet": to_parquet(table if wrong else table.drop_columns(["loss_mask"]))})
+    with pytest.raises(StoreError, match=said):
+        read_rl_batch(store, ref, 4)
+
+
 def test_a_carried_group_survives_the_store_and_goes_on_where_it_was() -> None:
     group = [rollout(0, "stop", (8, 2)), rollout(1, "abort", (8, 3), (9, 2)), rollout(2, "abort")]
-    rows = from_parquet(to_parquet(carried_rows(group, PROMPT, 10, staleness_max=2), CARRIED), CARRIED)
-    assert [{name: row[name] for name in PROMPTS.names} for row in rows] == [PROMPT] * 3
+    data = to_parquet(to_table(carried_rollouts(group, PROMPT, 10, staleness_max=2), CarriedRollout))
+    assert len(from_parquet(data, CARRIED)) == 3
+    rows = from_table(read_table(data), CarriedRollout)
+    assert [row.as_prompt for row in rows] == [PROMPT] * 3
+    assert [row.prompt_tokens.tolist() for row in rows] == [[5, 6]] * 3
     assert [prior_of(row, 16) for row in rows] == [
         Completion([10, 11], [-0.5] * 2, "stop", [(8, 2)], "engine-0"),
         Completion([10, 11, 12, 13, 14], [-0.5] * 5, "abort", [(8, 3), (9, 2)], "engine-0"),
@@ -78,45 +103,50 @@ def test_a_carried_group_survives_the_store_and_goes_on_where_it_was() -> None:
 
 def test_a_rollout_whose_oldest_token_is_too_old_starts_again_and_is_counted() -> None:
     group = [rollout(0, "stop", (8, 2)), rollout(1, "abort", (8, 3), (9, 2)), rollout(2, "abort", (9, 4)), rollout(3, "abort")]
-    carried = carried_rows(group, PROMPT, 10, staleness_max=1)
-    assert [row["num_tokens_expired"] for row in carried] == [2, 5, 0, 0]
+    carried = carried_rollouts(group, PROMPT, 10, staleness_max=1)
+    assert [row.num_tokens_expired for row in carried] == [2, 5, 0, 0]
     assert [prior_of(row, 16) for row in (carried[0], carried[1], carried[3])] == [NOTHING_YET] * 3
-    told = account([group], [], [], carried, 9)
+    told = account([group], [], [], carried, 9, 9)
     assert told == {
-        "rollout/num_sampled": 3, "rollout/num_trained": 0, "rollout/num_filtered": 0, "rollout/num_carried": 1,
+        "rollout/num_sampled": 3, "rollout/num_trained": 0, "rollout/num_filtered": 0, "rollout/num_left_out": 0, "rollout/num_carried": 1,
         "rollout/num_expired": 2, "rollout/num_unsampled": 1, "rollout/num_continued": 2, "rollout/num_tokens_carried": 4,
         "rollout/num_tokens_expired": 7, "rollout/num_tokens_stale": 0,
     }  # fmt: skip
-    assert [continued(row, 9) for row in group] == [True, True, False, False]
-    assert [row["num_tokens_expired"] for row in carried_rows(group, PROMPT, 10, staleness_max=0)] == [2, 5, 4, 0]
+    assert [row.continues_in(9) for row in group] == [True, True, False, False]
+    assert [row.num_tokens_expired for row in carried_rollouts(group, PROMPT, 10, staleness_max=0)] == [2, 5, 4, 0]
 
 
 def test_a_rollout_that_is_in_no_place_or_in_two_is_an_error() -> None:
     whole = [rollout(0, "stop", (9, 2)), rollout(1, "length", (8, 1), (9, 2))]
-    assert finished(whole)
-    assert account([whole], whole, [], [], 9)["rollout/num_tokens_stale"] == 1
+    assert is_finished(whole)
+    assert account([whole], whole, [], [], 9, 9)["rollout/num_tokens_stale"] == 1
     with pytest.raises(AssertionError, match="lost or counted twice"):
-        account([whole], whole[:1], [], [], 9)
+        account([whole], whole[:1], [], [], 9, 9)
     with pytest.raises(AssertionError, match="lost or counted twice"):
-        account([whole], whole, whole, [], 9)
+        account([whole], whole, whole, [], 9, 9)
     cut = [rollout(0, "stop", (9, 2)), rollout(1, "abort")]
     with pytest.raises(AssertionError):
-        account([cut], [], [], carried_rows(cut[:1], PROMPT, 10, 1), 9)
+        account([cut], [], [], carried_rollouts(cut[:1], PROMPT, 10, 1), 9, 9)
 
 
-async def test_survivors_count_once_and_a_shard_that_starts_again_counts_from_nothing() -> None:
-    survivors = Survivors(3)
+async def test_survivors_count_once_and_a_shard_that_starts_again_counts_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    survivors = Survivors(None, (0, 0), 3)  # type: ignore[arg-type]
+    monkeypatch.setattr(survivors, "_survive", lambda ready: [True] * len(ready))
+
+    async def add(group_index: int) -> None:
+        await survivors.judge(PROMPT, [replace(rollout(0, "stop", (9, 1)), group_index=group_index)])
+
     one, other = survivors.begin(range(4)), survivors.begin(range(4, 8))
     for group_index in (0, 0, 4, 0):
-        survivors.add(group_index)
+        await add(group_index)
     assert not one.is_set()
-    survivors.add(5)
+    await add(5)
     assert one.is_set() and other.is_set()
     again = survivors.begin(range(4, 8))
     assert other.is_set() and not again.is_set()
-    survivors.add(4)
+    await add(4)
     assert not again.is_set()
-    survivors.add(1)
+    await add(1)
     assert again.is_set() and survivors.begin([]).is_set()
 
 

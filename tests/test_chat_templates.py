@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rlpipe.config import ModelConfig
+from rlpipe.config.pipeline import ModelConfig, PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from tests.test_data_chat import CHATML, LLAMA3, QWEN3, make
 
@@ -155,5 +155,5 @@ def test_the_arguments_reach_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}')
     chat = ChatTokenizer.from_folder(tmp_path, TOOLS, {"tools": [TOOL]})
     assert '"name": "add"' in text_of(chat, chat.encode_prompt([USER]))
-    with pytest.raises(ValueError, match="messages comes from the data"):
-        ModelConfig(chat_template_args={"messages": []})
+    with pytest.raises(ValueError, match=r"model\.chat_template_args: messages comes from data and stage; remove it"):
+        PipelineConfig(model=ModelConfig(chat_template_args={"messages": []}))

@@ -23,20 +23,22 @@ import psutil
 import pytest
 import torch
 
-from rlpipe.config_source import read_config
-from rlpipe.data.tiny_tokenizer import build_tokenizer
+from rlpipe.config.source import read_config
+from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import (
     Completion,
     EngineClient,
     EngineUnavailable,
+    Heard,
     RequestRefused,
     SampleRequest,
-    SamplingParams,
-    new_session,
+    Sampling,
 )
-from rlpipe.engines.commands import Place, argv_of, client_of, environment_of
-from rlpipe.launch import Service, answers, free_port
-from rlpipe.weights import Probe, Weights, untied
+from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
+from rlpipe.engines.protocols import client_of
+from rlpipe.engines.weights import Probe, Weights, untied
+from rlpipe.processes.launch import Service, answers, free_port
+from rlpipe.services.calls import new_session
 from tests.engine_fixtures import (
     ADMIN_KEY,
     API_KEY,
@@ -55,7 +57,7 @@ pytestmark = pytest.mark.contract
 PROMPT = [5, 17, 200, 3, 44]
 TOLERANCE = 5e-5
 TIMEOUT_S = 60
-GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+GREEDY = Sampling(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 on_vllm = pytest.mark.skipif(ENGINE_KIND != "vllm", reason="a fact of vLLM")
 
 
@@ -73,7 +75,7 @@ def served(seed: int) -> Path:
     return untied(tied(seed)) if ENGINE_KIND == "vllm" else tiny_model(seed)
 
 
-def start_vllm() -> tuple[Service, Place]:
+def start_vllm() -> tuple[Service, EngineAddress]:
     """A new vLLM on model 0, as the host starts it."""
     sets = [
         "engines.kind=vllm",
@@ -81,27 +83,27 @@ def start_vllm() -> tuple[Service, Place]:
         f"model.context_tokens_max={CONTEXT_TOKENS}",
     ]
     config = read_config("tiny", sets, PRESETS)
-    place = Place(0, "127.0.0.1", free_port(), API_KEY, ADMIN_KEY)
+    address = EngineAddress(0, "127.0.0.1", free_port(), (API_KEY, ADMIN_KEY))
     service = Service(
         name="vllm",
-        argv=argv_of(config, place, Weights(served(0), 1, Probe([1, 2], [0.0]))),
-        log_path=scratch() / f"vllm-{place.port}.log",
-        ready=lambda: answers(f"{place.url}/health"),
-        environment=environment_of(config, place),
+        argv=argv_of(config, address, Weights(served(0), 1, Probe([1, 2], [0.0]))),
+        log_path=scratch() / f"vllm-{address.port}.log",
+        ready=lambda: answers(f"{address.url}/health"),
+        environment=environment_of(config, address),
     )
     atexit.register(service.stop)
     service.start()
     service.wait_ready()
-    return service, place
+    return service, address
 
 
 @functools.cache
 def shared_engine() -> tuple[str, int]:
     """URL and process of the one engine of these tests; its weight version grows with each load."""
     if ENGINE_KIND == "vllm":
-        service, place = start_vllm()
+        service, address = start_vllm()
         assert service.process is not None
-        return place.url, service.process.pid
+        return address.url, service.process.pid
     server = engine("client")
     return server.url, server.process.pid
 
@@ -123,20 +125,19 @@ async def client() -> AsyncIterator[EngineClient]:
         yield client
 
 
-def request(tokens: list[int], params: SamplingParams = GREEDY, **fields: Any) -> SampleRequest:
+def request(tokens: list[int], params: Sampling = GREEDY, **fields: Any) -> SampleRequest:
     return SampleRequest(uuid.uuid4().hex, tokens, replace(params, **fields))
 
 
 async def sample(client: EngineClient, *requests: SampleRequest) -> list[Completion]:
     """Completions of requests none of which may be lost, each consistent in itself."""
-    outcomes = await client.sample(list(requests), TIMEOUT_S)
-    assert len(outcomes) == len(requests)
-    completions = []
-    for outcome in outcomes:
-        assert isinstance(outcome, Completion), outcome
-        assert len(outcome.rollout_logprobs) == len(outcome.tokens) == sum(count for _, count in outcome.spans)
-        assert outcome.engine == "engine-0"
-        completions.append(outcome)
+    heard = [Heard() for _ in requests]
+    async with asyncio.timeout(TIMEOUT_S):
+        completions = await asyncio.gather(*(client.sample(*pair) for pair in zip(requests, heard, strict=True)))
+    for completion, said in zip(completions, heard, strict=True):
+        assert len(completion.rollout_logprobs) == len(completion.tokens) == sum(count for _, count in completion.spans)
+        assert completion.engine == "engine-0"
+        assert (completion.tokens, completion.rollout_logprobs) == (said.tokens, said.logprobs)
     return completions
 
 
@@ -163,7 +164,7 @@ async def test_a_matched_stop_token_stays_in_the_completion(client: EngineClient
 
 
 async def test_the_models_own_eos_stops_unless_ignored(client: EngineClient) -> None:
-    hot = SamplingParams(max_new_tokens=16, temperature=2.0)
+    hot = Sampling(max_new_tokens=16, temperature=2.0)
     prompts = [[3 + index, 40] for index in range(200)]
     stopped = await sample(client, *(request(prompt, hot, seed=index) for index, prompt in enumerate(prompts)))
     assert any(c.finish_reason == "stop" and c.tokens[-1] == 2 for c in stopped)
@@ -175,7 +176,7 @@ async def test_the_models_own_eos_stops_unless_ignored(client: EngineClient) -> 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 async def test_logprobs_equal_transformers(client: EngineClient, temperature: float) -> None:
     prompts = [list(range(3, 3 + length)) for length in (1, 22, 33, 70)]
-    params = SamplingParams(max_new_tokens=20, temperature=temperature, ignore_eos=True)
+    params = Sampling(max_new_tokens=20, temperature=temperature, ignore_eos=True)
     for prompt, completion in zip(prompts, await sample(client, *(request(each, params) for each in prompts)), strict=True):
         expected = reference_logprobs(tiny_model(0), prompt, completion.tokens, temperature or 1.0)
         assert_logprobs(completion.rollout_logprobs, expected)
@@ -184,7 +185,7 @@ async def test_logprobs_equal_transformers(client: EngineClient, temperature: fl
 async def test_logprobs_of_narrowed_sampling(client: EngineClient) -> None:
     """top_p and top_k keep what they should. What their logprobs are differs: see docs/engines.md."""
     [best] = await sample(client, request(PROMPT, max_new_tokens=1))
-    hot = SamplingParams(max_new_tokens=1, temperature=2.0, ignore_eos=True)  # vLLM refuses more
+    hot = Sampling(max_new_tokens=1, temperature=2.0, ignore_eos=True)  # vLLM refuses more
     narrow = [replace(hot, top_k=1), replace(hot, top_p=1e-6)]
     for completion in await sample(client, *(request(PROMPT, params, seed=seed) for params in narrow for seed in range(20))):
         assert completion.tokens == best.tokens
@@ -198,7 +199,7 @@ async def test_greedy_is_equal_across_calls(client: EngineClient) -> None:
 
 @pytest.mark.skipif(ENGINE_KIND == "sglang", reason="SGLang on a CPU ignores seeds")
 async def test_seeds_reproduce_alone_and_in_company(client: EngineClient) -> None:
-    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    params = Sampling(max_new_tokens=24, ignore_eos=True)
     many = await sample(client, *(request(PROMPT, params, seed=seed) for seed in range(8)))
     assert len({tuple(c.tokens) for c in many}) == 8
     for seed in (0, 5):
@@ -270,13 +271,26 @@ async def test_an_abort_answers_with_what_there_is_and_leaves_the_others(client:
     pytest.fail("nothing was aborted in the middle")
 
 
+async def test_tokens_are_heard_as_they_come_and_left_when_the_rest_is_lost(client: EngineClient) -> None:
+    prompt, heard = [3, 9, 11], Heard()
+    asking = asyncio.create_task(client.sample(request(prompt, temperature=1.0, max_new_tokens=450), heard))
+    async with asyncio.timeout(TIMEOUT_S):
+        while not heard.tokens:
+            await asyncio.sleep(0.02)
+    asking.cancel()
+    assert len(heard.tokens) == len(heard.logprobs)
+    assert_logprobs([*heard.logprobs], reference_logprobs(tiny_model(0), prompt, [*heard.tokens]))
+    [again] = await sample(client, request(prompt, max_new_tokens=4))
+    assert len(again.tokens) == 4
+
+
 TOO_LONG = {"a prompt": ([7] * 600, 1), "prompt and completion": ([7] * 500, CONTEXT_TOKENS - 400)}
 
 
 @pytest.mark.parametrize(("tokens", "max_new_tokens"), TOO_LONG.values(), ids=TOO_LONG)
 async def test_too_long_is_refused_and_the_engine_lives(client: EngineClient, tokens: list[int], max_new_tokens: int) -> None:
     with pytest.raises(RequestRefused):
-        await client.sample([request(tokens, max_new_tokens=max_new_tokens)], TIMEOUT_S)
+        await sample(client, request(tokens, max_new_tokens=max_new_tokens))
     assert await client.healthy() and await sample(client, request(PROMPT))
 
 
@@ -284,7 +298,7 @@ async def test_too_long_is_refused_and_the_engine_lives(client: EngineClient, to
 async def test_a_token_out_of_the_vocabulary_is_refused_and_the_engine_lives(client: EngineClient) -> None:
     for token in (VOCAB, 10**6, -1):
         with pytest.raises(RequestRefused):
-            await client.sample([request([1, token])], TIMEOUT_S)
+            await sample(client, request([1, token]))
     with pytest.raises(RequestRefused):
         await client.score([1, VOCAB, 2], 2)
     assert await client.healthy() and await sample(client, request(PROMPT))
@@ -309,15 +323,16 @@ def stopped(pid: int) -> Iterator[None]:
 async def test_a_hung_engine_and_an_absent_one_are_not_healthy(client: EngineClient) -> None:
     assert await client.healthy()
     with stopped(shared_engine()[1]):
-        [lost] = await client.sample([request(PROMPT)], timeout_s=1.0)
-        assert isinstance(lost, EngineUnavailable) and not await client.healthy()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sample(client, request(PROMPT)), 1.0)
+        assert not await client.healthy()
     async with asyncio.timeout(TIMEOUT_S):
         while not await client.healthy():
             await asyncio.sleep(0.1)
     absent = client_to(f"http://127.0.0.1:{free_port()}", client.session)
     assert not await absent.healthy()
-    [lost] = await absent.sample([request(PROMPT)], TIMEOUT_S)
-    assert isinstance(lost, EngineUnavailable)
+    with pytest.raises(EngineUnavailable):
+        await sample(absent, request(PROMPT))
 
 
 @on_vllm
@@ -336,17 +351,18 @@ async def test_vllm_reloads_a_tied_export_silently_wrong(client: EngineClient) -
 
 @on_vllm
 async def test_vllm_does_not_survive_a_load_of_a_missing_folder() -> None:
-    service, place = start_vllm()
+    service, address = start_vllm()
     try:
         async with new_session() as session:
-            client = client_to(place.url, session)
+            client = client_to(address.url, session)
             with pytest.raises(EngineUnavailable, match="nobody told it"):  # a new one does not know its version
                 await client.weight_version()
             await client.adopt(1)
             assert await client.weight_version() == 1
             with pytest.raises(EngineUnavailable, match="collective_rpc"):
                 await client.load(str(scratch() / "nothing"), 2)
-            [lost] = await client.sample([request(PROMPT)], TIMEOUT_S)
-            assert isinstance(lost, EngineUnavailable) and not await client.healthy()
+            with pytest.raises(EngineUnavailable):
+                await sample(client, request(PROMPT))
+            assert not await client.healthy()
     finally:
         service.stop()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.tiny_tokenizer import CHAT_TEMPLATE
+from rlpipe.data.chat import ChatTokenizer, tokenise_conversations
+from rlpipe.data.new_tokenizer import CHAT_TEMPLATE
 from rlpipe.types import UserError
 
 CHATML = (
@@ -210,3 +210,29 @@ def test_folder_that_is_no_tokenizer(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(text)
         with pytest.raises(UserError, match=said):
             ChatTokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "stops"),
+    [
+        (CHATML, "<|im_end|>", {"<|im_end|>"}),
+        (CHATML, "<|end|>", {"<|end|>", "<|im_end|>"}),  # a base model: its text ends otherwise than its turns
+        (LLAMA3, "<|end|>", {"<|end|>", "<|eot_id|>"}),
+        (QWEN3, "<|end|>", {"<|end|>", "<|im_end|>"}),
+        (MARKED, "<|end|>", {"<|end|>", "<|im_end|>"}),
+        (CHAT_TEMPLATE, "<|end|>", {"<|end|>"}),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "<|end|>", {"<|end|>"}),  # no token ends a turn
+        ("{% if messages|length != 1 %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}", "<|end|>", {"<|end|>"}),
+    ],
+)  # fmt: skip
+def test_sampling_stops_at_the_end_of_a_turn_and_of_a_text(template: str, eos: str, stops: set[str]) -> None:
+    tokenizer = make(template, eos)
+    assert tokenizer.stop_token_ids == sorted(tokenizer._tokenizer.token_to_id(token) for token in stops)
+
+
+def test_a_policy_that_never_learns_to_stop_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    plain = "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+    for template, warns in ((plain, True), (CHATML, False)):
+        caplog.clear()
+        tokenise_conversations([SINGLE], make(template, "<|end|>"), 100)
+        assert ("no turn of the assistant ends with a token that stops" in caplog.text) == warns

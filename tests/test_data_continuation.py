@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.tiny_tokenizer import CHAT_TEMPLATE, build_tokenizer
+from rlpipe.data.new_tokenizer import CHAT_TEMPLATE, build_tokenizer
 from rlpipe.types import UserError
 from tests.test_data_chat import CHATML, LLAMA3, MARKED, QWEN3, TEXT, make, raw
 

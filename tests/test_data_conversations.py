@@ -4,9 +4,8 @@ import logging
 
 import pytest
 
-from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.conversations import tokenise_conversations
-from rlpipe.data.tiny_tokenizer import build_tokenizer
+from rlpipe.data.chat import ChatTokenizer, tokenise_conversations
+from rlpipe.data.new_tokenizer import build_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +25,9 @@ def test_rows_are_cut_dropped_and_counted(tokenizer: ChatTokenizer, caplog: pyte
     with caplog.at_level(logging.WARNING):
         rows, counts = tokenise_conversations(conversations, tokenizer, tokens_max=9)
     assert counts == {"truncated": 2, "dropped_empty_mask": 1}
-    assert [len(row["tokens"]) for row in rows] == [9, 9, 6]
-    assert [row["loss_mask"] for row in rows] == [[0] * 4 + [1] * 5, [0] * 4 + [1] * 5, [0] * 4 + [1] * 2]
-    assert rows[0]["tokens"][-1] == tokenizer.eos_token_id != rows[1]["tokens"][-1]
+    assert [len(row.tokens) for row in rows] == [9, 9, 6]
+    assert [row.loss_mask.tolist() for row in rows] == [[0] * 4 + [1] * 5, [0] * 4 + [1] * 5, [0] * 4 + [1] * 2]
+    assert rows[0].tokens[-1] == tokenizer.eos_token_id != rows[1].tokens[-1]
     assert "2 of 4" in caplog.text
     assert "model.context_tokens_max=9" in caplog.text
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.tiny_tokenizer import build_tokenizer
+from rlpipe.data.new_tokenizer import build_tokenizer
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus): "
 WORDS = ["ammonia", "splat", "canroyer", "Brodiaea", "this", "excusing"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.config import PipelineConfig
+from rlpipe.config.pipeline import PipelineConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
@@ -23,8 +23,9 @@ RUN_BY = {
     "set -a; . infra/.env": "test_docs_cluster.py::test_the_secrets_are_made",
     "PATH=$PWD/.venv/bin:$PATH infra/deploy.sh process": "test_e2e_infra.py::test_the_worker_polls_the_pool_of_the_authenticated_server",
     ".venv/bin/prefect worker start --pool cpu": "test_e2e_infra.py::test_the_worker_polls_the_pool_of_the_authenticated_server",
-    ".venv/bin/prefect deployment schedule": "test_e2e_infra.py::test_the_schedule_of_the_page",
-    ".venv/bin/prefect deployment run": "test_e2e_infra.py::test_the_schedule_of_the_page",
+    "sed -i 's/active: false": "test_e2e_docs.py::test_flow_runs_and_the_schedule_are_made_as_written",
+    ".venv/bin/prefect --no-prompt deploy": "test_e2e_docs.py::test_flow_runs_and_the_schedule_are_made_as_written",
+    ".venv/bin/prefect deployment run": "test_e2e_docs.py::test_flow_runs_and_the_schedule_are_made_as_written",
     "sbatch --job-name=rlpipe-first infra/slurm/flow.sbatch": "test_e2e_slurm.py::test_a_run_on_slurm_ends_and_its_services_leave",
     "squeue --me": "test_e2e_slurm.py::test_a_run_on_slurm_ends_and_its_services_leave",
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.pipeline import MINI, Folder, Undisturbed, read_record
@@ -17,11 +15,6 @@ OPTIONS = {
              "rl.importance=sequence_mask", "rl.estimator=opo", "rl.kl=reward", "rl.kl_coef=0.05"],
     "dppo": ["rl.objective=dppo", "rl.importance=none", "rl.estimator=maxrl", "rl.mask_truncated=true", "rl.rounds_max=3"],
 }  # fmt: skip
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path, f"file://{tmp_path}/store")
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 
 import pytest
 
@@ -14,14 +13,17 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def folder(tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, str]) -> Folder:
     path = tmp_path_factory.mktemp("bad")
     (path / "no_prompt.jsonl").write_text(
         json.dumps({"prompt": "x", "answer": "y"}) + "\n" + json.dumps({"answer": "y"}) + "\n"
     )
+    rows = [{"prompt": f"What is {number} + 2?", "answer": str(number + 2)} for number in range(60)]
+    (path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "bad_filters.py").write_text("def keeps(group, threshold):\n    return True\n")
     (path / "empty_model").mkdir()
     (path / "a_file").write_text("not a folder")
-    return Folder(path, f"file://{path}/store")
+    return Folder(path, f"file://{path}/store", prefect_api)
 
 
 def refused(folder: Folder, arguments: list[str], *needles: str) -> None:
@@ -45,6 +47,9 @@ def refused(folder: Folder, arguments: list[str], *needles: str) -> None:
         ("model.path=empty_model", ["model.path", "config.json"]),
         ("rl.rewards={\"no_package:f\" = 1.0}", ["no_package"]),
         ("rl.filters={no_filter = 1.0}", ["no_filter", "nonzero_std"]),
+        ("rl.filters={diversity = 2.0}", ["rl.filters.diversity=2", "at most 1"]),
+        ("rl.filters={\"bad_filters:keeps\" = 0.0}", ["bad_filters:keeps", "answered True"]),
+        ("data.words.source=sums.jsonl", ["data.words (rl)", "needs rows of a reasoning_gym source", "exact = 1.0"]),
         ("trainer.nodes=2", ["one node"]),
     ],
 )  # fmt: skip
@@ -63,10 +68,25 @@ def test_a_store_that_cannot_be_written(folder: Folder, s3_server: S3Server) -> 
     refused(wrong, wrong.run_arguments("a"), "store=s3://rlpipe/x", "AWS_SECRET_ACCESS_KEY")
 
 
-def test_a_taken_port(folder: Folder) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        refused(folder, folder.run_arguments("a", f"engines.port={port}"), f"engines.port={port}", "taken")
-        refused(folder, folder.run_arguments("a", f"trainer.port={port}"), f"trainer.port={port}", "taken")
+MOODY = """
+import pathlib
+def rows():
+    if pathlib.Path("gone").exists(): raise RuntimeError("the source is gone")
+    pathlib.Path("gone").touch()
+    return [{"prompt": "what?", "answer": "that"}] * 50
+"""
+
+
+def test_what_fails_inside_a_flow_is_one_line_with_the_advice_and_its_traceback_is_in_the_log(folder: Folder) -> None:
+    (folder.path / "moody.py").write_text(MOODY)
+    (folder.path / "moody.toml").write_text(
+        '[[data]]\nname = "w"\nuse = "rl"\nsource = "moody:rows"\n[rl.rewards]\nexact = 1.0\n'
+        '[tracking]\nuri = ""\n[model]\nhidden_size = 16\nnum_layers = 1\n'
+    )
+    code, output = folder.rlpipe("run", "moody.toml", "--run", "moody", timeout_s=120)
+    warning, first, last = output.splitlines()
+    assert code == 2 and warning.startswith("WARNING RL of a new model without SFT") and first.startswith("run moody: store ")
+    assert last.startswith("rlpipe: data.w.source=moody:rows raised RuntimeError: the source is gone ("), output
+    assert "start it anew under the same run name" in last
+    (log,) = (folder.path / ".rlpipe").glob("moody-*/flows.log")
+    assert "Traceback" in log.read_text() and "moody.py" in log.read_text()

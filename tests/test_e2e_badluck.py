@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rlpipe.launch import free_port
+from rlpipe.processes.launch import free_port
+from rlpipe.store.run import open_existing
 from tests.pipeline import MINI, Folder, read_record
 
 pytestmark = pytest.mark.e2e
 REWARDS = """
 import time
+
+from rlpipe.data.sources import split_point
+
+def brittle(prompt, completion):
+    if completion and split_point(prompt["messages"]) >= 0.1:
+        raise RuntimeError("this grader breaks on what RL samples, and not in evaluations")
+    return 0.0
 
 def flaky(prompt, completion):
     number = int(prompt["prompt_id"].rsplit("/", 1)[-1])
@@ -33,9 +42,9 @@ def rewards(name: str) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    (tmp_path / "graders.py").write_text(REWARDS)
-    return Folder(tmp_path, f"file://{tmp_path}/store")
+def folder(folder: Folder) -> Folder:
+    (folder.path / "graders.py").write_text(REWARDS)
+    return folder
 
 
 def test_graders_that_raise_or_hang_are_counted_and_an_absent_mlflow_does_no_harm(folder: Folder) -> None:
@@ -46,7 +55,8 @@ def test_graders_that_raise_or_hang_are_counted_and_an_absent_mlflow_does_no_har
     for iteration in range(5):
         metrics = read_record(folder, "a", iteration)["metrics"]
         assert isinstance(metrics, dict)
-        assert (metrics["rollout/rounds"], metrics["rollout/groups_kept"]) == (2, 80)
+        assert (metrics["rollout/rounds"], metrics["rollout/groups_kept"]) == (2, 41)  # as many as were asked for
+        assert metrics["rollout/num_left_out"] == sum(metrics[name] for name in metrics if name.startswith("rollout/fault_"))
         for name, count in metrics.items():
             if name.startswith("rollout/fault_"):
                 faults[name] = faults.get(name, 0) + count
@@ -77,8 +87,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_fails_the_run_and_a_second_start_goes_on(tmp_path: Path, small_disk: Path) -> None:
-    folder = Folder(tmp_path, f"file://{small_disk}/store")
+def test_a_full_disk_fails_the_run_and_a_second_start_goes_on(folder: Folder, small_disk: Path) -> None:
+    folder.store = f"file://{small_disk}/store"
     code, output = folder.rlpipe(*folder.run_arguments("a", *MINI))
     assert code == 1, output[-3000:]
     assert "No space left on device" in output
@@ -110,3 +120,24 @@ def test_a_fork_shares_its_prefix_goes_on_differently_and_changed_settings_are_r
     listed = folder.rlpipe("runs", "--store", folder.store)[1]
     assert "forked from a at 2" in listed
     assert "RL iterations 5/5" in listed
+
+
+def test_a_reward_that_breaks_after_sft_costs_no_sft(folder: Folder) -> None:
+    short = [*MINI, "sft.num_steps=4", "sft.decay_steps=4", "rl.num_iterations=1"]
+    code, output = folder.rlpipe(*folder.run_arguments("a", *short, rewards("brittle")))
+    assert code == 2, output[-3000:]
+    assert "this grader breaks on what RL samples" in output
+    assert "rlpipe fork a --at sft --run NEW" in output
+    (folder.path / "sums.jsonl").write_text(json.dumps({"prompt": "What is 2 + 2?", "answer": "4"}) + "\n")
+    changes = ["rl.rewards={exact = 1.0, format = 0.5}", "data.words.source=sums.jsonl", "data.words.part=all"]
+    fork = ["fork", "a", "--at", "sft", "--run", "b", "--store", folder.store]
+    code, output = folder.rlpipe(*fork, *[part for change in changes for part in ("--set", change)])
+    assert code == 0, output[-3000:]
+    assert "run b is forked from a at sft" in output
+    store = folder.open_store()
+    assert store.folders("runs/b/sft") == ["00000"]
+    assert store.folders("runs/b/sft/00000") == ["evaluation"]  # the parent's was made with the other reward, on other prompts
+    runs = [open_existing(store, name) for name in ("a", "b")]
+    assert len({run.policy(0)[1].file("model.safetensors").sha256 for run in runs}) == 1
+    assert {*folder.evaluation("b", 0)} != {*folder.evaluation("a", 0)}
+    assert folder.rlpipe("verify", "b", "--store", folder.store)[0] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,13 +37,14 @@ def test_a_run_is_started_retried_and_read_in_the_browser(stand: Stand, ui: Brow
     broken = tmp_path / "broken"
     (stand.path / "moody.py").write_text(
         "import pathlib\ndef reward(prompt, completion):\n"
-        f"    if pathlib.Path({str(broken)!r}).exists(): raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
+        f"    if pathlib.Path({str(broken)!r}).exists() and prompt['answer'] not in completion: raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
     )
     broken.touch()
     fill_the_form(ui, tmp_path)
     expect(ui.page.get_by_text("scheduled to start now").first).to_be_visible()
     ui.open("/runs")
     ui.link("post-train browser").first.click(timeout=120 * SECOND)  # its name from when it starts
+    ui.page.wait_for_url("**/flow-run/**")  # the list of runs has states, too
     expect(ui.state()).to_be_visible()
     page = ui.rest()
     flow_run = page.split("/")[3].split("?")[0]
@@ -89,8 +91,9 @@ def fill_the_form(ui: Browser, tmp_path: Path) -> None:
     ui.screenshot("form")
     labels = ui.page.locator(".schema-form-property__label").all_inner_texts()
     told = [label.removesuffix(" (Optional)") for label in labels]
-    assert told[:6] == ["changes", "config", "run", "seed", "store", "sft"], told[:6]
-    assert told.index("num_iterations") < told.index("estimator") < told.index("data")
+    assert told[:6] == ["changes", "config", "run", "model", "path", "context_tokens_max"], told[:6]
+    first = ["data", "batch_size", "rewards", "num_iterations", "group_size", "estimator", "evaluation", "store", "tracking"]
+    assert sorted(first, key=told.index) == first, told
     expect(ui.field("reward_args")).to_contain_text("<answer>.+</answer>")
 
     settings = dict(each.split("=", 1) for each in MINI)
@@ -129,7 +132,7 @@ def what_was_committed_reads_cached(ui: Browser) -> None:
     ui.tab("Subflow Runs")
     ui.link("sft browser").first.click()  # the newest: the one of the retry
     ui.tab("Task Runs")
-    for name in ("prepare the tokenizer", "prepare the base model", "tokenise the conversations"):
+    for name in ("prepare tokenizer", "prepare model", "prepare sft data"):
         expect(ui.link(name)).to_be_visible()
     expect(ui.page.get_by_text("Cached", exact=True)).to_have_count(3)
     ui.screenshot("cached")
@@ -149,10 +152,23 @@ def look_at_an_iteration(ui: Browser) -> None:
     ui.page.go_back()
     ui.tab("Artifacts")
     ui.page.get_by_text("browser-00001-rollouts", exact=True).first.click()
-    expect(ui.page.get_by_text("8 Items")).to_be_visible()
-    for column in ("reward", "advantage", "prompt", "completion"):
+    the_rollouts_are_shown_as_they_are(ui)
+    ui.screenshot("rollouts")
+    ui.open(
+        f"/v2{ui.page.url.removeprefix(ui.root)}"
+    )  # Prefect has two UIs: the links of logs lead to one, its start page to the other
+    the_rollouts_are_shown_as_they_are(ui)
+    ui.screenshot("rollouts-v2")
+
+
+def the_rollouts_are_shown_as_they_are(ui: Browser) -> None:
+    """With the tags that markdown would hide."""
+    expect(ui.page.get_by_role("heading", name="browser, iteration 1: 4 of 8 groups")).to_be_visible()
+    for column in ("reward", "advantage", "reward parts", "finish", "completion"):
         expect(ui.page.get_by_text(column, exact=True).first).to_be_visible()
-    ui.screenshot("iteration-rollouts")
+    expect(ui.page.get_by_text("prompt: Spell this word backward (example: sun -> nus): ").first).to_be_visible()
+    expect(ui.page.get_by_role("cell").filter(has_text=re.compile("^ *<answer>.+")).first).to_be_visible()
+    expect(ui.page.get_by_text(re.compile("^answer: [a-z]+$")).first).to_be_visible()
 
 
 def image_width(ui: Browser) -> int:

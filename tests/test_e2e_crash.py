@@ -12,17 +12,18 @@ from tests.pipeline import MINI, Folder, Undisturbed, all_gone, descendants, kil
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
-KILLS = 5
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path, f"file://{tmp_path}/store")
+    """With a Prefect server of its own and MLflow: they are killed too."""
+    return Folder(tmp_path, f"file://{tmp_path}/store", tracked=True)
 
 
-def test_kill_the_whole_group_at_random_moments(folder: Folder, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.soak)])
+def test_kill_the_whole_group_at_random_moments(folder: Folder, undisturbed: Undisturbed, kills: int) -> None:
     moments = random.Random(7)
-    for _ in range(KILLS):
+    for _ in range(kills):
         process = folder.start(*folder.run_arguments("a", *MINI))
         time.sleep(moments.uniform(0.2, 0.9) * undisturbed.duration_s)
         kill_group(process)
@@ -32,7 +33,7 @@ def test_kill_the_whole_group_at_random_moments(folder: Folder, undisturbed: Und
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()
 
 
-@pytest.mark.parametrize("victim", ["rlpipe.trainer.server", "rlpipe.trainer.agent", "rlpipe.engines.local.server"])
+@pytest.mark.parametrize("victim", ["rlpipe.trainer.server", "rlpipe.trainer.gang", "rlpipe.engines.local.server"])
 def test_kill_a_service_in_the_middle_and_the_run_goes_on_by_itself(
     folder: Folder, undisturbed: Undisturbed, victim: str
 ) -> None:

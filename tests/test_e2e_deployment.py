@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
-from rlpipe.config_source import override_config, read_config
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import override_config, read_config
 from tests.pipeline import MINI, Folder
 from tests.prefect_stand import Stand, running_stand
 
@@ -24,15 +23,6 @@ PRESETS = ROOT / "flows" / "presets"
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     with running_stand(tmp_path_factory.mktemp("stand")) as stand:
         yield stand
-
-
-def test_the_form_is_filled_with_the_tiny_preset() -> None:
-    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    forms = {entry["name"]: entry for entry in deployments if not entry["name"].startswith("serve-")}
-    assert {entry["name"] for entry in deployments} - set(forms) == {"serve-trainer", "serve-engines"}
-    assert set(forms) == {"post-train", "sft", "rl", "evaluate"}
-    for entry in forms.values():
-        assert entry["parameters"]["config"] == tomllib.loads((PRESETS / "tiny.toml").read_text())
 
 
 @pytest.mark.parametrize("name", ["post-train", "sft", "rl", "evaluate"])
@@ -71,12 +61,44 @@ def test_only_what_changes_can_be_asked_for_and_what_is_wrong_says_what_to_do(st
     assert "rl.group_size=0: Input should be greater than or equal to 1" in stand.wait(flow_run)["message"]
 
 
+@pytest.mark.parametrize("name", ["post-train", "sft", "rl"])
+def test_what_rl_would_stumble_over_is_said_before_sft(stand: Stand, tmp_path: Path, name: str) -> None:
+    changes = {"run": "early", "store": f"file://{tmp_path}/store", "tracking.uri": "", "rl.rewards": {"no_such:reward": 1.0}}
+    state = stand.wait(stand.start(f"{name}/{name}", changes=changes))
+    assert state["type"] == "FAILED" and "'no_such:reward' does not import" in state["message"], state
+    assert not Folder(tmp_path, f"file://{tmp_path}/store").open_store().exists("runs/early/run.json")
+
+
+def sft_only_and_then_evaluated(stand: Stand, folder: Folder, config: PipelineConfig) -> None:
+    """The deployment sft trains and evaluates a run without RL; the deployment evaluate computes what was not evaluated."""
+    sets = [
+        "run=taught",
+        "rl.num_iterations=0",
+        "sft.num_steps=4",
+        "evaluation.prompts_max=2",
+        'evaluation.rewards={"exact" = 1.0}',
+    ]
+    taught = override_config(config, sets).model_dump(mode="json")
+    state = stand.wait(stand.start("sft/sft", config=taught))
+    assert state["type"] == "COMPLETED", state
+    store = folder.open_store()
+    assert all(store.exists(f"runs/taught/{place}/evaluation/manifest.json") for place in ("base", "sft/00000"))
+    flow_runs = [
+        stand.start("evaluate/evaluate", config=config.model_dump(mode="json"), version=version) for version in (1, None)
+    ]
+    for flow_run, name in zip(flow_runs, ("evaluate night version 1", "evaluate night"), strict=True):
+        state = stand.wait(flow_run)
+        assert state["type"] == "COMPLETED", state
+        assert stand.api("GET", f"/flow_runs/{flow_run}")["name"] == name
+    assert store.exists("runs/night/rl/00000/evaluation/manifest.json")  # iteration 0 had none due
+
+
 def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_path: Path) -> None:
     folder = Folder(tmp_path, f"file://{tmp_path}/store")
     broken = tmp_path / "broken"
     (stand.path / "fragile.py").write_text(
         "import pathlib\ndef reward(prompt, completion):\n"
-        f"    if pathlib.Path({str(broken)!r}).exists(): raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
+        f"    if pathlib.Path({str(broken)!r}).exists() and prompt['answer'] not in completion: raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
     )
     rewards = "rl.rewards={'fragile:reward' = 1.0, format = 0.0}".replace("'", '"')
     config = read_config(
@@ -98,6 +120,7 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
     tasks = stand.api("POST", "/task_runs/filter", {"task_runs": {"state": {"name": {"any_": ["Cached"]}}}})
     assert any(entry["name"].startswith("prepare") for entry in tasks)
     assert folder.rlpipe("verify", "night", "--store", folder.store)[0] == 0
+    sft_only_and_then_evaluated(stand, folder, config)
     # the deployment rl does what the config says: here it trains on the rollouts of that run, and samples nothing
     stored = override_config(config, ["run=fed", "rl.rollouts_from=run:night", "rl.num_iterations=2", "sft.num_steps=0"])
     state = stand.wait(stand.start("rl/rl", config=stored.model_dump(mode="json")))

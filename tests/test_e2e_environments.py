@@ -13,11 +13,11 @@ import pytest
 
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.environments.calculator import Calculator
-from rlpipe.rollouts import BATCH, PROMPTS, prompt_of, read_rows
 from rlpipe.store.artifacts import materialise
 from rlpipe.store.run import Run, open_existing
 from tests.engine_fixtures import reference_logprobs
 from tests.pipeline import Folder, descendants, kill_group
+from tests.rows import BATCH, PROMPTS, prompt_of, read_rows
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 2
@@ -30,8 +30,8 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    folder = Folder(path := tmp_path_factory.mktemp("undisturbed"), f"file://{path}/store")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, str]) -> Folder:
+    folder = Folder(path := tmp_path_factory.mktemp("undisturbed"), f"file://{path}/store", prefect_api)
     folder.complete("b", *SMALL, preset="calculator")
     assert folder.rlpipe("verify", "b", "--store", folder.store)[0] == 0
     return folder
@@ -84,13 +84,12 @@ def test_logprobs_are_those_of_the_policy_after_everything_before(undisturbed: F
         for mine, theirs, written in zip(row["rollout_logprobs"], logprobs, row["loss_mask"], strict=True):
             assert abs(mine - theirs) < 1e-4 if written else mine == 0.0
     for iteration in range(ITERATIONS):
-        record = run.iteration_record(iteration)
-        assert record is not None and record["metrics"]["train/mismatch_abs_mean"] < 1e-4  # the trainer's proximal logprobs
-        assert record["metrics"]["train/num_tokens"] == sum(sum(row["loss_mask"]) for row in batch_of(run, iteration))
+        record = run.iteration(iteration)
+        assert record is not None and record.metrics["train/mismatch_abs_mean"] < 1e-4  # the trainer's proximal logprobs
+        assert record.metrics["train/num_tokens"] == sum(sum(row["loss_mask"]) for row in batch_of(run, iteration))
 
 
-def test_killed_while_it_generates_it_ends_with_the_same_bits(undisturbed: Folder, tmp_path: Path) -> None:
-    folder = Folder(tmp_path, f"file://{tmp_path}/store")
+def test_killed_while_it_generates_it_ends_with_the_same_bits(undisturbed: Folder, folder: Folder) -> None:
     for iteration, wait_s in ((0, 0.3), (1, 0.6)):
         process = folder.start(*folder.run_arguments("a", *SMALL, preset="calculator"))
         folder.wait_for("a", f"rl/{iteration:05d}/prompts/round-0/manifest.json", process)
@@ -101,8 +100,7 @@ def test_killed_while_it_generates_it_ends_with_the_same_bits(undisturbed: Folde
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.final_sha256("b", ITERATIONS)
 
 
-def test_an_environment_process_that_is_killed_changes_nothing(undisturbed: Folder, tmp_path: Path) -> None:
-    folder = Folder(tmp_path, f"file://{tmp_path}/store")
+def test_an_environment_process_that_is_killed_changes_nothing(undisturbed: Folder, folder: Folder) -> None:
     process = folder.start(*folder.run_arguments("a", *SMALL, preset="calculator"))
     try:
         folder.wait_for("a", "rl/00000/prompts/round-0/manifest.json", process)

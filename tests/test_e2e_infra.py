@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import urllib.error
 from collections.abc import Iterator
@@ -75,12 +74,8 @@ def test_the_worker_polls_the_pool_of_the_authenticated_server(compose: Compose)
     assert "post-train/post-train" in told.stdout
 
 
-def test_the_schedule_of_the_page(compose: Compose) -> None:
+def test_a_flow_run_is_started_as_on_the_page(compose: Compose) -> None:
     page = (ROOT / "docs" / "cluster.md").read_text()
-    (create,) = re.findall(r"^.venv/bin/(prefect deployment schedule create .*)", page, re.M)
-    assert compose.run("worker-cpu", *shlex.split(create)).returncode == 0
-    told = compose.run("worker-cpu", "prefect", "deployment", "schedule", "ls", "post-train/post-train")
-    assert "0 2 * * *" in told.stdout and told.stdout.count("cron") <= 2, told.stdout
     (start,) = re.findall(r"^.venv/bin/(prefect deployment run .*)", page, re.M)
     start = start.replace("my.toml", str(ROOT / "flows/presets/tiny.toml")) + " --start-in 100hours"
     told = compose.run("worker-cpu", "bash", "-c", start)

@@ -1,4 +1,4 @@
-"""The tiny preset learns on S3, with two of everything: the one learning run of `make test` (the others: test_learning.py)."""
+"""The tiny preset learns on S3: the one learning run of `make test` (the others: test_learning.py, and this one with two of everything)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from tests.pipeline import Folder
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 70
+TWO_OF_EVERYTHING = ["trainer.ranks=2", "engines.count=2"]
 
 
-def test_tiny_learns_on_s3_with_two_ranks_and_two_engines(tmp_path: Path, s3_server: S3Server) -> None:
-    folder = Folder(tmp_path, s3_server.url(), s3_server.environment)
-    folder.complete("a", "trainer.ranks=2", "engines.count=2", "seed=1", timeout_s=900)
+@pytest.mark.parametrize(
+    "sets", [[], pytest.param(TWO_OF_EVERYTHING, marks=pytest.mark.learning)], ids=["plain", "two ranks and two engines"]
+)
+def test_tiny_learns_on_s3(sets: list[str], tmp_path: Path, s3_server: S3Server, prefect_api: dict[str, str]) -> None:
+    folder = Folder(tmp_path, s3_server.url(), {**s3_server.environment, **prefect_api})
+    folder.complete("a", "seed=1", *sets, timeout_s=900)
     before, after = folder.evaluation("a", 0), folder.evaluation("a", ITERATIONS)
     assert after["words_pass_at_1"] - before["words_pass_at_1"] >= 0.15
     assert after["words_greedy"] >= 0.85

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from rlpipe.store.run import open_existing
@@ -13,8 +11,7 @@ pytestmark = pytest.mark.e2e
 ITERATIONS = 5
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    folder = Folder(tmp_path, f"file://{tmp_path}/store")
+def test_a_stopped_run_goes_on_to_the_same_bits(folder: Folder, undisturbed: Undisturbed) -> None:
     tokens = read_record(undisturbed.folder, "a", 2)["metrics"]["spent/rollout_tokens"]  # type: ignore[index]
     code, output = folder.rlpipe(*folder.run_arguments("a", *MINI, f"budget.rollout_tokens={tokens}"))
     assert code == 3, output
@@ -32,8 +29,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path, undisturbed: Und
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
 
 
-def test_a_budget_that_is_spent_in_sft_ends_there(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, f"file://{tmp_path}/store")
+def test_a_budget_that_is_spent_in_sft_ends_there(folder: Folder) -> None:
     code, output = folder.rlpipe(*folder.run_arguments("a", *MINI, "budget.wall_clock_h=1e-7"))
     assert code == 3, output
     assert "budget.wall_clock_h=1e-07 is spent" in output and "1 of 3 SFT segments are committed" in output

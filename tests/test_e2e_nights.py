@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlpipe.config_source import read_config
+from rlpipe.config.source import read_config
 from rlpipe.store.lease import acquire, check_free
 from rlpipe.types import JsonDict
 from tests.pipeline import BIN, MINI, Folder, kill_group

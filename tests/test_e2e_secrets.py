@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rlpipe.config_source import read_config
-from rlpipe.launch import free_port
+from rlpipe.config.source import read_config
+from rlpipe.processes.launch import free_port
 from tests.conftest import S3Server
 from tests.pipeline import BIN, MINI, Folder
 from tests.prefect_stand import Stand, kill_tree, running_stand
@@ -202,9 +202,9 @@ def test_a_run_leaves_no_secret_listens_on_loopback_only_and_unpickles_nothing(
         assert found_in(dumped(database), environment) == [], database
     assert b"kept" in dumped(Path(environment["HOOKS"]) / "mlflow.db")  # MLflow was reached with its password
     assert [command for command in watch.commands if found_in(command.encode(), environment)] == []
-    for part in ("rlpipe.trainer.server", "rlpipe.trainer.agent", "rlpipe.engines.local.server", "prefect server"):
+    for part in ("rlpipe.trainer.server", "rlpipe.trainer.gang", "rlpipe.engines.local.server", "prefect server"):
         assert any(part in command for command in (*watch.listening.values(), *watch.commands)), part
-    assert any("rlpipe.trainer.agent" in command for command in watch.listening.values())  # where the ranks meet
+    assert any("rlpipe.trainer.gang" in command for command in watch.listening.values())  # where the ranks meet
     assert {place: command for place, command in watch.listening.items() if place[0] not in ("127.0.0.1", "::1")} == {}
     log = Path(environment["UNPICKLED"])
     lines = log.read_text().splitlines() if log.exists() else []

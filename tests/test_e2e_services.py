@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.services import ENGINES, TRAINER, registered
+from rlpipe.services.registration import ENGINES, TRAINER, registered
 from tests.network_world import Node, network
 from tests.pipeline import MINI, Folder, descendants, kill_group
 
@@ -41,14 +41,9 @@ def on(node: Node, folder: Folder) -> Folder:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path, f"file://{tmp_path}/store")
-
-
-@pytest.fixture
-def two_ranks(tmp_path: Path) -> Folder:
+def two_ranks(tmp_path: Path, prefect_api: dict[str, str]) -> Folder:
     (tmp_path / "two-ranks").mkdir()
-    folder = Folder(tmp_path / "two-ranks", f"file://{tmp_path}/two-ranks-store")
+    folder = Folder(tmp_path / "two-ranks", f"file://{tmp_path}/two-ranks-store", prefect_api)
     folder.complete("a", *MINI, "trainer.ranks=2")
     return folder
 

@@ -81,9 +81,9 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, str]) -> Run:
     path = tmp_path_factory.mktemp("smollm2")
-    folder = Folder(path, f"file://{path}/store")
+    folder = Folder(path, f"file://{path}/store", prefect_api)
     sets = [f"store={folder.store}", f"model.path={model}", "tracking.uri=", *REDUCED]
     arguments = ["run", "smollm2", "--run", "a", *[part for each in sets for part in ("--set", each)]]
     code, output = folder.rlpipe(*arguments, timeout_s=RUN_TIMEOUT_S)
@@ -118,9 +118,9 @@ def test_the_model_speaks_before_and_after(model: Path, run: Run, tmp_path: Path
 
 
 def test_engine_and_trainer_agree_on_a_real_model(run: Run, tmp_path: Path) -> None:
-    record = run.iteration_record(0)
+    record = run.iteration(0)
     assert record is not None
-    metrics = record["metrics"]
+    metrics = record.metrics
     assert 0 < metrics["rollout/pass_rate"] < 1, "a task of its level"
     assert metrics["train/num_tokens"] > 0 and metrics["train/grad_norm"] > 0
     assert metrics["train/mismatch_abs_mean"] < 1e-4 and metrics["train/onpolicy_abs"] == 0

@@ -9,18 +9,18 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rlpipe.config_source import read_config
-from rlpipe.services import ENGINES, TRAINER, registered
+from rlpipe.config.source import read_config
+from rlpipe.services.registration import ENGINES, TRAINER, registered
 from rlpipe.store.backend import open_store
-from tests.compose_world import POSTGRES
 from tests.conftest import S3Server
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
+from tests.postgres_world import INSTALLED
 from tests.prefect_stand import ROOT
 from tests.team_stand import TeamStand, team_stand
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(not (POSTGRES / "initdb").exists(), reason="Postgres is not installed: apt-get install postgresql"),
+    pytest.mark.skipif(not INSTALLED, reason="Postgres is not installed: apt-get install postgresql"),
 ]
 ITERATIONS = 8
 SETS = [*MINI, f"rl.num_iterations={ITERATIONS}"]
@@ -90,6 +90,7 @@ def test_a_run_on_the_stand_ends_as_on_a_laptop(stand: TeamStand, folder: Folder
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
 
 
+@pytest.mark.soak
 def test_everything_is_killed_once_and_the_run_ends_with_the_same_bits(
     stand: TeamStand, folder: Folder, undisturbed: Undisturbed
 ) -> None:

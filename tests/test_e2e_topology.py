@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +14,6 @@ from rlpipe.store.run import open_existing
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path, f"file://{tmp_path}/store")
 
 
 def check_whole(folder: Folder, run: str) -> None:

@@ -9,16 +9,19 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlpipe.engines.client import EngineUnavailable
 from rlpipe.engines.pool import Host
-from rlpipe.engines.remote import RegisteredHosts
-from rlpipe.services import ENGINES, KEY_VARIABLE, own_address, registered
+from rlpipe.engines.remote import HostFinder, RemoteHost
+from rlpipe.services.calls import new_session
+from rlpipe.services.finder import Peer, nobody_starts
+from rlpipe.services.registration import ENGINES, KEY_VARIABLE, own_address, registered
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.types import StoreError, UserError
+from rlpipe.types import EngineError, StoreError, UserError
 from tests.engine_world import World, config, probe, requests, tokens, versions, world
 from tests.test_engine_pool import check_whole
 
@@ -35,7 +38,7 @@ async def one(tmp_path: Path) -> AsyncIterator[World]:
 
 @pytest.fixture
 def run(one: World) -> Run:
-    return create_or_continue(config("engines.count=1", f"store={one.store.url}"))
+    return create_or_continue(config("engines.count=1", "engines.progress_timeout_s=5", f"store={one.store.url}"))
 
 
 @contextmanager
@@ -52,18 +55,24 @@ def host_process(one: World, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(timeout=10)
 
 
-async def until_joined(joined: RegisteredHosts, count: int) -> None:
+async def until_joined(run: Run, count: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while len(await joined.current()) != count:
+        while len(registered(run.store, run.root, ENGINES)) != count:
             await asyncio.sleep(0.1)
+
+
+def elsewhere(run: Run, folder: Path) -> HostFinder:
+    """Finds hosts as the flow of a run does whose engines are all elsewhere."""
+    engines = run.config.engines.model_copy(update={"place": "elsewhere"})
+    return HostFinder(replace(run, config=run.config.model_copy(update={"engines": engines})), folder, nobody_starts)
 
 
 async def until_engines(one: World, version: int, count: int) -> None:
     """Until so many engines of all hosts may sample a version."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            told = await asyncio.gather(*(host.clients(version) for host in one.pool.hosts), return_exceptions=True)
-            if sum(len(clients) for clients in told if isinstance(clients, list)) == count:
+            answers = await asyncio.gather(*(host.clients(version) for host in one.pool.hosts), return_exceptions=True)
+            if sum(len(clients) for clients in answers if isinstance(clients, list)) == count:
                 return
             await asyncio.sleep(0.1)
 
@@ -73,10 +82,10 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     undisturbed = await one.pool.generate(requests())
-    joined = RegisteredHosts(one.store, run.root)
+    finder = elsewhere(run, tmp_path)
     with host_process(one, tmp_path) as process:
-        await until_joined(joined, 1)
-        one.hosts += await joined.current()
+        await until_joined(run, 1)
+        one.hosts += await finder.find()
         await one.serve(1)  # does not wait for the engines that are only being started
         check_whole(await one.pool.generate(requests()), 6)
         await until_engines(one, one.version, 2)
@@ -102,11 +111,11 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
         with pytest.raises(EngineUnavailable):
             await joined_host(one).clients(one.version)
     with host_process(one, tmp_path) as process:
-        await until_joined(joined, 2)
+        await until_joined(run, 2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 0
-        await until_joined(joined, 1)  # left; the dead one's record is still there
-    await joined.close()
+        await until_joined(run, 1)  # left; the dead one's record is still there
+    await finder.close()
 
 
 def joined_host(one: World) -> Host:
@@ -124,11 +133,13 @@ async def test_a_wrong_key_is_refused_and_beyond_loopback_one_is_needed(
 ) -> None:
     with host_process(one, tmp_path):
         monkeypatch.setenv(KEY_VARIABLE, "another key")
-        wrong = RegisteredHosts(one.store, run.root)
-        await until_joined(wrong, 1)
-        with pytest.raises(EngineUnavailable, match="401"):
-            await (await wrong.current())[0].clients(3)
-        await wrong.close()
+        await until_joined(run, 1)
+        with pytest.raises(EngineError, match="no engine host could be reached"):
+            await elsewhere(run, tmp_path).find()
+        async with new_session() as session:
+            wrong = RemoteHost(Peer(registered(one.store, run.root, ENGINES)[0], "another key"), session)
+            with pytest.raises(EngineUnavailable, match="401"):
+                await wrong.clients(3)
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with pytest.raises(UserError, match=KEY_VARIABLE):
         own_address("0.0.0.0")

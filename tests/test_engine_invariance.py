@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.engines.local.model import LocalModel
-from rlpipe.engines.local.protocol import Limits, parse_generate
+from rlpipe.engines.local.protocol import ModelLimits, parse_generate
 from rlpipe.engines.local.scheduler import POOLS_MAX, Scheduler
 from tests.engine_fixtures import VOCAB, local_engine, sampled, tiny_model
 
@@ -46,7 +46,7 @@ def local_model(device: str) -> LocalModel:
 
 def run_together(chosen: list[int], device: str, late: int = 0) -> dict[int, Any]:
     """Runs requests on a scheduler of their own; the last `late` of them arrive after some steps."""
-    scheduler = Scheduler(local_model(device), "1", torch.get_num_threads(), lambda _: None)
+    scheduler = Scheduler(local_model(device), "1", torch.get_num_threads())
     calls = {}
     with torch.inference_mode():
         for place, index in enumerate(chosen):
@@ -55,7 +55,7 @@ def run_together(chosen: list[int], device: str, late: int = 0) -> dict[int, Any
                     scheduler.step()
             prompt, params = requests()[index]
             body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
-            calls[index] = parse_generate(body, Limits(VOCAB, 512, (2,)), str(index), 0)
+            calls[index] = parse_generate(body, ModelLimits(VOCAB, 512, (2,)), str(index), 0)
             scheduler.submit(calls[index])
         for _ in range(1000):
             if not scheduler.live:
@@ -115,8 +115,8 @@ async def test_every_engine_and_every_order_of_arrival_gives_the_same_bits() -> 
 
 
 def test_more_buckets_than_pools_all_get_their_turn() -> None:
-    scheduler = Scheduler(local_model("cpu"), "1", torch.get_num_threads(), lambda _: None)
-    limits = Limits(VOCAB, 512, ())
+    scheduler = Scheduler(local_model("cpu"), "1", torch.get_num_threads())
+    limits = ModelLimits(VOCAB, 512, ())
     lengths = [10, 70, 140, 200, 260, 330, 400, 470]
     with torch.inference_mode():
         for index in range(5 * len(lengths)):
@@ -126,11 +126,11 @@ def test_more_buckets_than_pools_all_get_their_turn() -> None:
         for _ in range(60):
             assert len(scheduler.pools) <= POOLS_MAX
             scheduler.step()
-    assert not scheduler.live and not scheduler.waiting
+    assert not scheduler.live and not any(scheduler.waiting.values())
 
 
 def test_without_a_seed_completions_differ() -> None:
-    calls = [parse_generate({"input_ids": [1]}, Limits(VOCAB, 512, (2,)), "x", seed) for seed in (5, 9)]
+    calls = [parse_generate({"input_ids": [1]}, ModelLimits(VOCAB, 512, (2,)), "x", seed) for seed in (5, 9)]
     assert calls[0].jobs[0].seed != calls[1].jobs[0].seed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 import torch
@@ -43,7 +45,6 @@ REFUSED = {
     "no completions": {"input_ids": [1], "sampling_params": {"n": 0}},  # SGLang samples one
     "scoring before the start": {"input_ids": [1], "return_logprob": True, "logprob_start_len": -2},  # SGLang takes it for 0
     "unknown field": {"input_ids": [1], "streem": True},  # SGLang ignores it
-    "streaming": {"input_ids": [1], "stream": True},
     "top_k that no tensor holds": {"input_ids": [1], "sampling_params": {"top_k": 10**30}},
     "many wrong tokens": {"input_ids": ["a"] * 150_000},  # each described, they would take seconds
 }
@@ -108,7 +109,9 @@ BROKEN: dict[str, Callable[[Path], None]] = {
     "untied head": _edited(lambda tensors: tensors.update({"lm_head.weight": torch.zeros(320, 128)})),
     "another architecture": lambda folder: edit_config(folder, num_attention_heads=2, head_dim=64),
     "no config": lambda folder: (folder / "config.json").unlink(),
-    "a tensor twice": lambda folder: shutil.copy(folder / "model.safetensors", folder / "again.safetensors"),
+    "a tensor twice": lambda folder: shutil.copy(
+        (folder / "model.safetensors").rename(folder / "one.safetensors"), folder / "two.safetensors"
+    ),
 }
 
 
@@ -125,6 +128,28 @@ async def test_broken_weights_are_refused_and_the_old_ones_serve(damage: Callabl
     assert (await local_engine("a").generate(PROMPT, {"max_new_tokens": 1}))["meta_info"]["weight_version"] == "1"
 
 
+@pytest.mark.parametrize("path", ["x" * 5000, "/" + "x/" * 5000, "a\0b", "", "/dev/null", "/proc/self/mem"], ids=range(6))
+async def test_a_path_that_is_none_is_refused_and_the_engine_serves(path: str) -> None:
+    status, answer = await local_engine("a").call("/update_weights_from_disk", {"model_path": path, "weight_version": "9"})
+    assert status == 400 and len(answer["message"]) < 1000
+    assert (await local_engine("a").generate(PROMPT, {"max_new_tokens": 1}))["meta_info"]["finish_reason"]["type"] == "length"
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"input_ids":' * 50_000, b"\xff", b"{", b"1" * 5000, b'{"a": NaN'], ids=range(6)
+)
+async def test_a_body_that_is_no_json_is_a_400(body: bytes) -> None:
+    engine = local_engine("a")
+    async with aiohttp.ClientSession() as session:
+        for path in ("/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request", "/weights_checker"):
+            headers = {"Authorization": f"Bearer {engine.key(path)}"}
+            async with session.post(engine.url + path, data=body, headers=headers) as answer:
+                assert answer.status == 400, path
+        headers = {"Authorization": f"Bearer {engine.key('/generate')}"}
+        async with session.post(engine.url + "/generate", data=io.BytesIO(b" " * (65 << 20)), headers=headers) as answer:
+            assert answer.status == 413
+
+
 async def test_memory_stays_flat_over_reloads() -> None:
     process = psutil.Process(local_engine("a").process.pid)
     after: list[int] = []
@@ -138,16 +163,16 @@ async def test_memory_stays_flat_over_reloads() -> None:
 
 def test_a_taken_port_is_named_before_the_model_is_loaded() -> None:
     port = local_engine("a").url.rsplit(":", 1)[1]
-    told = CliRunner().invoke(app, ["--model-path", "/no/model", "--port", port])
-    assert told.exit_code == 2 and f"port={port}: the port is taken" in told.output
+    outcome = CliRunner().invoke(app, ["--model-path", "/no/model", "--port", port])
+    assert outcome.exit_code == 2 and f"port={port}: the port is taken" in outcome.output
 
 
 def test_each_end_of_a_process_has_its_exit_code() -> None:
     served, served_log, _ = start_engine("--model-path", str(tiny_model(0)), *CONTEXT)
     script = (
-        "import threading, time; from rlpipe.engines.local import server, scheduler;"
-        "threading.excepthook = server._end_process;"
-        "s = scheduler.Scheduler(None, '0', 1, print); threading.Thread(target=s.run).start();"
+        "import threading, time; from rlpipe.engines.local import scheduler, server;"
+        "threading.excepthook = server.end_process;"
+        "s = scheduler.Scheduler(None, '0', 1); threading.Thread(target=s.run).start();"
         "s.ask(lambda: 1 / 0); time.sleep(30)"
     )
     faulty = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -157,3 +182,15 @@ def test_each_end_of_a_process_has_its_exit_code() -> None:
         assert time.monotonic() < deadline and served.poll() is None, served_log.read_text()
         time.sleep(0.05)
     assert stop(served) == 0, served_log.read_text()
+
+
+async def test_five_hundred_clients_at_once_are_answered() -> None:
+    engine = local_engine("a")
+    headers = {"Authorization": f"Bearer {engine.key('/model_info')}"}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), headers=headers) as session:
+
+        async def ask() -> int:
+            async with session.get(engine.url + "/model_info", timeout=aiohttp.ClientTimeout(120)) as answer:
+                return answer.status
+
+        assert await asyncio.gather(*(ask() for _ in range(500))) == [200] * 500

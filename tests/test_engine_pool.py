@@ -15,8 +15,9 @@ import pytest
 import pytest_asyncio
 
 from rlpipe.engines.client import Completion, EngineUnavailable
+from rlpipe.engines.weights import check_compatible
+from rlpipe.models.folder import tensor_shapes
 from rlpipe.types import EngineError, StoreError
-from rlpipe.weights import check_compatible, tensor_shapes
 from tests.engine_fixtures import ENGINE_KIND, tiny_model
 from tests.engine_world import GROUP_SIZE, GROUPS, SEEDED, World, probe, requests, tokens, unavailable, versions, world
 
@@ -197,9 +198,10 @@ async def test_enough_cuts_short_what_runs_and_it_goes_on_later_under_new_weight
             assert after.spans == [span for span in wanted if span[1]]
 
 
-async def test_two_hundred_reloads_leave_memory_flat_and_never_a_stale_version(two: World) -> None:
+@pytest.mark.parametrize("reloads", [60, pytest.param(200, marks=pytest.mark.soak)])
+async def test_reloads_leave_memory_flat_and_never_a_stale_version(two: World, reloads: int) -> None:
     restarts, sizes, known = two.restarts(), [], {}
-    for _ in range(200):
+    for _ in range(reloads):
         await two.serve(two.other)
         groups = await two.pool.generate(requests(2, groups=4))
         assert versions(groups) == {two.version}
@@ -224,7 +226,7 @@ async def test_vllm_reloads_a_tied_model_wrongly_and_does_not_get_to_sample(
 
 
 async def test_weights_that_no_engine_serves_rightly_stop_the_run(tmp_path: Path) -> None:
-    async with world(tmp_path, "engines.count=1", "engines.restarts_max=1") as one:
+    async with world(tmp_path, "engines.count=1", restarts_max=1) as one:
         with pytest.raises(EngineError, match=r"ended 2 times|away from the trainer"):
             await one.pool.serve(one.policy(1), 4, probe(0))  # the trainer says otherwise
         assert one.pool.version is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from rlpipe.config import LOCAL_THREADS
-from rlpipe.engines.local.kvcache import PREFIX_BYTES_MAX, PrefixBlock, PrefixStore
-from rlpipe.engines.local.model import SLOTS_MAX, SLOTS_MIN, slot_count
-from rlpipe.engines.local.routes import CONTROL_PATHS, key_wanted
-from rlpipe.engines.local.sampling import SlotSampling, sample, uniforms
-from rlpipe.engines.local.server import app
-from rlpipe.launch import free_port
+from rlpipe.config.operational import LOCAL_THREADS
+from rlpipe.engines.local.model import SLOTS_MAX, SLOTS_MIN, PrefixBlock, slot_count
+from rlpipe.engines.local.protocol import ModelLimits
+from rlpipe.engines.local.scheduler import PREFIX_BYTES_MAX, PrefixStore
+from rlpipe.engines.local.server import Routes, app
+from rlpipe.engines.local.slots import no_settings, sample, uniforms
+from rlpipe.processes.launch import free_port
 
 SLOTS, VOCAB = 4096, 64
 
@@ -34,8 +37,8 @@ def test_uniforms_are_uniform_and_independent_of_their_neighbours() -> None:
 def test_sampling_follows_the_scaled_distribution_and_reports_it() -> None:
     torch.manual_seed(0)
     logits = torch.randn(VOCAB).repeat(SLOTS, 1) * 2
-    how = SlotSampling.empty(SLOTS)
-    how.temperature_S[:] = 1.7
+    how = no_settings(SLOTS)
+    how["temperature"] = 1.7
     tokens, logprobs = sample(logits, how, uniforms(np.arange(SLOTS, dtype=np.uint64), np.zeros(SLOTS, dtype=np.uint64)))
     expected = torch.log_softmax(logits[0].double() / 1.7, -1)
     np.testing.assert_allclose(logprobs, expected.numpy()[tokens], atol=1e-12)
@@ -47,7 +50,8 @@ def test_sampling_follows_the_scaled_distribution_and_reports_it() -> None:
 @given(st.integers(1, VOCAB), st.floats(0.01, 1.0), st.floats(0.2, 3.0))
 def test_only_kept_tokens_are_drawn_and_logprobs_are_not_renormalised(top_k: int, top_p: float, temperature: float) -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(top_k)).repeat(64, 1)
-    how = SlotSampling(np.full(64, temperature), np.full(64, top_p), np.full(64, top_k))
+    how = no_settings(64)
+    how["temperature"], how["top_p"], how["top_k"] = temperature, top_p, top_k
     tokens, logprobs = sample(logits, how, np.linspace(0, 1 - 2**-52, 64))
     probs = torch.softmax(logits[0].double() / temperature, -1).numpy()
     order = np.argsort(-probs)
@@ -59,8 +63,8 @@ def test_only_kept_tokens_are_drawn_and_logprobs_are_not_renormalised(top_k: int
 
 def test_a_neighbour_with_top_p_changes_no_bit() -> None:
     logits = torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(1))
-    how, mixed = SlotSampling.empty(16), SlotSampling.empty(16)
-    mixed.top_p_S[3], mixed.top_k_S[5] = 0.3, 2
+    how, mixed = no_settings(16), no_settings(16)
+    mixed["top_p"][3], mixed["top_k"][5] = 0.3, 2
     uniform = np.linspace(0, 0.999, 16)
     (tokens, logprobs), (others, other_logprobs) = sample(logits, how, uniform), sample(logits, mixed, uniform)
     same = [row for row in range(16) if row not in (3, 5)]
@@ -82,9 +86,9 @@ def test_no_more_slots_than_requests_come_at_once() -> None:
 def test_a_row_has_the_same_bits_in_a_batch_of_any_size() -> None:
     logits = torch.randn(64, 640, generator=torch.Generator().manual_seed(2)) * 3
     uniform = np.linspace(0, 0.999, 64)
-    tokens, logprobs = sample(logits, SlotSampling.empty(64), uniform)
+    tokens, logprobs = sample(logits, no_settings(64), uniform)
     for first in (0, 16, 48):
-        some, their_logprobs = sample(logits[first : first + 16], SlotSampling.empty(16), uniform[first : first + 16])
+        some, their_logprobs = sample(logits[first : first + 16], no_settings(16), uniform[first : first + 16])
         assert (tokens[first : first + 16] == some).all() and (logprobs[first : first + 16] == their_logprobs).all()
 
 
@@ -92,18 +96,19 @@ def test_the_prefix_store_is_bounded() -> None:
     store = PrefixStore()
     big = PREFIX_BYTES_MAX // 4 // 3
     for index in range(10):
-        store.add([(index, 0), (index, 1)], PrefixBlock(torch.empty(1, 2, 1, 1, big, 1), torch.empty(2, big)))
+        store.add(PrefixBlock([(index, 0), (index, 1)], torch.empty(1, 2, 1, 1, big, 1), torch.empty(2, big)))
     kept = [index for index in range(10) if store.get((index, 1))]
     assert 0 < len(kept) < 3 and kept[-1] == 9 and store.get((9, 0)) and not store.get((0, 0))
-    store.clear()
-    assert not any(store.get((index, 1)) for index in range(10))
 
 
 def test_keys() -> None:
-    for path in CONTROL_PATHS:
-        assert key_wanted(path, "api", "admin") == "admin" and key_wanted(path, "api", "") == "api"
-    assert key_wanted("/generate", "api", "admin") == "api" and key_wanted("/health", "api", "admin") == ""
-    assert key_wanted("/generate", "", "") == ""
+    scheduler: Any = SimpleNamespace(model=SimpleNamespace(folder="/a/model"))
+    limits = ModelLimits(VOCAB, 512, ())
+    both, one, none = (Routes(scheduler, limits, *keys) for keys in (("api", "admin"), ("api", ""), ("", "")))
+    assert len(both.control) == 6
+    for path in both.control:
+        assert both.key_wanted(path) == "admin" and one.key_wanted(path) == "api"
+    assert both.key_wanted("/generate") == "api" and both.key_wanted("/health") == "" and none.key_wanted("/generate") == ""
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_keys() -> None:
     [("threads", "3"), ("context_tokens_max", "0"), ("requests_max", "0"), ("device", "tpu"), ("port", "0")],
 )
 def test_bad_options_name_the_field(option: str, value: str) -> None:
-    told = CliRunner().invoke(
+    outcome = CliRunner().invoke(
         app, ["--model-path", "/no/model", "--port", str(free_port()), f"--{option.replace('_', '-')}", value]
     )
-    assert told.exit_code == 2 and option in told.output and value in told.output
+    assert outcome.exit_code == 2 and option in outcome.output and value in outcome.output

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.data.prompt import in_part
+from rlpipe.data.sources import in_part
 from rlpipe.environments.calculator import EXPRESSION_CHARS_MAX, Calculator, calculate, demonstrations, problems
 from rlpipe.environments.protocol import Step
 

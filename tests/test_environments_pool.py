@@ -75,7 +75,7 @@ class Bare:
     def start(self, prompt): ...
 '''
 BAD = {
-    "raise": "environment_error", "sleep": "environment_timeout", "spin": "environment_timeout", "exit": "environment_crash",
+    "raise": "environment_error", "sleep": "environment_timeout", "spin": "environment_timeout", "exit": "environment_error",
     "kill": "environment_crash", **dict.fromkeys(
         ["none", "dict", "nothing", "nan", "text", "metric", "big", "role", "surrogate", "content"], "environment_invalid"),
 }  # fmt: skip
@@ -111,9 +111,9 @@ def say(content: str) -> Step:
 
 async def test_a_rollout_has_an_environment_of_its_own(pool: EnvironmentPool) -> None:
     one, other = pool.open(prompt()), pool.open(prompt())
-    assert await one.start() == prompt()["messages"] == one.asked and other.asked is None
+    assert await one.start() == prompt()["messages"] == one.start_messages and other.start_messages is None
     assert await one.step("hi") == say("time 1") and await one.step("hi") == say("time 2")
-    assert await other.step("hi") == say("time 1") and other.asked == prompt()["messages"]
+    assert await other.step("hi") == say("time 1") and other.start_messages == prompt()["messages"]
     assert await one.step("done") == Step(done=True, reward=0.5, metrics={"turns": 3.0})
     assert (await other.step("stdin")).messages[0]["content"] == "0"
 

@@ -20,22 +20,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlpipe.config import PipelineConfig
-from rlpipe.config_source import read_config
-from rlpipe.data.prompt import Prompt
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import read_config
 from rlpipe.engines.client import Completion
-from rlpipe.engines.pool import GroupRequest, OnGroup
+from rlpipe.engines.pool import GroupRequest, OnRollout
 from rlpipe.environments.pool import EnvironmentFault
 from rlpipe.environments.protocol import Step
-from rlpipe.rollouts import PROMPTS, ROLLOUTS, SCORES, grouped, read_rows
-from rlpipe.stages import faulted
+from rlpipe.processes.pool import Child
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import EnvironmentOutcome, Rollout
+from rlpipe.stages import generation
+from rlpipe.stages.generation import generate
 from rlpipe.stages.preflight import preflight
-from rlpipe.stages.sampling import generate, sample_prompts
-from rlpipe.stages.scoring import score, score_rows
+from rlpipe.stages.sampling import sample_prompts
+from rlpipe.stages.scoring import score, score_rollouts
 from rlpipe.stages.session import Session
-from rlpipe.stages.turns import Played, environment_metrics
+from rlpipe.stages.turns import PlayedCompletion, environment_metrics
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, JsonDict, UserError
+from tests.rows import PROMPTS, ROLLOUTS, SCORES, grouped, read_rows, rollout
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 POLICY = ArtifactRef("p", "0" * 64)
@@ -47,6 +50,8 @@ TOKENS_MAX, TURNS_MAX, END = 24, 3, 9
 
 class PlayedTokenizer:
     """Tokens are numbers; text is numbers too. What the environment says is one token a letter, between 7 and 8."""
+
+    stop_token_ids = (END,)
 
     def encode_prompt(self, messages: list[JsonDict]) -> list[int]:
         return [1, *map(ord, messages[-1]["content"]), 2]
@@ -60,28 +65,29 @@ class PlayedTokenizer:
 
 @dataclass
 class PlayedPool:
-    """Samples tokens that no other token equals, and remembers which; groups in an order of its own."""
+    """Samples tokens that no other token equals, and remembers which; rollouts in an order of their own."""
 
     random: Random
     version: int = 0
+    heard_at: float = 0.0
     token: int = 1000
     turns: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)  # by what was there before
     seeds: list[int] = field(default_factory=list)
 
-    async def generate(self, groups: list[GroupRequest], on_group: OnGroup | None = None) -> list[list[Completion]]:
-        assert on_group is not None
-        running, done = dict(enumerate(groups)), [list(group.prior) for group in groups]
+    async def generate(self, groups: list[GroupRequest], *, on_rollout: OnRollout) -> list[list[Completion]]:
+        done = [list(group.prior) for group in groups]
+        running = {
+            (number, index): (params, group.prior[index])
+            for number, group in enumerate(groups)
+            for index, params in enumerate(group.params)
+        }
         while running:
-            index = self.random.choice(list(running))
-            request = running.pop(index)
-            done[index] = [
-                prior if prior.finished else self._sampled(prior, params.max_new_tokens, params.seed)
-                for prior, params in zip(request.prior, request.params, strict=True)
-            ]
-            again = await on_group(index, done[index])
-            if again is not None:
-                assert again.prompt_tokens == request.prompt_tokens and not all(prior.finished for prior in again.prior)
-                running[index] = again
+            number, index = self.random.choice(list(running))
+            params, prior = running.pop((number, index))
+            assert not prior.finished
+            done[number][index] = self._sampled(prior, params.max_new_tokens, params.seed)
+            if again := await on_rollout(number, index, done[number][index]):
+                running[number, index] = again
         return done
 
     def _sampled(self, prior: Completion, tokens_max: int, seed: int) -> Completion:
@@ -105,7 +111,7 @@ class PlayedEnvironment:
 
     random: Random
     prompt: JsonDict
-    asked: list[JsonDict] | None = None
+    start_messages: list[JsonDict] | None = None
     told: list[tuple[str, Step | str]] = field(default_factory=list)
 
     async def start(self) -> list[JsonDict]:
@@ -113,7 +119,7 @@ class PlayedEnvironment:
 
     async def step(self, completion: str) -> Step:
         await asyncio.sleep(0)
-        self.asked = self.prompt["messages"]
+        self.start_messages = self.prompt["messages"]
         kind = self.random.choice(["done", "go", "go", "go", "fault"])
         if kind == "fault":
             self.told.append((completion, "environment_error"))
@@ -156,8 +162,8 @@ def made_session(tmp_path: Path, random: Random, *sets: str) -> Session:
 
 async def sampled(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
     """The prompts and the rollouts of one round."""
-    prompts = await sample_prompts(session, 0, 0, None)
-    return prompts.ref, (await generate(session, 0, 0, 0, prompts.ref, POLICY)).ref
+    prompts = await sample_prompts(session, iteration=0, round_index=0, before=None)
+    return prompts.ref, (await generate(session, iteration=0, round_index=0, shard=0, prompts=prompts.ref, policy=POLICY)).ref
 
 
 def runs(tokens: list[int], mask: list[int]) -> list[tuple[int, list[int]]]:
@@ -271,7 +277,7 @@ async def test_what_the_environment_asks_is_what_is_stored_and_faults_get_the_fa
     for row in read_rows(session.run.store, prompts, "prompts.parquet", PROMPTS):
         (message,) = json.loads(row["messages"])
         assert row["prompt_tokens"] == [1, *map(ord, "now: " + message["content"]), 2]
-    scores = (await score(session, 0, 0, prompts, [rollouts])).metrics
+    scores = (await score(session, iteration=0, round_index=0, prompts=prompts, rollouts=[rollouts])).metrics
     ref = session.run.committed("rl", 0, "scores/round-0")[0]
     rows = read_rows(session.run.store, ref, "scores.parquet", SCORES)
     failed = [row for row in rows if row["completion_tokens"][0] % 3 == 0]
@@ -304,17 +310,19 @@ def shard_of(session: Session, shard: int) -> ArtifactRef | None:
 async def test_a_shard_that_its_environment_failed_is_committed_after_one_that_it_answered(
     folder: Path, order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faulted, "POLL_S", 0.01)
+    monkeypatch.setattr(generation, "POLL_S", 0.01)
     session = moody(folder)
-    prompts = (await sample_prompts(session, 0, 0, None)).ref
+    prompts = (await sample_prompts(session, iteration=0, round_index=0, before=None)).ref
     fails_for(session, prompts, 0, 1)
-    failing = asyncio.create_task(generate(session, 0, 0, 0, prompts, POLICY))
+    failing = asyncio.create_task(generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY))
     if order == (0, 1):
         while not session.unanswered and not failing.done():
             await asyncio.sleep(0.01)
         assert shard_of(session, 0) is None
-    done = [await generate(session, 0, 0, 1, prompts, POLICY), await failing]
-    told = (await score(session, 0, 0, prompts, [each.ref for each in reversed(done)])).metrics
+    done = [await generate(session, iteration=0, round_index=0, shard=1, prompts=prompts, policy=POLICY), await failing]
+    told = (
+        await score(session, iteration=0, round_index=0, prompts=prompts, rollouts=[each.ref for each in reversed(done)])
+    ).metrics
     assert told["rollout/fault_environment_error"] == 6 and told["rollout/reward_mean"] == 1.0
     await session.close()
 
@@ -322,11 +330,14 @@ async def test_a_shard_that_its_environment_failed_is_committed_after_one_that_i
 async def test_a_round_that_its_environment_failed_is_not_committed_and_sampled_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faulted, "POLL_S", 0.01)
+    monkeypatch.setattr(generation, "POLL_S", 0.01)
     session = moody(folder)
-    prompts = (await sample_prompts(session, 0, 0, None)).ref
+    prompts = (await sample_prompts(session, iteration=0, round_index=0, before=None)).ref
     fails_for(session, prompts, 0, 1, 2, 3)
-    told = await asyncio.gather(*(generate(session, 0, 0, shard, prompts, POLICY) for shard in (0, 1)), return_exceptions=True)
+    told = await asyncio.gather(
+        *(generate(session, iteration=0, round_index=0, shard=shard, prompts=prompts, policy=POLICY) for shard in (0, 1)),
+        return_exceptions=True,
+    )
     for shard, error in enumerate(told):
         assert isinstance(error, UserError) and f"shard-00{shard}: 6 of 6 rollouts had one ({{'environment_error': 6}}" in str(
             error
@@ -336,19 +347,23 @@ async def test_a_round_that_its_environment_failed_is_not_committed_and_sampled_
     await session.close()
     session = moody(folder)  # the same run, by another process
     fails_for(session, prompts, 0, 1)
-    told = await asyncio.gather(*(generate(session, 0, 0, shard, prompts, POLICY) for shard in (0, 1)))
-    assert (await score(session, 0, 0, prompts, [each.ref for each in told])).metrics["rollout/reward_mean"] == 1.0
+    told = await asyncio.gather(
+        *(generate(session, iteration=0, round_index=0, shard=shard, prompts=prompts, policy=POLICY) for shard in (0, 1))
+    )
+    assert (await score(session, iteration=0, round_index=0, prompts=prompts, rollouts=[each.ref for each in told])).metrics[
+        "rollout/reward_mean"
+    ] == 1.0
     await session.close()
 
 
 async def test_the_wait_for_the_other_shards_has_an_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faulted, "POLL_S", 0.01)
-    session = moody(folder, "engines.request_timeout_s=0.05")
-    prompts = (await sample_prompts(session, 0, 0, None)).ref
+    monkeypatch.setattr(generation, "POLL_S", 0.01)
+    session = moody(folder, "engines.progress_timeout_s=0.05")
+    prompts = (await sample_prompts(session, iteration=0, round_index=0, before=None)).ref
     fails_for(session, prompts, 0, 1)
     with pytest.raises(EngineError, match="no other shard ended"):
-        await generate(session, 0, 0, 0, prompts, POLICY)
-    failing = asyncio.create_task(generate(session, 0, 0, 0, prompts, POLICY))
+        await generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY)
+    failing = asyncio.create_task(generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY))
     await session.close()
     with pytest.raises(EngineError, match="closed"):
         await failing
@@ -356,8 +371,8 @@ async def test_the_wait_for_the_other_shards_has_an_end(folder: Path, monkeypatc
 
 
 def test_a_rollout_that_the_environment_never_heard_proves_nothing() -> None:
-    def row(fault: str, messages: list[Any]) -> JsonDict:
-        return {"environment": json.dumps({"fault": fault, "messages": messages})}
+    def row(fault: str, messages: list[Any]) -> Rollout:
+        return rollout({"environment": json.dumps({"fault": fault, "messages": messages})})
 
     never_heard, failed, failed_later, answered = (
         row("", []),
@@ -365,26 +380,26 @@ def test_a_rollout_that_the_environment_never_heard_proves_nothing() -> None:
         row("environment_error", [[]]),
         row("", [[]]),
     )
-    assert not faulted._answered([never_heard, failed, failed_later, {"environment": ""}])
-    assert faulted._answered([failed, answered])
+    assert not generation._any_answered([never_heard, failed, failed_later, rollout({"environment": ""})])
+    assert generation._any_answered([failed, answered])
 
 
 async def test_a_committed_round_of_faults_says_so(session: Session) -> None:
-    rows = [{"prompt_id": "a", "environment": json.dumps({"fault": "environment_crash"})}] * 2
+    rows = [rollout({"prompt_id": "a", "environment": json.dumps({"fault": "environment_crash"})})] * 2
     with pytest.raises(
         UserError, match=r"2 of 2 rollouts could not be scored .*environment_crash.* Mend the environment .*fork of a"
     ):
-        await asyncio.to_thread(score_rows, session, {"a": {}}, rows)
+        await asyncio.to_thread(score_rollouts, session, {}, rows)
 
 
 async def test_a_start_that_takes_too_long_is_tried_once_more(folder: Path) -> None:
     Path("bad").touch()
     Path("slow").write_text("1")
     session = moody(folder, "rl.num_prompts=1", "rl.environment_timeout_s=1")
-    assert (await sample_prompts(session, 0, 0, None)).metrics["num_prompts"] == 1
+    assert (await sample_prompts(session, iteration=0, round_index=0, before=None)).metrics["num_prompts"] == 1
     Path("slow").write_text("2")
     with pytest.raises(UserError, match=r"environment_timeout: .* set a longer rl.environment_timeout_s, and start again"):
-        await sample_prompts(session, 1, 0, None)
+        await sample_prompts(session, iteration=1, round_index=0, before=None)
     await session.close()
 
 
@@ -397,41 +412,42 @@ async def test_without_a_fallback_a_fault_ends_the_run_before_the_shard_is_commi
     await session.close()
 
 
-async def test_an_environment_that_asks_something_else_later_is_invalid(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = await sample_prompts(session, 0, 0, None)
-    monkeypatch.setattr(session.environments, "name", "fickle:Other")
-    for seat in session.environments._seats:
-        if seat.process is not None:
-            seat.process.kill()
+async def test_an_environment_that_asks_something_else_later_is_invalid(session: Any) -> None:
+    prompts = await sample_prompts(session, iteration=0, round_index=0, before=None)
+    children = session.environments._children
+    for child in children.children:
+        child._hello["path"] = "fickle:Other"
+    children.on_all(Child.end)
     with pytest.raises(UserError, match="'environment_invalid': "):
-        await generate(session, 0, 0, 0, prompts.ref, POLICY)
+        await generate(session, iteration=0, round_index=0, shard=0, prompts=prompts.ref, policy=POLICY)
 
 
 async def test_a_prompt_that_an_environment_cannot_start_with_is_named(folder: Path) -> None:
     session: Any = made_session(folder, Random(1), "rl.environment=fickle:Fickle", "rl.environment_args={fails = 3}")
     session.prompts = lambda _: [[Prompt("products/0", "products", [{"role": "user"}], "x")]]
     with pytest.raises(UserError, match=r"cannot start with prompt products/0 \(environment_error: KeyError: 'content'"):
-        await sample_prompts(session, 0, 0, None)
+        await sample_prompts(session, iteration=0, round_index=0, before=None)
     await session.close()
 
 
 def test_metrics_are_means_over_rollouts_and_none_without_an_environment() -> None:
-    assert environment_metrics([{"environment": ""}]) == {}
+    assert environment_metrics([rollout({"environment": ""})]) == {}
     rows = [
-        {"environment": json.dumps({"num_turns": n, "reward": 1.0, "metrics": {"calls": 2.0} if n > 1 else {}})} for n in (1, 3)
+        rollout({"environment": json.dumps({"num_turns": n, "reward": 1.0, "metrics": {"calls": 2.0} if n > 1 else {}})})
+        for n in (1, 3)
     ]
     told = {"turns_mean": 2.0, "environment_reward_mean": 1.0, "environment_calls_mean": 1.0}
     assert environment_metrics(rows) == told
     assert environment_metrics(rows[:1], names_from=rows) == told | {"turns_mean": 1.0, "environment_calls_mean": 0.0}
-    played = Played([1], [0.0], "stop", [(0, 1)], "e", [1], {})
+    played = PlayedCompletion([1], [0.0], "stop", [(0, 1)], "e", [1], EnvironmentOutcome(0.0, 1, ""))
     assert played.finished and isinstance(played, Completion)
 
 
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["rl.oversampling=1.5"], "the state of its environment is not carried"),
-        (["rl.environment="], "rewards names 'environment'"),
+        (["rl.oversampling=1.5"], r"the state of its environment \(\S+\) is not carried"),
+        (["rl.environment="], "name one as rl.environment"),
         (
             ["rl.environment=", "rl.environment_args={a = 1}", "rl.rewards={exact = 1.0}"],
             "environment_args without an environment",

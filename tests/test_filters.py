@@ -1,21 +1,28 @@
 """Filters: every drop has a reason."""
 
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.filters import NAMED, apply_filters, resolve_filters
+from rlpipe.algorithms.filters import NAMED, apply_filters, check_thresholds, resolve_filters, trial_group
+from rlpipe.records.columns import as_row
+from rlpipe.records.rollout import Group
 from rlpipe.types import UserError
+from tests.rows import BATCH, rollout, to_parquet
 
 
-def group(rewards: list[float], completions: list[str] | None = None, lengths: list[int] | None = None) -> list[dict[str, Any]]:
+def group(rewards: list[float], completions: list[str] | None = None, lengths: list[int] | None = None) -> Group:
     texts = completions or [str(index) for index in range(len(rewards))]
     sizes = lengths or [3] * len(rewards)
     rollouts = zip(rewards, texts, sizes, strict=True)
-    return [{"reward": reward, "completion": text, "completion_tokens": list(range(size))} for reward, text, size in rollouts]
+    return [
+        rollout({"reward": reward, "completion": text, "completion_tokens": list(range(size))})
+        for reward, text, size in rollouts
+    ]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,7 @@ def group(rewards: list[float], completions: list[str] | None = None, lengths: l
         ("reasonable_length", 4, group([0, 1], lengths=[2, 7]), "too_long"),
     ],
 )
-def test_named(name: str, threshold: float, rollouts: list[dict[str, Any]], reason: str | None) -> None:
+def test_named(name: str, threshold: float, rollouts: Group, reason: str | None) -> None:
     assert NAMED[name](rollouts, threshold) == reason
 
 
@@ -57,7 +64,7 @@ def test_the_first_filter_that_drops_gives_the_reason() -> None:
 
 def test_groups_without_a_token_to_train_are_dropped_where_truncated_rollouts_are_masked() -> None:
     ends = [["length", "length"], ["length", "stop"]]
-    groups = [[row | {"finish_reason": end} for row, end in zip(group([0, 1]), of, strict=True)] for of in ends]
+    groups = [[replace(row, finish_reason=end) for row, end in zip(group([0, 1]), of, strict=True)] for of in ends]
     assert apply_filters(groups, resolve_filters({}, mask_truncated=True)) == ([1], {0: "all_truncated"})
     assert apply_filters(groups, resolve_filters({})) == ([0, 1], {})
 
@@ -75,6 +82,63 @@ def test_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert apply_filters([group([0, 1]), group([0, 1, 2])], filters) == ([0], {1: "odd"})
     with pytest.raises(UserError, match="answered True"):
         apply_filters([group([0, 1])], resolve_filters({"my_filters_here:bad": 0.0}))
+
+
+def test_the_trial_group_has_every_column_of_the_scores() -> None:
+    rows = trial_group(3, iter(["exact"]))
+    assert [list(as_row(row)) for row in rows] == [BATCH.names] * 3
+    assert [row.reward_parts for row in rows] == [{"exact": 0.0}, {"exact": 1.0}, {"exact": 0.0}]
+    assert to_parquet([as_row(row) for row in rows], BATCH)
+    for name in NAMED:
+        apply_filters([rows], resolve_filters({name: 1.0}))
+
+
+def test_the_filter_of_the_docs_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "filters.md").read_text()
+    (tmp_path / "my_filters.py").write_text(text.split("```python\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = trial_group(4, ["exact"])
+    filters = {"my_filters:few_truncated": 0.5}
+    assert apply_filters([rows, [replace(row, finish_reason="length") for row in rows]], resolve_filters(filters)) == (
+        [0],
+        {1: "truncated"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def f(group):\n    return None", r"raised TypeError: f\(\) takes 1 positional.*called as filter\(group, threshold\)"),
+        ("def f(group, threshold):\n    return group[0]['prize'] > threshold", "raised KeyError: 'prize'.*my_trial_filter"),
+        ("def f(group, threshold):\n    return False", "answered False; it must answer None to keep"),
+        ("def f(group, threshold):\n    return ''", "answered ''"),
+    ],
+)
+def test_a_custom_filter_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
+    (tmp_path / "my_trial_filter.py").write_text(body)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_trial_filter", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=said):
+        apply_filters([trial_group(4, ["exact"])], resolve_filters({"my_trial_filter:f": 0.0}))
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "said"),
+    [
+        ("nonzero_std", -0.1, "a standard deviation of rewards, at least 0$"),
+        ("diversity", 1.5, "a share of the completions, at least 0 and at most 1$"),
+        ("diversity", -0.5, "at least 0"),
+        ("reasonable_length", -5, r"rl\.filters\.reasonable_length=-5: the threshold is a number of tokens, at least 1$"),
+        ("min_reward", float("nan"), "a number that is finite"),
+        ("any_success", float("inf"), "a number that is finite"),
+        ("nonzero_std", float("nan"), "at least 0"),
+    ],
+)
+def test_a_threshold_without_sense_is_refused(name: str, threshold: float, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_thresholds({name: threshold})
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import html
+import shlex
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 from prefect.events.schemas.automations import AutomationCore
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
-from flows.advice import AGAIN, with_advice
-from flows.automations import BLOCK, FILE
-from rlpipe.config_source import change_config, read_config
+from flows.cli import _look_commands
+from flows.server import AUTOMATIONS, BLOCK
+from flows.session import AGAIN, with_advice
+from flows.ui import TEXT_MAX, _literal
+from rlpipe.config.source import change_config, read_config
 from rlpipe.rewards.process import RewardLost
 from rlpipe.store.lease import RunHeld
+from rlpipe.store.run import OtherSettings, create_or_continue
 from rlpipe.trainer.client import GangLost
 from rlpipe.types import StepRefused, StoreError, UserError
 
 ROOT = Path(__file__).parent.parent
+TINY = read_config("tiny", [], ROOT / "flows" / "presets")
 
 
 def test_changes_are_fields_by_name() -> None:
@@ -37,19 +48,28 @@ def test_changes_are_fields_by_name() -> None:
     "error", [StoreError("x is missing."), GangLost("x"), RewardLost("x"), OSError(5, "x"), ConnectionResetError("x")]
 )
 def test_an_error_is_told_what_to_do_once(error: Exception) -> None:
-    told = with_advice(error)
-    assert str(told).startswith(str(error).rstrip(".")) and str(told).endswith(AGAIN)
-    assert isinstance(told, (StoreError, RuntimeError, OSError))
-    assert with_advice(told) is told
+    advised = with_advice(error, TINY)
+    assert str(advised).startswith(str(error).rstrip(".")) and str(advised).endswith(AGAIN)
+    assert isinstance(advised, (StoreError, RuntimeError, OSError))
+    assert with_advice(advised, TINY) is advised
 
 
-@pytest.mark.parametrize("error", [StepRefused("x"), RunHeld("x"), AssertionError("x")])
+@pytest.mark.parametrize("error", [StepRefused("x"), RunHeld("x"), OtherSettings("x"), AssertionError("x")])
 def test_what_says_it_itself_or_is_our_own_fault_is_left_alone(error: Exception) -> None:
-    assert with_advice(error) is error
+    assert with_advice(error, TINY) is error
+
+
+def test_a_users_error_is_told_how_the_run_can_have_other_settings(tmp_path: Path) -> None:
+    config = change_config(TINY, {"run": "a", "store": f"file://{tmp_path}"})
+    assert str(with_advice(UserError("x"), config)).endswith("in the UI with `changes`")  # there is no such run
+    create_or_continue(config)
+    advised = with_advice(UserError("x."), config)
+    assert "start a run of another name (--run): a has nothing to fork from" in str(advised)
+    assert with_advice(advised, config) is advised
 
 
 def test_the_automations_are_what_this_prefect_understands_and_name_deployments_that_exist() -> None:
-    shipped = yaml.safe_load(FILE.read_text())["automations"]
+    shipped = yaml.safe_load(AUTOMATIONS.read_text())["automations"]
     assert len({entry["name"] for entry in shipped}) == len(shipped) == 4
     deployments = {entry["name"] for entry in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
     beats = {entry["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]
@@ -65,12 +85,49 @@ def test_the_automations_are_what_this_prefect_understands_and_name_deployments_
         assert bool(named) == (entry["name"] != "rlpipe-dead-flow-runs")
 
 
+def test_the_form_is_filled_with_the_tiny_preset() -> None:
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    forms = {entry["name"]: entry for entry in deployments if not entry["name"].startswith("serve-")}
+    assert {entry["name"] for entry in deployments} - set(forms) == {"serve-trainer", "serve-engines"}
+    assert set(forms) == {"post-train", "sft", "rl", "evaluate"}
+    for entry in forms.values():
+        assert entry["parameters"]["config"] == tomllib.loads((ROOT / "flows/presets/tiny.toml").read_text())
+
+
 @pytest.mark.parametrize(("starts", "retried"), [("0", True), ("9", True), ("10", False), ("11", False)])
 def test_a_crashed_flow_run_is_retried_up_to_ten_starts(starts: str, retried: bool) -> None:
-    entry = next(each for each in yaml.safe_load(FILE.read_text())["automations"] if each["name"] == "rlpipe-retry-crashed")
+    entry = next(
+        each for each in yaml.safe_load(AUTOMATIONS.read_text())["automations"] if each["name"] == "rlpipe-retry-crashed"
+    )
     crashed = ReceivedEvent.model_validate({
         "occurred": "2026-01-01T00:00:00Z", "id": "00000000-0000-0000-0000-000000000001", "event": "prefect.flow-run.Crashed",
         "resource": {"prefect.resource.id": "prefect.flow-run.x", "prefect.run-count": starts},
         "related": [{"prefect.resource.id": "prefect.deployment.x", "prefect.resource.role": "deployment", "prefect.resource.name": "rl"}],
     })  # fmt: skip
     assert EventTrigger.model_validate(entry["trigger"]).covers(crashed) == retried
+
+
+@given(st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), max_size=60))
+def test_a_text_in_markdown_is_shown_as_it_is(text: str) -> None:
+    assert html.unescape(MarkdownIt("commonmark").renderInline(_literal(text))) == text
+
+
+def test_a_text_in_a_table_of_markdown_stays_in_its_cell() -> None:
+    text = "<answer>a|b\n# c\\|`d`\0</answer>"
+    table = MarkdownIt("commonmark").enable("table").render(f"| completion |\n|---|\n| {_literal(text)} |")
+    assert "<td>&lt;answer&gt;a|b ⏎ # c\\|`d`␀&lt;/answer&gt;</td>" in table
+    assert len(_literal("x" * 10 * TEXT_MAX)) < TEXT_MAX + 20
+
+
+def test_a_run_ends_with_commands_that_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config("tiny", ["run=a", "store=./my store"], ROOT / "flows" / "presets")
+    monkeypatch.setattr(sys, "argv", [".venv/bin/rlpipe", "run"])
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    show, mlflow = map(shlex.split, _look_commands(config))
+    assert show == [".venv/bin/rlpipe", "show", "a", "--store", "./my store"]
+    assert mlflow == [".venv/bin/mlflow", "ui", "--backend-store-uri", "sqlite:///mlflow.db"]
+    monkeypatch.setattr(sys, "argv", ["/x/flows/cli.py"])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:secret@mlflow.example.com")
+    show, page = _look_commands(config)
+    assert Path(shlex.split(show)[0]).exists()
+    assert page == "https://mlflow.example.com"

@@ -1,4 +1,4 @@
-"""`rlpipe import-gguf`: a GGUF file written here becomes a folder with the same model and the tokenizer it was trained with."""
+"""scripts/import_gguf.py: a GGUF file written here becomes a folder with the same model and the tokenizer it was trained with."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from rlpipe.config import ModelConfig
+from rlpipe.config.pipeline import ModelConfig
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.gguf import import_gguf
 from rlpipe.stages.base import model_folder
 from rlpipe.types import UserError
+from scripts.import_gguf import import_gguf
 
+ROOT = Path(__file__).parent.parent
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = [*SPECIALS, *BYTES, "ĊĊ", "hi"]
@@ -139,7 +140,7 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_path_that_is_no_folder_says_what_makes_one(tmp_path: Path) -> None:
-    for name, hint in (("m.gguf", "rlpipe import-gguf"), ("none", "make smollm2")):
+    for name, hint in (("m.gguf", "scripts/import_gguf\\.py"), ("none", "make smollm2")):
         with pytest.raises(UserError, match=hint):
             model_folder(ModelConfig(path=f"{tmp_path}/{name}"))
 
@@ -153,3 +154,17 @@ def test_what_a_killed_import_left_is_removed_by_the_next(tmp_path: Path) -> Non
     import_gguf(write(tmp_path / "m.gguf", tiny_llama(True)), tmp_path / "made")
     assert not left.exists()
     shutil.rmtree(tmp_path / "made")
+
+
+def test_the_script_has_help_and_says_what_is_wrong(tmp_path: Path) -> None:
+    def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "scripts/import_gguf.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+
+    assert "a .gguf file" in script("--help").stdout
+    refused = script(f"{tmp_path}/none.gguf", f"{tmp_path}/made")
+    assert refused.returncode == 2 and "there is no such file" in refused.stderr, refused
+    made = script(str(write(tmp_path / "m.gguf", tiny_llama(True))), f"{tmp_path}/made")
+    assert made.returncode == 0 and made.stdout == f"{tmp_path}/made: a model in HF format\n", made
+    assert (tmp_path / "made" / "model.safetensors").is_file()

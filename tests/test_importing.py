@@ -7,21 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.config import PipelineConfig
-from rlpipe.config_source import read_config
-from rlpipe.data.prompt import Prompt
-from rlpipe.data.tiny_tokenizer import build_tokenizer
-from rlpipe.rollouts import KEPT_REWARDS, PROMPTS, ROLLOUTS, SCORES, read_rows
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import read_config
+from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.records.prompt import Prompt
+from rlpipe.stages import importing
+from rlpipe.stages.filtering import filter_groups
 from rlpipe.stages.importing import import_prompts, import_rollouts
 from rlpipe.stages.preflight import preflight
-from rlpipe.stages.scoring import filter_groups, score
+from rlpipe.stages.scoring import score
 from rlpipe.stages.session import Session, load_sets
 from rlpipe.store.artifacts import commit, read_manifest, write_bytes
 from rlpipe.store.audit import verify
 from rlpipe.store.backend import open_store
 from rlpipe.store.run import Run, create_or_continue, fork, planned_fork, run_names
-from rlpipe.types import JsonDict, Manifest, StageResult, UserError
+from rlpipe.types import JsonDict, Manifest, StageResult, UserError, canonical_json
+from tests.rows import KEPT_REWARDS, PROMPTS, ROLLOUTS, SCORES, read_rows
 from tests.test_rollout_files import row, write
+from tests.test_store_run import record_of
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 
@@ -73,8 +76,8 @@ def rollouts(*groups: int) -> list[JsonDict]:
 
 
 async def imported(session: Session, iteration: int) -> tuple[StageResult, StageResult]:
-    prompts = await import_prompts(session, iteration)
-    return prompts, await import_rollouts(session, iteration, prompts.ref)
+    prompts = await import_prompts(session, iteration=iteration)
+    return prompts, await import_rollouts(session, iteration=iteration, prompts=prompts.ref)
 
 
 async def test_an_iteration_is_scored_and_filtered_from_what_was_imported(tmp_path: Path) -> None:
@@ -89,15 +92,56 @@ async def test_an_iteration_is_scored_and_filtered_from_what_was_imported(tmp_pa
             "4 5",
         ]
         assert len(read_rows(session.run.store, shard.ref, "rewards.parquet", KEPT_REWARDS)) == 2
-        scores = await score(session, 0, 0, prompts.ref, [shard.ref])
+        scores = await score(session, iteration=0, round_index=0, prompts=prompts.ref, rollouts=[shard.ref])
         rows = read_rows(session.run.store, scores.ref, "scores.parquet", SCORES)
         assert [told["completion"] for told in rows] == ["4 5", "4 5", "4 5", "4 6"]
         assert [told["reward"] for told in rows] == [0.0, 1.0, 2.0, 0.0]  # the first two were kept, the others computed
-        batch = await filter_groups(session, 0, 0, [prompts.ref], [scores.ref], last=True)
+        batch = await filter_groups(session, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True)
         assert (batch.metrics["rollout/staleness_mean"], batch.metrics["rollout/staleness_max"]) == (1.0, 2)
         assert verify(session.run)[1] == []
     finally:
         await session.close()
+
+
+async def test_a_plain_data_set_is_trained_on_as_it_is_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = (3, 2, 4, 1)
+    plain = [
+        row(group, reward=float(index), rollout_logprobs=None) for group, size in enumerate(sizes) for index in range(size)
+    ]
+    path = write(tmp_path / "x.parquet", plain)
+    session = opened(tmp_path, path)
+    preflight(session.config)
+    told: list[JsonDict] = []
+    for iteration in range(2):
+        prompts, shard = await imported(session, iteration)
+        at = {"iteration": iteration, "round_index": 0}
+        scores = await score(session, prompts=prompts.ref, rollouts=[shard.ref], **at)
+        batch = await filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], last=True, **at)
+        told.append(batch.metrics)
+    assert [metrics["rollout/num_trained"] for metrics in told] == [5, 4]
+    assert told[1]["rollout/groups_dropped_too_few_rollouts"] == 1
+    said = [record.getMessage() for record in caplog.records if "rollout_logprobs" in record.getMessage()]
+    assert len(said) == 1 and "10 of 10 rollouts have no rollout_logprobs: they are trained as if the policy" in said[0]
+    await session.close()
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        ([], r"rl\.estimator='grpo' compares the rollouts of a group, and each group of .* has one; use reinforce_plus_plus"),
+        (["rl.estimator=reinforce_plus_plus"], ""),
+        (["rl.estimator=reinforce_plus_plus", "rl.filters={nonzero_std = 0.0}"], "nonzero_std drops every group of one"),
+    ],
+)
+def test_groups_of_one_are_refused_where_nothing_would_be_trained(tmp_path: Path, sets: list[str], said: str) -> None:
+    config = asked(tmp_path, write(tmp_path / "x.parquet", [row(group) for group in range(4)]), *sets)
+    if not said:
+        preflight(config)
+        return
+    with pytest.raises(UserError, match=said):
+        preflight(config)
 
 
 async def test_too_few_groups_end_the_rounds_when_nothing_more_can_be_had(tmp_path: Path) -> None:
@@ -105,70 +149,70 @@ async def test_too_few_groups_end_the_rounds_when_nothing_more_can_be_had(tmp_pa
     path = write(tmp_path / "x.parquet", rollouts(0, 1, 2, 3))
     session = opened(tmp_path, path, *wants_more)
     prompts, shard = await imported(session, 0)
-    scores = await score(session, 0, 0, prompts.ref, [shard.ref])
-    batch = await filter_groups(session, 0, 0, [prompts.ref], [scores.ref], last=True)
+    scores = await score(session, iteration=0, round_index=0, prompts=prompts.ref, rollouts=[shard.ref])
+    batch = await filter_groups(session, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True)
     assert not batch.metrics["needs_more"]
     await session.close()
     failing = opened(tmp_path, path, *wants_more, "rl.on_too_few=fail", "run=c")
     prompts, shard = await imported(failing, 0)
-    scores = await score(failing, 0, 0, prompts.ref, [shard.ref])
+    scores = await score(failing, iteration=0, round_index=0, prompts=prompts.ref, rollouts=[shard.ref])
     with pytest.raises(UserError, match=r"rl\.groups_min=9: only 2 groups"):
-        await filter_groups(failing, 0, 0, [prompts.ref], [scores.ref], last=True)
+        await filter_groups(failing, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True)
     await failing.close()
 
 
-async def test_a_source_that_changed_is_named_and_what_is_imported_needs_it_no_more(tmp_path: Path) -> None:
+async def test_files_are_imported_once_and_needed_no_more(tmp_path: Path) -> None:
     folder = tmp_path / "files"
-    first = write(folder / "0.parquet", rollouts(0, 1))
+    write(folder / "0.parquet", rollouts(0, 1))
     write(folder / "1.parquet", rollouts(2, 3))
-    before = await imported(opened(tmp_path, folder), 0)
-    changed = write(folder / "1.parquet", rollouts(2, 4))
-    with pytest.raises(UserError, match=rf"{changed} is not what iteration 0 was made of"):
-        await imported(opened(tmp_path, folder), 1)
-    write(folder / "1.parquet", rollouts(2, 3))
-    added = write(folder / "2.parquet", rollouts(4))
-    with pytest.raises(UserError, match=rf"{added} is not what"):
-        await imported(opened(tmp_path, folder), 1)
-    added.unlink()
-    prompts = await import_prompts(session := opened(tmp_path, folder), 1)
-    first.rename(folder / "00.parquet")
-    with pytest.raises(UserError, match=r"0\.parquet, .*00\.parquet is not what iteration 1"):
-        await import_rollouts(opened(tmp_path, folder), 1, prompts.ref)
-    (folder / "00.parquet").rename(first)
-    again = await import_rollouts(session, 1, prompts.ref)
-    assert [told["group_index"] for told in read_rows(session.run.store, again.ref, "rollouts.parquet", ROLLOUTS)] == [
-        0,
-        0,
-        1,
-        1,
-    ]
+    session = opened(tmp_path, folder)
+    preflight(session.config)
+    before = await imported(session, 0)
     for path in folder.iterdir():
         path.unlink()
-    assert [each.ref for each in await imported(opened(tmp_path, folder), 0)] == [each.ref for each in before]
+    session = opened(tmp_path, folder)
+    preflight(session.config)
+    again = await imported(session, 0)
+    assert [part.ref for part in again] == [part.ref for part in before]
+    prompts, shard = await imported(session, 1)
+    rows = read_rows(session.run.store, shard.ref, "rollouts.parquet", ROLLOUTS)
+    assert [row["group_index"] for row in rows] == [0, 0, 1, 1]
+    ids = [row["prompt_id"] for row in read_rows(session.run.store, prompts.ref, "prompts.parquet", PROMPTS)]
+    assert ids == ["p/2", "p/3"]
+    assert verify(session.run)[1] == []
+    with pytest.raises(UserError, match=r"has 4 whole groups; 3 iterations need 6"):
+        await imported(opened(tmp_path, folder, "rl.num_iterations=3"), 2)
 
 
-async def test_preflight_needs_the_source_until_the_last_iteration_is_imported(tmp_path: Path) -> None:
+async def test_files_of_many_groups_are_read_back_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "CHUNK_GROUPS", 3)
+    session = opened(tmp_path, write(tmp_path / "x.parquet", rollouts(*range(8))), "rl.num_iterations=4")
+    for iteration in range(4):
+        prompts, _ = await imported(session, iteration)
+        rows = read_rows(session.run.store, prompts.ref, "prompts.parquet", PROMPTS)
+        assert [row["prompt_id"] for row in rows] == [f"p/{2 * iteration}", f"p/{2 * iteration + 1}"]
+
+
+async def test_preflight_needs_the_files_until_they_are_imported(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", rollouts(0, 1, 2, 3))
-    for iteration in range(2):
-        session = opened(tmp_path, path)
-        preflight(session.config)
-        prompts = await import_prompts(session, iteration)
-        path.rename(tmp_path / "gone")
-        with pytest.raises(UserError, match="no Parquet file there"):
-            preflight(session.config)
-        (tmp_path / "gone").rename(path)
-        await import_rollouts(session, iteration, prompts.ref)
-    path.unlink()
-    preflight(asked(tmp_path, path))  # no iteration is committed: all goes on from what was imported
+    session = opened(tmp_path, path)
+    preflight(session.config)
+    path.rename(tmp_path / "gone")
     with pytest.raises(UserError, match="no Parquet file there"):
-        preflight(opened(tmp_path, path, "rl.num_iterations=3").config)
+        preflight(session.config)
+    (tmp_path / "gone").rename(path)
+    await import_prompts(session, iteration=0)
+    path.unlink()
+    preflight(asked(tmp_path, path))
+    with pytest.raises(UserError, match=r"has 4 whole groups; 3 iterations need 6"):
+        preflight(asked(tmp_path, path, "rl.num_iterations=3"))
 
 
 async def test_a_fork_with_other_num_prompts_uses_no_group_twice_and_leaves_none_out(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", rollouts(0, 1, 2, 3, 4, 5))
     parent = opened(tmp_path, path)
     await imported(parent, 0)
-    parent.run.store.create(parent.run.iteration_key(0), b"{}")
+    parent.run.store.create(parent.run.iteration_key(0), canonical_json(record_of(parent.run, 0, {}, {})))
     for num_prompts in (1, 3):
         child = fork(parent.run, 0, asked(tmp_path, path, f"run=c{num_prompts}", f"rl.num_prompts={num_prompts}"))
         prompts, _ = await imported(held(tmp_path, child), 1)
@@ -202,7 +246,7 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(tmp_pat
 async def test_tokens_of_another_tokenizer_and_too_few_groups_are_refused(tmp_path: Path) -> None:
     beyond = write(tmp_path / "x.parquet", [row(0, completion_tokens=[3, 10])] * 2 + rollouts(1, 2, 3))
     with pytest.raises(UserError, match=r"row 1: token 10 is outside the vocabulary of 10"):
-        await import_prompts(opened(tmp_path, beyond), 0)
+        await import_prompts(opened(tmp_path, beyond), iteration=0)
     other = write(tmp_path / "y.parquet", [row(0, completion="four five")] * 2 + rollouts(1, 2, 3))
     with pytest.raises(UserError, match="another tokenizer made them"):
         await imported(opened(tmp_path, other, "run=c"), 0)
@@ -211,7 +255,15 @@ async def test_tokens_of_another_tokenizer_and_too_few_groups_are_refused(tmp_pa
 
 
 async def test_a_fork_that_samples_again_starts_the_prompts_of_its_own_data(tmp_path: Path) -> None:
-    prompts = await import_prompts(session := opened(tmp_path, write(tmp_path / "x.parquet", rollouts(0, 1, 2, 3))), 0)
+    prompts = await import_prompts(
+        session := opened(tmp_path, write(tmp_path / "x.parquet", rollouts(0, 1, 2, 3))), iteration=0
+    )
     told = read_manifest(session.run.store, prompts.ref.folder, prompts.ref.sha256).metrics
     assert told["cursor"] == {"drawn": 0, "sets": [{"epoch": 0, "offset": 0}]}
     assert told["data_sha256"] == session.data_sha256
+
+
+async def test_two_prompts_of_one_name_are_refused(tmp_path: Path) -> None:
+    rows = [row(0, "same")] * 2 + [row(1, "same")] * 2
+    with pytest.raises(UserError, match="two different prompts are called same"):
+        await import_prompts(opened(tmp_path, write(tmp_path / "x.parquet", rows), "rl.num_iterations=1"), iteration=0)

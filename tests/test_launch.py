@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpipe.launch import Service, check_port_free, free_port, wrapped
+from rlpipe.processes.launch import Service, check_port_free, free_port, wrapped
 from rlpipe.types import UserError
 
 GONE_WITHIN_S = 15.0
@@ -43,7 +43,7 @@ def start_parent_of(child_argv: list[str]) -> tuple[subprocess.Popen[str], int]:
 
 
 def test_a_service_dies_with_a_parent_that_was_killed() -> None:
-    child = "from rlpipe.launch import die_with_parent; import time; die_with_parent(); time.sleep(600)"
+    child = "from rlpipe.processes.launch import die_with_parent; import time; die_with_parent(); time.sleep(600)"
     parent, pid = start_parent_of([sys.executable, "-c", child])
     time.sleep(1.5)  # it watches by then
     parent.kill()
@@ -90,7 +90,7 @@ def test_a_service_that_ends_while_starting_shows_the_end_of_its_log(tmp_path: P
 
 
 def test_stop_ends_a_service_that_ignores_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpipe.launch.STOP_GRACE_S", 1.0)
+    monkeypatch.setattr("rlpipe.processes.launch.STOP_GRACE_S", 1.0)
     thing = service(tmp_path, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)")
     thing.start()
     time.sleep(0.5)
@@ -102,6 +102,17 @@ def test_a_taken_port_names_the_field() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(UserError, match=r"engines\.port=\d+: the port is taken"):
-            check_port_free("engines.port", taken.getsockname()[1])
-    check_port_free("engines.port", free_port())
+        with pytest.raises(UserError, match=r"port=\d+: the port is taken"):
+            check_port_free("port", taken.getsockname()[1])
+    check_port_free("port", free_port())
+
+
+def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+    """Also by the processes that are started; a shell's usual 1,024 would not hold the sockets of a large pool."""
+    program = (
+        "import resource, subprocess, sys; from rlpipe.processes.launch import raise_file_limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 5000)); raise_file_limit(); raise_file_limit()\n"
+        "print(subprocess.run(['sh', '-c', 'ulimit -n; ulimit -Hn'], capture_output=True, text=True).stdout.split())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == "['5000', '5000']"

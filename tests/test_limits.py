@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.config import PipelineConfig, identity
-from rlpipe.config_source import read_config
+from rlpipe.config.pipeline import PipelineConfig, identity
+from rlpipe.config.source import read_config
 from rlpipe.stages.iteration import commit_iteration
-from rlpipe.stages.limits import (
+from rlpipe.stages.session import Session
+from rlpipe.store.limits import (
     GPU_SECONDS,
     SECONDS,
     TOKENS,
@@ -23,10 +24,9 @@ from rlpipe.stages.limits import (
     over_budget,
     reason_to_stop,
 )
-from rlpipe.stages.session import Session
-from rlpipe.stages.settings import stage_settings
 from rlpipe.store.run import create_or_continue, fork
-from rlpipe.types import JsonDict, UserError
+from rlpipe.types import BestReward, IterationRecord, JsonDict, UserError
+from tests.declared import stage_settings
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 NOTHING = {SECONDS: 0.0, TOKENS: 0, GPU_SECONDS: 0.0}
@@ -36,6 +36,10 @@ REWARDS = st.lists(st.floats(-1, 1), min_size=1, max_size=40)
 
 def config(*sets: str) -> PipelineConfig:
     return read_config("tiny", ["run=a", *sets], PRESETS)
+
+
+def record_of(iteration: int, metrics: dict[str, float], best: BestReward) -> IterationRecord:
+    return IterationRecord("a", iteration, iteration + 1, {}, -1, metrics, [], best, "")
 
 
 def spent_on(history: list[tuple[int, int, int]]) -> JsonDict:
@@ -68,15 +72,11 @@ def test_a_budget_ends_a_run_at_the_first_boundary_that_reaches_it_and_raised_no
 @given(REWARDS, st.integers(1, 10))
 def test_a_plateau_is_so_many_iterations_without_a_better_reward(rewards: list[float], patience: int) -> None:
     limited = config(f"stop.reward_plateau={patience}")
-    record: JsonDict | None = None
+    record: IterationRecord | None = None
     for iteration, reward in enumerate(rewards):
-        record = {
-            "iteration": iteration,
-            "metrics": {"rollout/reward_mean": reward},
-            "best": best_so_far(record, iteration, reward),
-        }
+        record = record_of(iteration, {"rollout/reward_mean": reward}, best_so_far(record, iteration, reward))
         first_best = rewards.index(max(rewards[: iteration + 1]))
-        assert record["best"] == {"iteration": first_best, "reward": rewards[first_best]}
+        assert record.best == BestReward(first_best, rewards[first_best])
         assert bool(broken_rule(limited, record)) == (iteration - first_best >= patience)
 
 
@@ -91,9 +91,9 @@ def test_a_plateau_is_so_many_iterations_without_a_better_reward(rewards: list[f
     ],
 )  # fmt: skip
 def test_a_bound_that_is_exceeded_is_named_with_what_to_do(sets: list[str], metrics: JsonDict, reason: str) -> None:
-    told = broken_rule(config(*sets), {"iteration": 4, "metrics": {"rollout/reward_mean": 1.0, **metrics}})
-    assert bool(told) == bool(reason)
-    assert re.search(reason, told)
+    message = broken_rule(config(*sets), record_of(4, {"rollout/reward_mean": 1.0, **metrics}, BestReward(4, 1.0)))
+    assert bool(message) == bool(reason)
+    assert re.search(reason, message)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,8 @@ def test_gpus_are_those_a_phase_holds() -> None:
         "trainer.nodes=2",
         "trainer.place=deployment",
         "engines.gpu_ids=[2,3,4]",
+        "engines.count=3",
+        "model.dtype=bfloat16",
     ]
     assert gpus_held(config(*sets), "sft") == 4
     assert gpus_held(config(*sets), "rl") == 7
@@ -142,7 +144,7 @@ def test_gpus_are_those_a_phase_holds() -> None:
 async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(tmp_path: Path) -> None:
     sets = [f"store=file://{tmp_path}", "sft.num_steps=0", "rl.num_iterations=5", "tracking.uri="]
 
-    async def commit(each: PipelineConfig, run: object, iteration: int) -> JsonDict:
+    async def commit(each: PipelineConfig, run: object, iteration: int) -> IterationRecord:
         session = Session(run, tmp_path / "work")  # type: ignore[arg-type]
         metrics = {"rollout/reward_mean": 1.0 - iteration, "rollout/num_tokens": 100}
         return await commit_iteration(session, iteration, {}, metrics)
@@ -163,6 +165,6 @@ async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(
     forked = fork(again, 1, config(*sets, "run=b", "budget.rollout_tokens=150", "stop.reward_plateau=2"))
     assert reason_to_stop(forked, "rl", 2) == ""
     record = await commit(forked.config, forked, 2)
-    assert record["metrics"][TOKENS] == 100
-    assert record["best"] == {"iteration": 2, "reward": -1.0}
+    assert record.metrics[TOKENS] == 100
+    assert record.best == BestReward(2, -1.0)
     assert reason_to_stop(forked, "rl", 3) == ""

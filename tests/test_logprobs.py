@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlpipe.logprobs import LOGITS_MAX, chunk_size, chunked_logprobs
+from rlpipe.algorithms.logprobs import LOGITS_MAX, chunk_size, chunked_logprobs
+from rlpipe.trainer.trial import LiveBytes
 
 N, H, V = 23, 8, 50
 
@@ -57,6 +58,30 @@ def test_logits_of_more_than_a_chunk_never_exist() -> None:
     chunked_logprobs(hidden.requires_grad_(), targets, project, chunk=6)[0].sum().backward()
     assert sizes == [6, 6, 6, 5, 5, 6, 6, 6], "each chunk once forward and once more in the backward pass"
     assert chunk_size(151_936) * 151_936 <= LOGITS_MAX
+
+
+@pytest.mark.parametrize("entropy_trained", [True, False])
+def test_the_backward_pass_keeps_the_logits_of_a_chunk_or_two(entropy_trained: bool) -> None:
+    vocabulary, chunk, positions = 4096, 8, 128
+    hidden, head = torch.randn(positions, 4, requires_grad=True), nn.Linear(4, vocabulary)
+    targets = torch.arange(positions)
+    with LiveBytes([hidden, targets, *head.parameters()]) as live:
+        logprobs, entropy = chunked_logprobs(hidden, targets, head, chunk=chunk, entropy_trained=entropy_trained)
+        loss = logprobs.sum() + (entropy.sum() if entropy_trained else 0.0)
+        loss.backward()
+        assert live.most < 8 * chunk * vocabulary * 4 < positions * vocabulary * 4
+        assert live.now < chunk * vocabulary * 4, "while the graph is still there"
+
+
+def test_an_entropy_that_is_not_trained_changes_no_bit() -> None:
+    found: list[tuple[Tensor, ...]] = []
+    for entropy_trained in (True, False):
+        hidden, targets, head = setup()
+        logprobs, entropy = chunked_logprobs(hidden.requires_grad_(), targets, head, chunk=6, entropy_trained=entropy_trained)
+        logprobs.sum().backward()
+        assert hidden.grad is not None and head.weight.grad is not None
+        found.append((logprobs, entropy, hidden.grad, head.weight.grad))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_no_position_is_an_empty_answer() -> None:

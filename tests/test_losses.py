@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlpipe.config_training import RlConfig
-from rlpipe.losses import aggregate, clipped_tokens, entropy, importance_weights, kl, policy_loss, sft_loss
+from rlpipe.algorithms.losses import aggregate, entropy, importance_weights, kl, policy_terms, sft_loss
+from rlpipe.config.training import RlConfig
 from tests import maths_oracle as oracle
 
 SHAPE = (5, 7)
@@ -40,6 +40,11 @@ def tensors(seed: int = 0, scale: float = 0.7) -> tuple[Tensor, Tensor, Tensor, 
     mask[2] = 0
     advantages = random.standard_normal(SHAPE) * (random.random(SHAPE) < 0.9)
     return tuple(torch.from_numpy(array) for array in (policy, proximal, advantages, mask))  # pyright: ignore[reportReturnType]
+
+
+def policy_loss(*stored: Tensor, **options: Any) -> Tensor:
+    """The loss of `policy_terms` alone."""
+    return policy_terms(*stored, **options)[0]
 
 
 def hostile(values: Tensor, mask: Tensor, with_: float = math.nan) -> Tensor:
@@ -128,7 +133,7 @@ def test_clipped_tokens_are_those_without_gradient(objective: str, dual_clip: fl
     clips = CLIPS_OF.get(objective, CLIPS)
     leaf = policy.clone().requires_grad_()
     policy_loss(leaf, proximal, advantages, mask, objective=objective, **clips, dual_clip=dual_clip).sum().backward()
-    below, above = clipped_tokens(
+    _, below, above = policy_terms(
         hostile(policy, mask), hostile(proximal, mask), advantages, mask, objective=objective, **clips, dual_clip=dual_clip
     )
     assert leaf.grad is not None and below.any() and above.any() and not (below & above).any()
@@ -139,14 +144,15 @@ def test_clipped_tokens_are_those_without_gradient(objective: str, dual_clip: fl
 
 def test_clipped_tokens_of_cispo_are_those_whose_weight_is_bounded_and_others_have_none() -> None:
     policy, proximal, advantages, mask = tensors(scale=1.0)
-    below, above = clipped_tokens(policy, proximal, advantages, mask, objective="cispo", **CLIPS)
+    _, below, above = policy_terms(policy, proximal, advantages, mask, objective="cispo", **CLIPS)
     ratio = (policy - proximal).exp()
     assert torch.equal(below, (ratio < 0.8) & (mask > 0)) and torch.equal(above, (ratio > 1.28) & (mask > 0))
     for objective in ("sapo", "reinforce"):
-        assert not any(told.any() for told in clipped_tokens(policy, proximal, advantages, mask, objective=objective, **CLIPS))
+        terms = policy_terms(policy, proximal, advantages, mask, objective=objective, **CLIPS)
+        assert not any(side.any() for side in terms[1:])
     for objective in OBJECTIVES:
-        told = clipped_tokens(policy, policy, advantages, mask, objective=objective, **CLIPS)
-        assert not any(side.any() for side in told), "on-policy"
+        terms = policy_terms(policy, policy, advantages, mask, objective=objective, **CLIPS)
+        assert not any(side.any() for side in terms[1:]), "on-policy"
 
 
 @pytest.mark.parametrize("estimator", KLS)
@@ -178,10 +184,12 @@ def test_k3_keeps_its_digits_in_fp32_where_policies_nearly_agree() -> None:
 def test_importance_weights(mode: str, seed: int, scale: float) -> None:
     proximal, rollout, _, mask = tensors(seed, scale)
     leaf = hostile(proximal, mask).requires_grad_()
-    found = importance_weights(leaf, hostile(rollout, mask, 0.0), mask, mode=mode, low=0.5, high=2.0)
+    found, bounded = importance_weights(leaf, hostile(rollout, mask, 0.0), mask, mode=mode, low=0.5, high=2.0)
     expected = [oracle.importance_weights(*row, mode, 0.5, 2.0) for row in rows_of(proximal, rollout, mask)]
     np.testing.assert_allclose(found.numpy(), np.array(expected), rtol=1e-9, atol=1e-12)
     assert not found.requires_grad
+    free, unbounded = importance_weights(leaf, hostile(rollout, mask, 0.0), mask, mode=mode, low=0.0, high=math.inf)
+    assert torch.equal(bounded, found != free) and not unbounded.any()
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
@@ -210,9 +218,9 @@ def test_gradient_of_aggregate(mode: str) -> None:
 def test_entropy_and_its_gradient() -> None:
     logits = torch.from_numpy(3 * np.random.default_rng(0).standard_normal((2, 3, 5)))
     expected = [[oracle.entropy(row) for row in rows] for rows in logits.tolist()]
-    np.testing.assert_allclose(entropy(logits).numpy(), expected, rtol=1e-12)
-    assert float(entropy(torch.zeros(8))) == pytest.approx(math.log(8), rel=1e-6)
-    assert torch.autograd.gradcheck(entropy, (logits.requires_grad_(),))
+    np.testing.assert_allclose(entropy(torch.log_softmax(logits, -1)).numpy(), expected, rtol=1e-12)
+    assert float(entropy(torch.log_softmax(torch.zeros(8), -1))) == pytest.approx(math.log(8), rel=1e-6)
+    assert torch.autograd.gradcheck(lambda x: entropy(torch.log_softmax(x, -1)), (logits.requires_grad_(),))
 
 
 def test_sft_loss_is_the_mean_over_the_mask() -> None:
@@ -228,7 +236,7 @@ def test_all_masked_is_a_finite_zero_whatever_is_stored_there(objective: str, im
         leaf = torch.full((rows, 4), -math.inf, requires_grad=True)
         other, mask = torch.full((rows, 4), math.nan), torch.zeros(rows, 4)
         losses = policy_loss(leaf, other, other, mask, objective=objective, dual_clip=3.0)
-        total = aggregate(losses * importance_weights(other, other, mask, mode=importance), mask, mode=mode, length=8)
+        total = aggregate(losses * importance_weights(other, other, mask, mode=importance)[0], mask, mode=mode, length=8)
         total.backward()
         assert total.item() == 0.0
         assert leaf.grad is not None and bool((leaf.grad == 0).all())
@@ -244,7 +252,7 @@ def test_masked_tokens_are_absent_to_the_gradient_too(objective: str) -> None:
         losses = policy_loss(
             leaf, hostile(proximal, mask, stored), hostile(advantages, mask, stored), mask, objective=objective
         )
-        losses = losses * importance_weights(leaf, hostile(proximal, mask, stored), mask, mode="sequence_truncate")
+        losses = losses * importance_weights(leaf, hostile(proximal, mask, stored), mask, mode="sequence_truncate")[0]
         aggregate(losses, mask, mode="sequence_mean").backward()
         gradients.append(leaf.grad)
     assert mask.any() and torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])

@@ -16,26 +16,26 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rlpipe.config import PipelineConfig
-from rlpipe.config_source import read_config
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import read_config
 from rlpipe.data.cursor import PromptCursor
-from rlpipe.data.prompt import Prompt
 from rlpipe.engines.client import Completion
 from rlpipe.engines.pool import GroupRequest, OnGroup
+from rlpipe.records.prompt import Prompt
 from rlpipe.rewards.score import Score
-from rlpipe.rollouts import BATCH, CARRIED, ROLLOUTS, SCORES, grouped, read_rows
-from rlpipe.rollouts import PROMPTS as PROMPT_ROWS
-from rlpipe.stages.carrying import finished, spans_of
-from rlpipe.stages.iteration import commit_iteration
+from rlpipe.stages.filtering import Survivors, filter_groups
+from rlpipe.stages.generation import generate, num_shards
+from rlpipe.stages.iteration import commit_iteration, committed_before
 from rlpipe.stages.preflight import preflight
-from rlpipe.stages.sampling import generate, num_shards, previous_artifact, rollout_seed, sample_prompts
-from rlpipe.stages.scoring import filter_groups, judge, over_rounds, score
+from rlpipe.stages.sampling import sample_prompts
+from rlpipe.stages.scoring import over_rounds, score
 from rlpipe.stages.session import Session
-from rlpipe.stages.survivors import Survivors
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.audit import verify
 from rlpipe.store.run import Run, create_or_continue, fork, planned_fork
-from rlpipe.types import ArtifactRef, EngineError, JsonDict, StageResult, UserError
+from rlpipe.types import ArtifactRef, EngineError, JsonDict, StageResult, UserError, rollout_seed
+from tests.rows import BATCH, CARRIED, ROLLOUTS, SCORES, finished, grouped, prompt_record, read_rows, rollout, spans_of
+from tests.rows import PROMPTS as PROMPT_ROWS
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 PROMPTS = [Prompt(f"words/{index}", "words", [{"role": "user", "content": f"word {index}"}], "x") for index in range(11)]
@@ -45,6 +45,8 @@ LENGTH = 5
 
 @dataclass
 class PlayedTokenizer:
+    stop_token_ids = (0,)
+
     def encode_prompt(self, messages: list[JsonDict]) -> list[int]:
         return [1, 2]
 
@@ -60,6 +62,7 @@ class PlayedRewards:
     last_error: str | None = None
     calls: list[int] = field(default_factory=list)  # how many rollouts in each
     gate: threading.Event = field(default_factory=threading.Event)  # the first call waits for it
+    faults: float = 0.0  # the share of completions that cannot be scored
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -68,7 +71,10 @@ class PlayedRewards:
         self.calls.append(len(items))
         assert self.gate.wait(60)
         self.scored.update(item["completion"] for item in items)
-        return [Score(float(zlib.crc32(item["completion"].encode()) % 2)) for item in items]
+        return [self._score(zlib.crc32(item["completion"].encode())) for item in items]
+
+    def _score(self, number: int) -> Score:
+        return Score(None, {}, "timeout") if number // 2 % 1000 < 1000 * self.faults else Score(float(number % 2))
 
     def close(self) -> None: ...
 
@@ -88,6 +94,9 @@ class PlayedPool:
     ) -> list[list[Completion]]:
         done = [list(group.prior) for group in groups]
         running = [index for index, group in enumerate(done) if not all(completion.finished for completion in group)]
+        for index, group in enumerate(done):  # a carried one that has all its tokens
+            if index not in running and on_group:
+                await on_group(index, group)
         lost_at = self.random.randrange(8) if self.random.random() < self.faults else -1
         while running and not (enough and enough.is_set()):
             await asyncio.sleep(0)
@@ -143,10 +152,10 @@ class World:
         session.prompts = lambda _: [PROMPTS]
         self.session = session
 
-    async def retried(self, stage: Any, *arguments: Any) -> StageResult:
+    async def retried(self, stage: Any, **arguments: Any) -> StageResult:
         while True:
             try:
-                return await stage(self.session, *arguments)
+                return await stage(self.session, **arguments)
             except EngineError:
                 continue
 
@@ -161,26 +170,29 @@ class World:
 
     async def _iterate(self, iteration: int) -> JsonDict | None:
         self.pool.version = iteration
-        before, carried = (previous_artifact(self.session, iteration, name) for name in ("prompts", "batch"))
+        before, carried = committed_before(self.session, iteration)
         pass_rates = carried if self.session.config.rl.curriculum != "none" else None
         rounds: list[ArtifactRef] = []
         scores: list[StageResult] = []
         kept = 0
         while True:
-            at = (iteration, len(rounds))
-            prompts = await sample_prompts(self.session, *at, before, carried, pass_rates)
+            at = {"iteration": iteration, "round_index": len(rounds)}
+            prompts = await sample_prompts(self.session, **at, before=before, carried=carried, pass_rates=pass_rates)
             rounds.append(prompts.ref)
             before, carried = prompts.ref, None
+            part = {**at, "prompts": prompts.ref, "policy": POLICY, "num_kept": kept}
             shards = list(range(num_shards(self.session, prompts.metrics["num_prompts"])))
             if self.crash():  # some shards are committed, some are not
                 lost = self.pool.random.sample(shards, len(shards) // 2)
-                await asyncio.gather(*(self.retried(generate, *at, shard, prompts.ref, POLICY, kept) for shard in lost))
+                await asyncio.gather(*(self.retried(generate, **part, shard=shard) for shard in lost))
                 return None
-            told = await asyncio.gather(*(self.retried(generate, *at, shard, prompts.ref, POLICY, kept) for shard in shards))
+            told = await asyncio.gather(*(self.retried(generate, **part, shard=shard) for shard in shards))
             if self.crash():
                 return None
-            scores.append(await score(self.session, *at, prompts.ref, [shard.ref for shard in told]))
-            batch = await filter_groups(self.session, *at, rounds, [done.ref for done in scores], pass_rates)
+            scores.append(await score(self.session, **at, prompts=prompts.ref, rollouts=[shard.ref for shard in told]))
+            batch = await filter_groups(
+                self.session, **at, prompts=rounds, scores=[done.ref for done in scores], pass_rates=pass_rates
+            )
             kept = batch.metrics["rollout/groups_kept"]
             if not batch.metrics["needs_more"]:
                 break
@@ -217,15 +229,19 @@ def check_iteration(world: World, iteration: int, told: JsonDict, carried_before
     scored = [row for r in range(last + 1) for row in world.rows(iteration, f"scores/round-{r}", "scores.parquet", SCORES)]
     trained = world.rows(iteration, f"batch/round-{last}", "batch.parquet", BATCH)
     carried = world.rows(iteration, f"batch/round-{last}", "carried.parquet", CARRIED)
-    filtered = [row for row in scored if str(row["group_index"]) in told["dropped"]]
-    unfinished = [row for group in grouped(rollouts) if not finished(group) for row in group]
+    handed = {row["group_index"] for row in carried}
+    left_out = [row for row in scored if row["reward_fault"] and rl.leaves_out and row["group_index"] not in handed]
+    filtered = [row for row in scored if str(row["group_index"]) in told["dropped"] and row not in left_out]
+    going_on = [row for row in rollouts if row["group_index"] in handed]
+    check_surplus(world, told, trained, grouped(rollouts), handed)
     assert tokens(carried_before) <= tokens(rollouts)
-    assert tokens(trained) | tokens(filtered) | tokens(unfinished) == tokens(rollouts)
-    assert len(tokens(trained)) + len(tokens(filtered)) + len(tokens(unfinished)) == len(tokens(rollouts))
-    assert len(tokens(carried)) + told["rollout/num_tokens_expired"] == len(tokens(unfinished))
-    assert tokens(carried) <= tokens(unfinished)
-    assert len(carried) == len(unfinished) == rl.group_size * told["rollout/groups_carried"]
-    counts = [told[f"rollout/num_{name}"] for name in ("trained", "filtered", "carried", "expired")]
+    assert set().union(*map(tokens, (trained, filtered, left_out, going_on))) == tokens(rollouts)
+    assert sum(len(tokens(rows)) for rows in (trained, filtered, left_out, going_on)) == len(tokens(rollouts))
+    assert len(tokens(carried)) + told["rollout/num_tokens_expired"] == len(tokens(going_on))
+    assert tokens(carried) <= tokens(going_on)
+    assert len(carried) == len(going_on) == rl.group_size * told["rollout/groups_carried"]
+    assert [told[f"rollout/num_{name}"] for name in ("trained", "left_out")] == [len(trained), len(left_out)]
+    counts = [told[f"rollout/num_{name}"] for name in ("trained", "filtered", "left_out", "carried", "expired")]
     assert told["rollout/num_sampled"] == sum(counts) == len(rollouts) - told["rollout/num_unsampled"]
     assert told["rollout/num_continued"] == sum(bool(row["completion_tokens"]) for row in carried_before)
     for row in trained:
@@ -248,10 +264,30 @@ def check_iteration(world: World, iteration: int, told: JsonDict, carried_before
     return carried
 
 
-async def check_run(folder: Path, seed: int, iterations: int, faults: float, crashes: float, sets: list[str]) -> World:
-    world = World(folder, PlayedPool(Random(seed), faults=faults), sets, crashes)
+def check_surplus(
+    world: World, told: JsonDict, trained: list[JsonDict], groups: list[list[JsonDict]], handed: set[int]
+) -> None:
+    """The batch is no larger than was asked for, of the groups that came first; what is beyond it waits, or is dropped and counted."""
+    rl = world.session.config.rl
+    wanted = max(rl.num_prompts, rl.groups_min)
+    chosen = [group[0]["group_index"] for group in grouped(trained)]
+    waiting = [group[0]["group_index"] for group in groups if finished(group) and group[0]["group_index"] in handed]
+    dropped = [int(index) for index, reason in told["dropped"].items() if reason == "surplus"]
+    assert len(chosen) == told["rollout/groups_kept"] <= wanted and chosen == sorted(chosen)
+    assert handed >= {group[0]["group_index"] for group in groups if not finished(group)}
+    assert told.get("rollout/groups_dropped_surplus", 0) == len(dropped)
+    if waiting or dropped:
+        assert len(chosen) == wanted and max(chosen) < min(waiting + dropped)
+    if waiting:
+        assert rl.oversampling > 1 and rl.train_stale_tokens and rl.staleness_max and len(handed) <= rl.round_groups
+
+
+async def check_run(
+    folder: Path, seed: int, iterations: int, faults: float, crashes: float, sets: list[str], unscored: float = 0.0
+) -> World:
+    world = World(folder, PlayedPool(Random(seed), faults=faults), sets, crashes, rewards=PlayedRewards(faults=unscored))
     carried: list[JsonDict] = []
-    ended: Counter[str] = Counter()
+    ended, came = Counter[str](), Counter[str]()
     num_fresh = 0
     for iteration in range(iterations):
         told = await world.iterate(iteration)
@@ -261,7 +297,9 @@ async def check_run(folder: Path, seed: int, iterations: int, faults: float, cra
         num_fresh += fresh
         carried = check_iteration(world, iteration, told, carried)
         groups = grouped(world.rollouts(iteration, len(told["rounds"])))
-        ended.update(group[0]["prompt_id"] for group in groups if finished(group))
+        handed = {row["group_index"] for row in carried}
+        ended.update(group[0]["prompt_id"] for group in groups if group[0]["group_index"] not in handed)
+        came.update(row["completion"] for group in groups if finished(group) for row in group)
         wanted = max(world.session.config.rl.num_prompts, world.session.config.rl.groups_min)
         if carried and not faults and not crashes:
             assert told["rollout/groups_kept"] >= wanted  # what was cut short was not needed
@@ -269,15 +307,16 @@ async def check_run(folder: Path, seed: int, iterations: int, faults: float, cra
     drawn, position = PromptCursor([len(PROMPTS)], [1.0], world.session.config.seed), None
     rows, position = drawn.take(drawn.start(), num_fresh)
     assert ended == Counter(PROMPTS[row].prompt_id for _, row in rows)  # none is lost, none is repeated
-    last = previous_artifact(world.session, iterations, "prompts")
+    last = committed_before(world.session, iterations).prompts
     assert last is not None
     assert read_manifest(world.session.run.store, last.folder).metrics["cursor"] == position
     if not faults and not crashes:
-        assert max(world.rewards.scored.values()) == 1  # the stage score takes over what ended the round
+        # the stage score takes over what ended the round; a group that waits for the next iteration is scored there once more
+        assert world.rewards.scored == came
     return world
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     oversampling=st.sampled_from([1.0, 1.3, 2.0, 3.0]),
@@ -286,17 +325,25 @@ async def check_run(folder: Path, seed: int, iterations: int, faults: float, cra
     rounds=st.sampled_from([(1, 1), (3, 4), (3, 6)]),
     disturbed=st.booleans(),
     masked=st.booleans(),
+    unscored=st.sampled_from([0.0, 0.15]),
 )
-@example(seed=1, oversampling=2.0, staleness_max=1, stale=False, rounds=(3, 6), disturbed=True, masked=False)
-@example(seed=1, oversampling=1.0, staleness_max=1, stale=True, rounds=(1, 1), disturbed=False, masked=True)
+@example(seed=1, oversampling=2.0, staleness_max=1, stale=False, rounds=(3, 6), disturbed=True, masked=False, unscored=0.15)
+@example(seed=1, oversampling=1.0, staleness_max=1, stale=True, rounds=(1, 1), disturbed=False, masked=True, unscored=0.0)
 def test_every_rollout_token_and_prompt_is_in_exactly_one_place(
-    seed: int, oversampling: float, staleness_max: int, stale: bool, rounds: tuple[int, int], disturbed: bool, masked: bool
+    seed: int,
+    oversampling: float,
+    staleness_max: int,
+    stale: bool,
+    rounds: tuple[int, int],
+    disturbed: bool,
+    masked: bool,
+    unscored: float,
 ) -> None:
     sets = [f"rl.oversampling={oversampling}", f"rl.staleness_max={staleness_max}", f"rl.train_stale_tokens={str(stale).lower()}",
             f"rl.rounds_max={rounds[0]}", f"rl.groups_min={rounds[1]}", f"rl.mask_truncated={str(masked).lower()}"]  # fmt: skip
     chance = 0.3 if disturbed else 0.0
     with tempfile.TemporaryDirectory() as scratch:
-        asyncio.run(check_run(Path(scratch), seed, 4, chance, chance, sets))
+        asyncio.run(check_run(Path(scratch), seed, 4, chance, chance, sets, unscored))
 
 
 async def test_truncated_rollouts_carry_no_loss_but_count_in_their_group(tmp_path: Path) -> None:
@@ -353,7 +400,9 @@ async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Pa
     assert Counter(row["prompt_id"] for row in rows) == Counter(row["prompt_id"] for group in handed for row in group)
     assert told["rollout/num_continued"] == sum(bool(row["completion_tokens"]) for group in handed for row in group)
     assert told["rollout/num_sampled"] == told["rollout/num_trained"] + told["rollout/num_filtered"] == len(rows)
-    assert [fault for fault in verify(forked)[1] if POLICY.sha256[:12] not in fault] == []
+    assert [
+        fault for fault in verify(forked)[1] if POLICY.sha256[:12] not in fault and not fault.endswith("names no policy")
+    ] == []
 
 
 async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_it_is_written(tmp_path: Path) -> None:
@@ -379,8 +428,8 @@ async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_
 async def test_tokens_expire_and_the_rollout_starts_again(tmp_path: Path, staleness_max: int) -> None:
     sets = ["rl.oversampling=4", f"rl.staleness_max={staleness_max}", "rl.filters={}"]
     world = await check_run(tmp_path, 11, 6, 0.0, 0.0, sets)
-    records = [world.session.run.iteration_record(k) for k in range(6)]
-    metrics = [record["metrics"] for record in records if record]
+    records = [world.session.run.iteration(k) for k in range(6)]
+    metrics = [record.metrics for record in records if record]
     expired = sum(told["rollout/num_expired"] for told in metrics)
     carried = sum(told["rollout/num_carried"] for told in metrics)
     assert expired > 0
@@ -393,17 +442,20 @@ async def test_tokens_expire_and_the_rollout_starts_again(tmp_path: Path, stalen
 
 async def test_groups_that_finish_while_others_are_scored_are_scored_together(tmp_path: Path) -> None:
     world = World(tmp_path, PlayedPool(Random(2)), ["rl.oversampling=3", "rl.filters={}"])
-    prompts = (await sample_prompts(world.session, 0, 0, None)).ref
+    prompts = (await sample_prompts(world.session, iteration=0, round_index=0, before=None)).ref
     told = {row["prompt_id"]: row for row in world.rows(0, "prompts/round-0", "prompts.parquet", PROMPT_ROWS)}
     ended = [row | {"finish_reason": "stop", "environment": ""} for row in told.values()]
     groups = [
         [row | {"group_index": index, "completion": f"{index}.{each}", "completion_tokens": [1]} for each in range(3)]
         for index, row in enumerate(ended[:6])
     ]
-    survivors = Survivors(4)
+    survivors = Survivors(world.session, (0, 0), 4)
     world.rewards.gate.clear()
-    judging = [asyncio.create_task(judge(world.session, survivors, told[group[0]["prompt_id"]], group)) for group in groups]
-    while len(survivors.waiting) < 6 or not world.rewards.calls:
+    judging = [
+        asyncio.create_task(survivors.judge(prompt_record(told[group[0]["prompt_id"]]), [rollout(row) for row in group]))
+        for group in groups
+    ]
+    while len(survivors._waiting) < 6 or not world.rewards.calls:
         await asyncio.sleep(0.01)
     judging[5].cancel()  # its shard is not wanted any more
     await asyncio.wait([judging[5]])
@@ -412,16 +464,16 @@ async def test_groups_that_finish_while_others_are_scored_are_scored_together(tm
     assert sum(world.rewards.calls) == 15 and len(world.rewards.calls) == 2, (
         "the first alone, those that came meanwhile together"
     )
-    assert survivors.begin([]).is_set() and survivors._groups == {0, 1, 2, 3, 4} and not survivors.waiting
+    assert survivors.begin([]).is_set() and survivors._groups == {0, 1, 2, 3, 4} and not survivors._waiting
     assert len(survivors.scores) == 15 and prompts.folder
 
 
 async def test_a_scorer_that_fails_leaves_the_other_groups_to_be_judged(tmp_path: Path) -> None:
-    world = World(tmp_path, PlayedPool(Random(2)), ["rl.oversampling=3", "rl.filters={}"])
-    await sample_prompts(world.session, 0, 0, None)
+    world = World(tmp_path, PlayedPool(Random(2)), ["rl.oversampling=3", "rl.filters={}", "rl.estimator=reinforce_plus_plus"])
+    await sample_prompts(world.session, iteration=0, round_index=0, before=None)
     (row, *_) = world.rows(0, "prompts/round-0", "prompts.parquet", PROMPT_ROWS)
     more = {"finish_reason": "stop", "environment": "", "completion_tokens": [1]}
-    survivors, score_well, failures = Survivors(4), world.rewards.score, [EngineError("closed")]
+    survivors, score_well, failures = Survivors(world.session, (0, 0), 4), world.rewards.score, [EngineError("closed")]
 
     def fails_once(items: list[JsonDict]) -> list[Score]:
         if failures:
@@ -431,16 +483,18 @@ async def test_a_scorer_that_fails_leaves_the_other_groups_to_be_judged(tmp_path
     world.rewards.score = fails_once  # pyright: ignore[reportAttributeAccessIssue]
     # the last one is there twice: its shard is tried again, and the attempt before is not over
     groups = [[row | more | {"group_index": index, "completion": f"{index}"}] for index in (0, 1, 2, 2)]
-    told = await asyncio.gather(*(judge(world.session, survivors, row, group) for group in groups), return_exceptions=True)
+    told = await asyncio.gather(
+        *(survivors.judge(prompt_record(row), [rollout(entry) for entry in group]) for group in groups), return_exceptions=True
+    )
     assert [type(each) for each in told] == [EngineError, *[type(None)] * 3]
-    assert survivors._groups == {1, 2} and not survivors.waiting
+    assert survivors._groups == {1, 2} and not survivors._waiting
 
 
 async def test_a_process_that_takes_over_a_round_counts_what_was_committed(tmp_path: Path) -> None:
     world = World(tmp_path, PlayedPool(Random(2)), ["rl.oversampling=3", "rl.filters={}"])
-    prompts = await sample_prompts(world.session, 0, 0, None)
+    prompts = await sample_prompts(world.session, iteration=0, round_index=0, before=None)
     for shard in (0, 1):
-        await generate(world.session, 0, 0, shard, prompts.ref, POLICY)
+        await generate(world.session, iteration=0, round_index=0, shard=shard, prompts=prompts.ref, policy=POLICY)
     rows = [
         row for shard in (0, 1) for row in world.rows(0, f"rollouts/round-0/shard-{shard:03d}", "rollouts.parquet", ROLLOUTS)
     ]
@@ -448,7 +502,7 @@ async def test_a_process_that_takes_over_a_round_counts_what_was_committed(tmp_p
     assert 4 * 3 == len(whole) < len(rows)  # there was enough
     world.start()
     world.rewards.scored.clear()
-    await generate(world.session, 0, 0, 3, prompts.ref, POLICY)
+    await generate(world.session, iteration=0, round_index=0, shard=3, prompts=prompts.ref, policy=POLICY)
     late = world.rows(0, "rollouts/round-0/shard-003", "rollouts.parquet", ROLLOUTS)
     assert [row["completion_tokens"] for row in late] == [[]] * 9
     assert world.rewards.scored == Counter(row["completion"] for row in whole)

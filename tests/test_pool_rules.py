@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,13 +14,15 @@ from rlpipe.engines.client import (
     Completion,
     EngineClient,
     EngineUnavailable,
+    Heard,
     RequestRefused,
     SampleRequest,
-    SamplingParams,
+    Sampling,
+    cut_short,
 )
-from rlpipe.engines.pool import EnginePool, GroupRequest, Host, _cut_short
+from rlpipe.engines.pool import EnginePool, GroupRequest, Host, NextTurn
+from rlpipe.engines.weights import Probe
 from rlpipe.types import ArtifactRef, EngineError, UserError
-from rlpipe.weights import Probe
 
 REF, PROBE = ArtifactRef("policy", "sha"), Probe([1, 2], [-1.0])
 TIMEOUT_S = 1.0
@@ -30,17 +33,18 @@ class Played(EngineClient):
 
     def __init__(self, name: str, seconds: float = 0.0) -> None:
         self.name, self.url, self.seconds = name, name, seconds
+        self.exact = True
         self.down = False
         self.most, self.now = 0, 0
 
-    async def sample(self, requests: list[SampleRequest], timeout_s: float) -> list[Completion | EngineUnavailable]:
+    async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
         if self.down:
-            return [EngineUnavailable(f"{self.name} refuses")] * len(requests)
-        self.now += len(requests)
+            raise EngineUnavailable(f"{self.name} refuses")
+        self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(self.seconds)
-        self.now -= len(requests)
-        return [Completion([7], [-0.5], "length", [(1, 1)], self.name) for _ in requests]
+        self.now -= 1
+        return Completion([7], [-0.5], "length", [(1, 1)], self.name)
 
     async def score(self, tokens: list[int], num_scored: int) -> list[float]:
         raise NotImplementedError
@@ -64,6 +68,7 @@ class PlayedHost:
     name: str = "played"
     fault: Exception | None = None
     served: list[int] = field(default_factory=list)
+    progress: int = 0
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
         self.served.append(version)
@@ -85,8 +90,9 @@ async def pool_of(*hosts: PlayedHost, in_flight_max: int = 4) -> EnginePool:
     return pool
 
 
-def groups(count: int) -> list[GroupRequest]:
-    return [GroupRequest(f"p/{index}", [1], [SamplingParams(1)] * 2, [NOTHING_YET] * 2) for index in range(count)]
+def groups(count: int, size: int = 2, tokens_max: int = 1) -> list[GroupRequest]:
+    params, prior = [Sampling(tokens_max)] * size, [NOTHING_YET] * size
+    return [GroupRequest(f"p/{index}", [1], params, prior) for index in range(count)]
 
 
 async def test_a_queue_longer_than_one_timeout_is_no_fault() -> None:
@@ -96,38 +102,37 @@ async def test_a_queue_longer_than_one_timeout_is_no_fault() -> None:
     assert all(completion.finished for group in done for completion in group) and engine.most == 4
 
 
-async def test_what_on_group_returns_is_the_group_s_next_turn() -> None:
-    """Group 1 takes a turn more than group 0; of each, the second rollout is over after the first turn."""
-    pool, wanted = (
-        await pool_of(PlayedHost([Played("a")])),
-        [GroupRequest(f"p/{i}", [1], [SamplingParams(9)] * 2, [NOTHING_YET] * 2) for i in (0, 1)],
-    )
-    turns: list[int] = []
+async def test_what_on_rollout_returns_is_the_rollout_s_next_turn_where_it_was() -> None:
+    """Of each group the first rollout takes two turns more, and none waits for another of its group."""
+    engines = [Played(name, 0.01) for name in "abc"]
+    pool, wanted = await pool_of(PlayedHost([*engines]), in_flight_max=2), groups(6, tokens_max=9)
+    turns: list[tuple[int, int]] = []
 
-    async def on_group(index: int, group: list[Completion]) -> GroupRequest | None:
-        turns.append(index)
-        if turns.count(index) > index:
+    async def on_rollout(number: int, index: int, completion: Completion) -> NextTurn | None:
+        turns.append((number, index))
+        if index or turns.count((number, index)) == 3:
             return None
-        said = Completion([5, 6], [0.0, 0.0], "abort", [(1, 2)], "")
-        return replace(wanted[index], prior=[group[0].then(said), group[1]])
+        said = Completion([5, 6], [0.0, 0.0], "abort", [(1, 2)], completion.engine)
+        return wanted[number].params[index], replace(completion, finish_reason="abort").then(said)
 
-    one, two = await pool.generate(wanted, on_group)
-    assert sorted(turns) == [0, 1, 1]
-    assert one == [Completion([7], [-0.5], "length", [(1, 1)], "a")] * 2
-    assert two == [Completion([7, 5, 6, 7], [-0.5, 0.0, 0.0, -0.5], "length", [(1, 4)], "a"), one[1]]
+    done = await pool.generate(wanted, on_rollout=on_rollout)
+    assert Counter(turns) == {(number, index): 1 if index else 3 for number in range(6) for index in (0, 1)}
+    for first, second in done:
+        assert first.tokens == [7, 5, 6, 7, 5, 6, 7] and first.spans == [(1, 7)]
+        assert second.tokens == [7]
 
 
 async def test_an_engine_that_refuses_to_abort_is_asked_once_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    engine, enough, asked = Played("a"), asyncio.Event(), []
+    engine, enough, aborts = Played("a"), asyncio.Event(), []
 
     async def refuse(request_ids: list[str]) -> None:
-        asked.append(request_ids)
+        aborts.append(request_ids)
         raise RequestRefused("wrong key")
 
     engine.abort = refuse
     enough.set()
-    await asyncio.wait_for(_cut_short(engine, [], enough), 10)
-    assert asked == [[]] and "wrong key" in caplog.text
+    await asyncio.wait_for(cut_short(engine, "a", enough), 10)
+    assert aborts == [["a"]] and "wrong key" in caplog.text
 
 
 async def test_calls_side_by_side_share_the_seats() -> None:
@@ -135,7 +140,7 @@ async def test_calls_side_by_side_share_the_seats() -> None:
     pool = await pool_of(PlayedHost(engines), in_flight_max=4)
     await asyncio.gather(*(pool.generate(groups(8)) for _ in range(3)))
     assert [engine.most for engine in engines] == [4, 4]
-    assert all(seat.in_flight == 0 for seat in pool._seats.values())
+    assert all(load.in_flight == 0 for load in pool._loads.values())
 
 
 async def test_engines_that_all_refuse_for_a_moment_are_waited_for() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
-from rlpipe.config import PipelineConfig
-from rlpipe.config_source import read_config
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import read_config
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.sources import load_conversations, load_prompts
-from rlpipe.data.tiny_tokenizer import build_tokenizer
-from rlpipe.plan import plan_lines
+from rlpipe.engines.commands import EngineAddress, argv_of
+from rlpipe.engines.weights import Probe, Weights
+from rlpipe.report.plan import plan_lines
 from rlpipe.rewards.registry import resolve
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -38,9 +42,18 @@ def text_of(messages: list[dict[str, str]]) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_is_valid_and_can_be_planned(name: str) -> None:
-    lines = "\n".join(plan_lines(read_config(name, [], PRESETS)))
-    assert "rollouts" in lines
-    assert "GiB" in lines
+    assert "rollouts" in "\n".join(plan_lines(read_config(name, [], PRESETS)))
+
+
+def test_the_page_states_the_gpus_that_each_preset_asks_for() -> None:
+    page = (PRESETS.parent.parent / "docs" / "presets.md").read_text()
+    rows = re.findall(r"^\| `([a-z0-9.-]+)` \|(.*)\|$", page, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == NAMES
+    for name, cells in rows:
+        config = read_config(name, [], PRESETS)
+        num_gpus = sum(part.nodes * len(part.gpu_ids) for part in (config.trainer, config.engines))
+        stated = re.search(r"\| (\d+) \|", cells)
+        assert num_gpus == (int(stated[1]) if stated else 0), name
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if generated(name)])
@@ -63,3 +76,13 @@ def test_generated_data_fits_the_preset(name: str, tmp_path: Path) -> None:
         assert sum(mask) <= config.rl.completion_tokens_max
         scores = {reward: function(prompt.as_json(), right) for reward, function in rewards.items()}
         assert set(scores.values()) == {1.0}, (prompt, scores)
+
+
+@pytest.mark.parametrize("flags", [[], ["--enable-deterministic-inference"]])
+def test_deterministic_inference_is_a_choice(flags: list[str], tmp_path: Path) -> None:
+    """It takes a third of SGLang's throughput; a run that is killed loses nothing without it."""
+    on_gpu = ["engines.kind=sglang", "engines.python=/venv/bin/python", "engines.gpu_ids=[0]", "model.dtype=bfloat16"]
+    config = read_config("tiny", ["run=a", *on_gpu, f"engines.flags={json.dumps(flags)}"], PRESETS)
+    weights = Weights(tmp_path, 1, Probe([1, 2], [-1.0]))
+    argv = argv_of(config, EngineAddress(0, "127.0.0.1", 8000, ("", "")), weights)
+    assert argv.count("--enable-deterministic-inference") == len(flags), argv

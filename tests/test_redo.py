@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.config_source import override_config, read_config
+from rlpipe.config.source import override_config, read_config
 from rlpipe.stages.redo import changes, check_redo
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.types import UserError, canonical_json
+from tests.test_store_run import record_of
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 
@@ -72,7 +73,7 @@ def test_the_changes_are_told_metric_by_metric(run: Run) -> None:
         "b": {"rollout/reward_mean": 0.5, "train/loss": 0.5, "rollout/groups_dropped_low_reward": 3, "time/iteration_s": 2.0},
     }
     for each in (run, redone):
-        each.store.create(each.iteration_key(3), canonical_json({"metrics": told[each.name]}))
+        each.store.create(each.iteration_key(3), canonical_json(record_of(each, 3, told[each.name], {})))
     lines = changes(redone)
     assert lines[0] == "iteration 3, redone from filter on: a -> b"
     assert [line.split() for line in lines[1:]] == [

@@ -101,8 +101,11 @@ def test_a_path_takes_its_arguments_and_the_facts() -> None:
         (["argued:scaled"], {"argued:scaled": {"scale": 1, "sift": 2}}, ["rl.reward_args.argued:scaled.sift", "shift=0.0"]),
         (["argued:told"], {"argued:told": {"rollout": 1}}, ["rl.reward_args.argued:told.rollout", "rlpipe itself gives"]),
         (["argued:short"], {}, ["argued:short(prompt)"]),
+        (["code"], {"code": {"total_s": "8"}}, ["rl.reward_args.code.total_s='8'", "number"]),
+        (["code"], {"code": {"total_s": 10.0}}, ["rl.reward_args.code.total_s=10 is not below rl.reward_timeout_s=10"]),
         (["remote"], {}, ["rl.reward_args.remote.url", "required"]),
         (["remote"], {"remote": {"url": "here:80"}}, ["url='here:80' is no URL"]),
+        (["remote"], {"remote": {"url": "http:///v1"}}, ["url='http:///v1' is no URL"]),  # a host that a template left empty
         (["remote"], {"remote": {"url": "http://me:s3cret@here"}}, ["url holds a user or password"]),
         (["remote"], {"remote": {"url": "$NO_SUCH_NAME"}}, ["the environment variable NO_SUCH_NAME is not set"]),
         (["remote"], {"remote": {"url": "http://here", "key_env": "NO_SUCH_NAME"}}, ["key_env='NO_SUCH_NAME'"]),

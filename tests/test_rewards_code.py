@@ -1,16 +1,18 @@
 """The reward `code`: forms of tests, what passes, what does not, and programs that pretend."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlpipe.rewards.code import code, last_program
-from rlpipe.rewards.code_tests import pick, read_tests, same_output
-from rlpipe.rewards.pool import RewardPool
+from rlpipe.rewards.code import code, last_program, pick, read_tests
+from rlpipe.rewards.pool import RewardPool, check_time
 from rlpipe.rewards.registry import resolve
+from rlpipe.rewards.sandbox import runner
+from rlpipe.rewards.sandbox.wire import same_output
 from rlpipe.rewards.score import Score
 from rlpipe.types import UserError
 
@@ -47,6 +49,7 @@ FORMS = {
     "PRIME, function": (prompt({"inputs": ["[1]\n2"], "outputs": ["[1, 2]"], "fn_name": "add"}), SOLUTION),
     "function without a class": (prompt({"inputs": ["2"], "outputs": ["4"], "fn_name": "f"}), "def f(x): return x * x"),
     "function of dictionaries": (prompt({"inputs": [[{"a": 1}]], "outputs": [{"1": "a"}], "fn_name": "f"}), "f = lambda d: {v: k for k, v in d.items()}"),
+    "AceCode, asserts": (prompt({"inputs": ["", ""], "outputs": ["", ""], "assert_case": ["assert f(2) == 4", "assert f(3) == 9"]}), "def f(x): return x * x"),
     "DeepCoder, stdin": (prompt([{"input": "1 2", "output": "3", "type": "stdin_stdout"}]), ADD),
     "LiveCodeBench, function": (prompt([{"input": "[1]\n2", "output": "[1, 2]", "testtype": "functional"}], func_name="add"), SOLUTION),
     "verification_info": (prompt(verification_info={"answer": {"test_cases": [{"input": "1 2", "output": "3"}]}}), ADD),
@@ -116,10 +119,10 @@ CHEATS = {
     "no assert": "import builtins\nbuiltins.AssertionError = None\ndef f(x): return 0",
     "patches the sandbox": """
 import sys
-from rlpipe.rewards.sandbox import remote, program
-remote.same = lambda *_: True
+from rlpipe.rewards.sandbox import program
+program.same = lambda *_: True
 program._exit_code = lambda body: 0
-remote.encode = lambda *_: 2
+program.encode = lambda *_: 2
 def f(x): return 0
 """,
     "blames the tests": "def f(x): raise SyntaxError('tests')",
@@ -250,6 +253,27 @@ def test_harm_in_one_rollout_leaves_the_others_alone(tmp_path: Path, monkeypatch
         scores = pool.score([{"prompt": given, "completion": completion, "rollout": {}} for completion in completions])
     one, zero = Score(1.0, {"reward": 1.0}), Score(0.0, {"reward": 0.0})
     assert scores == [one, zero, zero] * len(HARM)
+
+
+def test_a_check_with_a_nan_is_an_error_and_no_zero() -> None:
+    given = [prompt({"inputs": [[1]], "outputs": [expected], "fn_name": "f"}) for expected in (1, float("nan"))]
+    items = [{"prompt": one, "completion": block("def f(x): return x"), "rollout": {}} for one in given]
+    with RewardPool({"code": 1.0}, workers=1, timeout_s=60.0) as pool:
+        scores = pool.score(items)
+    assert [(score.reward, score.reason) for score in scores] == [(1.0, None), (None, "reward_error")]
+    assert pool.last_error is not None and "not JSON compliant" in pool.last_error
+
+
+@pytest.mark.parametrize(("is_full", "level"), [(True, logging.INFO), (False, logging.WARNING)])
+def test_the_log_names_the_confinement(
+    is_full: bool, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "check_interpreter", lambda python: runner.Confinement(f"walls around {python}", is_full))
+    with caplog.at_level(logging.INFO):
+        check_time({"python": "/a/python"}, 10.0)
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert record.getMessage().startswith("reward code: programs are confined by walls around /a/python")
 
 
 def test_by_name() -> None:

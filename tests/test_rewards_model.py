@@ -21,8 +21,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from rlpipe.data.tiny_tokenizer import build_tokenizer
-from rlpipe.rewards import model as model_module
+from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.rewards import process as process_module
 from rlpipe.rewards.pool import RewardPool, check_rewards
 from rlpipe.types import EngineError, UserError
 
@@ -70,8 +70,8 @@ def expected(folder: Path, completions: list[str], output: int) -> list[float]:
 
 
 def pid_of(pool: RewardPool) -> int:
-    (process,) = pool._scorers[-1]._processes  # pyright: ignore[reportAttributeAccessIssue]
-    return process.pid
+    (process,) = pool._scorers[-1].processes.children  # pyright: ignore[reportAttributeAccessIssue]
+    return process._process.pid
 
 
 @pytest.mark.e2e
@@ -109,7 +109,7 @@ def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(folder: Path
     name = f"hf:{folder}"
     items = [item(str(number)) for number in range(5)]
     for losses_max, reasons in ((8, [None] * 5), (0, ["reward_crash"] * 5)):
-        monkeypatch.setattr(model_module, "LOSSES_MAX", losses_max)
+        monkeypatch.setattr(process_module, "LOSSES_MAX", losses_max)
         with RewardPool({name: 1.0}, {name: {"batch_size": 2}}, workers=1, timeout_s=1.0) as pool:
             os.kill(pid_of(pool), signal.SIGSTOP)
             assert [score.reason for score in pool.score(items)] == reasons

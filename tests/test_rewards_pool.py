@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rlpipe.rewards import process as process_module
-from rlpipe.rewards.pool import RewardPool, check_rewards
+from rlpipe.rewards.pool import RewardPool, check_rewards, score
 from rlpipe.rewards.process import RewardLost
 from rlpipe.rewards.score import Score
 from rlpipe.types import EngineError, UserError
@@ -96,7 +96,7 @@ def test_reward_is_the_weighted_sum_of_the_parts(pool: RewardPool) -> None:
 
 def test_every_misbehaviour_has_its_reason_and_harms_no_other(pool: RewardPool) -> None:
     bad = {
-        "raise": "reward_error", "sleep": "reward_timeout", "spin": "reward_timeout", "exit": "reward_crash", "kill": "reward_crash",
+        "raise": "reward_error", "sleep": "reward_timeout", "spin": "reward_timeout", "exit": "reward_error", "kill": "reward_crash",
         "nan": "reward_invalid", "inf": "reward_invalid", "none": "reward_invalid", "text": "reward_invalid", "empty": "reward_invalid",
         "badpart": "reward_invalid",
     }  # fmt: skip
@@ -113,7 +113,7 @@ def test_every_misbehaviour_has_its_reason_and_harms_no_other(pool: RewardPool) 
     [
         ("raise", ["behaviours:behave", "KeyError", "gone", "behaviours.py:"]),
         ("sleep", ["set/0", "rl.reward_timeout_s=1"]),
-        ("exit", ["set/0", "died"]),
+        ("exit", ["behaviours:behave", "SystemExit: 3", "behaviours.py:"]),
         ("text", ["behave is '1.0'", "finite number"]),
     ],
 )
@@ -163,7 +163,7 @@ def test_what_is_being_scored_when_the_pool_closes_ends_and_records_no_fault(
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(pool.score, items(*[completion] * 5000))
         time.sleep(after_s)
-        workers = [process.pid for process in pool._scorers[0]._processes]  # pyright: ignore[reportAttributeAccessIssue]
+        workers = [child._process.pid for child in pool._scorers[0].processes.children]  # pyright: ignore[reportAttributeAccessIssue]
         pool.close()
         with pytest.raises(EngineError, match="closed while there was something to score"):
             scoring.result(timeout=60)
@@ -292,3 +292,10 @@ def test_facts_reach_the_functions_that_want_them(folder: Path) -> None:
         scores = pool.score(rollouts)
     assert scores[0] == Score(4.75, {"told": 3.0, "length": 1.0, "environment": 0.25, "half": 0.5})
     assert [score.reason for score in scores[1:]] == ["reward_error", "reward_invalid"]
+
+
+def test_rows_are_scored_outside_of_a_run() -> None:
+    rows = [{"prompt": "2 + 2?", "answer": "4", "completion": text} for text in ("<answer>4</answer>", "<answer>5</answer>")]
+    rows.append({"prompt": [{"role": "user", "content": "x"}], "completion": "y", "rollout": {"num_tokens": 7}})
+    assert [scored.reward for scored in score({"exact": 1.0}, rows[:2])] == [1.0, 0.0]
+    assert [scored.reward for scored in score({"length": 1.0}, rows, {"length": {"max": 3}})] == [1.0, 1.0, 0.0]

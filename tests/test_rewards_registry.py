@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlpipe.config import DataConfig
+from rlpipe.config.pipeline import DataConfig
 from rlpipe.data.sources import load_prompts
 from rlpipe.rewards.registry import check_names, resolve
 from rlpipe.types import UserError

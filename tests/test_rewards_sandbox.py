@@ -1,4 +1,4 @@
-"""The sandbox under every plan that this system allows, as root and as another user: what programs try, and what is left of it."""
+"""The sandbox as root, as root in a container and as another user: what programs try, and what is left of it."""
 
 import json
 import os
@@ -7,37 +7,27 @@ import sys
 import tempfile
 import time
 import venv
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 
-from rlpipe.rewards.sandbox import jail, linux, runner, seccomp
-from rlpipe.rewards.sandbox.jail import Limits, Plan
-from rlpipe.rewards.sandbox.runner import Outcome, Run, run
-from tests.sandbox_world import HOSTILE, PATIENT, SYSTEM_PYTHON, attack, judge, marked, plans
+from rlpipe.rewards.sandbox import confinement
+from rlpipe.rewards.sandbox.confinement import ProgramLimits
+from rlpipe.rewards.sandbox.runner import Outcome, check_interpreter, run
+from rlpipe.types import UserError
+from tests.sandbox_world import HOSTILE, KILLED, PATIENT, SYSTEM_PYTHON, attack, daemon_after_kill, judge
 
 ROOT = Path(__file__).parent.parent
 NOBODY = 65534
-PAIRS = [(sys.executable, plan) for plan in plans(sys.executable)]
-if os.path.exists(SYSTEM_PYTHON) and (sys.version_info >= (3, 11)):
-    PAIRS += [(SYSTEM_PYTHON, plan) for plan in plans(SYSTEM_PYTHON) if plan not in [known for _, known in PAIRS]]
-# the filter of system calls is a second wall: without it the others must hold alone
-FIRST = {pair[1].namespaces: pair for pair in reversed(PAIRS) if pair[1].seccomp}
-WITHOUT_FILTER = {f"{pair[1].namespaces}, no filter": pair for pair in reversed(PAIRS) if not pair[1].seccomp}
-ALL = {**FIRST, **WITHOUT_FILTER}
+PYTHON = sys.executable
+EMPTY = ("stdin", "")
+WORLD = "root" if os.geteuid() == 0 else "user"
 
 
-PLANS = [pytest.param(name, marks=() if name in ("full", "none") else pytest.mark.e2e) for name in ALL]
-
-
-@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs(name: str, plan: str, tmp_path: Path) -> None:
-    python, chosen = ALL[plan]
-    judge(name, chosen, attack(python, chosen, name, tmp_path))
+def test_hostile_programs(name: str, tmp_path: Path) -> None:
+    judge(name, WORLD, attack(PYTHON, name, tmp_path))
 
 
 @pytest.fixture
@@ -53,72 +43,49 @@ def python_of_nobody() -> str:
     return SYSTEM_PYTHON
 
 
-@pytest.mark.e2e
-def test_hostile_programs_as_an_ordinary_user(python_of_nobody: str) -> None:
+@pytest.mark.e2e  # a minute of processes
+@pytest.mark.parametrize("world", ["container", "user"])
+def test_hostile_programs_in_another_world(world: str, python_of_nobody: str) -> None:
+    identity: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if world == "user" else {}
     done = subprocess.run(
-        [python_of_nobody, "-m", "tests.sandbox_world"],
-        user=NOBODY, group=NOBODY, extra_groups=[], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        [python_of_nobody, "-m", "tests.sandbox_world", *(["container"] if world == "container" else [])],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **identity,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert {name for _, name, _ in found} == set(HOSTILE)
-    assert not any(plan["drop"] for plan, _, _ in found)
+    (name_of_confinement, is_full), results, daemons = json.loads(done.stdout)
+    uid = "no uid" if world == "user" else "a uid"
+    assert name_of_confinement.endswith(f"limits, {uid} of their own, no process namespace") and not is_full
+    assert set(results) == set(HOSTILE)
+    assert daemons == dict.fromkeys(KILLED, "ended")
     wrong: list[str] = []
-    for plan, name, got in found:
+    for name, got in results.items():
         try:
-            judge(name, Plan(**plan), got)
+            judge(name, world, got)
         except AssertionError as error:
-            wrong.append(f"{plan}: {name}: {error}")
+            wrong.append(f"{name}: {error}")
     assert not wrong, "\n".join(wrong)
 
 
-SLEEPER = """
-import os
-if os.fork() == 0:
-    os.setsid()
-    os.execv("/usr/bin/sleep", ["sleep", "MARK"])
-os.wait()
-"""
-STARTER = """
-import json, sys
-from rlpipe.rewards.sandbox.jail import Limits, Plan
-from rlpipe.rewards.sandbox.runner import Run, run
-python, plan, source = json.load(sys.stdin)
-list(run(python, Plan(**plan), Limits(60.0, 60.0, 256, 4, 8), source, [Run(stdin="")]))
-"""
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_death_of_its_starter_ends_a_program(plan: str) -> None:
-    python, chosen = ALL[plan]
-    mark = f"{int.from_bytes(os.urandom(4), 'big') + 100000}"
-    starter = subprocess.Popen([sys.executable, "-c", STARTER], stdin=subprocess.PIPE, start_new_session=True)
-    assert starter.stdin is not None
-    starter.stdin.write(json.dumps([python, asdict(chosen), SLEEPER.replace("MARK", mark)]).encode())
-    starter.stdin.close()
-    assert _becomes(lambda: len(marked(mark)) == 1)
-    os.killpg(starter.pid, 9)  # as the pool does
-    starter.wait()
-    assert _becomes(lambda: marked(mark) == [])
+@pytest.mark.parametrize("killed", KILLED)
+def test_a_kill_above_a_program_ends_its_daemons(killed: str) -> None:
+    time_s = 3.0 if WORLD == "user" and killed.startswith("upper") else 60.0  # there the lower one goes on
+    assert daemon_after_kill(PYTHON, killed, time_s) == "ended"
 
 
 def test_no_file_stays_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    python, plan = PAIRS[0]
-    assert [one.status for one in run(python, plan, PATIENT, "", [Run(stdin="")] * 2)] == ["ok", "ok"]
-    next(run(python, plan, PATIENT, "", [Run(stdin="")] * 2))  # closed before its end
+    assert [one.status for one in run(PYTHON, PATIENT, "", [EMPTY] * 2)] == ["ok", "ok"]
+    next(run(PYTHON, PATIENT, "", [EMPTY] * 2))  # closed before its end
     assert before == set(os.listdir("/proc/self/fd"))
 
 
 def test_programs_of_a_sandbox_share_no_files() -> None:
-    python, plan = PAIRS[0]
     source = "import os; print(os.listdir('.')); open('left', 'w')"
-    assert list(run(python, plan, PATIENT, source, [Run(stdin="")] * 2)) == [Outcome("ok", "[]\n")] * 2
+    assert list(run(PYTHON, PATIENT, source, [EMPTY] * 2)) == [Outcome("ok", "[]\n")] * 2
 
 
 def test_a_program_is_the_main_module_with_its_own_streams() -> None:
-    python, plan = PAIRS[0]
     source = """
 import atexit, os, sys, threading
 def late():
@@ -129,7 +96,7 @@ print(sys.stdin.readline().strip(), sorted(set(os.environ) - {"LC_CTYPE"})[-1])
 threading.Thread(target=late).start()
 sys.exit()
 """
-    (outcome,) = run(python, plan, PATIENT, source, [Run(stdin="Grüße\nzwei")])
+    (outcome,) = run(PYTHON, PATIENT, source, [("stdin", "Grüße\nzwei")])
     assert outcome == Outcome("ok", "Grüße TMPDIR\n__main__ ['program.py']\nat exit\n")
 
 
@@ -138,80 +105,64 @@ sys.exit()
                            ("def f(:", "error"), ("", "ok"), ("import sys; sys.exit('no')", "error"), ("import os; os._exit(119)", "error")],
 )  # fmt: skip
 def test_status(source: str, status: str) -> None:
-    python, plan = PAIRS[0]
-    assert [one.status for one in run(python, plan, PATIENT, source, [Run(stdin="")])] == [status]
+    assert [one.status for one in run(PYTHON, PATIENT, source, [EMPTY])] == [status]
 
 
 def test_results_do_not_depend_on_the_hash_seed() -> None:
-    python, plan = PAIRS[0]
-    outputs = {next(run(python, plan, PATIENT, "print(set('abcdefgh'))", [Run(stdin="")])).output for _ in range(3)}
+    outputs = {next(run(PYTHON, PATIENT, "print(set('abcdefgh'))", [EMPTY])).output for _ in range(3)}
     assert len(outputs) == 1
 
 
 def test_all_runs_together_have_a_limit() -> None:
-    python, plan = PAIRS[0]
-    limits = Limits(time_s=30.0, total_s=0.5, memory_mb=256, processes=4, files_mb=8)
+    limits = ProgramLimits(time_s=30.0, total_s=0.5, memory_mb=256, processes=4, files_mb=8)
     started_s = time.monotonic()
-    outcomes = list(run(python, plan, limits, "while True: pass", [Run(stdin="")] * 3))
+    outcomes = list(run(PYTHON, limits, "while True: pass", [EMPTY] * 3))
     assert [one.status for one in outcomes] == ["timeout"] * 3
     assert time.monotonic() - started_s < 25
 
 
-def test_protections_are_measured() -> None:
-    assert runner.strongest_plan(sys.executable) == PAIRS[0][1]
-    assert runner._probe(*PAIRS[0]) == []
-    assert set(runner._probe(sys.executable, Plan(False, False, "none", 0, False))) == {
-        "programs reach the network", "programs read what this user may read", "programs can signal this user's processes",
-    }  # fmt: skip
+def test_a_confinement_that_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "TRIAL", "print('a program can read other files')")
+    with pytest.raises(UserError, match=r"no program can be run with .*\(a program can read other files\)"):
+        check_interpreter.__wrapped__(PYTHON)
+
+
+@pytest.mark.parametrize(("version", "uids", "reason"), [(0, range(0), "no Landlock"), (0, range(9), "no Landlock"),
+                         (5, range(0), "version 5, and an ordinary user needs 6"), (1, range(9), ""), (6, range(0), "")])  # fmt: skip
+def test_what_a_system_must_have(version: int, uids: range, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "landlock_version", lambda: version)
+    monkeypatch.setattr(confinement, "free_uids", lambda: uids)
+    assert reason in confinement.missing() if reason else confinement.missing() == ""
+    if reason:
+        with pytest.raises(UserError, match=rf"cannot confine programs: .*{reason}.*remote = 1.0"):
+            check_interpreter.__wrapped__(PYTHON)
 
 
 def test_an_interpreter_may_lie_where_programs_have_their_tmp() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         venv.create(folder, symlinks=True)
-        plan = runner.strongest_plan(f"{folder}/bin/python")
-        assert plan == PAIRS[0][1] and runner._probe(f"{folder}/bin/python", plan) == []
+        assert check_interpreter(f"{folder}/bin/python") == check_interpreter(PYTHON)
 
 
-CONTAINER = """
-import json, sys
-from dataclasses import asdict
-from rlpipe.rewards.sandbox import linux, runner, seccomp
-seccomp.DENIED = {"unshare": seccomp.DENIED["unshare"]}
-linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-linux.filter_syscalls(seccomp.filter_program(False))
-plan = runner.strongest_plan(sys.argv[1])
-print(json.dumps([plan.namespaces, plan.drop, runner._probe(sys.argv[1], plan)]))
-"""
-
-
-@pytest.mark.skipif(not seccomp.supported(), reason="refuses namespaces as containers do, with a filter of system calls")
-def test_where_namespaces_are_refused(python_of_nobody: str) -> None:
-    command = [python_of_nobody, "-c", CONTAINER, python_of_nobody]
-    kept: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "env": {"PYTHONPATH": str(ROOT)}}
-    as_root = subprocess.run(command, **kept)
-    assert json.loads(as_root.stdout) == ["none", True, []]
-    as_nobody = subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], **kept)
-    assert json.loads(as_nobody.stdout) == ["none", False, [] if linux.landlock_version() >= 6 else ANY]
+@pytest.mark.skipif(os.geteuid() != 0, reason="a user does not see what only root may enter")
+def test_an_interpreter_may_lie_where_only_root_may_enter() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # of mode 0700
+        (Path(folder) / "secret").write_text("the secret")
+        os.chmod(Path(folder) / "secret", 0o644)
+        os.mkdir(f"{folder}/python", 0o755)
+        venv.create(f"{folder}/python", symlinks=True)
+        source = f"import os; print(os.listdir({folder!r} + '/python/bin') != [], os.path.exists({folder!r} + '/secret'))"
+        assert list(run(f"{folder}/python/bin/python", PATIENT, source, [EMPTY])) == [Outcome("ok", "True False\n")]
 
 
 def test_an_interpreter_that_does_not_start_is_refused() -> None:
     with pytest.raises(ValueError, match="python = '/no/python' does not start"):
-        runner.strongest_plan("/no/python")
+        check_interpreter("/no/python")
 
 
-def test_readable_paths_hold_no_folder_twice(tmp_path: Path) -> None:
-    (tmp_path / "inner").mkdir()
-    paths = jail.readable_paths([str(tmp_path), str(tmp_path / "inner"), "/usr/local"])
-    assert str(tmp_path) in paths
-    assert str(tmp_path / "inner") not in paths
-    assert "/usr/local" not in paths
-
-
-def _becomes(condition, timeout_s: float = 60.0) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.02)
-    return True
+def test_the_sandbox_needs_nothing_but_the_standard_library() -> None:
+    """Its supervisor starts with each rollout, under whatever interpreter there is: an import that is not at hand would be seen there only."""
+    program = "import sys, rlpipe.rewards.sandbox.runner; print(sorted({'pydantic', 'numpy', 'pyarrow', 'httpcore'} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == "[]"

@@ -5,57 +5,60 @@ from typing import Any
 
 import pytest
 
-from rlpipe.config import PipelineConfig
-from rlpipe.config_source import read_config
-from rlpipe.launch import free_port
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import read_config
+from rlpipe.processes.launch import free_port
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import Rollout
 from rlpipe.rewards.score import Score
 from rlpipe.stages.preflight import preflight
-from rlpipe.stages.scoring import _score_key, score_rows
+from rlpipe.stages.scoring import score_key, score_rollouts
 from rlpipe.stages.session import Session
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import UserError
+from tests.rows import rollout
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
-PROMPTS = {"a": {"prompt_id": "a", "messages": [], "answer": "5", "metadata": {}}}
+PROMPTS = {"a": Prompt("a", "s", [], "5")}
 
 
 def config(tmp_path: Path, *sets: str) -> PipelineConfig:
     return read_config("tiny", ["run=a", f"store=file://{tmp_path}", "tracking.uri=", *sets], PRESETS)
 
 
-def row(completion: str, num_tokens: int = 1, **more: Any) -> dict[str, Any]:
+def row(completion: str, num_tokens: int = 1, **more: Any) -> Rollout:
     facts = {"completion_tokens": [1] * num_tokens, "finish_reason": "stop", "environment": ""}
-    return {"prompt_id": "a", "completion": completion, **facts, **more}
+    return rollout({"prompt_id": "a", "completion": completion, **facts, **more})
 
 
-def scored(tmp_path: Path, rows: list[dict[str, Any]], *sets: str, known: Any = None) -> list[dict[str, Any]]:
+def scored(tmp_path: Path, rows: list[Rollout], *sets: str, known: Any = None) -> list[Rollout]:
     session = Session(create_or_continue(config(tmp_path, *sets)), tmp_path / "work")
     try:
-        return score_rows(session, PROMPTS, rows, known)
+        return score_rollouts(session, PROMPTS, rows, known)
     finally:
         session.rewards.close()
 
 
 def test_a_reward_is_a_function_of_prompt_completion_and_facts(tmp_path: Path) -> None:
     rows = [row("x", 2), row("x", 4), row("x", 2, environment='{"reward": 1.0, "fault": ""}')]
-    assert len({_score_key(one) for one in rows}) == 3
-    known = {_score_key(rows[0]): Score(9.0, {"length": 9.0})}
+    assert len({score_key(one) for one in rows}) == 3
+    known = {score_key(rows[0]): Score(9.0, {"length": 9.0})}
     told = scored(tmp_path, rows, "rl.rewards={length = 1.0}", "rl.reward_args={length = {max = 3}}", known=known)
-    assert [one["reward"] for one in told] == [9.0, 0.0, 1.0]
+    assert [one.reward for one in told] == [9.0, 0.0, 1.0]
 
 
 def test_a_fault_has_the_fallback_or_stops_the_run(tmp_path: Path) -> None:
     rows = [row("x", environment='{"reward": 1.0, "fault": ""}'), row("y")]
     rewards = ("rl.rewards={environment = 1.0}", "rl.environment=calculator")
     told = scored(tmp_path / "one", rows, *rewards, "rl.reward_fallback=-1.0")
-    assert [(one["reward"], one["reward_fault"]) for one in told] == [(1.0, ""), (-1.0, "reward_error")]
+    assert [(one.reward, one.reward_fault) for one in told] == [(1.0, ""), (-1.0, "reward_error")]
     with pytest.raises(UserError, match=r"1 of 2 rollouts could not be scored .*no environment gave.*what was sampled is kept"):
         scored(tmp_path / "two", rows, *rewards, "rl.reward_fallback=none")
 
 
 def test_a_service_that_is_down_for_all_stops_the_run_whatever_the_fallback(tmp_path: Path) -> None:
     sets = ("rl.rewards={remote = 1.0}", f"rl.reward_args={{remote = {{url = 'http://127.0.0.1:{free_port()}'}}}}")
-    with pytest.raises(UserError, match=r"2 of 2 rollouts .*'reward_unavailable': 2.*ClientConnectorError"):
+    with pytest.raises(UserError, match=r"2 of 2 rollouts .*'reward_unavailable': 2.*ConnectError"):
         scored(tmp_path, [row("x"), row("y")], *sets, "rl.reward_timeout_s=0.5")
 
 

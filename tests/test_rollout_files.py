@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlpipe.data.prompt import Prompt
-from rlpipe.rollouts import PROMPTS, ROLLOUTS, to_parquet
-from rlpipe.stages.rollout_files import FileRollouts
+from rlpipe.records.columns import as_row
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import EnvironmentOutcome, Group
+from rlpipe.stages.foreign import ForeignFiles, has_no_logprobs, prompt_book
 from rlpipe.types import JsonDict, UserError
 
 GROUP = 2
@@ -41,19 +42,17 @@ def write(path: Path, rows: list[JsonDict], row_group: int = 3) -> Path:
     return path
 
 
-def opened(path: Path, prompts: list[Prompt] | None = None) -> FileRollouts:
-    return FileRollouts.open(str(path), GROUP, 16, prompts or [])
+def opened(path: Path, prompts: list[Prompt] | None = None) -> list[tuple[Prompt, Group]]:
+    return list(ForeignFiles(str(path), 16, 1000, prompt_book(prompts or [])).groups())
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=3),
     row_group=st.integers(1, 7),
-    first=st.integers(0, 5),
-    count=st.integers(1, 6),
 )
-def test_any_slice_of_the_whole_groups_is_read_back_in_order(
-    files: list[list[bool]], row_group: int, first: int, count: int, tmp_path_factory: pytest.TempPathFactory
+def test_the_whole_groups_are_read_in_order_and_those_cut_short_are_left_out(
+    files: list[list[bool]], row_group: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder, wanted = tmp_path_factory.mktemp("files"), []
     for number, groups in enumerate(files):
@@ -63,36 +62,34 @@ def test_any_slice_of_the_whole_groups_is_read_back_in_order(
             rows += [row(group, f"p/{number}-{group}", completion_tokens=[mark, 7], finish_reason=reason) for mark in marks]
             wanted += [marks] * finished
         write(folder / f"{number}.parquet", rows, row_group)
-    found = opened(folder)
-    assert len(found.groups) == len(wanted)
-    assert found.num_unfinished == sum(not finished for groups in files for finished in groups)
-    if first + count > len(wanted):
-        return
-    prompts, rollouts, rewards = found.read(first, count)
-    assert [told["completion_tokens"][0] for told in rollouts] == [
-        mark for marks in wanted[first : first + count] for mark in marks
-    ]
-    assert [told["group_index"] for told in rollouts] == [group for group in range(count) for _ in range(GROUP)]
-    assert len(prompts) == count
-    assert len(rewards) == count * GROUP
+    groups_read = opened(folder)
+    assert [[rollout.completion_tokens[0] for rollout in group] for _, group in groups_read] == wanted
+    assert all(rollout.reward == 0.5 for _, group in groups_read for rollout in group)
 
 
 def test_what_is_left_away_has_its_default_and_a_known_prompt_brings_its_answer(tmp_path: Path) -> None:
     rows = [row(0, "elsewhere/1", prompt="say 3", reward=None), row(0, "elsewhere/1", prompt="say 3", reward=None)]
     rows += [row(1, prompt="not in the data", reward=2, surplus="x"), row(1, prompt="not in the data", reward=1, surplus="x")]
-    prompts, rollouts, rewards = opened(write(tmp_path / "x.parquet", rows), [PROMPT]).read(0, 2)
-    assert (prompts[0]["answer"], json.loads(prompts[0]["metadata"]), prompts[0]["source"]) == ("three", {"k": 1}, "words")
-    assert json.loads(prompts[1]["messages"]) == [{"role": "user", "content": "not in the data"}]
-    assert [told["reward"] for told in rewards] == [2.0, 1.0]
-    assert rollouts[3] == {
+    (known, first), (unknown, second) = opened(write(tmp_path / "x.parquet", rows), [PROMPT])
+    assert (known.answer, known.metadata, known.source, known.prompt_id) == ("three", {"k": 1}, "words", "elsewhere/1")
+    assert unknown.messages == [{"role": "user", "content": "not in the data"}]
+    assert [rollout.reward for rollout in [*first, *second]] == [None, None, 2.0, 1.0]
+    assert as_row(second[1]) == {
         "prompt_id": "p/1", "group_index": 1, "rollout_index": 1, "prompt": "not in the data", "prompt_tokens": [1, 1],
         "completion": "", "completion_tokens": [4, 5], "loss_mask": [1, 1], "rollout_logprobs": [-0.5, -1.0], "weight_version": 0,
         "weight_versions": [{"version": 0, "num_tokens": 2}], "finish_reason": "stop", "seed": 0, "engine": "stored",
-        "environment": "",
-    } | {name: rollouts[3][name] for name in ROLLOUTS.names if name not in rollouts[3]}  # fmt: skip
-    assert set(rollouts[3]) == set(ROLLOUTS.names)
-    assert to_parquet(rollouts, ROLLOUTS)
-    assert to_parquet(prompts, PROMPTS)
+        "environment": "", "reward": 1.0, "reward_parts": "", "reward_fault": "", "advantage": 0.0,
+    } | {"reward_parts": as_row(second[1])["reward_parts"]}  # fmt: skip
+
+
+def test_groups_have_any_size_and_logprobs_that_nobody_recorded_are_not_known(tmp_path: Path) -> None:
+    rows = [row(group) for group, size in enumerate((1, 3, 2)) for _ in range(size)]
+    rows = [{name: value for name, value in told.items() if name != "rollout_logprobs"} for told in rows]
+    read = opened(write(tmp_path / "x.parquet", rows))
+    assert [len(group) for _, group in read] == [1, 3, 2]
+    assert all(has_no_logprobs(rollout) and len(rollout.rollout_logprobs) == 2 for _, group in read for rollout in group)
+    ((_, some),) = opened(write(tmp_path / "y.parquet", [row(0), row(0, rollout_logprobs=None)]))
+    assert [has_no_logprobs(rollout) for rollout in some] == [False, True]
 
 
 def test_a_prompt_id_alone_is_not_the_prompt(tmp_path: Path) -> None:
@@ -108,9 +105,8 @@ def test_a_prompt_id_alone_is_not_the_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt_id": "p", "reward": 1.0}], r"x\.parquet: .*column group_index, prompt_tokens, completion_tokens, rollout_logprobs"),
-        ([row(0), row(0), row(1)], r"rows 3 to 3: group 1 of prompt p/1 has 1 rollouts, and rl\.group_size=2"),
-        ([row(0), row(1), row(0), row(1)], "side by side"),
+        ([{"prompt_id": "p", "reward": 1.0}], r"x\.parquet: .*column group_index, prompt_tokens, completion_tokens \(it has"),
+        ([row(0), row(1), row(0), row(1)], "row 3: group 0 of prompt p/0 had ended: its rows must be side by side"),
         ([row(0), row(0, rollout_logprobs=[-1.0])], r"row 2: 1 rollout_logprobs, but 2 completion_tokens"),
         ([row(0, loss_mask=[1, 1]), row(0, loss_mask=[1])], r"row 2: 1 loss_mask, but 2"),
         ([row(0), row(0, rollout_logprobs=[-1.0, float("nan")])], "row 2: rollout_logprobs has a value that is no number"),
@@ -123,6 +119,9 @@ def test_a_prompt_id_alone_is_not_the_prompt(tmp_path: Path) -> None:
         ([row(0, completion_tokens="text")] * 2, "not a readable Parquet file of rollouts"),
         ([row(0, completion_tokens=[2**40, 1])] * 2, "not a readable Parquet file of rollouts"),
         ([row(0, weight_versions=[{"version": 0, "num_tokens": 1}])] * 2, "do not add up to its 2"),
+        ([row(0, weight_versions=[{"version": 0, "num_tokens": None}])] * 2, "row 1: weight_versions"),
+        ([row(0, weight_versions=[{"version": None, "num_tokens": 2}])] * 2, "row 1: weight_versions"),
+        ([row(0, weight_versions=[None])] * 2, "row 1: weight_versions"),
         ([row(0), row(0, environment="{")], r"x\.parquet row 2: environment '\{': Invalid JSON: .*; mend it, or leave the column away"),
         ([row(0), row(0, environment="[1]")], "row 2: environment .*: Input should be an object"),
         ([row(0), row(0, environment="{}")], "row 2: environment .*: reward: Field required; num_turns: .*; fault: .*; metrics: "),
@@ -145,26 +144,14 @@ def test_a_file_that_cannot_be_trained_on_is_refused_by_row(rows: list[JsonDict]
 
 def test_what_an_environment_and_a_reward_recorded_is_kept(tmp_path: Path) -> None:
     kept = [row(0, environment=played(), reward_parts='{"a": 1, "b": -0.5}'), row(0, environment="", reward_parts=None)]
-    _, rollouts, rewards = opened(write(tmp_path / "x.parquet", kept)).read(0, 1)
-    assert [told["environment"] for told in rollouts] == [played(), ""]
-    assert [told["reward_parts"] for told in rewards] == ['{"a": 1, "b": -0.5}', "{}"]
+    ((_, (first, second)),) = opened(write(tmp_path / "x.parquet", kept))
+    assert (first.environment, second.environment) == (EnvironmentOutcome(1.0, 2, "", {"calls": 1}, []), None)
+    assert (first.reward_parts, second.reward_parts or {}) == ({"a": 1, "b": -0.5}, {})
 
 
-def test_no_file_text_that_is_no_parquet_and_a_file_that_changes_are_named(tmp_path: Path) -> None:
+def test_no_file_and_text_that_is_no_parquet_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no Parquet file there"):
         opened(tmp_path / "absent.parquet")
     (tmp_path / "text.parquet").write_text("hello")
     with pytest.raises(UserError, match=r"text\.parquet: not a readable"):
         opened(tmp_path / "text.parquet")
-    path = write(tmp_path / "x" / "x.parquet", [row(0), row(0)])
-    found = opened(path)
-    assert len(found.read(0, 1)[1]) == 2
-    write(path, [row(0, reward=0.1), row(0)])
-    with pytest.raises(UserError, match=r"x\.parquet was changed"):
-        found.read(0, 1)
-
-
-def test_two_prompts_of_one_name_are_refused(tmp_path: Path) -> None:
-    rows = [row(0, "same")] * 2 + [row(1, "same")] * 2
-    with pytest.raises(UserError, match="two different prompts are called same"):
-        opened(write(tmp_path / "x.parquet", rows)).read(0, 2)

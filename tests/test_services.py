@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import resource
 import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Never
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.config_source import read_config
-from rlpipe.services import (
+from rlpipe.config.operational import TrainerConfig
+from rlpipe.config.source import read_config
+from rlpipe.processes.launch import free_port
+from rlpipe.services import finder as finding_module
+from rlpipe.services.finder import Peer, ServiceFinder, nobody_starts
+from rlpipe.services.registration import (
     ENGINES,
     KEY_VARIABLE,
     TRAINER,
@@ -20,15 +30,14 @@ from rlpipe.services import (
     ServiceRecord,
     config_of,
     dismiss,
-    nobody_starts,
     own_address,
     registered,
+    serve,
 )
 from rlpipe.store.backend import Store, open_store
-from rlpipe.store.run import create_or_continue
-from rlpipe.trainer.options import TrainerOptions, torchrun_argv
-from rlpipe.trainer.process import GangProcess
-from rlpipe.types import TrainerError, UserError
+from rlpipe.store.run import Run, create_or_continue
+from rlpipe.trainer.process import GangProcess, TrainerOptions, torchrun_argv
+from rlpipe.types import EngineError, TrainerError, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 ROOT = "runs/a"
@@ -44,13 +53,38 @@ def service(store: Store, name: str = "node-0") -> Registration:
     return Registration(store, ROOT, ENGINES, ServiceRecord(name, "http://127.0.0.1:1"))
 
 
-async def idle_for(seconds: float) -> float:
-    return seconds
+@dataclass
+class PlayedService:
+    """A service that does nothing, or fails."""
+
+    registration: Registration
+    idle: float = 0.0
+    fault: Exception | None = None
+    closed: bool = False
+
+    async def work(self) -> Never:
+        while self.fault is None:
+            await asyncio.sleep(0.01)
+        raise self.fault
+
+    async def idle_s(self) -> float:
+        return self.idle
+
+    async def close(self) -> None:
+        self.closed = True
 
 
-async def end_of(one: Registration, idle_s: float = 0.0, timeout_s: float = 0.0) -> str:
+async def served(service: PlayedService, timeout_s: float = 0.0, ended: asyncio.Event | None = None) -> str:
     async with asyncio.timeout(DEADLINE_S):
-        return await one.until_over(lambda: idle_for(idle_s), timeout_s, asyncio.Event())
+        reason = await serve(service, timeout_s, ended or asyncio.Event())
+    assert service.closed
+    return reason
+
+
+async def until_registered(registration: Registration) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not await registration.stands():
+            await asyncio.sleep(0.01)
 
 
 async def test_a_service_is_found_until_it_leaves(store: Store) -> None:
@@ -67,20 +101,21 @@ async def test_a_service_is_found_until_it_leaves(store: Store) -> None:
 
 async def test_a_dismissed_service_ends(store: Store) -> None:
     one = service(store)
-    await one.enter()
+    serving = asyncio.create_task(served(PlayedService(one)))
+    await until_registered(one)
     dismiss(store, ROOT, ENGINES, "node-0")
     dismiss(store, ROOT, ENGINES, "node-0")  # by two at once
     await one.change(url="http://127.0.0.1:4")  # its gang came back a moment too late
     assert registered(store, ROOT, ENGINES) == []
-    assert "dismissed" in await end_of(one)
+    assert "dismissed" in await serving
 
 
 async def test_a_service_whose_place_was_taken_ends_and_leaves_the_other_alone(store: Store) -> None:
     one, other = service(store), service(store)
-    await one.enter()
+    serving = asyncio.create_task(served(PlayedService(one)))
+    await until_registered(one)
     await other.enter()
-    assert "dismissed" in await end_of(one)
-    await one.leave()
+    assert "dismissed" in await serving
     assert registered(store, ROOT, ENGINES) == [other.record]
     await other.change(url="http://127.0.0.1:3")  # its own change is no other
     assert await other.stands()
@@ -99,16 +134,133 @@ def test_a_start_never_meets_what_a_killed_one_left(store: Store, tmp_path: Path
 
 
 async def test_a_service_without_work_ends(store: Store) -> None:
-    one = service(store)
-    await one.enter()
-    assert "no work for 61 s" in await end_of(one, idle_s=61, timeout_s=60)
+    assert "no work for 61 s" in await served(PlayedService(service(store), idle=61), timeout_s=60)
+    assert registered(store, ROOT, ENGINES) == []
+
+
+async def test_a_service_may_open_as_many_files_as_the_system_allows(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that a work pool started: it never comes by the command line."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits: list[str] = []
+    monkeypatch.setattr("rlpipe.services.registration.raise_file_limit", lambda: limits.append("raised"))
+    ended = asyncio.Event()
+    ended.set()
+    await served(PlayedService(service(store)), ended=ended)
+    assert limits == ["raised"] and (soft, hard) == resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 async def test_a_service_that_is_told_to_end_ends_at_once(store: Store) -> None:
-    one, ended = service(store), asyncio.Event()
-    await one.enter()
+    ended = asyncio.Event()
     ended.set()
-    assert "told" in await one.until_over(lambda: idle_for(1e9), 0, ended)
+    assert "told" in await served(PlayedService(service(store), idle=1e9), ended=ended)
+
+
+async def test_a_service_that_cannot_go_on_says_why_and_leaves(store: Store) -> None:
+    failing = PlayedService(service(store), fault=TrainerError("the gang ended 6 times"))
+    with pytest.raises(TrainerError, match="ended 6 times"):
+        await served(failing)
+    assert failing.closed and registered(store, ROOT, ENGINES) == []
+
+
+class Neighbour:
+    """A service at a real port, that can be made not to answer."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.calls = 0
+
+    async def answer(self, _request: web.Request) -> web.Response:
+        self.calls += 1
+        if self.status == 502:  # a proxy
+            return web.Response(text="<html>", status=502)
+        return web.json_response({}, status=self.status)
+
+
+@pytest.fixture
+async def neighbour() -> AsyncIterator[tuple[Neighbour, str]]:
+    played, app = Neighbour(), web.Application()
+    app.router.add_get("/status", played.answer)
+    async with TestServer(app) as server:
+        yield played, f"http://127.0.0.1:{server.port}"
+
+
+def run_with(store: Store, *sets: str) -> Run:
+    return create_or_continue(read_config("tiny", ["run=a", f"store={store.url}", *sets], PRESETS))
+
+
+class Starts(list[tuple[str, int, bool]]):
+    """What a finder asks to be started."""
+
+    async def start(self, kind: str, node: int, lost: bool) -> None:
+        self.append((kind, node, lost))
+
+
+@pytest.mark.parametrize("kind", [ENGINES, TRAINER])
+async def test_missing_nodes_are_started_until_one_answers_and_dismissed_at_the_end(
+    store: Store, neighbour: tuple[Neighbour, str], kind: str
+) -> None:
+    starts, (_, url) = Starts(), neighbour
+    finder = ServiceFinder(run_with(store, f"{kind}.place=deployment", f"{kind}.nodes=2"), kind, starts.start)
+    finding = asyncio.create_task(finder.find(0))  # a deployment is waited for however short the wait
+    await asyncio.sleep(0.1)
+    await Registration(store, ROOT, kind, ServiceRecord("node-0", url)).enter()
+    (peer,) = await asyncio.wait_for(finding, DEADLINE_S)
+    assert peer.record.url == url and starts[:2] == [(kind, 0, False), (kind, 1, False)]
+    # a gang answers as one; of the engines the second node is still missing
+    assert starts[2:] == ([(ENGINES, 1, False)] if kind == ENGINES else [])
+    await finder.close()
+    assert registered(store, ROOT, kind) == []
+
+
+@pytest.mark.parametrize("kind", [ENGINES, TRAINER])
+async def test_a_lost_service_is_replaced_once(store: Store, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """What replaces it may have to wait for room: it is not replaced again at each look."""
+    monkeypatch.setattr(finding_module, "LOST_S", 0.2)
+    monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.1)
+    starts = Starts()
+    finder = ServiceFinder(run_with(store, f"{kind}.place=deployment"), kind, starts.start)
+    await Registration(store, ROOT, kind, ServiceRecord("node-0", f"http://127.0.0.1:{free_port()}")).enter()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(finder.find(0), 1.0)
+    lost = [entry[2] for entry in starts]
+    assert lost[0] is False and any(lost) and not any(first and second for first, second in itertools.pairwise(lost))
+
+
+async def test_a_gang_that_is_only_starting_is_not_lost(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding_module, "LOST_S", 0.0)
+    monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.05)
+    starts = Starts()
+    finder = ServiceFinder(run_with(store, "trainer.place=deployment"), TRAINER, starts.start)
+    await Registration(store, ROOT, TRAINER, ServiceRecord("node-0", "", rendezvous="127.0.0.1:1")).enter()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(finder.find(0), 0.5)
+    assert starts and not any(lost for _, _, lost in starts)
+
+
+@pytest.mark.parametrize(("kind", "fault"), [(ENGINES, EngineError), (TRAINER, TrainerError)])
+async def test_nobody_there_is_said_with_the_command_that_helps(store: Store, kind: str, fault: type[Exception]) -> None:
+    finder = ServiceFinder(run_with(store, f"{kind}.place=elsewhere"), kind, nobody_starts)
+    with pytest.raises(fault, match=r"within 0 s; on .* run `rlpipe (host|trainer) --store .* --run a`"):
+        await finder.find(0)
+
+
+async def test_who_refuses_the_key_is_no_service_of_ours_and_not_lost(store: Store, neighbour: tuple[Neighbour, str]) -> None:
+    played, url = neighbour
+    peer = Peer(ServiceRecord("node-0", url), "key")
+    played.status = 401
+    assert not await peer.answers() and not peer.lost and not peer.resting
+    played.status = 409
+    assert await peer.answers() and played.calls == 2
+    played.status = 502
+    with pytest.raises(ConnectionError, match=f"node-0 at {url}/status: answered 502 without JSON"):
+        await peer.call("GET", "/status")
+
+
+async def test_what_cannot_be_reached_rests_until_it_answers_again() -> None:
+    peer = Peer(ServiceRecord("node-0", f"http://127.0.0.1:{free_port()}"), "key")
+    with pytest.raises(ConnectionError, match="node-0 at http"):
+        await peer.call("GET", "/status")
+    assert peer.resting and not peer.lost
 
 
 async def test_a_torn_or_strange_record_is_passed_over(store: Store) -> None:
@@ -131,8 +283,8 @@ def test_beyond_loopback_a_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_service_takes_the_run_with_the_sections_it_was_given(store: Store) -> None:
     config = read_config("tiny", ["run=a", f"store={store.url}"], PRESETS)
     create_or_continue(config)
-    told = await config_of(store, "a", trainer=config.trainer.model_copy(update={"ranks": 2}))
-    assert told.trainer.ranks == 2 and told.rl == config.rl
+    config_of_run = await config_of(store, "a", trainer=config.trainer.model_copy(update={"ranks": 2}))
+    assert config_of_run.trainer.ranks == 2 and config_of_run.rl == config.rl
 
 
 async def test_without_prefect_no_deployment_starts() -> None:
@@ -146,7 +298,7 @@ async def test_without_prefect_no_deployment_starts() -> None:
         (["trainer.nodes=2"], "trainer.place = 'deployment'"),
         (["engines.nodes=2"], "engines.place = 'deployment'"),
         (["engines.threads=3"], "choose one of (1, 2, 4, 8, 16)"),
-        (["trainer.gpu_ids=[0,1]", "engines.gpu_ids=[1]"], "engines.gpu_ids=[1]: the trainer has some of them"),
+        (["trainer.gpu_ids=[0,1]", "engines.gpu_ids=[1]"], "engines.gpu_ids=[1]: the trainer has [1] of the same machine"),
     ],
 )
 def test_places_that_make_no_sense_are_refused(sets: list[str], message: str) -> None:
@@ -158,11 +310,18 @@ def test_places_that_make_no_sense_are_refused(sets: list[str], message: str) ->
 @given(nodes=st.integers(2, 9), ranks=st.integers(1, 8), data=st.data())
 def test_the_nodes_of_a_gang_agree_on_where_they_meet(nodes: int, ranks: int, data: st.DataObject) -> None:
     node = data.draw(st.integers(0, nodes - 1))
-    options = TrainerOptions(store="file:///s", host="127.0.0.1", port=1, work_dir="/tmp/w")
-    argv = torchrun_argv(options, ranks, nodes=nodes, node=node, rendezvous="10.0.0.1:29500")
-    told = dict(itertools.pairwise(argv))
-    assert told["--nnodes"] == str(nodes) and told["--node-rank"] == str(node) and told["--nproc-per-node"] == str(ranks)
-    assert (told["--master-addr"], told["--master-port"]) == ("10.0.0.1", "29500")
+    options = TrainerOptions(
+        store="file:///s", run="a", host="127.0.0.1", port=1, work_dir="/tmp/w",
+        trainer=TrainerConfig(ranks=ranks, nodes=nodes, place="elsewhere"),
+    )  # fmt: skip
+    argv = torchrun_argv(options, node, "10.0.0.1:29500")
+    options_of = dict(itertools.pairwise(argv))
+    assert (
+        options_of["--nnodes"] == str(nodes)
+        and options_of["--node-rank"] == str(node)
+        and options_of["--nproc-per-node"] == str(ranks)
+    )
+    assert (options_of["--master-addr"], options_of["--master-port"]) == ("10.0.0.1", "29500")
 
 
 async def test_a_gang_that_did_not_come_up_can_be_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,25 +12,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from rlpipe.config import PipelineConfig
-from rlpipe.config_source import override_config, read_config
-from rlpipe.config_training import SftConfig
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import override_config, read_config
+from rlpipe.config.training import SftConfig
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.conversations import split_validation
-from rlpipe.data.prompt import in_part, split_point
-from rlpipe.data.tiny_tokenizer import build_tokenizer
-from rlpipe.report import evaluations
-from rlpipe.rollouts import CONVERSATIONS, read_rows, to_parquet
-from rlpipe.show import run_lines
-from rlpipe.stages.evaluation import evaluation_key
-from rlpipe.stages.selection import best_segment, out_of_patience, select_segment, validation_losses
+from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.data.sources import in_part, split_point, split_validation
+from rlpipe.report.curves import evaluations
+from rlpipe.report.show import run_lines
 from rlpipe.stages.session import Session
-from rlpipe.stages.sft import prepare_sft_data
+from rlpipe.stages.sft import (
+    best_segment,
+    out_of_patience,
+    prepare_sft_data,
+    previous_policy,
+    select_segment,
+    validation_losses,
+)
 from rlpipe.store.artifacts import commit, materialise
 from rlpipe.store.run import Run, create_or_continue, fork
-from rlpipe.trainer.jobs import Trainer
-from rlpipe.types import ArtifactRef, Manifest, UserError, canonical_json
+from rlpipe.trainer.server import Trainer
+from rlpipe.types import ArtifactRef, Manifest, StageResult, UserError, canonical_json
 from tests import trainer_world as world
+from tests.rows import CONVERSATIONS, read_rows, to_parquet
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 TEXTS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=40)
@@ -80,7 +84,7 @@ async def prepared(tmp_path: Path, *sets: str) -> tuple[list[Any], list[Any], Ma
     session = Session(create_or_continue(config(tmp_path, *sets)), tmp_path / "work")
     build_tokenizer(["Spell this word backward"], tmp_path / "tokenizer")
     session.tokenizer = ChatTokenizer.from_folder(tmp_path / "tokenizer")
-    done = await prepare_sft_data(session, ArtifactRef("t", "0" * 64))
+    done = await prepare_sft_data(session, tokenizer=ArtifactRef("t", "0" * 64))
     manifest = session.run.committed("data", 0, "data")[1]
     names = [record.plain_name for record in manifest.files]
     training = read_rows(session.run.store, done.ref, "conversations.parquet", CONVERSATIONS)
@@ -104,7 +108,7 @@ async def test_the_data_holds_both_parts_and_without_a_fraction_what_it_always_h
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
     trainer = Trainer(world.solo_gang(tmp_path, tokens_max=128))
-    trainer.run("load", world.load_new())
+    world.run(trainer, "load", world.load_new())
     return trainer
 
 
@@ -115,11 +119,11 @@ def test_the_loss_is_transformers_own_and_changes_no_weight(trainer: Trainer, tm
     kept = read_rows(store, world.conversations(store, "kept", 21, seed=5), "conversations.parquet", CONVERSATIONS)
     files = {"conversations.parquet": to_parquet(rows, CONVERSATIONS), "validation.parquet": to_parquet(kept, CONVERSATIONS)}
     both = world.artifact(store, "both", files)
-    without = trainer.run("train", world.train("a", "b", "sft", plain))["metrics"]
-    expected = world.digests(trainer.run("save", world.save("b", "plain-policy", None))["policy"])
-    trainer.run("load", world.load_new())
-    metrics = trainer.run("train", world.train("a", "b", "sft", both))["metrics"]
-    saved = trainer.run("save", world.save("b", "policy", None))["policy"]
+    without = world.run(trainer, "train", world.train("a", "b", "sft", plain))["metrics"]
+    expected = world.digests(world.run(trainer, "save", world.save("b", "plain-policy", None))["policy"])
+    world.run(trainer, "load", world.load_new())
+    metrics = world.run(trainer, "train", world.train("a", "b", "sft", both))["metrics"]
+    saved = world.run(trainer, "save", world.save("b", "policy", None))["policy"]
     assert world.digests(saved) == expected
     assert metrics["losses"] == without["losses"]
     assert set(metrics) - set(without) == {"train/validation_loss"}
@@ -132,18 +136,38 @@ def test_the_loss_is_transformers_own_and_changes_no_weight(trainer: Trainer, tm
             loss = model(input_ids=torch.tensor([row["tokens"]]), labels=labels).loss
         total, count = total + loss.item() * sum(row["loss_mask"]), count + sum(row["loss_mask"])
     assert metrics["train/validation_loss"] == pytest.approx(total / count, abs=1e-5)
-    again = trainer.run("train", world.train("b", "c", "sft", both, {"first_step": 3}))["metrics"]
+    again = world.run(trainer, "train", world.train("b", "c", "sft", both, {"first_step": 3}))["metrics"]
     assert again["train/validation_loss"] != metrics["train/validation_loss"]
 
 
 def commit_segments(run: Run, losses: list[float]) -> None:
     for segment, loss in enumerate(losses):
         folder = run.folder("sft", segment, "policy")
-        told = Manifest("a", "sft", segment, "policy", {}, "0", {}, [], {"train/validation_loss": loss}, 0, "x", "t", "t")
+        told = Manifest(
+            "a",
+            "sft",
+            segment,
+            "policy",
+            {},
+            "0",
+            {},
+            [],
+            {"train/validation_loss": loss},
+            0,
+            "x",
+            "t",
+            "2026-03-04T05:06:07.000+00:00",
+        )
         commit(run.store, folder, told)
 
 
 VALIDATED = ("sft.validation_fraction=0.2", "sft.patience=2")
+
+
+async def selected(run: Run, tmp_path: Path) -> StageResult:
+    done = run.num_committed("sft", run.num_segments)
+    session = Session(run, tmp_path / "work")
+    return await select_segment(session, last=previous_policy(run, done), num_segments=done)
 
 
 async def test_the_best_segment_is_what_rl_starts_from_and_the_choice_is_made_once(tmp_path: Path) -> None:
@@ -151,22 +175,22 @@ async def test_the_best_segment_is_what_rl_starts_from_and_the_choice_is_made_on
     commit_segments(run, [3.0, 2.0])
     assert (run.sft_complete, evaluations(run, 0)) == (False, [])
     with pytest.raises(AssertionError, match="SFT is not over"):
-        await select_segment(Session(run, tmp_path / "work"))
+        await selected(run, tmp_path)
     commit_segments(run, [3.0, 2.0, 2.0, 2.5])  # out of patience, and the process dies right here
     assert out_of_patience(run.config.sft, validation_losses(run, run.num_committed("sft", run.num_segments)))
-    first = await select_segment(Session(run, tmp_path / "work"))
-    again = await select_segment(Session(run, tmp_path / "work"))
+    first = await selected(run, tmp_path)
+    again = await selected(run, tmp_path)
     assert (again.cached, again.ref) == (True, first.ref)
     assert first.metrics == {"segment": 1, "num_segments": 4, "losses": [3.0, 2.0, 2.0, 2.5]}
     assert first.ref.folder == "runs/a/sft/selection"
     assert run.sft_complete
-    assert run.start_policy() == run.committed("sft", 1, "policy") == run.policy(0)
-    assert evaluation_key(Session(run, tmp_path / "work"), 0).iteration == 1
+    assert run.policy(0) == run.committed("sft", 1, "policy")
+    assert run.policy_place(0) == ("sft", 1)
     assert "SFT segments 4/4" in run_lines(run.store)[0]
     run.store.create(run.iteration_key(0), canonical_json({"artifacts": {}, "metrics": {}}))
     child = fork(run, 0, override_config(run.config, ["run=c", "rl.clip_high=0.4"]))
     assert child.sft_complete
-    assert child.start_policy() == run.start_policy()
+    assert child.policy(0) == run.policy(0)
 
 
 def test_without_validation_the_last_segment_is_the_result(tmp_path: Path) -> None:
@@ -193,5 +217,5 @@ def test_patience_ends_sft_at_one_place_wherever_it_is_resumed(losses: list[floa
 
 
 def test_patience_without_a_validation_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match="patience=2 waits for a better validation loss"):
-        SftConfig(num_steps=10, patience=2)
+    with pytest.raises(ValueError, match=r"sft\.patience=2: waits for a better validation loss; set sft\.validation_fraction"):
+        PipelineConfig(sft=SftConfig(num_steps=10, patience=2))

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from rlpipe.advantages import ESTIMATORS
-from rlpipe.config import PipelineConfig, identity
-from rlpipe.config_source import read_config
-from rlpipe.config_training import RlConfig
-from rlpipe.report import reward_svg
-from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
+from rlpipe.algorithms.advantages import ESTIMATORS
+from rlpipe.config.pipeline import RETIRED, PipelineConfig, identity
+from rlpipe.config.source import read_config
+from rlpipe.config.training import RlConfig
+from rlpipe.report.curves import reward_svg
+from rlpipe.stages.base import base_reference
 from rlpipe.stages.iteration import CURVE_POINTS_MAX, _curve
 from rlpipe.stages.policy import check_mismatch, first_step_faults
-from rlpipe.stages.sampling import rollout_seed
 from rlpipe.stages.scoring import over_rounds
-from rlpipe.stages.session import Session, data_seed
-from rlpipe.stages.settings import RL_FIELDS, stage_settings
-from rlpipe.stages.training import position, rl_job, sft_job
+from rlpipe.stages.session import ANY_STAGE, Session
+from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage
+from rlpipe.stages.training import RL_TRAINING, position, rl_job, sft_job
 from rlpipe.store.artifacts import write_bytes
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.trainer.settings import RlSettings, SftSettings
+from rlpipe.trainer.jobs import ANY_JOB, RlJob, SftJob, job_of
 from rlpipe.types import ArtifactRef, StepRefused, UserError
+from tests.declared import RL_KINDS, stage_settings
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
-# fields that change no artifact: how long, how many processes, when to warn
+# fields that change no artifact: how long, how many processes, when to warn, and which policy samples, which is an input
 NOT_IN_A_RESULT = {"num_iterations", "reward_workers", "reward_timeout_s", "mismatch_max", "on_mismatch",
-                   "environment_timeout_s"}  # fmt: skip
+                   "environment_timeout_s", "overlap"}  # fmt: skip
 
 
 def config(tmp_path: Path, *sets: str) -> PipelineConfig:
@@ -42,7 +43,10 @@ def session(tmp_path: Path) -> Session:
 
 
 def test_every_rl_field_is_in_the_settings_of_the_stage_it_changes() -> None:
-    covered = {name for names in RL_FIELDS.values() for name in names}
+    config = read_config("tiny", ["rl.oversampling=2", "rl.curriculum=weight"], PRESETS)
+    covered = {name.removeprefix("rl.") for kind in RL_KINDS for name in stage_settings(config, "rl", kind)}
+    # the reference is a stage of its own, and an input of the policies that were trained with it
+    covered |= {name.removeprefix("rl.") for name in base_reference.settings(config)}
     assert set(RlConfig.model_fields) - covered == NOT_IN_A_RESULT
 
 
@@ -70,13 +74,13 @@ async def test_a_stage_is_done_once_and_then_answers_from_its_manifest(session: 
         return Produced([write_bytes(attempt.store, attempt.folder, attempt.name, "x.bin", b"x")], {"n": len(calls)})
 
     key, before = StageKey("rl", 0, "scores/round-0"), {"prompts": ArtifactRef("p", "1" * 64)}
-    first = await run_stage(session, key, before, produce)
-    again = await run_stage(session, key, before, produce)
+    first = await run_stage(session, key, before, {}, produce)
+    again = await run_stage(session, key, before, {}, produce)
     assert not first.cached
     assert again.cached
     assert (again.ref, again.metrics, len(calls)) == (first.ref, {"n": 1}, 1)
     with pytest.raises(UserError, match="input prompts"):
-        await run_stage(session, key, {"prompts": ArtifactRef("p", "2" * 64)}, produce)
+        await run_stage(session, key, {"prompts": ArtifactRef("p", "2" * 64)}, {}, produce)
 
 
 async def test_a_stage_that_raises_commits_nothing(session: Session) -> None:
@@ -85,17 +89,8 @@ async def test_a_stage_that_raises_commits_nothing(session: Session) -> None:
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="disk is full"):
-        await run_stage(session, StageKey("rl", 0, "scores/round-0"), {}, produce)
+        await run_stage(session, StageKey("rl", 0, "scores/round-0"), {}, {}, produce)
     assert session.run.artifact("rl", 0, "scores/round-0") is None
-
-
-def test_seeds_differ_in_every_part_and_are_the_same_tomorrow() -> None:
-    parts = [(0, 1, 0, 5, "words/3", 0), (1, 1, 0, 5, "words/3", 0), (0, 2, 0, 5, "words/3", 0), (0, 1, 1, 5, "words/3", 0),
-             (0, 1, 0, 5, "words/4", 0), (0, 1, 0, 5, "words/3", 1)]  # fmt: skip
-    seeds = [rollout_seed(*part) for part in parts]
-    assert len(set(seeds)) == len(parts)
-    assert rollout_seed(0, 1, 0, 5, "words/3", 0) == 790148886
-    assert abs(data_seed(0, "words") - data_seed(1, "words")) > 100_000  # neighbouring seeds must not share a generator's items
 
 
 def test_positions_name_the_run_that_owns_them(tmp_path: Path) -> None:
@@ -108,23 +103,24 @@ def test_positions_name_the_run_that_owns_them(tmp_path: Path) -> None:
 def test_a_training_job_holds_what_its_result_depends_on_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = ArtifactRef("runs/a/rl/00000/batch", "0" * 64)
     run = Run(create_or_continue(config(tmp_path)).store, config(tmp_path, "sft.validation_fraction=0.1"))
-    monkeypatch.setattr(Run, "start_policy", lambda run: (data, None))
+    monkeypatch.setattr(Run, "policy", lambda run, version: (data, None))
     other = ["rl.num_iterations=999", "rl.mismatch_max=1", "rl.on_mismatch=fail", "rl.reward_timeout_s=99"]
     changed = Run(run.store, config(tmp_path, "sft.validation_fraction=0.1", *other))
     job = rl_job(run, 1, data)
     assert rl_job(changed, 1, data) == job  # so that a gang that has done it answers at once
-    for name in RL_FIELDS["policy"]:
-        assert getattr(RlSettings.model_validate(job["settings"]), name) == getattr(run.config.rl, name)
-    settings = SftSettings.model_validate(sft_job(run, 1, data)["settings"])
-    assert settings.first_step == run.config.sft.segment_steps and settings.batch_size == run.config.sft.batch_size
+    rl = job_of("train", ANY_JOB.dump_json(job))
+    assert isinstance(rl, RlJob) and rl == job and rl.first_step == run.config.rl.num_steps
+    for name in set(RL_TRAINING) - set(RETIRED["rl"]):
+        assert getattr(rl.settings, name) == getattr(run.config.rl, name)
+    sft = job_of("train", ANY_JOB.dump_json(sft_job(run, 1, data)))
+    assert isinstance(sft, SftJob) and sft.seed == run.config.seed
+    assert sft.first_step == run.config.sft.segment_steps and sft.settings.batch_size == run.config.sft.batch_size
 
 
 def test_the_curve_of_a_long_run_stays_short_and_keeps_its_ends() -> None:
-    record = None
+    curve: list[list[float]] = []
     for iteration in range(1000):
-        record = {"curve": _curve(record, iteration, {"rollout/reward_mean": iteration / 1000})}
-    assert record is not None
-    curve = record["curve"]
+        curve = _curve(curve, iteration, iteration / 1000)
     assert len(curve) <= CURVE_POINTS_MAX
     assert curve[0][0] == 0
     assert curve[-1][0] >= 999 - 1000 // 16
@@ -181,4 +177,14 @@ def test_the_trainer_knows_every_estimator_of_the_config() -> None:
 def test_overlapping_shards_count_their_time_once(session: Session) -> None:
     with session.timed("generate"), session.timed("generate"):
         pass
-    assert 0 <= session.seconds["generate"] < 1.0
+    assert 0 <= session.seconds[-1, "generate"] < 1.0
+
+
+def test_what_is_done_ahead_counts_for_the_iteration_that_it_is_of(session: Session) -> None:
+    session.begin_iteration(3)
+    with session.timed("train", 3), session.timed("generate", 4):
+        time.sleep(0.05)
+    assert set(session.seconds) == {(3, "train"), (4, "generate"), (3, ANY_STAGE)}
+    assert session.seconds[3, ANY_STAGE] < session.seconds[3, "train"] + session.seconds[4, "generate"]
+    session.begin_iteration(4)
+    assert set(session.seconds) == {(4, "generate")}

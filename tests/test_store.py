@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -11,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.config.source import read_config
 from rlpipe.store import artifacts
-from rlpipe.store.backend import Store, check_access, open_store
+from rlpipe.store.backend import Store, check_access, check_readable, open_store
+from rlpipe.store.run import create_or_continue
 from rlpipe.types import Manifest, StoreError, UserError, sha256_of
+
+PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 
 
 def manifest_of(files: list, **changes: object) -> Manifest:
@@ -36,6 +41,8 @@ def test_put_read_list_delete(store: Store) -> None:
     assert store.folders("nothing") == []
     store.delete("runs/a/x")
     assert not store.exists("runs/a/x")
+    store.delete("runs/a/deep/y")
+    assert store.list("runs/a/deep") == store.list("runs/a") == []
 
 
 def test_a_listing_shows_what_another_client_has_just_written(store: Store) -> None:
@@ -115,6 +122,29 @@ def test_materialise_verifies_and_appears_whole(store: Store, tmp_path: Path) ->
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+def test_parts_of_a_file_are_read_and_verified(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "BLOCK_BYTES", 1000)
+    data = bytes(range(256)) * 100
+    source = tmp_path / "w.bin"
+    source.write_bytes(data)
+    record, blocks = artifacts.write_file(store, "p", "a1", "w.bin", source), artifacts.blocks_of(source)
+    monkeypatch.setattr("rlpipe.store.backend.PART_BYTES", 1500)
+    for start, end in ((0, 8), (999, 1001), (2000, 3000), (17, 25_599), (25_000, 25_600), (5, 5)):
+        for known in (blocks, None):
+            assert artifacts.read_range(store, "p", record, known, start, end) == data[start:end]
+    artifacts.check_file(store, "p", record)
+    with pytest.raises(StoreError, match=r"w\.bin is torn|w\.bin"):
+        store.read_range("p/a1/w.bin", 25_000, 26_000)
+    with pytest.raises(StoreError, match="is missing from the store"):
+        store.read_range("p/a1/nothing", 0, 8)
+    store.put("p/a1/w.bin", data[:-1] + b"x")
+    assert artifacts.read_range(store, "p", record, blocks, 0, 25_000) == data[:25_000]
+    with pytest.raises(StoreError, match=r"w\.bin is damaged between the bytes 25000 and 25600"):
+        artifacts.read_range(store, "p", record, blocks, 25_100, 25_200)
+    with pytest.raises(StoreError, match=r"w\.bin does not have the sha256"):
+        artifacts.check_file(store, "p", record)
+
+
 def test_a_writer_killed_at_any_moment_leaves_the_whole_file_or_none(tmp_path: Path) -> None:
     program = (
         "import sys; from rlpipe.store.backend import open_store\n"
@@ -149,3 +179,21 @@ def test_wrong_s3_credentials_are_said_to(s3_server: object, monkeypatch: pytest
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY"):
         check_access(open_store("s3://rlpipe/x"))
+
+
+def test_a_store_that_is_only_read_may_be_read_only(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be read"):
+        check_readable(open_store(f"file://{tmp_path}/file"))
+    sets = ["run=a", f"store={tmp_path}/store", "sft.num_steps=0"]
+    create_or_continue(read_config("tiny", sets, PRESETS))
+    mount = "mount --bind store store && mount -o remount,ro,bind store store"
+    shell = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if subprocess.run([*shell, mount], cwd=tmp_path, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    for command, needle in {"runs": "a   ", "show a": "0 iterations", "verify a": "0 faults", "gc a": "0 files"}.items():
+        ended = subprocess.run(
+            [*shell, f"{mount} && ! touch store/x && exec {sys.executable} -m flows.cli {command} --store store"],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PRESETS.parent.parent)}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert ended.returncode == 0 and needle in ended.stdout, ended.stderr

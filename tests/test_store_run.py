@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlpipe.config import PipelineConfig
-from rlpipe.config_source import override_config, read_config
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import override_config, read_config
+from rlpipe.stages.training import rl_job
 from rlpipe.store import audit, lease
-from rlpipe.store.artifacts import commit, write_bytes
+from rlpipe.store.artifacts import MANIFEST, commit, write_bytes
 from rlpipe.store.backend import Store, open_store
+from rlpipe.store.documents import sealed
+from rlpipe.store.forks import AT_SFT, differences, fixed_differences
 from rlpipe.store.run import SHARED_BY_REDO, Run, create_or_continue, fork, open_existing, run_names
-from rlpipe.types import ArtifactRef, Manifest, UserError, canonical_json
+from rlpipe.types import ArtifactRef, BestReward, IterationRecord, Manifest, StoreError, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 
@@ -33,19 +38,83 @@ def commit_stage(run: Run, iteration: int, stage: str, inputs: dict[str, str] | 
     return commit(run.store, folder, manifest)[0]
 
 
+def record_of(run: Run, iteration: int, metrics: dict[str, float], artifacts: dict[str, ArtifactRef]) -> IterationRecord:
+    best = BestReward(iteration, metrics.get("rollout/reward_mean", 0.0))
+    return IterationRecord(
+        run.name, iteration, iteration + 1, artifacts, -1, metrics, [], best, "2026-03-04T05:06:07.000+00:00"
+    )
+
+
 def commit_iterations(run: Run, count: int, first: int = 0) -> None:
     for iteration in range(first, count):
         ref = commit_stage(run, iteration, "policy")
-        record = {"artifacts": {"policy": ref.as_json()}, "state_iteration": -1, "metrics": {}}
-        assert run.store.create(run.iteration_key(iteration), canonical_json(record))
+        record = record_of(run, iteration, {}, {"policy": ref})
+        assert run.store.create(run.iteration_key(iteration), sealed(record))
+
+
+ODD = [b"", b"{", b"[]", b"null", b'"text"', b'{"config": {}}', b"\xff", b"[" * 100_000, b'{"schema_version": NaN}']
+
+
+@pytest.mark.parametrize("record", ODD, ids=range(len(ODD)))
+def test_a_damaged_document_is_named_wherever_it_is_read(tmp_path: Path, record: bytes) -> None:
+    store = open_store(f"file://{tmp_path}")
+    run = create_or_continue(tiny(store))
+    commit_sft(run)
+    commit_iterations(run, 2)
+    reads: dict[str, Callable[[], object]] = {
+        "rl/00001/policy/manifest.json": lambda: run.policy(2),
+        "rl/00000/iteration.json": lambda: run.iteration(0),
+        "lease/000000.json": lambda: lease.check_free(store, run.root),
+        "run.json": lambda: open_existing(store, "a"),
+    }
+    for key, read in reads.items():
+        path = tmp_path / run.root / key
+        path.parent.mkdir(exist_ok=True)
+        whole = path.read_bytes() if path.exists() else None
+        path.write_bytes(record)
+        with pytest.raises(StoreError, match=rf"{path} is damaged, or of another version: .*restore it from a copy"):
+            read()
+        if key != "run.json":
+            assert any(str(path) in fault for fault in audit.verify(run)[1])
+        if whole is not None:
+            path.write_bytes(whole)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 10_000), new=st.integers(0, 255))
+def test_no_byte_of_a_document_changes_unseen(tmp_path_factory: pytest.TempPathFactory, position: int, new: int) -> None:
+    store = open_store(f"file://{tmp_path_factory.mktemp('s')}")
+    run = create_or_continue(tiny(store))
+    commit_iterations(run, 1)
+    for key in ("rl/00000/policy/manifest.json", "rl/00000/iteration.json"):
+        data = store.read(f"{run.root}/{key}")
+        at = position % len(data)
+        store.put(f"{run.root}/{key}", data[:at] + bytes([new]) + data[at + 1 :])
+        _, faults = audit.verify(run)
+        # white space is no content
+        assert faults or json.loads(store.read(f"{run.root}/{key}")) == json.loads(data)
+        store.put(f"{run.root}/{key}", data)
+        assert audit.verify(run)[1] == []
+
+
+def test_a_copy_of_a_run_under_another_name_is_refused(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    commit_iterations(create_or_continue(tiny(store)), 1)
+    shutil.copytree(tmp_path / "runs/a", tmp_path / "runs/b")
+    for name in ("b", "../runs/a", "a/", "a/rl", ""):
+        with pytest.raises(
+            (StoreError, UserError), match=r"is the record of run 'a', so this folder is a copy|a run name is a folder"
+        ):
+            open_existing(store, name)
+    with pytest.raises(StoreError, match="a copy"):
+        create_or_continue(tiny(store, "run=b"))
 
 
 def test_a_run_continues_with_the_same_identity_and_refuses_another(store: Store) -> None:
     run = create_or_continue(tiny(store))
     assert create_or_continue(tiny(store, "engines.count=2", "rl.num_iterations=99")).name == run.name
-    with pytest.raises(UserError, match=r"rl\.clip_high: 0\.4 -> 0\.28|rl\.clip_high: 0\.28 -> 0\.4") as refused:
+    with pytest.raises(UserError, match=r"rl\.clip_high: 0\.28 -> 0\.4.*another name.*nothing to fork from"):
         create_or_continue(tiny(store, "rl.clip_high=0.4"))
-    assert "rlpipe fork a" in str(refused.value)
     assert run_names(store) == ["a"]
     recorded = json.loads(store.read("runs/a/run.json"))
     assert recorded["config"]["rl"]["clip_high"] == 0.28
@@ -109,6 +178,93 @@ def test_of_forks_of_forks_the_owner_is_the_youngest_that_did_not_share_the_stag
     assert run.owner("sft", iteration, "policy").name == "r0"
 
 
+def commit_sft(run: Run) -> None:
+    """All segments with their states, and the evaluation of the last one."""
+    segments = range(run.num_segments)
+    places = [("base", 0, "policy"), *(("sft", segment, stage) for segment in segments for stage in ("state", "policy"))]
+    commit_places(run, [*places, ("sft", segments[-1], "evaluation")])
+
+
+def commit_places(run: Run, places: list[tuple[str, int, str]]) -> None:
+    for phase, iteration, stage in places:
+        folder = run.folder(phase, iteration, stage)
+        record = write_bytes(run.store, folder, "a1", "data.bin", b"weights")
+        commit(run.store, folder, Manifest(run.name, phase, iteration, stage, {}, "0", {}, [record], {}, 0, "x", "t", "t"))
+
+
+def test_a_fork_at_sft_shares_no_iteration_and_evaluates_the_start_itself(store: Store) -> None:
+    parent = create_or_continue(tiny(store))
+    other = override_config(parent.config, ["run=c", "rl.rewards={exact = 1.0}", "data.words.part=all"])
+    with pytest.raises(UserError, match=r"--at sft: the SFT of run a is not complete"):
+        fork(parent, AT_SFT, other)
+    commit_sft(parent)
+    with pytest.raises(
+        UserError, match=r"iteration 0 of run a is not committed \(committed: none\); share its SFT only: --at sft"
+    ):
+        fork(parent, 0, other)
+    child = fork(parent, AT_SFT, other)
+    assert child.sft_complete and child.num_committed("rl", 60) == 0
+    assert child.policy(0)[0].folder == "runs/a/sft/00002/policy"
+    assert child.folder("sft", 2, "evaluation") == "runs/c/sft/00002/evaluation"
+    commit_iterations(child, 2)
+    again = open_existing(store, "c")
+    assert [fault.partition("runs/")[2] for fault in audit.verify(again)[1]] == [
+        "c/sft/00002/evaluation/manifest.json is missing"
+    ]
+    commit_places(child, [("sft", 2, "evaluation")])
+    assert again.num_committed("rl", 60) == 2
+    grandchild = fork(again, 1, override_config(again.config, ["run=d"]))
+    assert grandchild.folder("sft", 2, "evaluation") == "runs/c/sft/00002/evaluation"
+    assert grandchild.folder("sft", 2, "policy") == "runs/a/sft/00002/policy"
+    assert audit.verify(grandchild) == (11, [])
+    assert again.forked_from == "a at sft" and grandchild.forked_from == "c at 1"
+
+
+@pytest.mark.parametrize(
+    ("override", "at_sft", "at_0"),
+    [
+        ("rl.rewards={exact = 1.0}", True, True),
+        ("evaluation.prompts_max=3", True, True),
+        ("data.words.part=all", True, False),  # sets of use rl and evaluation
+        ("data.short_words.part=all", False, False),  # of use sft
+        ("sft.num_steps=5", False, False),
+        ("model.num_layers=2", False, False),
+        ("seed=1", False, False),
+    ],
+)
+def test_what_a_fork_may_change_and_what_a_run_of_other_settings_is_told(
+    tmp_path: Path, override: str, at_sft: bool, at_0: bool
+) -> None:
+    store = open_store(f"file://{tmp_path}")
+    run = create_or_continue(tiny(store))
+    commit_sft(run)
+    config = override_config(run.config, [override])
+
+    def told() -> str:
+        with pytest.raises(UserError) as refused:
+            create_or_continue(config)
+        return str(refused.value)
+
+    way = "--at sft --run NEW" if at_sft else "start a run of another name (--run): no fork can change them"
+    assert way in told()
+    assert (fixed_differences(config, run.config, AT_SFT) == []) == at_sft
+    commit_iterations(run, 1)
+    assert ("--at 0 --run NEW" if at_0 else way) in told()
+    assert (fixed_differences(config, run.config, 0) == []) == at_0
+
+
+def test_differences_in_data_are_named_field_by_field() -> None:
+    old = read_config("tiny", [], PRESETS)
+    assert differences(override_config(old, ["data.words.source=x.jsonl"]), old) == [
+        "data.words (rl).source: 'reasoning_gym:spell_backward' -> 'x.jsonl'",
+        "data.words (evaluation).source: 'reasoning_gym:spell_backward' -> 'x.jsonl'",
+    ]
+    fewer = old.model_copy(update={"data": old.data[:2]})
+    assert differences(fewer, old) == [
+        "data: short_words (sft), all_words (sft), words (rl), words (evaluation) -> short_words (sft), all_words (sft)"
+    ]
+
+
 def test_a_redo_shares_what_comes_before_the_stage_and_survives_a_second_fork(store: Store) -> None:
     parent = create_or_continue(tiny(store))
     commit_iterations(parent, 4)
@@ -133,15 +289,27 @@ def test_a_redo_shares_what_comes_before_the_stage_and_survives_a_second_fork(st
     assert grandchild.folder("rl", 2, "policy") == "runs/d/rl/00002/policy"
 
 
+def test_the_learning_rate_of_a_fork_goes_on_where_its_parents_was(tmp_path: Path) -> None:
+    parent = create_or_continue(tiny(open_store(f"file://{tmp_path}")))
+    commit_sft(parent)
+    commit_iterations(parent, 4)
+    batch = ArtifactRef("runs/a/rl/00000/batch", "0" * 64)
+    assert [rl_job(parent, iteration, batch).first_step for iteration in range(4)] == [0, 4, 8, 12]
+    child = fork(parent, 2, override_config(parent.config, ["run=c", "rl.num_steps=10"]))
+    assert [rl_job(child, iteration, batch).first_step for iteration in range(6)] == [0, 4, 8, 12, 22, 32]
+    commit_iterations(child, 5, first=3)
+    grandchild = fork(child, 4, override_config(child.config, ["run=d", "rl.num_steps=1"]))
+    assert [rl_job(grandchild, iteration, batch).first_step for iteration in range(8)] == [0, 4, 8, 12, 22, 32, 33, 34]
+
+
 def test_a_fork_that_cannot_be_is_refused(store: Store) -> None:
     parent = create_or_continue(tiny(store))
     commit_iterations(parent, 1)
-    for at, way in (
-        (7, "choose K from 0 to 0, or let `rlpipe run ... --run a` get there first"),
-        (-1, "choose K from 0 to 0$"),
-    ):
-        with pytest.raises(UserError, match=rf"--at {at}: iteration {at} of run a is not committed .* 0 to 0\); {way}"):
-            fork(parent, at, override_config(parent.config, ["run=c"]), "score")
+    way = "choose K from 0 to 0, or let `rlpipe run ... --run a` get there first"
+    with pytest.raises(UserError, match=rf"--at 7: iteration 7 of run a is not committed .* 0 to 0\); {way}"):
+        fork(parent, 7, override_config(parent.config, ["run=c"]), "score")
+    with pytest.raises(UserError, match="--at sft --redo score: what is redone is an iteration"):
+        fork(parent, AT_SFT, override_config(parent.config, ["run=c"]), "score")
     young = create_or_continue(tiny(store, "run=young"))
     with pytest.raises(UserError, match=r"is not committed \(committed: none\); let `rlpipe run ... --run young` get there"):
         fork(young, 0, override_config(young.config, ["run=c"]))
@@ -158,6 +326,9 @@ def test_verify_names_every_fault_and_gc_only_what_no_manifest_names(store: Stor
     commit_iterations(run, 2)
     lost = write_bytes(store, run.folder("rl", 1, "policy"), "lost", "data.bin", b"an attempt that died")
     assert audit.verify(run) == (2, [])
+    for name in ("services/trainer/node-0.json", "approval/rl.json"):
+        store.put(f"runs/a/{name}", b"{}")
+    lease.acquire(store, run.root).release()
     assert audit.unreferenced(run) == [f"runs/a/rl/00001/policy/{lost.name}"]
     store.put("runs/a/rl/00000/policy/a1/data.bin", b"tampered")
     _, faults = audit.verify(run)
@@ -165,6 +336,43 @@ def test_verify_names_every_fault_and_gc_only_what_no_manifest_names(store: Stor
     assert "00000/policy/a1/data.bin" in faults[0]
     commit_stage(run, 1, "scores", {"rollouts": "f" * 64})
     assert any("no committed artifact" in fault for fault in audit.verify(run)[1])
+
+
+def test_verify_names_what_nothing_else_names(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    run = create_or_continue(tiny(store))
+    commit_sft(run)
+    commit_iterations(run, 2)
+    assert audit.verify(run)[1] == []
+    expected = []
+    for key in ("sft/00001/state", "sft/00002/evaluation"):
+        (tmp_path / run.root / key / MANIFEST).rename(tmp_path / f"kept-{key.replace('/', '-')}")
+        expected.append(f"{tmp_path}/runs/a/{key}/{MANIFEST} is missing")
+        assert sorted(audit.verify(run)[1]) == sorted(expected)
+    shutil.copytree(tmp_path / run.root / "rl/00000/policy", tmp_path / run.root / "rl/00007/policy")
+    (tmp_path / run.root / "sft/odd/place").mkdir(parents=True)
+    shutil.copy(tmp_path / run.root / "rl/00000/policy" / MANIFEST, tmp_path / run.root / "sft/odd/place" / MANIFEST)
+    faults = "\n".join(audit.verify(run)[1])
+    assert "rl/00007/policy: its manifest is that of policy of rl 0 of run a" in faults
+    assert "sft/odd/place: no stage of a run has this folder" in faults
+
+
+def test_nothing_is_deleted_while_there_is_a_fault(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    run = create_or_continue(tiny(store))
+    commit_sft(run)
+    commit_iterations(run, 2)
+    write_bytes(store, run.folder("rl", 1, "policy"), "lost", "data.bin", b"an attempt that died")
+    manifest = tmp_path / run.root / "rl/00001/policy" / MANIFEST
+    whole = manifest.read_bytes()
+    for damage in (b"{}", b"", None):
+        manifest.unlink() if damage is None else manifest.write_bytes(damage)
+        with pytest.raises(
+            StoreError, match=r"nothing was deleted: run a has \d faults?, see `rlpipe verify a`; first .*00001"
+        ):
+            audit.sweep(run)
+    manifest.write_bytes(whole)
+    assert audit.sweep(run) == ["runs/a/rl/00001/policy/lost/data.bin"] and audit.sweep(run) == []
 
 
 def test_one_holder_at_a_time(store: Store) -> None:

@@ -15,21 +15,21 @@ import sys, math
 from pathlib import Path
 from tests import trainer_world as world
 from rlpipe.trainer.gang import join_gang
-from rlpipe.trainer.jobs import Trainer
-options = world.options(Path(sys.argv[1]), device="cuda", dtype=sys.argv[2], tokens_max=512, activation_checkpointing=True)
+from rlpipe.trainer.server import Trainer
+options = world.options(Path(sys.argv[1]), gpu_ids=[0], dtype=sys.argv[2], tokens_max=512, activation_checkpointing=True)
 gang = join_gang(options)
 trainer = Trainer(gang)
 data = world.batch(gang.store, "batch", world.rollout_rows(6, 4))
 fingerprints = []
 for turn in range(2):
-    trainer.run("load", world.load_new())
-    metrics = trainer.run("train", world.train("a", "b", "rl", data))["metrics"]
+    world.run(trainer, "load", world.load_new())
+    metrics = world.run(trainer, "train", world.train("a", "b", "rl", data))["metrics"]
     assert metrics["train/onpolicy_abs"] < 1e-6 and math.isfinite(metrics["train/grad_norm"]), metrics
-    saved = trainer.run("save", world.save("b", f"policy-{turn}", f"state-{turn}"))
+    saved = world.run(trainer, "save", world.save("b", f"policy-{turn}", f"state-{turn}"))
     fingerprints.append([world.digests(saved["policy"]), world.digests(saved["state"])])
 assert fingerprints[0] == fingerprints[1], "two executions of one job differ"
-trainer.run("load", world.load_ref("b", "state", world.saved(gang.store, "state-1", saved["state"])))
-again = trainer.run("save", world.save("b", "policy-2", "state-2"))
+world.run(trainer, "load", world.load_ref("b", "state", world.saved(gang.store, "state-1", saved["state"])))
+again = world.run(trainer, "save", world.save("b", "policy-2", "state-2"))
 assert world.digests(again["state"]) == fingerprints[0][1]
 """
 

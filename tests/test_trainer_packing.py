@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.trainer.batches import TrainSequence, collate, conversations_of_step
-from rlpipe.trainer.packing import deal, plan_step, row_length, slots
+from rlpipe.models.masks import own_branch
+from rlpipe.trainer.batches import collate, conversations_of_step
+from rlpipe.trainer.packing import (
+    BRANCHES,
+    Rows,
+    TrainSequence,
+    cost,
+    deal,
+    fullest,
+    plan_step,
+    plan_texts,
+    shapes,
+    text_tokens,
+)
 from rlpipe.types import UserError
 
 lengths_of = st.lists(st.integers(1, 200), max_size=60)
@@ -17,13 +32,12 @@ lengths_of = st.lists(st.integers(1, 200), max_size=60)
 @given(lengths=lengths_of, ranks=st.integers(1, 4), tokens_max=st.integers(200, 1000))
 def test_every_sequence_once_within_the_budget(lengths: list[int], ranks: int, tokens_max: int) -> None:
     plans = plan_step(lengths, ranks, tokens_max)
-    placed = [index for plan in plans for rows in plan.microbatches for row in rows for index in row]
+    placed = [index for plan in plans for rows in plan for row in rows for index in row]
     assert sorted(placed) == list(range(len(lengths)))
-    assert len({(plan.row_tokens, len(plan.microbatches)) for plan in plans}) == 1, "all ranks run the same shape and count"
-    for plan in plans:
-        assert all(len(rows) * plan.row_tokens <= tokens_max for rows in plan.microbatches)
-        assert all(sum(lengths[i] for i in row) <= plan.row_tokens for rows in plan.microbatches for row in rows)
-    assert slots(plans) >= sum(lengths)
+    assert len({len(plan) for plan in plans}) == 1, "all ranks run the same number of microbatches"
+    for rows in (rows for plan in plans for rows in plan):
+        assert len(rows) * fullest([[lengths[index] for index in row] for row in rows]) <= tokens_max
+    assert sum(num_slots for num_slots, _ in shapes(plans, lengths)) >= sum(lengths)
     assert plans == plan_step(lengths, ranks, tokens_max)
 
 
@@ -42,20 +56,22 @@ def test_rows_hold_the_sequences_side_by_side(lengths: list[int], seed: int) -> 
         sequences.append(TrainSequence(random.integers(1, 99, length), scored, -random.random(len(scored))))
     (plan,) = plan_step(lengths, 1, 256)
     scored_targets = []
-    for rows in plan.microbatches:
-        packed = collate(sequences, rows, plan.row_tokens)
-        mask = packed.attention_mask()[:, 0].numpy()
-        assert mask.any(-1).all(), "a token that looks nowhere makes NaN"
+    for rows in plan:
+        packed = collate([[sequence] for sequence in sequences], rows)
+        assert packed.branch_RL is None
+        # what transformers takes for the first token of a sequence
+        starts = np.diff(packed.positions_RL.numpy(), prepend=-1) != 1
         for row_index, row in enumerate(rows):
             start = 0
             for index in row:
                 end = start + lengths[index]
                 np.testing.assert_array_equal(packed.tokens_RL[row_index, start:end], sequences[index].tokens)
                 np.testing.assert_array_equal(packed.positions_RL[row_index, start:end], np.arange(lengths[index]))
-                expected = np.zeros((lengths[index], plan.row_tokens), dtype=bool)
-                expected[:, start:end] = np.tril(np.ones((lengths[index], lengths[index]), dtype=bool))
-                np.testing.assert_array_equal(mask[row_index, start:end], expected)
+                assert starts[row_index, start + 1 : end].sum() == 0 and (start == 0 or starts[row_index, start])
                 start = end
+            alone = all(len(row) == 1 for row in rows)
+            assert alone or starts[row_index, start:].all(), "padding belongs to no sequence"
+            assert not alone or packed.positions_RL[row_index].tolist() == list(range(packed.tokens_RL.shape[1]))
         order = [index for row in rows for index in row]
         spread = packed.spread(packed.target_N).numpy()
         for b, index in enumerate(order):
@@ -69,18 +85,102 @@ def test_rows_hold_the_sequences_side_by_side(lengths: list[int], seed: int) -> 
     assert len(scored_targets) == sum(len(sequence.scored) for sequence in sequences)
 
 
+@st.composite
+def steps_of_groups(draw: st.DrawFn) -> list[TrainSequence]:
+    """Sequences of some groups, each with a prompt of its own; of some completions no token is scored."""
+    random, sequences = np.random.default_rng(draw(st.integers(0, 1000))), list[TrainSequence]()
+    for group in range(draw(st.integers(1, 6))):
+        prompt = np.append(random.integers(1, 99, draw(st.integers(0, 20))), 1000 + group)
+        for length in draw(st.lists(st.integers(1, 30), min_size=1, max_size=9)):
+            scored = len(prompt) + np.flatnonzero(random.random(length) < 0.7)
+            tokens = np.concatenate([prompt, random.integers(1, 99, length)])
+            sequences.append(TrainSequence(tokens, scored, -random.random(len(scored)), num_shared=len(prompt)))
+    return sequences
+
+
+@given(sequences=steps_of_groups(), ranks=st.integers(1, 3), tokens_max=st.integers(60, 600), padding=st.integers(0, 3))
+def test_where_prompts_are_shared_each_token_is_predicted_from_what_stands_before_it_in_its_own_sequence(
+    sequences: list[TrainSequence], ranks: int, tokens_max: int, padding: int
+) -> None:
+    texts, plans = plan_texts(sequences, ranks, tokens_max, Rows.SHARED)
+    assert [id(sequence) for text in texts for sequence in text] == [id(sequence) for sequence in sequences]
+    _, apart = plan_texts(sequences, ranks, tokens_max, Rows.PACKED)
+    assert cost(plans, [text_tokens(text) for text in texts]) <= cost(apart, [len(each.tokens) for each in sequences])
+    for rows in (rows for plan in plans for rows in plan if rows):
+        microbatch = collate(texts, rows, padding)
+        assert microbatch.tokens_RL.numel() <= tokens_max + padding * len(rows)
+        width = microbatch.tokens_RL.shape[1]
+        branch_RL = torch.zeros_like(microbatch.tokens_RL) if microbatch.branch_RL is None else microbatch.branch_RL
+        sees = own_branch(branch_RL, BRANCHES) & (microbatch.positions_RL[:, None, :] <= microbatch.positions_RL[:, :, None])
+        chosen = [(sequence, place) for row in rows for index in row for sequence in texts[index] for place in sequence.scored]
+        assert len(chosen) == len(microbatch.source_N)
+        for (sequence, place), source, target in zip(
+            chosen, microbatch.source_N.tolist(), microbatch.target_N.tolist(), strict=True
+        ):
+            row, query = divmod(source, width)
+            if microbatch.branch_RL is None:  # the model's own mask: back to where positions begin
+                start = query - int(microbatch.positions_RL[row, query])
+                seen = microbatch.tokens_RL[row, start : query + 1].tolist()
+            else:
+                seen = microbatch.tokens_RL[row][sees[row, query]].tolist()
+            assert seen == sequence.tokens[:place].tolist() and target == sequence.tokens[place]
+
+
+def test_a_prompt_is_shared_by_as_many_as_pay() -> None:
+    def group(prompt: int, completion: int, size: int) -> list[TrainSequence]:
+        tokens = np.arange(prompt + completion)
+        scored = np.arange(prompt, prompt + completion)
+        return [TrainSequence(tokens, scored, np.zeros(completion), num_shared=prompt) for _ in range(size)]
+
+    def largest(sequences: list[TrainSequence], rows: Rows = Rows.SHARED) -> int:
+        return max(map(len, plan_texts(sequences, 1, 8192, rows)[0]))
+
+    assert largest(group(400, 10, 16)) == 16
+    assert largest(group(17, 16, 8)) == 8
+    assert largest(group(17, 1000, 8)) == 1, "attention over a long row costs more than a short prompt"
+    assert largest(group(400, 10, 16), Rows.PACKED) == 1
+    assert max(map(len, plan_texts(group(400, 10, 64), 1, 512, Rows.SHARED)[0])) == 11, "as many as a microbatch holds"
+    assert largest([*group(400, 10, 16), *group(300, 1500, 1)]) == 16, "a long one beside keeps none from it"
+    assert largest([replace(sequence, num_shared=0) for sequence in group(400, 10, 16)]) == 1
+
+
 def test_a_microbatch_without_sequences_scores_one_position_outside_the_mask() -> None:
-    empty = collate([], [], 16)
-    assert empty.tokens_RL.shape == (1, 16) and empty.source_N.tolist() == [0] and not empty.mask_BT.any()
+    empty = collate([], [])
+    assert empty.tokens_RL.shape == (1, 1) and empty.source_N.tolist() == [0] and not empty.mask_BT.any()
 
 
-def test_row_length_and_its_limits() -> None:
-    assert row_length([5, 30], 4096) == 128
-    assert row_length([5, 301], 4096) == 304
-    assert row_length([5], 100) == 100
-    assert plan_step([], 2, 64)[0].microbatches == []
+def test_where_layers_carry_a_state_every_sequence_has_a_row() -> None:
+    (plan,) = plan_step([5, 30, 7], 1, 256, Rows.SINGLE)
+    assert plan == [[[1], [2], [0]]]
+    (plan,) = plan_step([5, 30, 7], 1, 60, Rows.SINGLE)
+    assert plan == [[[1], [2]], [[0]]]
+
+
+@given(lengths=st.lists(st.integers(1, 200), min_size=100, max_size=200))
+def test_one_a_row_a_microbatch_holds_what_is_alike(lengths: list[int]) -> None:
+    """So that little is padding where sequences are not packed."""
+    (plan,) = plan_step(lengths, 1, 1000, Rows.SINGLE)
+    assert [index for rows in plan for (index,) in rows] == sorted(
+        range(len(lengths)), key=lambda index: (-lengths[index], index)
+    )
+    padding = sum(num_slots for num_slots, _ in shapes([plan], lengths)) - sum(lengths)
+    assert padding <= max(len(rows) for rows in plan) * max(lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "row_tokens"), [([33] * 64, 33), ([60, 20, 20, 20] * 16, 60), ([100, *[4] * 50], 100), ([30, *[21] * 40], 60)]
+)
+def test_rows_are_of_the_length_that_costs_least(lengths: list[int], row_tokens: int) -> None:
+    """As short as fills them: attention grows with the square."""
+    (plan,) = plan_step(lengths, 1, 4096)
+    assert max(fullest([[lengths[index] for index in row] for row in rows]) for rows in plan) <= row_tokens
+    assert sum(num_slots for num_slots, _ in shapes([plan], lengths)) <= 1.5 * sum(lengths)
+
+
+def test_a_sequence_that_does_not_fit_is_named() -> None:
+    assert plan_step([], 2, 64) == [[], []]
     with pytest.raises(UserError, match=r"a sequence has 301 tokens, trainer\.tokens_max=300; set trainer\.tokens_max to 301"):
-        row_length([301], 300)
+        plan_step([301], 1, 300)
 
 
 @given(count=st.integers(1, 30), batch_size=st.integers(1, 40), seed=st.integers(0, 9))

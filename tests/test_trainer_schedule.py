@@ -1,15 +1,18 @@
-"""The learning rate as a function of the step, and settings that are refused before any work."""
+"""The learning rate as a function of the step, and jobs that are refused before any work."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 
 import pytest
-from pydantic import ValidationError
 
-from rlpipe.config_training import OptimizerConfig
-from rlpipe.trainer.settings import RlSettings, SftSettings, learning_rate
-from tests.trainer_world import RL, SFT
+from rlpipe.config.training import OptimizerConfig
+from rlpipe.trainer.jobs import job_of
+from rlpipe.trainer.step import learning_rate
+from rlpipe.types import ArtifactRef, JsonDict, UserError
+from tests.trainer_world import load_new, train
 
 
 @pytest.mark.parametrize(
@@ -25,10 +28,34 @@ def test_learning_rate(schedule: str, step: int, expected: float) -> None:
     assert learning_rate(settings, step) == pytest.approx(expected, abs=1e-12)
 
 
-def test_bad_settings_name_the_field() -> None:
-    with pytest.raises(ValidationError, match=r"objective\n.*'ppo', 'gspo', 'cispo', 'sapo', 'dppo' or 'reinforce'.*'trpo'"):
-        RlSettings.model_validate({**RL, "objective": "trpo"})
-    with pytest.raises(ValidationError, match=r"first_step\n  Field required[^\0]*betas\n  Extra inputs"):
-        RlSettings.model_validate({**{name: value for name, value in RL.items() if name != "first_step"}, "betas": []})
-    with pytest.raises(ValidationError, match=r"num_steps\n.*input_value=-1"):
-        SftSettings.model_validate({**SFT, "num_steps": -1})
+def refusal(kind: str, body: JsonDict) -> str:
+    with pytest.raises(UserError) as refused:
+        job_of(kind, json.dumps(body).encode())
+    return str(refused.value)
+
+
+def test_a_job_that_makes_no_sense_names_the_field() -> None:
+    data = ArtifactRef("runs/a/rl/00000/batch", "0" * 64)
+    rl, sft = train("a", "b", "rl", data), train("a", "b", "sft", data)
+    load = load_new()
+    assert job_of("train", json.dumps(rl).encode()) == job_of("train", json.dumps(rl, sort_keys=True).encode())
+    assert re.search(
+        r"settings\.objective='trpo': .*'ppo', 'gspo', 'cispo', 'sapo', 'dppo' or 'reinforce'$",
+        refusal("train", train("a", "b", "rl", data, {"objective": "trpo"})),
+    )
+    without = {name: value for name, value in rl.items() if name != "first_step"}
+    assert re.search(r"^train: rl\.first_step=.*: Field required$", refusal("train", without))
+    betas = {**rl, "settings": {**rl["settings"], "betas": []}}
+    assert refusal("train", betas) == "train: rl.settings.betas=[]: Extra inputs are not permitted"
+    assert re.search(r"first_step=-1: ", refusal("train", {**rl, "first_step": -1}))
+    assert re.search(r"num_steps=-1: ", refusal("train", train("a", "b", "sft", data, {"num_steps": -1})))
+    assert "'rl', 'sft'" in refusal("train", {**sft, "kind": "dpo"})
+    assert "reference=None: Unexpected" in refusal("train", {**sft, "reference": None})
+    assert "is no reference" in refusal("train", {**rl, "data": {"folder": "../x", "sha256": "0" * 64}})
+    assert "settings.kl=loss needs a reference" in refusal("train", train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.1}))
+    assert "exactly one of new, policy and state" in refusal("load", {**load, "state": data.as_json()})
+    assert "exactly one of new, policy and state" in refusal("load", {**load, "new": None})
+    assert re.search(r"policy=.*: Field required$", refusal("load", {"position": "a", "new": load["new"], "state": None}))
+    for body in ("[" * 100_000, "{", "null", "[]"):
+        with pytest.raises(UserError, match="save: "):
+            job_of("save", body.encode())

@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlpipe.advantages import token_advantages
-from rlpipe.losses import aggregate, entropy, importance_weights, kl, policy_loss
-from rlpipe.trainer.batches import RlBatch, TrainSequence, read_rl_batch
+from rlpipe.algorithms.advantages import token_advantages
+from rlpipe.algorithms.losses import aggregate, entropy, importance_weights, kl, policy_terms
+from rlpipe.config.training import OptimizerConfig, RlConfig
+from rlpipe.models.causal import hf_config
+from rlpipe.trainer.batches import RlBatch, read_rl_batch
 from rlpipe.trainer.gang import Gang
-from rlpipe.trainer.jobs import Trainer
-from rlpipe.trainer.model import PolicyModel, hf_config
-from rlpipe.trainer.rl import advantages, with_advantages, with_frozen
-from rlpipe.trainer.rl_loss import TOKEN_SUMS, loss_part
-from rlpipe.trainer.settings import RlSettings
-from rlpipe.trainer.state import Resident
-from rlpipe.trainer.step import StepBatch, StepSettings, forward, optimizer_step, plan_batch
+from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.packing import Rows, TrainSequence
+from rlpipe.trainer.rl import TOKEN_SUMS, advantages, loss_part, with_advantages, with_frozen
+from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.step import Resident, StepBatch, StepSettings, forward, optimizer_step, plan_batch
 from rlpipe.types import JsonDict, StepRefused
 from tests import maths_oracle as oracle
 from tests import trainer_world as world
 
-HOW = StepSettings(learning_rate=0.0, grad_clip=1e9, temperature=1.0, address="here")
+HOW = StepSettings(OptimizerConfig(learning_rate=1e-9, grad_clip=1e9), step=0, temperature=1.0, address="here")
 LOUD: JsonDict = {
     "entropy_coef": 0.01,
     "importance_high": 1.05,
@@ -72,9 +72,14 @@ class World:
 
 def resident_of(gang: Gang, seed: int = 0) -> Resident:
     trainer = Trainer(gang)
-    trainer.run("load", world.load_new(seed=seed))
+    world.run(trainer, "load", world.load_new(seed=seed))
     assert trainer.resident is not None
     return trainer.resident
+
+
+def with_options(gang: Gang, **changes: Any) -> Gang:
+    trainer = gang.options.trainer.model_copy(update=changes)
+    return dataclasses.replace(gang, options=gang.options.model_copy(update={"trainer": trainer}))
 
 
 @pytest.fixture(scope="module")
@@ -93,22 +98,29 @@ def sequences(setup: World) -> list[TrainSequence]:
     return setup.rollouts.steps[0]
 
 
-def settings_of(name: str) -> RlSettings:
-    return RlSettings.model_validate({**world.RL, **LOUD, **OPTIONS[name]})
+def settings_of(name: str) -> RlConfig:
+    return RlConfig.model_validate({**world.RL, **LOUD, **OPTIONS[name]})
 
 
-def ready(gang: Gang, setup: World, sequences: list[TrainSequence], policy: PolicyModel, settings: RlSettings) -> StepBatch:
+def ready(
+    gang: Gang,
+    setup: World,
+    sequences: list[TrainSequence],
+    policy: PolicyModel,
+    settings: RlConfig,
+    rows: Rows = Rows.PACKED,
+) -> StepBatch:
     """One step over `sequences`, with everything that comes before the first update."""
-    batch = with_frozen(plan_batch(gang, sequences), policy, setup.reference, 1.0)
+    batch = with_frozen(plan_batch(gang, rows, sequences), policy, setup.reference, 1.0)
     return with_advantages(batch, advantages(gang, setup.rollouts, [batch], settings))
 
 
 def gradients(
-    gang: Gang, setup: World, sequences: list[TrainSequence], name: str
+    gang: Gang, setup: World, sequences: list[TrainSequence], name: str, rows: Rows = Rows.PACKED
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient of one step and its sums. It is read out of a fresh AdamW: the first moment is (1 - beta1) times it."""
     resident, settings = resident_of(gang), settings_of(name)
-    batch = ready(gang, setup, sequences, setup.proximal, settings)
+    batch = ready(gang, setup, sequences, setup.proximal, settings, rows)
     sums = optimizer_step(gang, resident, batch, loss_part(batch, settings), HOW)
     moments = {name: resident.optimizer.state[shard]["exp_avg"].clone() for name, shard in resident.shards.items()}
     assert all(moment.abs().max() > 0 for moment in moments.values())
@@ -128,7 +140,7 @@ def plain_model(seed: int) -> Any:
 
 
 def plain_token_sums(
-    logprobs: list[list[float]], advantages: list[float], logits: list[list[float]], settings: RlSettings
+    logprobs: list[list[float]], advantages: list[float], logits: list[list[float]], settings: RlConfig
 ) -> dict[str, float]:
     """TOKEN_SUMS of one sequence, all tokens of which count. `logprobs`: those of policy, proximal, reference and rollout."""
     policy, proximal, reference, rollout = logprobs
@@ -150,7 +162,7 @@ def plain_token_sums(
     }
 
 
-def plain_gradients(rollouts: RlBatch, settings: RlSettings) -> tuple[dict[str, Tensor], dict[str, float]]:
+def plain_gradients(rollouts: RlBatch, settings: RlConfig) -> tuple[dict[str, Tensor], dict[str, float]]:
     """One unpacked sequence at a time through the HF model in float64, with its own logits; the loss and TOKEN_SUMS come with it."""
     models = [plain_model(seed) for seed in (0, 1, 2)]
     kept = [sequence for sequence in rollouts.steps[0] if len(sequence.scored)]
@@ -174,15 +186,20 @@ def plain_gradients(rollouts: RlBatch, settings: RlSettings) -> tuple[dict[str, 
         proximal, reference, mask = proximal.detach(), reference.detach(), torch.ones_like(logprobs)
         rollout = torch.tensor(sequence.rollout_logprobs, dtype=torch.float64)[None]
         own_N = advantages_N[sequence.first :][: len(sequence.scored)]
-        losses = policy_loss(
+        losses, _, _ = policy_terms(
             logprobs, rollout if settings.objective == "dppo" else proximal, torch.tensor(own_N)[None], mask,
             objective=settings.objective, clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip,
         )  # fmt: skip
         bounds = {"low": settings.importance_low, "high": settings.importance_high}
-        losses = losses * importance_weights(proximal, rollout, mask, mode=settings.importance, **bounds)
+        losses = losses * importance_weights(proximal, rollout, mask, mode=settings.importance, **bounds)[0]
         if settings.kl == "loss":
             losses = losses + settings.kl_coef * kl(logprobs, reference, estimator=settings.kl_estimator)
-        loss = aggregate(losses - settings.entropy_coef * entropy(logits)[None], mask, mode=settings.aggregation, **counts)
+        loss = aggregate(
+            losses - settings.entropy_coef * entropy(torch.log_softmax(logits, -1))[None],
+            mask,
+            mode=settings.aggregation,
+            **counts,
+        )
         loss.backward()
         told = [each[0].tolist() for each in (logprobs, proximal, reference, rollout)]
         sums.update({"loss": loss.item(), **plain_token_sums(told, own_N.tolist(), logits.tolist(), settings)})
@@ -208,15 +225,29 @@ def test_gradient_depends_neither_on_the_microbatch_nor_on_the_order(
     expected, sums = gradients(gang, setup, sequences, name)
     shuffled = [sequences[index] for index in np.random.default_rng(3).permutation(len(sequences))]
     for tokens_max, order in ((128, sequences), (4096, shuffled)):
-        other = dataclasses.replace(gang, options=dataclasses.replace(gang.options, tokens_max=tokens_max))
-        assert len(plan_batch(other, order).microbatches) != len(plan_batch(gang, sequences).microbatches)
+        other = with_options(gang, tokens_max=tokens_max)
+        assert len(plan_batch(other, Rows.PACKED, order).microbatches) != len(
+            plan_batch(gang, Rows.PACKED, sequences).microbatches
+        )
         found, other_sums = gradients(other, setup, order, name)
         assert_same(found, expected)
         assert other_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradient_does_not_depend_on_how_rows_are_filled(
+    gang: Gang, setup: World, sequences: list[TrainSequence], name: str
+) -> None:
+    expected, sums = gradients(gang, setup, sequences, name, Rows.SINGLE)
+    assert any(microbatch.branch_RL is not None for microbatch in plan_batch(gang, Rows.SHARED, sequences).microbatches)
+    for rows in (Rows.PACKED, Rows.SHARED):
+        found, other_sums = gradients(gang, setup, sequences, name, rows)
+        assert_same(found, expected)
+        assert other_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
+
+
 def test_gradient_does_not_depend_on_activation_checkpointing(gang: Gang, setup: World, sequences: list[TrainSequence]) -> None:
-    other = dataclasses.replace(gang, options=dataclasses.replace(gang.options, activation_checkpointing=True))
+    other = with_options(gang, activation_checkpointing=True)
     assert_same(gradients(other, setup, sequences, "ppo")[0], gradients(gang, setup, sequences, "ppo")[0])
 
 
@@ -227,9 +258,9 @@ def test_microbatches_of_padding_and_unscored_sequences_change_nothing(
     empty = dataclasses.replace(
         sequences[0], scored=sequences[0].scored[:0], rollout_logprobs=sequences[0].rollout_logprobs[:0]
     )
-    batch = plan_batch(gang, [*sequences, empty])
+    batch = plan_batch(gang, Rows.PACKED, [*sequences, empty])
     assert batch.num_sequences == len([s for s in sequences if len(s.scored)])
-    padding = plan_batch(gang, sequences[:1]).microbatches[0]
+    padding = plan_batch(gang, Rows.PACKED, sequences[:1]).microbatches[0]
     padding = dataclasses.replace(padding, mask_BT=torch.zeros_like(padding.mask_BT))
     alone = with_frozen(dataclasses.replace(batch, microbatches=[padding]), resident.policy, setup.reference, 1.0)
     whole = with_frozen(batch, resident.policy, setup.reference, 1.0)
@@ -248,7 +279,7 @@ def test_a_step_that_is_not_finite_changes_nothing(gang: Gang, setup: World, seq
     before = world.fingerprint(list(resident.shards.values()))
     poisoned = [dataclasses.replace(sequences[0], rollout_logprobs=sequences[0].rollout_logprobs * np.nan), *sequences[1:]]
     batch = ready(gang, setup, poisoned, resident.policy, settings)
-    how = dataclasses.replace(HOW, learning_rate=1e-3, address="runs/a/rl/00003/batch step 2")
+    how = StepSettings(OptimizerConfig(learning_rate=1e-3), step=0, temperature=1.0, address="runs/a/rl/00003/batch step 2")
     with pytest.raises(StepRefused, match="runs/a/rl/00003/batch step 2: loss nan"):
         optimizer_step(gang, resident, batch, loss_part(batch, settings), how)
     assert world.fingerprint(list(resident.shards.values())) == before and resident.optimizer_step == 0
@@ -257,7 +288,8 @@ def test_a_step_that_is_not_finite_changes_nothing(gang: Gang, setup: World, seq
 def test_gradient_clip_bounds_the_norm(gang: Gang, setup: World, sequences: list[TrainSequence]) -> None:
     resident, settings = resident_of(gang), settings_of("ppo")
     batch = ready(gang, setup, sequences, resident.policy, settings)
-    done = optimizer_step(gang, resident, batch, loss_part(batch, settings), dataclasses.replace(HOW, grad_clip=0.01))
+    how = dataclasses.replace(HOW, optimizer=OptimizerConfig(grad_clip=0.01))
+    done = optimizer_step(gang, resident, batch, loss_part(batch, settings), how)
     moments = torch.stack([entry["exp_avg"].square().sum() for entry in resident.optimizer.state.values()])
     assert done["grad_norm"] > 0.01
     assert float(moments.sum().sqrt()) == pytest.approx(0.1 * 0.01, rel=1e-4)

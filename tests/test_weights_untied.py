@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpipe import weights
+from rlpipe.engines import weights
+from rlpipe.engines.weights import EMBEDDING, HEAD, untied
+from rlpipe.models.folder import tensor_shapes
 from rlpipe.types import StoreError
-from rlpipe.weights import EMBEDDING, HEAD, tensor_shapes, untied
 from tests.engine_fixtures import edit_config, tiny_model
 
 

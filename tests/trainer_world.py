@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from rlpipe.rollouts import CONVERSATIONS, to_parquet
+from rlpipe.config.operational import TrainerConfig
 from rlpipe.store.artifacts import commit, new_attempt, write_bytes
 from rlpipe.store.backend import Store
 from rlpipe.trainer.gang import Gang, join_gang
-from rlpipe.trainer.options import TrainerOptions
+from rlpipe.trainer.jobs import job_of
+from rlpipe.trainer.process import TrainerOptions
+from rlpipe.trainer.server import Trainer
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Manifest
+from tests.rows import CONVERSATIONS, to_parquet
 
 VOCAB = 320
 MODEL: JsonDict = {
@@ -24,14 +29,19 @@ MODEL: JsonDict = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
     "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
-SHARED: JsonDict = {"learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.01, "first_step": 0}
+SHARED: JsonDict = {"learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.01}
 RL: JsonDict = {**SHARED, "num_steps": 2, "completion_tokens_max": 16}
-SFT: JsonDict = {**SHARED, "num_steps": 3, "batch_size": 16, "seed": 0}
+SFT: JsonDict = {**SHARED, "num_steps": 3, "batch_size": 16}
 
 
-def options(folder: Path, **changes: Any) -> TrainerOptions:
-    values: dict[str, Any] = {"store": f"file://{folder}/store", "host": "127.0.0.1", "port": 0, "work_dir": f"{folder}/work"}
-    return TrainerOptions(**{**values, **changes})
+def options(
+    folder: Path, port: int = 0, work_dir: str = "", dtype: str = "float32", silent_s_max: float = 120.0, **trainer: Any
+) -> TrainerOptions:
+    """`trainer`: fields of TrainerConfig."""
+    return TrainerOptions(
+        store=f"file://{folder}/store", run="a", host="127.0.0.1", port=port, work_dir=work_dir or f"{folder}/work", dtype=dtype,
+        trainer=TrainerConfig(**trainer), silent_s_max=silent_s_max,
+    )  # fmt: skip
 
 
 def solo_gang(folder: Path, **changes: Any) -> Gang:
@@ -121,14 +131,23 @@ def load_ref(position: str, kind: str, ref: ArtifactRef) -> JsonDict:
     return {"position": position, "new": None, "policy": None, "state": None, kind: ref.as_json()}
 
 
-def train(start: str, result: str, kind: str, data: ArtifactRef, settings: JsonDict | None = None) -> JsonDict:
-    settings = {**(RL if kind == "rl" else SFT), **(settings or {})}
-    return {"start": start, "result": result, "kind": kind, "data": data.as_json(), "reference": None, "settings": settings}
+def train(start: str, result: str, kind: str, data: ArtifactRef, changes: JsonDict | None = None) -> JsonDict:
+    """A training job; `changes`: settings, and `first_step` and `seed`, which stand beside them."""
+    beside = {"reference": None} if kind == "rl" else {"seed": 0}
+    job = {"start": start, "result": result, "kind": kind, "data": data.as_json(), "first_step": 0, **beside}
+    job |= {name: value for name, value in (changes or {}).items() if name in job}
+    settings = {name: value for name, value in (changes or {}).items() if name not in job}
+    return job | {"settings": {**(RL if kind == "rl" else SFT), **settings}}
+
+
+def run(trainer: Trainer, kind: str, body: JsonDict) -> JsonDict:
+    """What the gang does with a request."""
+    return dataclasses.asdict(trainer.run(job_of(kind, json.dumps(body).encode())))
 
 
 def save(position: str, policy: str | None, state: str | None) -> JsonDict:
-    return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1", "tokenizer": None,
-            "probe_tokens": [5, 9, 2, 7]}  # fmt: skip
+    return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1", "tokenizer": None, "stop_token_ids": [],
+            "context_tokens_max": 64}  # fmt: skip
 
 
 def fingerprint(tensors: list[torch.Tensor]) -> str:

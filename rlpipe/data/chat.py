@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from rlpipe.data.template import ChatTemplate, Span
+from rlpipe.records.prompt import Message, Messages
+from rlpipe.records.rollout import Conversation
 from rlpipe.types import JsonDict, UserError
 
-Messages = list[dict[str, Any]]
+logger = logging.getLogger(__name__)
+# of a model's folder; whatever else lies there (.env, pickles, code) is not the tokenizer's
+TOKENIZER_FILES = {
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
+}  # fmt: skip
 PLACEHOLDER = "rlpipe-placeholder"  # where a first turn's text stands, whatever the template itself says before it
 # what goes on must not depend on what was said: two conversations that end with the assistant's turn
 DUMMY_TALKS: list[Messages] = [
@@ -34,20 +45,42 @@ class ChatTokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: str, special_tokens: dict[str, str], variables: JsonDict | None = None
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str,
+        special_tokens: dict[str, str],
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = ChatTemplate(chat_template, special_tokens, variables)
-        self._specials = {added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special}
+        self._specials = tuple(added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special)
         self.eos_token_id = self._id_of(special_tokens, "eos_token")
         self.pad_token_id = self._id_of(special_tokens, "pad_token") if "pad_token" in special_tokens else self.eos_token_id
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         assert max(self.eos_token_id, self.pad_token_id) < self.vocab_size
 
+    @cached_property
+    def stop_token_ids(self) -> list[int]:
+        """What ends the assistant's turn: the end of text, and the special token that the template writes after a turn.
+
+        In base models these are two: Qwen's text ends with <|endoftext|>, its turns with <|im_end|>.
+        """
+        talk = DUMMY_TALKS[0]
+        try:
+            tail = self._template.render(talk).rpartition(talk[-1]["content"])[2].lstrip()
+        except UserError:  # a template for other conversations
+            return [self.eos_token_id]
+        end = max((token for token in self._specials if tail.startswith(token)), key=len, default="")
+        end_id = self._tokenizer.token_to_id(end) if end else None
+        assert end_id is None or end_id < self.vocab_size, f"{end} is outside the vocabulary"
+        return sorted({self.eos_token_id, *([] if end_id is None else [end_id])})
+
     @classmethod
-    def from_folder(cls, folder: Path | str, chat_template: str = "", variables: JsonDict | None = None) -> ChatTokenizer:
+    def from_folder(
+        cls, folder: Path | str, chat_template: str = "", variables: Mapping[str, Any] | None = None
+    ) -> ChatTokenizer:
         """The tokenizer of a model folder in HF format; `chat_template` replaces the folder's, and gets `variables`.
 
         UserError says what is missing.
@@ -69,7 +102,7 @@ class ChatTokenizer:
 
     def _id_of(self, special_tokens: dict[str, str], name: str) -> int:
         token = special_tokens.get(name)
-        token_id = None if token is None else self._tokenizer.token_to_id(token)
+        token_id = self._tokenizer.token_to_id(token or "")
         if token_id is None:
             raise UserError(f"tokenizer_config.json: {name}={token!r} is not a token of tokenizer.json; name one that is")
         return token_id
@@ -85,10 +118,10 @@ class ChatTokenizer:
         """
         text, spans = self._template.render_marked(messages)
         if not self._template.has_marks:
-            spans = self._turn_spans(messages, text)
-        tokens, mask = self._encode_masked(text, spans)
-        assert len(tokens) == len(mask)
-        return tokens, mask
+            turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            spans = [self._turn_span(messages, index, text) for index in turns]
+            assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans)), "turns do not overlap"
+        return self._encode_masked(text, spans)
 
     def encode_continuation(self, messages: Messages) -> list[int]:
         """What follows the assistant's end-of-turn token when `messages` come next, up to the head of the assistant's next turn.
@@ -98,21 +131,19 @@ class ChatTokenizer:
         tails = [self._continuation(talk, messages) for talk in DUMMY_TALKS]
         tokens = self._encode(tails[0])
         normalizer = self._tokenizer.normalizer  # Qwen's composes letters and accents (NFC)
-        told = normalizer.normalize_str(tails[0]) if normalizer else tails[0]
-        if tails[0] != tails[1] or self._raw(tokens) != told:
+        text = normalizer.normalize_str(tails[0]) if normalizer else tails[0]
+        if tails[0] != tails[1] or self._raw(tokens) != text:
             raise _no_continuation(messages)
         return tokens
 
     def _continuation(self, talk: Messages, messages: Messages) -> str:
         """The text after the last turn of `talk`, which is the assistant's."""
-        said = talk[-1]["content"]
-        alone = self._template.render(talk).rpartition(said)[2]
-        turn_end = self._without_tail(alone)
+        last_text = talk[-1]["content"]
+        turn_end = self._without_tail(self._template.render(talk).rpartition(last_text)[2])
         longer = self._template.render([*talk, *messages], add_generation_prompt=True)
-        _, found, tail = longer.partition(said)
-        rest = tail.removeprefix(turn_end)
-        told = all(message_text(message) in rest for message in messages)
-        if not (found and turn_end and tail.startswith(turn_end) and told):
+        after_last = longer.partition(last_text)[2]
+        rest = after_last.removeprefix(turn_end)
+        if not (turn_end and after_last.startswith(turn_end) and all(message_text(message) in rest for message in messages)):
             raise _no_continuation(messages)
         return rest
 
@@ -123,14 +154,6 @@ class ChatTokenizer:
     def _encode(self, text: str) -> list[int]:
         # the template has written the special tokens already
         return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def _turn_spans(self, messages: Messages, text: str) -> list[Span]:
-        spans: list[Span] = []
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                spans.append(self._turn_span(messages, index, text))
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans)), "turns do not overlap"
-        return spans
 
     def _turn_span(self, messages: Messages, index: int, text: str) -> Span:
         """Where turn `index` lies in `text`: it starts after what the policy is asked with, and ends with its end-of-turn token."""
@@ -146,17 +169,17 @@ class ChatTokenizer:
         if text.startswith(turn, start):
             return start, start + len(turn)
         # a turn of the past may be shorter than when it was the last one: Qwen3 removes its reasoning
-        end_of_turn = max((token for token in self._specials if turn.endswith(token)), key=len, default=None)
-        end = text.find(end_of_turn, start) if end_of_turn else -1
+        end_of_turn = max((token for token in self._specials if turn.endswith(token)), key=len, default="")
+        end = text.find(end_of_turn, start)
         kept = text[start:end].strip()
-        if end_of_turn is None or end < 0 or not kept or not message_text(messages[index]).endswith(kept):
+        if end < 0 or not kept or not message_text(messages[index]).endswith(kept):
             raise _unstable(messages[index])
         return start, end + len(end_of_turn)
 
     def _without_tail(self, turn: str) -> str:
         """`turn` without the line breaks after its end-of-turn token: the policy never writes them."""
         stripped = turn.rstrip()
-        return stripped if any(stripped.endswith(token) for token in self._specials) else turn
+        return stripped if stripped.endswith(self._specials) else turn
 
     def _encode_masked(self, text: str, spans: list[Span]) -> tuple[list[int], list[int]]:
         """Encodes piece by piece, so that no token crosses a border and the prompt has the tokens it has while sampling."""
@@ -171,18 +194,48 @@ class ChatTokenizer:
         if tokens == whole.ids or self._raw(tokens) == self._raw(whole.ids):
             return tokens, mask
         # a tokenizer that puts a space before every text (SentencePiece): pieces would differ from the whole
-        inside = [int(any(start <= left and right <= end for start, end in spans)) for left, right in whole.offsets]
-        return whole.ids, inside
+        return whole.ids, [int(any(start <= left and right <= end for start, end in spans)) for left, right in whole.offsets]
 
     def _raw(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def message_text(message: dict[str, Any]) -> str:
+def tokenise_conversations(
+    conversations: list[Messages], tokenizer: ChatTokenizer, tokens_max: int
+) -> tuple[list[Conversation], dict[str, int]]:
+    """Conversations of at most `tokens_max` tokens, and what was cut: {"truncated", "dropped_empty_mask"}.
+
+    A row is dropped when nothing of the assistant is left in it; rows keep the order of `conversations`.
+    """
+    assert tokens_max > 0
+    rows: list[Conversation] = []
+    num_truncated = 0
+    for messages in conversations:
+        tokens, loss_mask = tokenizer.encode_conversation(messages)
+        num_truncated += len(tokens) > tokens_max
+        mask = np.array(loss_mask[:tokens_max], dtype=np.int8)
+        rows.append(Conversation(np.array(tokens[:tokens_max], dtype=np.int32), mask))
+    kept = [row for row in rows if row.loss_mask.any()]
+    whole = [row for row in kept if len(row.tokens) < tokens_max]
+    if whole and not any(row.tokens[row.loss_mask.nonzero()[0][-1]] in tokenizer.stop_token_ids for row in whole):
+        logger.warning(
+            f"no turn of the assistant ends with a token that stops sampling ({tokenizer.stop_token_ids}): the policy would not learn to "
+            "end its turns; write one after the turn in the chat template (model.chat_template)"
+        )
+    num_dropped = len(rows) - len(kept)
+    if num_truncated:
+        logger.warning(
+            f"{num_truncated} of {len(rows)} conversations are longer than model.context_tokens_max={tokens_max} and were "
+            f"truncated; {num_dropped} were dropped, nothing of the assistant being left"
+        )
+    return kept, {"truncated": num_truncated, "dropped_empty_mask": num_dropped}
+
+
+def message_text(message: Message) -> str:
     return message["content"].strip()
 
 
-def _unstable(message: dict[str, Any]) -> UserError:
+def _unstable(message: Message) -> UserError:
     return UserError(
         f"the chat template rewrites earlier turns, so the assistant's tokens cannot be found (at {message['content'][:80]!r}); "
         "put {% generation %}...{% endgeneration %} around what the assistant writes and pass it as model.chat_template"
@@ -203,24 +256,30 @@ def _read_json(path: Path) -> JsonDict:
         return {}
     try:
         value = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error})") from error
-    assert isinstance(value, dict), path
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds {str(value)[:40]!r}, not an object")
     return value
 
 
 def _special_tokens(settings: JsonDict) -> dict[str, str]:
+    """The special tokens by name."""
     named = {name: value for name, value in settings.items() if name.endswith("_token") and value}
     contents = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
-    return {name: value for name, value in contents.items() if isinstance(value, str)}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
 def _folder_template(folder: Path, settings: JsonDict) -> str:
-    beside = folder / "chat_template.jinja"
-    if beside.is_file():
-        return beside.read_text()
-    template = settings.get("chat_template") or ""
-    if isinstance(template, list):  # several templates by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default", "")
+    """The chat template that a tokenizer's folder brings; empty: none."""
+    path = folder / "chat_template.jinja"
+    try:
+        template = path.read_text() if path.is_file() else settings.get("chat_template") or ""
+        if isinstance(template, list):  # several templates by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
+        if not isinstance(template, str):
+            raise TypeError(f"{template!r:.40} is no text")
+    except (ValueError, LookupError, TypeError) as error:
+        where = path if path.is_file() else folder / "tokenizer_config.json"
+        raise UserError(f"{where}: its chat_template cannot be read ({error!r})") from error
     return template

@@ -7,18 +7,32 @@ away from its share n*w/W, and which set goes next depends on the counts alone, 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from fractions import Fraction
+from typing import TypedDict
 
-from rlpipe.types import JsonDict
+from rlpipe.types import first_bits
 
 Draw = tuple[int, int]  # set_index, row_index
 
 
+class SetPosition(TypedDict):
+    """How many times a set was gone through, and the rows drawn since."""
+
+    epoch: int
+    offset: int
+
+
+class CursorPosition(TypedDict):
+    """What was drawn so far. Example: {"drawn": 3, "sets": [{"epoch": 0, "offset": 3}]}."""
+
+    drawn: int
+    sets: list[SetPosition]
+
+
 class PromptCursor:
-    """Draws (set_index, row_index). The position is JSON: {"drawn": 3, "sets": [{"epoch": 0, "offset": 3}]}."""
+    """Draws (set_index, row_index); the position is JSON."""
 
     def __init__(self, sizes: list[int], weights: list[float], seed: int) -> None:
         assert len(sizes) == len(weights) > 0, "a weight for every set, and at least one set"
@@ -32,32 +46,26 @@ class PromptCursor:
         self._total = sum(self._weights)
         self._orders: dict[int, tuple[int, list[int]]] = {}  # set_index -> (epoch, rows): one epoch a set is kept
 
-    def start(self) -> JsonDict:
+    def start(self) -> CursorPosition:
         """The position before the first draw."""
-        return {"drawn": 0, "sets": [{"epoch": 0, "offset": 0} for _ in self.sizes]}
+        return self._position([0] * len(self.sizes))
 
-    def take(self, position: JsonDict, count: int) -> tuple[list[Draw], JsonDict]:
+    def take(self, position: CursorPosition, count: int) -> tuple[list[Draw], CursorPosition]:
         """The `count` draws after `position`, and the position after them; `position` itself is not changed."""
-        counts = self._counts(position)
+        sets = position["sets"]
+        assert len(sets) == len(self.sizes), "the position is of another mixture"
+        counts = [entry["epoch"] * size + entry["offset"] for entry, size in zip(sets, self.sizes, strict=True)]
+        assert sum(counts) == position["drawn"], "the position contradicts itself"
         draws: list[Draw] = []
         for drawn in range(position["drawn"], position["drawn"] + count):
             set_index = self._next_set(drawn, counts)
             epoch, offset = divmod(counts[set_index], self.sizes[set_index])
             draws.append((set_index, self._order(set_index, epoch)[offset]))
             counts[set_index] += 1
-        after = self._position(counts)
-        assert len(draws) == count
-        assert after["drawn"] == position["drawn"] + count
-        return draws, after
+        return draws, self._position(counts)
 
-    def _counts(self, position: JsonDict) -> list[int]:
-        sets = position["sets"]
-        assert len(sets) == len(self.sizes), "the position is of another mixture"
-        counts = [entry["epoch"] * size + entry["offset"] for entry, size in zip(sets, self.sizes, strict=True)]
-        assert sum(counts) == position["drawn"], "the position contradicts itself"
-        return counts
-
-    def _position(self, counts: list[int]) -> JsonDict:
+    def _position(self, counts: list[int]) -> CursorPosition:
+        """The position after `counts` draws of each set."""
         pairs = [divmod(count, size) for count, size in zip(counts, self.sizes, strict=True)]
         return {"drawn": sum(counts), "sets": [{"epoch": epoch, "offset": offset} for epoch, offset in pairs]}
 
@@ -69,8 +77,7 @@ class PromptCursor:
     def _order(self, set_index: int, epoch: int) -> list[int]:
         cached = self._orders.get(set_index)
         if cached is None or cached[0] != epoch:
-            key = hashlib.sha256(f"{self.seed}/{set_index}/{epoch}".encode()).digest()
             rows = list(range(self.sizes[set_index]))
-            random.Random(int.from_bytes(key, "big")).shuffle(rows)
+            random.Random(first_bits(f"{self.seed}/{set_index}/{epoch}", 256)).shuffle(rows)
             cached = self._orders[set_index] = (epoch, rows)
         return cached[1]

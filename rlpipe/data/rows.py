@@ -1,39 +1,97 @@
-"""Rows of a data file, a `datasets` path or a function, each with the place it came from, for error messages."""
+"""Rows of every kind of source, each with the place it came from, for error messages. Whatever is in a file, what is wrong is a UserError.
+
+A function of the user's runs in a process of its own, `python -m rlpipe.data.rows`: it may hang, exit or crash.
+"""
 
 from __future__ import annotations
 
+import ast
+import difflib
+import inspect
 import itertools
 import json
-from collections.abc import Iterator
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlpipe.data.functions import Row, function_rows, is_function
-from rlpipe.types import JsonDict, UserError
+from rlpipe.processes.launch import PARENT_VARIABLE, die_with_parent
+from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
+from rlpipe.processes.user_code import (
+    MESSAGE_CHARS_MAX,
+    CodeRaised,
+    InvalidAnswer,
+    Loaded,
+    Record,
+    load_function,
+    serve,
+    user_code,
+)
+from rlpipe.types import JsonDict, UserError, plain_json
 
-if TYPE_CHECKING:
-    from rlpipe.config import DataConfig
+if TYPE_CHECKING:  # the process of a function starts in half the time without it
+    from rlpipe.config.pipeline import DataConfig
+
+GENERATOR = "reasoning_gym:"
+FUNCTION = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+NESTING_MAX = 200  # of lists and objects in each other; Python's own limit depends on who is calling
+ROW_TIMEOUT_S = 300.0  # that a function may take for a row: the first may need a download
+BATCH_ROWS, BATCH_S = 256, 0.5  # of a function, which cross together
+
+
+class Row(NamedTuple):
+    """A row and its place. Example: Row("sums.jsonl:17", {"prompt": "2+2?", "answer": 4})."""
+
+    where: str
+    values: JsonDict
+
+
+class FunctionCall(NamedTuple):
+    """A function of the user's: of which data set, where, called with what, and which field of its rows is the answer."""
+
+    name: str
+    source: str
+    args: dict[str, Any]
+    seed: int
+    rows_max: int
+    answer_field: str
 
 
 def read_rows(data: DataConfig, seed: int) -> list[Row]:
-    """The first `rows_max` rows (0: all) of a source that is no `reasoning_gym` one; UserError names the field or the row."""
+    """The first `rows_max` rows (0: all) of a source; UserError names the config field, or the file and row, at fault."""
+    if data.source.startswith(GENERATOR):
+        return _generated_rows(data, seed)
     if data.source.startswith("datasets:"):
         rows = _datasets_rows(data)
     elif data.source.endswith(".jsonl"):
         rows = _jsonl_rows(_existing(data))
     elif data.source.endswith(".parquet"):
         rows = _parquet_rows(_existing(data))
-    elif is_function(data.source):
-        rows = function_rows(data, seed)
+    elif FUNCTION.fullmatch(data.source):
+        rows = _function_rows(data, seed)
     else:
         raise UserError(
             f"data.{data.name}.source={data.source!r}: no such kind of source; use reasoning_gym:NAME, datasets:PATH, "
             "package.module:function, or a path that ends in .jsonl or .parquet"
         )
-    found = list(itertools.islice(rows, data.rows_max or None))
-    if not found:
+    first_rows = [_checked(row) for row in itertools.islice(rows, data.rows_max or None)]
+    if not first_rows:
         raise UserError(f"data.{data.name}.source={data.source}: it has no rows")
-    return found
+    return first_rows
+
+
+def _checked(row: Row) -> Row:
+    pending = [(row.values, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if depth > NESTING_MAX:
+            raise UserError(f"{row.where}: its values are nested deeper than {NESTING_MAX}; store what is deeper as text")
+        parts = value.values() if isinstance(value, Mapping) else value
+        pending += [(part, depth + 1) for part in parts if isinstance(part, (dict, list, tuple))]
+    return row
 
 
 def _existing(data: DataConfig) -> Path:
@@ -50,52 +108,192 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:  # also covers bytes that are no UTF-8
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:  # a ValueError also for bytes that are no UTF-8
                 raise UserError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: a {type(row).__name__}, but every line must be one JSON object")
-            yield where, row
+            if not isinstance(values, dict):
+                raise UserError(f"{where}: a {type(values).__name__}, but every line must be one JSON object")
+            yield Row(where, values)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    import pyarrow
     import pyarrow.parquet
 
+    where = f"{path}: not a readable Parquet file"
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches(batch_size=4096) for row in batch.to_pylist())
-            for row_index, row in enumerate(rows, start=1):
-                yield f"{path} row {row_index}", row
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-        raise UserError(f"{path}: not a readable Parquet file ({error})") from error
+        with user_code(), pyarrow.parquet.ParquetFile(path) as file:  # a damaged file is an error of any type
+            names = file.schema_arrow.names
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise ValueError(f"two columns are called {min(twice)!r}")
+            where = f"{path} row 1: not readable"
+            rows = (values for batch in file.iter_batches(batch_size=4096) for values in _values(batch))
+            for row_index, values in enumerate(rows, start=1):
+                yield Row(f"{path} row {row_index}", values)
+                where = f"{path} row {row_index + 1}: not readable"
+    except CodeRaised as error:
+        raise UserError(f"{where} ({_cause(error)})") from error
+
+
+def _values(batch: Any) -> Iterable[dict[str, Any]]:
+    """The rows of a batch; where one is no value of Python (a date beyond its years), those before it come first."""
+    try:
+        with user_code():
+            return batch.to_pylist()
+    except CodeRaised:
+        return (batch.slice(row_index, 1).to_pylist()[0] for row_index in range(len(batch)))
+
+
+def _cause(error: CodeRaised) -> str:
+    """The first cause of what was raised, in one line."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return " ".join(f"{type(cause).__name__}: {cause}".split())[:MESSAGE_CHARS_MAX]
 
 
 def _datasets_rows(data: DataConfig) -> Iterator[Row]:
-    path = data.source.removeprefix("datasets:")
-    for row_index, row in enumerate(_open_dataset(data, path), start=1):
-        yield f"{path} row {row_index}", dict(row)
-
-
-def _open_dataset(data: DataConfig, path: str) -> Any:
     import datasets
-    from datasets.exceptions import DatasetNotFoundError
 
-    arguments: JsonDict = {"split": "train"} | data.args
+    path = data.source.removeprefix("datasets:")
+    arguments: dict[str, Any] = {"split": "train"} | data.args
     saved = any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    where = f"data.{data.name}.source=datasets:{path}: cannot be loaded with {arguments}"
     try:
-        if not saved:
-            return datasets.load_dataset(path, **arguments)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        found = datasets.load_from_disk(path)
-    except (DatasetNotFoundError, OSError, ValueError, TypeError) as error:
+        with user_code():
+            rows: Any = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, **arguments)
+            if isinstance(rows, datasets.DatasetDict):
+                if arguments["split"] not in rows:
+                    raise ValueError(f"{path} has the splits {', '.join(map(str, rows))}")
+                rows = rows[arguments["split"]]
+            for row_index, values in enumerate(rows, start=1):
+                where = f"{path} row {row_index}"
+                yield Row(where, dict(values))
+                where = f"{path} row {row_index + 1}: cannot be read"
+    except CodeRaised as error:
+        raise UserError(f"{where} ({_cause(error)}); check the path, and put load_dataset's arguments in args") from error
+
+
+def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
+    """The rows of the user's `function(**args)`, which also gets `seed` and `rows_max` when it names such parameters.
+
+    The same arguments must give the same rows: they are made again after a crash. What `rows_max` cuts off is never made.
+    """
+    field = f"data.{data.name}.source={data.source}"
+    args = json.loads(json.dumps(data.args, default=str))  # as the run's own record has them
+    hello = {"call": FunctionCall(data.name, data.source, args, seed, data.rows_max, data.answer_field), "path": sys.path}
+    children = ChildPool(field, "rlpipe.data.rows", hello, environment={PARENT_VARIABLE: str(os.getpid())})
+    row_index, is_last = 0, False
+    try:
+        children.on_all(Child.start)
+        while not is_last:
+            (answer,) = children.on_all(lambda child: child.ask({}, ROW_TIMEOUT_S))
+            for line in answer["rows"]:
+                row_index += 1
+                yield Row(f"{data.source} row {row_index}", json.loads(line))
+            if "error" in answer:
+                raise UserError(answer["error"])
+            is_last = answer["is_last"]
+    except TimeoutError as error:
+        raise UserError(f"{field} gave no row in {ROW_TIMEOUT_S:g} s (rows read before: {row_index}); does it hang?") from error
+    except ProcessEnded as error:
+        raise UserError(f"{field} ended its process (rows read before: {row_index}); what it said is above") from error
+    finally:
+        children.close()
+
+
+def load(hello: JsonDict) -> Loaded:
+    """In the function's process: what answers with its next rows, each as a line of JSON."""
+    sys.path[:] = hello["path"]
+    call = FunctionCall(*hello["call"])
+    function = load_function(f"data.{call.name}.source", call.source)
+    rows = _lines(function, _arguments(function, call), call)
+
+    def answer(request: JsonDict) -> Record:
+        lines: list[str] = []
+        ends_s = time.monotonic() + BATCH_S
+        try:
+            for line in rows:
+                lines.append(line)
+                if time.monotonic() > ends_s or len(lines) >= BATCH_ROWS:
+                    return {"rows": lines, "is_last": False}
+        except InvalidAnswer as error:
+            return {"rows": lines, "error": str(error)}
+        except CodeRaised as error:
+            return {"rows": lines, "error": " ".join(f"data.{call.name}.source={call.source} raised {error}".split())}
+        return {"rows": lines, "is_last": True}
+
+    return {}, answer
+
+
+def _lines(function: Callable[..., Any], arguments: dict[str, Any], call: FunctionCall) -> Iterator[str]:
+    with user_code():  # it may raise between two rows of a generator, and so may a value's text
+        rows = function(**arguments)
+        if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes, Mapping)):
+            raise TypeError(f"it returned a {type(rows).__name__}; it must return a list of dicts, or yield them")
+        for row_index, values in enumerate(itertools.islice(rows, call.rows_max or None), start=1):
+            if not isinstance(values, Mapping):
+                raise InvalidAnswer(f"{call.source} row {row_index}: a {type(values).__name__}, but every row must be a dict")
+            yield _line(values, call.answer_field)
+
+
+def _line(values: Mapping[Any, Any], answer_field: str) -> str:
+    """A row as JSON, from which `sources` makes what it would make of the row itself: of an answer its text is used."""
+    row = {str(key): value for key, value in values.items()}
+    if type(answer := row.get(answer_field)) not in (str, int, bool, type(None)):
+        row[answer_field] = str(answer)
+    return json.dumps(plain_json(row))
+
+
+def _arguments(function: Callable[..., Any], call: FunctionCall) -> dict[str, Any]:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C: it tells nothing of its parameters
+        return call.args
+    offered = {"seed": call.seed, "rows_max": call.rows_max}
+    arguments = {name: value for name, value in offered.items() if name in signature.parameters} | call.args
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
         raise UserError(
-            f"data.{data.name}.source=datasets:{path}: cannot be loaded with {arguments} ({type(error).__name__}: {error}); "
-            "check the path, and put load_dataset's arguments (name, split) in args"
+            f"data.{call.name}.args={call.args}: {call.source} does not take them ({error}); it is declared {signature}"
         ) from error
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    if arguments["split"] not in found:
+    return arguments
+
+
+def _generated_rows(data: DataConfig, seed: int) -> list[Row]:
+    """`rows_max` items of `reasoning_gym`, with what its own verifier needs to score them."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    name = data.source.removeprefix(GENERATOR)
+    if data.rows_max < 1:
+        raise UserError(f"data.{data.name}.rows_max={data.rows_max}: a generator has no end; say how many items to make")
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)[:3]
         raise UserError(
-            f"data.{data.name}.args.split={arguments['split']!r}: {path} has the splits {', '.join(map(str, found))}"
+            f"data.{data.name}.source={data.source}: reasoning_gym has no {name!r}; it has {', '.join(close)} and others"
         )
-    return found[arguments["split"]]
+    arguments = {"seed": seed, "size": data.rows_max} | data.args
+    try:
+        items = list(reasoning_gym.create_dataset(name, **arguments))
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"data.{data.name}.args={data.args}: reasoning_gym's {name} refuses them ({error})") from error
+    literal, rows = _is_literal(items[0]), []
+    for index, item in enumerate(items):
+        verifier = {"dataset": name, "args": arguments, "entry": repr(item) if literal else item}
+        values = {data.prompt_field: item["question"], data.answer_field: item["answer"], "reasoning_gym": verifier}
+        rows.append(Row(f"{data.source} item {data.name}/{index}", values))
+    return rows
+
+
+def _is_literal(item: Any) -> bool:
+    """Whether Python's literal text brings the item back: some verifiers need the tuples that JSON would lose."""
+    try:
+        return ast.literal_eval(repr(item)) == item
+    except (ValueError, SyntaxError):
+        return False
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    serve(load)

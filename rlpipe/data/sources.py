@@ -1,20 +1,19 @@
-"""Data sets as prompts (RL, evaluation) and as conversations (SFT). Every refused row is named by file and row."""
+"""Data sets as prompts (RL, evaluation) and as conversations (SFT), and their splits. Every refused row is named by file and row."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import logging
+import unicodedata
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
-from rlpipe.data.functions import Row
-from rlpipe.data.generated import generate_prompts
-from rlpipe.data.prompt import Message, Prompt, in_part, is_message, plain_json
-from rlpipe.data.rows import read_rows
-from rlpipe.types import JsonDict, UserError
+from rlpipe.config.pipeline import DataConfig, PipelineConfig
+from rlpipe.data.rows import GENERATOR, Row, read_rows
+from rlpipe.records.prompt import Messages, Prompt, is_message, is_text
+from rlpipe.types import UserError, fraction, plain_json
 
-if TYPE_CHECKING:
-    from rlpipe.config import DataConfig
-
-Conversation = list[Message]
+log = logging.getLogger(__name__)
+Entry = TypeVar("Entry", Prompt, Messages)
 
 
 def load_prompts(data: DataConfig, seed: int) -> list[Prompt]:
@@ -22,113 +21,183 @@ def load_prompts(data: DataConfig, seed: int) -> list[Prompt]:
 
     UserError names the config field, or the file and row, at fault.
     """
-    if data.source.startswith("reasoning_gym:"):
-        prompts = generate_prompts(data, seed)
-    else:
-        rows = read_rows(data, seed)
-        answered = rows[0][1].get(data.answer_field) is not None
-        prompts = [_prompt(data, index, row, answered) for index, row in enumerate(rows)]
-    prompts = [replace(prompt, messages=_system(data, prompt.messages)) for prompt in prompts]
-    kept = [prompt for prompt in prompts if in_part(prompt.messages, data.part, data.heldout_fraction)]
-    _check_some(data, len(kept), len(prompts))
+    rows = read_rows(data, seed)
+    # a generator may give some of its items no answer: its own verifier scores them without
+    answered = not data.source.startswith(GENERATOR) and rows[0].values.get(data.answer_field) is not None
+    return _of_part(
+        data, [_prompt(data, index, row, answered) for index, row in enumerate(rows)], lambda prompt: prompt.messages
+    )
+
+
+def room_for(config: PipelineConfig, use: str) -> int:
+    """How many tokens a prompt of use rl or evaluation may have beside a completion."""
+    room = config.model.context_tokens_max - config.completion_tokens_max(use)
+    assert room > 0, "the config leaves room for a prompt"
+    return room
+
+
+def fitting(data: DataConfig, rows: list[Entry], lengths: Iterable[int], tokens_max: int) -> list[Entry]:
+    """The rows of at most `tokens_max` tokens, as a set that drops longer ones is read; how many went is logged. UserError when none is left."""
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= tokens_max]
+    where = (
+        f"data.{data.name}.on_too_long='drop': {len(rows) - len(kept)} of {len(rows)} rows have more than {tokens_max} tokens"
+    )
+    assert tokens_max > 0, "no row fits into nothing"
+    if not kept:
+        raise UserError(f"{where}, and none is left; raise model.context_tokens_max, or add shorter rows")
+    if len(kept) < len(rows):
+        log.info("%s", where)
     return kept
 
 
-def load_conversations(data: DataConfig, seed: int) -> list[Conversation]:
+def load_conversations(data: DataConfig, seed: int) -> list[Messages]:
     """The SFT conversations of one set that fall in its part, in the source's order.
 
     A row has `messages`; or a prompt and `completion`; or a prompt and an answer, which `completion_template` turns into the
     completion. UserError names the config field, or the file and row, at fault.
     """
-    if data.source.startswith("reasoning_gym:"):
-        prompts = [(f"{data.source} item {prompt.prompt_id}", prompt) for prompt in generate_prompts(data, seed)]
-        rows = [(where, {data.prompt_field: prompt.messages, data.answer_field: prompt.answer}) for where, prompt in prompts]
-    else:
-        rows = read_rows(data, seed)
-    conversations = [_conversation(data, row) for row in rows]
-    kept = [messages for messages in conversations if in_part(messages, data.part, data.heldout_fraction)]
-    _check_some(data, len(kept), len(rows))
+    return _of_part(data, [_conversation(data, row) for row in read_rows(data, seed)], lambda messages: messages)
+
+
+def split_point(messages: Messages, salt: str = "") -> float:
+    """A number in [0, 1) from the text of the last user message: the same text falls on the same side wherever it is drawn.
+
+    Splits with different salts are independent.
+    """
+    texts = [message["content"] for message in messages if message["role"] == "user"]
+    return fraction(salt + normalised(texts[-1] if texts else messages[-1]["content"]))
+
+
+def normalised(text: str) -> str:
+    """A text without the spaces and line breaks around it, in one form of Unicode: what reads alike is the same prompt."""
+    return unicodedata.normalize("NFC", text.strip())
+
+
+def question(messages: Messages) -> tuple[str, ...]:
+    """What is asked in a prompt, or in a conversation before its last answer: prompts of the same question are the same prompt."""
+    asked_last = max((index for index, message in enumerate(messages) if message["role"] != "assistant"), default=0)
+    return tuple(normalised(message["content"]) for message in messages[: asked_last + 1])
+
+
+def in_part(messages: Messages, part: str, heldout_fraction: float) -> bool:
+    """Whether a prompt belongs to `part` ("all", "train" or "heldout")."""
+    assert part in ("all", "train", "heldout"), part
+    return part == "all" or (split_point(messages) < heldout_fraction) == (part == "heldout")
+
+
+def split_validation(sets: dict[str, list[Messages]], share: float) -> tuple[list[list[Messages]], list[Messages]]:
+    """(what each set trains on, what is kept of all sets for validation), in order; UserError when either would be empty.
+
+    A conversation's side depends on its last user message alone: not on the order, nor on the split by `part`.
+    """
+    if share == 0:
+        return list(sets.values()), []
+    where = f"sft.validation_fraction={share:g}"
+    training: list[list[Messages]] = []
+    validation: list[Messages] = []
+    for name, conversations in sets.items():
+        points = [split_point(messages, "validation/") for messages in conversations]
+        pairs = list(zip(conversations, points, strict=True))
+        training.append([messages for messages, point in pairs if point >= share])
+        validation += [messages for messages, point in pairs if point < share]
+        if not training[-1]:
+            raise UserError(f"{where}: it takes every conversation of data set {name}; lower it, or add conversations")
+    if not validation:
+        raise UserError(
+            f"{where}: it takes none of the {sum(map(len, training))} conversations; raise it, or add conversations"
+        )
+    return training, validation
+
+
+def _of_part(data: DataConfig, entries: list[Entry], messages_of: Callable[[Entry], Messages]) -> list[Entry]:
+    """The entries on the side of the split that the data set is of; UserError when there is none."""
+    kept = [entry for entry in entries if in_part(messages_of(entry), data.part, data.heldout_fraction)]
+    if not kept:
+        raise UserError(
+            f"data.{data.name}.part={data.part!r}: none of the {len(entries)} rows of {data.source} falls in it; "
+            f"add rows, or change heldout_fraction={data.heldout_fraction}"
+        )
     return kept
 
 
-def _check_some(data: DataConfig, num_kept: int, num_rows: int) -> None:
-    assert num_kept <= num_rows
-    if num_kept == 0:
-        raise UserError(
-            f"data.{data.name}.part={data.part!r}: none of the {num_rows} rows of {data.source} falls in it; "
-            f"add rows, or change heldout_fraction={data.heldout_fraction}"
-        )
-
-
-def _prompt(data: DataConfig, index: int, located: Row, answered: bool) -> Prompt:
-    where, row = located
-    answer = row.get(data.answer_field)
+def _prompt(data: DataConfig, index: int, row: Row, answered: bool) -> Prompt:
+    answer = row.values.get(data.answer_field)
     if answered and answer is None:
         raise UserError(
-            f"{where}: no {data.answer_field!r}, which the first row has; add it (the field's name is data.{data.name}.answer_field)"
+            f"{row.where}: no {data.answer_field!r}, which the first row has; add it "
+            f"(the field's name is data.{data.name}.answer_field)"
         )
+    if not is_text("" if answer is None else str(answer)):
+        raise UserError(f"{row.where}: {data.answer_field!r} holds half a surrogate pair, which is no text")
     used = {data.prompt_field, data.answer_field}
     return Prompt(
         prompt_id=f"{data.name}/{index}",
         source=data.name,
-        messages=_prompt_messages(data, where, row),
+        messages=_with_system(data, _prompt_messages(data, row)),
         answer=None if answer is None else str(answer),
-        metadata={key: plain_json(value) for key, value in row.items() if key not in used},
+        metadata={key: plain_json(value) for key, value in row.values.items() if key not in used},
     )
 
 
-def _system(data: DataConfig, messages: list[Message]) -> list[Message]:
+def _conversation(data: DataConfig, row: Row) -> Messages:
+    if row.values.get("messages") is not None:
+        messages = _messages(row.where, "messages", row.values["messages"])
+        if all(message["role"] != "assistant" for message in messages):
+            raise UserError(f"{row.where}: 'messages' has no message of the assistant, so there is nothing to learn from it")
+    else:
+        prompt = _prompt_messages(data, row)
+        turn = {"role": "assistant", "content": _completion(data, row)}
+        messages = prompt + _messages(row.where, "completion", [turn])
+    return _with_system(data, messages)
+
+
+def _prompt_messages(data: DataConfig, row: Row) -> Messages:
+    value = row.values.get(data.prompt_field)
+    if not value or not isinstance(value, (str, list)):
+        problem = f"no {data.prompt_field!r}" if value is None else f"{data.prompt_field!r} is {value!r:.200}"
+        raise UserError(
+            f"{row.where}: {problem}; it must be text or a list of messages (the row has: {_listed(row)}; "
+            f"another column is named with data.{data.name}.prompt_field)"
+        )
+    messages = _messages(
+        row.where, data.prompt_field, [{"role": "user", "content": value}] if isinstance(value, str) else value
+    )
+    if messages[-1]["role"] == "assistant":
+        raise UserError(f"{row.where}: {data.prompt_field!r} ends with the assistant's message; a prompt ends before it")
+    return messages
+
+
+def _messages(where: str, field: str, value: Any) -> Messages:
+    """The checked messages of one field of a row."""
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where}: {field!r} must be a list of messages, and is {value!r:.200}")
+    for index, message in enumerate(value, start=1):
+        if not is_message(message):
+            raise UserError(
+                f"{where}: message {index} of {field!r} needs a 'role' and a 'content', both text, and is {message!r:.200}"
+            )
+    return [{key: plain_json(entry) for key, entry in message.items() if entry is not None} for message in value]
+
+
+def _with_system(data: DataConfig, messages: Messages) -> Messages:
     if not data.system_prompt or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": data.system_prompt}, *messages]
 
 
-def _prompt_messages(data: DataConfig, where: str, row: JsonDict) -> list[Message]:
-    value = row.get(data.prompt_field)
-    if not value or not isinstance(value, (str, list)):
-        problem = f"no {data.prompt_field!r}" if value is None else f"{data.prompt_field!r} is {value!r}"
-        raise UserError(
-            f"{where}: {problem}; it must be text or a list of messages (the row has: {', '.join(row) or 'nothing'}; "
-            f"another column is named with data.{data.name}.prompt_field)"
-        )
-    raw = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    messages = _messages(where, data.prompt_field, raw)
-    if messages[-1]["role"] == "assistant":
-        raise UserError(f"{where}: {data.prompt_field!r} ends with the assistant's message; a prompt ends before it")
-    return messages
+def _listed(row: Row) -> str:
+    """The names of a row's columns, in one line."""
+    return " ".join(", ".join(row.values).split())[:200] or "nothing"
 
 
-def _messages(where: str, field: str, value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: {field!r} must be a list of messages, and is {value!r}")
-    for index, message in enumerate(value, start=1):
-        if not is_message(message):
-            raise UserError(
-                f"{where}: message {index} of {field!r} needs a 'role' and a 'content', both text, and is {message!r}"
-            )
-    return [{key: plain_json(entry) for key, entry in message.items() if entry is not None} for message in value]
-
-
-def _conversation(data: DataConfig, located: Row) -> Conversation:
-    where, row = located
-    if row.get("messages") is not None:
-        messages = _messages(where, "messages", row["messages"])
-        if all(message["role"] != "assistant" for message in messages):
-            raise UserError(f"{where}: 'messages' has no message of the assistant, so there is nothing to learn from it")
-        return _system(data, messages)
-    prompt = _prompt_messages(data, where, row)
-    spoken = [{"role": "assistant", "content": _completion(data, where, row)}]
-    return _system(data, [*prompt, *_messages(where, "completion", spoken)])
-
-
-def _completion(data: DataConfig, where: str, row: JsonDict) -> str:
-    completion = row.get("completion")
+def _completion(data: DataConfig, row: Row) -> str:
+    completion = row.values.get("completion")
     if isinstance(completion, str) and completion:
         return completion
-    answer = row.get(data.answer_field)
+    answer = row.values.get(data.answer_field)
     if answer is None:
         raise UserError(
-            f"{where}: SFT needs 'messages', or 'completion', or {data.answer_field!r} (the row has: {', '.join(row)})"
+            f"{row.where}: SFT needs 'messages', or 'completion', or {data.answer_field!r} (the row has: {_listed(row)})"
         )
     if "{answer}" not in data.completion_template:
         raise UserError(f"data.{data.name}.completion_template={data.completion_template!r}: it must contain {{answer}}")

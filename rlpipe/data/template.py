@@ -6,6 +6,7 @@ import datetime
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jinja2
@@ -13,24 +14,36 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlpipe.types import JsonDict, UserError
+from rlpipe.records.prompt import Messages
+from rlpipe.types import UserError
 
+# what a template's expressions may raise
+FAULTS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 Span = tuple[int, int]  # characters, end exclusive
 
 
 class GenerationMarks(Extension):
-    """`{% generation %}...{% endgeneration %}`: the template itself says what the assistant writes."""
+    """`{% generation %}...{% endgeneration %}`: the template itself says what the assistant writes.
 
-    mark = ""  # stands before and after what the policy writes while a template is rendered
+    The variable `generation_mark` is written before and after it.
+    """
+
     tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
 
     def parse(self, parser: Any) -> nodes.Node:
         line_index = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_surround"), [], [], body).set_lineno(line_index)
-
-    def _surround(self, caller: Any) -> str:
-        return f"{self.mark}{caller()}{self.mark}"
+        before, after = (nodes.Output([nodes.Name("generation_mark", "load")]) for _ in range(2))
+        return nodes.Scope([before, *body, after]).set_lineno(line_index)
 
 
 def _raise(message: str) -> None:
@@ -52,7 +65,7 @@ class ChatTemplate:
     `variables` are what transformers' apply_chat_template takes as keywords: `tools`, `documents`, `enable_thinking`, ...
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str], variables: JsonDict | None = None) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], variables: Mapping[str, Any] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, loopcontrols]
         )
@@ -65,36 +78,31 @@ class ChatTemplate:
         self._variables = {"tools": None, "documents": None, **special_tokens, **(variables or {})}
         assert not {"messages", "add_generation_prompt"} & set(self._variables), "the config refuses these"
         self.has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
-        marks = environment.extensions[GenerationMarks.identifier]
-        assert isinstance(marks, GenerationMarks)
-        self._marks = marks
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
         """The conversation as text; UserError when the template refuses it."""
         return self.render_marked(messages, add_generation_prompt)[0]
 
-    def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
+    def render_marked(self, messages: Messages, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
         """The conversation as text and the spans inside `{% generation %}` marks."""
         assert messages
-        self._marks.mark = _unused_mark(messages) if self.has_marks else ""
+        mark = _unused_mark(messages) if self.has_marks else ""
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "generation_mark": mark}
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._variables)
-        except jinja2.TemplateError as error:
-            raise UserError(f"the chat template refuses a conversation ({error}): {json.dumps(messages)[:300]}") from error
-        return _split_marks(text, self._marks.mark) if self.has_marks else (text, [])
+            text = self._template.render(self._variables | own)
+        except FAULTS as error:
+            what = f"{type(error).__name__} {error}".strip()
+            raise UserError(f"the chat template refuses a conversation ({what:.300}): {json.dumps(messages)[:300]}") from error
+        return _split_marks(text, mark) if self.has_marks else (text, [])
 
 
-def _unused_mark(messages: list[dict[str, Any]]) -> str:
-    said = repr(messages)
-    return next(mark for number in itertools.count() if (mark := f"[generation {number}]") not in said)
+def _unused_mark(messages: Messages) -> str:
+    text = repr(messages)
+    return next(mark for number in itertools.count() if (mark := f"[generation {number}]") not in text)
 
 
 def _split_marks(text: str, mark: str) -> tuple[str, list[Span]]:
     pieces = text.split(mark)
     assert len(pieces) % 2 == 1, "every mark that opens also closes"
-    plain, spans = "", []
-    for index, piece in enumerate(pieces):
-        if index % 2:
-            spans.append((len(plain), len(plain) + len(piece)))
-        plain += piece
-    return plain, spans
+    ends = list(itertools.accumulate(map(len, pieces)))  # of the pieces in the text without marks; every second one is marked
+    return "".join(pieces), list(zip(ends[0::2], ends[1::2], strict=False))

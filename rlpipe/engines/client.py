@@ -1,29 +1,37 @@
-"""What the pool asks of one engine, whatever serves it: `sglang.py` and `vllm.py` speak two protocols behind this.
+"""What the pool asks of one engine, whatever serves it: `protocols.py` speaks two protocols behind this.
 
-Every call has a deadline. Tokens go in and tokens come out; nothing is decoded here.
+Every call has a deadline, but for sampling: its answer comes token by token, and the pool gives up an engine from which none come.
+Tokens go in and tokens come out; nothing is decoded here.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import logging
+import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, ClassVar
 
 import aiohttp
 
-from rlpipe.types import EngineError, JsonDict
+from rlpipe.services.calls import http_call, http_stream
+from rlpipe.types import EngineError
 
+log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 300.0  # of large weights
 SCORE_TIMEOUT_S = 120.0  # the first request of a new engine may wait for a compiler
 CONTROL_TIMEOUT_S = 10.0  # everything else is answered in milliseconds, or the engine hangs
 INFO_TIMEOUT_S = 5.0
 MESSAGE_CHARS_MAX = 1000
-KEEPALIVE_S = 2.0
-
-
-def new_session() -> aiohttp.ClientSession:
-    """Connections to engines: bounded by the requests in flight, and dropped before a server drops them (uvicorn after 5 s idle)."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
+ABORT_ANSWER_S = 5.0  # for what a request that is given up has
+ABORT_AGAIN_S = 0.2  # a request may reach the engine after the abort: it is repeated until it has answered
+EVENT, LAST_EVENT = b"data: ", b"data: [DONE]"
 
 
 class EngineUnavailable(EngineError):
@@ -35,8 +43,8 @@ class RequestRefused(EngineError):
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How one completion is sampled. `seed` is honoured where the engine can (DESIGN section 7)."""
+class Sampling:
+    """How one completion is sampled. `seed` is honoured where the engine can (docs/engines.md)."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -56,7 +64,7 @@ class SampleRequest:
 
     request_id: str
     tokens: list[int]
-    params: SamplingParams
+    params: Sampling
 
 
 @dataclass(frozen=True)
@@ -75,39 +83,50 @@ class Completion:
 
     def then(self, rest: Completion) -> Completion:
         """This one, and how it went on."""
-        spans = [*self.spans]
-        for version, count in rest.spans:
-            if spans and spans[-1][0] == version:
-                spans[-1] = (version, spans[-1][1] + count)
-            else:
-                spans.append((version, count))
-        return Completion(
-            tokens=self.tokens + rest.tokens,
-            rollout_logprobs=self.rollout_logprobs + rest.rollout_logprobs,
-            finish_reason=rest.finish_reason,
-            spans=spans,
-            engine=rest.engine if rest.tokens else self.engine or rest.engine,
-        )
+        runs = groupby(self.spans + rest.spans, key=itemgetter(0))
+        spans = [(version, sum(count for _, count in run)) for version, run in runs]
+        engine = rest.engine if rest.tokens else self.engine or rest.engine
+        logprobs = self.rollout_logprobs + rest.rollout_logprobs
+        return Completion(self.tokens + rest.tokens, logprobs, rest.finish_reason, spans, engine)
 
 
 NOTHING_YET = Completion([], [], "abort", [], "")
 
 
+@dataclass(eq=False)
+class Heard:
+    """What an engine has said so far of one request: it is left when the engine is lost. `on_tokens`: told when there is more."""
+
+    on_tokens: Callable[[], None] = lambda: None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def add(self, tokens: list[int], logprobs: list[float]) -> None:
+        assert len(tokens) == len(logprobs), "every token comes with its logprob"
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.on_tokens()
+
+
+@dataclass(eq=False)
 class EngineClient(ABC):
-    """Calls to one engine. Faults: EngineUnavailable (try elsewhere), RequestRefused (do not)."""
+    """Calls to one engine. Faults: EngineUnavailable (try elsewhere), RequestRefused (do not).
 
-    health_path: str  # answers 200 only when the scheduler works
+    `exact`: a request sampled again, on any engine and beside any others, has the same bits. What was lost is then sampled again, as it
+    would not go on with the bits that it would have had.
+    """
 
-    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, api_key: str, admin_api_key: str) -> None:
-        self.name = name
-        self.url = url
-        self.session = session
-        self.api_key = api_key
-        self.admin_api_key = admin_api_key
+    name: str
+    url: str
+    session: aiohttp.ClientSession
+    api_key: str
+    admin_api_key: str
+    exact: bool = False
+    health_path: ClassVar[str]  # answers 200 only when the scheduler works
 
     @abstractmethod
-    async def sample(self, requests: list[SampleRequest], timeout_s: float) -> list[Completion | EngineUnavailable]:
-        """The outcome of each request, in order: what was lost is in its place as the fault that lost it."""
+    async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
+        """The completion of a request; its tokens are in `heard` as they come. How long to wait for the next is the caller's to say."""
 
     @abstractmethod
     async def score(self, tokens: list[int], num_scored: int) -> list[float]:
@@ -134,24 +153,119 @@ class EngineClient(ABC):
     async def healthy(self) -> bool:
         """Whether the engine answers and its scheduler works; of a paused engine this says nothing."""
         try:
-            await self.call("GET", self.health_path, self.api_key, None, INFO_TIMEOUT_S)
+            await self.read(self.health_path)
         except EngineError:
             return False
         return True
 
-    async def control(self, path: str, body: JsonDict | None = None, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+    async def read(self, path: str, timeout_s: float = INFO_TIMEOUT_S) -> bytes:
+        """A call that changes nothing."""
+        return await self.call("GET", path, self.api_key, None, timeout_s)
+
+    async def control(self, path: str, body: object = None, timeout_s: float = CONTROL_TIMEOUT_S) -> bytes:
         """A call that changes the engine's state."""
         return await self.call("POST", path, self.admin_api_key, body, timeout_s)
 
-    async def call(self, method: str, path: str, key: str, body: JsonDict | None, timeout_s: float) -> Any:
-        """One HTTP call; the decoded JSON, or the text."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        headers = {"Authorization": f"Bearer {key}"}
+    async def call(self, method: str, path: str, key: str, body: object, timeout_s: float) -> bytes:
+        """The body of the answer to one HTTP call."""
         try:
-            async with self.session.request(method, self.url + path, json=body, headers=headers, timeout=timeout) as answer:
-                if answer.status >= 400:
-                    message = f"{self.url}{path} answered {answer.status}: {(await answer.text())[:MESSAGE_CHARS_MAX]}"
-                    raise EngineUnavailable(message) if answer.status >= 500 else RequestRefused(message)
-                return await (answer.json() if answer.content_type == "application/json" else answer.text())
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__} {error}") from error
+            status, answer = await http_call(self.session, method, self.url + path, key, body, timeout_s)
+        except ConnectionError as error:
+            raise EngineUnavailable(str(error)) from error
+        if status >= 400:
+            raise self._fault(path, status, answer.decode(errors="replace"))
+        return answer
+
+    async def events(self, path: str, body: object) -> AsyncGenerator[Any]:
+        """What one POST answers, event by event, as server-sent JSON. There is no deadline after the connection is made."""
+        try:
+            async with http_stream(self.session, self.url + path, self.api_key, body, CONTROL_TIMEOUT_S) as response:
+                if response.status >= 400:
+                    raise self._fault(path, response.status, await response.text(errors="replace"))
+                unread = b""
+                async for part in response.content.iter_any():
+                    *lines, unread = (unread + part).split(b"\n")
+                    for line in lines:
+                        if line.startswith(EVENT) and line != LAST_EVENT:
+                            event = json.loads(line.removeprefix(EVENT))
+                            if "error" in event:  # too late for a status
+                                raise self._fault(path, int(event["error"].get("code") or 500), str(event["error"]))
+                            yield event
+        except ConnectionError as error:
+            raise EngineUnavailable(str(error)) from error
+
+    def _fault(self, path: str, status: int, answer: str) -> EngineError:
+        message = f"{self.url}{path} answered {status}: {answer[:MESSAGE_CHARS_MAX]}"
+        return EngineUnavailable(message) if status >= 500 else RequestRefused(message)
+
+
+@dataclass
+class EngineLoad:
+    """What the pool remembers of one engine."""
+
+    in_flight: int = 0
+    faults: int = 0  # in a row
+    rest_until: float = 0.0
+    heard_at: float = 0.0  # when a token came last, of any request; where none was in flight, when the first was sent
+
+
+async def ask(
+    client: EngineClient,
+    request: SampleRequest,
+    version: int,
+    load: EngineLoad,
+    progress_timeout_s: float,
+    enough: asyncio.Event,
+) -> tuple[Completion, EngineUnavailable | None]:
+    """What one engine sampled: all, what there was when there was enough, or what there is of it and the fault that ended it.
+
+    The fault may be that the engine had no token for `progress_timeout_s`, of no request of ours: one that waits is no fault.
+    """
+
+    def on_tokens() -> None:
+        load.heard_at = time.monotonic()
+
+    heard, fault = Heard(on_tokens), None
+    asking = asyncio.create_task(client.sample(request, heard))
+    cutting = asyncio.create_task(cut_short(client, request.request_id, enough))
+    try:
+        while not asking.done() and (left := load.heard_at + progress_timeout_s - time.monotonic()) > 0:
+            await asyncio.wait({asking}, timeout=left)
+        if not asking.done():
+            fault = EngineUnavailable(f"{client.name} had no token for {progress_timeout_s:g} s")
+            with contextlib.suppress(EngineError):
+                await client.abort([request.request_id])
+            await asyncio.wait({asking}, timeout=ABORT_ANSWER_S)
+        if asking.done():
+            completion = await asking
+            if labels := {label for label, _ in completion.spans} - {version}:
+                heard = Heard()  # tokens of other weights than it was proved to serve
+                fault = EngineUnavailable(f"{client.name} sampled with weight versions {sorted(labels)}, expected {version}")
+            elif completion.finished or enough.is_set():
+                return completion, None
+            fault = fault or EngineUnavailable(f"{client.name} aborted a request that nobody asked it to abort")
+    except EngineUnavailable as error:
+        fault = error
+    finally:
+        cutting.cancel()
+        asking.cancel()
+    assert fault is not None
+    if client.exact or not heard.tokens:
+        return NOTHING_YET, fault
+    # it was proved to serve this version before it was asked
+    spans = [(version, len(heard.tokens))]
+    return Completion([*heard.tokens], [*heard.logprobs], "abort", spans, client.name), fault
+
+
+async def cut_short(client: EngineClient, request_id: str, enough: asyncio.Event) -> None:
+    """Ends a request once there is enough, until this is cancelled."""
+    await enough.wait()
+    while True:
+        try:
+            await client.abort([request_id])
+        except RequestRefused as error:
+            log.warning("%s: %s; what it runs for nothing goes on to its end", client.url, error)
+            return
+        except EngineError:  # then the request fails as well, or runs to its end
+            pass
+        await asyncio.sleep(ABORT_AGAIN_S)

@@ -2,117 +2,128 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
-from rlpipe.config import PipelineConfig
-from rlpipe.engines.client import EngineClient
-from rlpipe.engines.sglang import SglangClient
-from rlpipe.engines.vllm import VllmClient
-from rlpipe.launch import wrapped
-from rlpipe.weights import Weights
+from rlpipe.config.operational import EnginesConfig
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.engines.weights import Weights
+from rlpipe.processes.launch import wrapped
+from rlpipe.types import UserError
 
 SGLANG_CONTEXT_SLACK = 8  # prompt + completion one or two below SGLang's context length stops early, silently
 SGLANG_CPU_FLAGS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup", "--mem-fraction-static", "0.05",
 )  # fmt: skip
+# a stream says what is new, not all again; an event for each token would cost more than the token
+STREAM_INTERVAL = ("--stream-interval", "32")
+SGLANG_STREAMS = ("--incremental-streaming-output", *STREAM_INTERVAL)
 SGLANG_SERVER = Path(__file__).parent / "sglang_server.py"
+PYTHON_TIMEOUT_S = 60.0  # a cold disk, or a shared one, takes long to start an interpreter
 VLLM_FLAGS = (
     "--served-model-name", "policy", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
-    "--enable-scale-out",
+    "--enable-scale-out", *STREAM_INTERVAL,
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one engine listens, and the keys it asks for."""
+class EngineAddress:
+    """Where one engine of a node listens. `keys`: API key and admin key that it asks for."""
 
     index: int
-    address: str
+    host: str
     port: int
-    api_key: str
-    admin_api_key: str
+    keys: tuple[str, str]
 
     @property
     def url(self) -> str:
-        return f"http://{self.address}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
 
-def client_of(kind: str, name: str, url: str, session: aiohttp.ClientSession, keys: tuple[str, str]) -> EngineClient:
-    """The client that speaks an engine's protocol."""
-    if kind == "vllm":
-        return VllmClient(name, url, session, keys[0], keys[0])  # it has one key
-    return SglangClient(name, url, session, *keys, together=kind == "local")
+def check_python(engines: EnginesConfig) -> str:
+    """What the engines' interpreter has, as a line; UserError when it cannot be run, or has not what `engines.kind` names."""
+    if engines.kind == "local":
+        return ""
+    python = engines.python or sys.executable
+    install = "name the interpreter of an environment that has it (docs/engines.md)"
+    program = f"import importlib.util as u; s = u.find_spec({engines.kind!r}); print(s.origin if s and s.origin else '')"
+    try:
+        done = subprocess.run(
+            [python, "-c", program],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=PYTHON_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"engines.python={python!r}: cannot be run ({error}); {install}") from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"engines.python={python!r}: did not answer within {PYTHON_TIMEOUT_S:g} s; {install}") from error
+    if done.returncode:
+        raise UserError(f"engines.python={python!r}: it is no Python that runs ({done.stderr.strip()[-200:]!r}); {install}")
+    if not done.stdout.strip():
+        raise UserError(f"engines.python={python!r}: has no {engines.kind}, which engines.kind asks for; {install}")
+    return f"engines: {engines.kind} of {python}"
 
 
-def gpus_of(config: PipelineConfig, index: int) -> list[int]:
-    """The GPU ids of one engine: an equal share of the node's."""
-    engines = config.engines
-    share = len(engines.gpu_ids) // engines.count
-    return engines.gpu_ids[index * share : (index + 1) * share]
-
-
-def environment_of(config: PipelineConfig, place: Place) -> dict[str, str]:
+def environment_of(config: PipelineConfig, address: EngineAddress) -> dict[str, str]:
     """What an engine finds in its environment, beside this process's own."""
-    engines = config.engines
-    told = {"RLPIPE_API_KEY": place.api_key, "RLPIPE_ADMIN_API_KEY": place.admin_api_key, "RLPIPE_DIE_WITH_PARENT": "1",
-            "OMP_NUM_THREADS": str(engines.threads), "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    engines, (api_key, admin_api_key) = config.engines, address.keys
+    variables = {"RLPIPE_API_KEY": api_key, "RLPIPE_ADMIN_API_KEY": admin_api_key, "RLPIPE_DIE_WITH_PARENT": "1",
+                 "OMP_NUM_THREADS": str(engines.threads), "HF_HUB_OFFLINE": "1"}  # fmt: skip
     if engines.kind == "sglang":
         # the slack goes beyond what the model was made for, and is never used
-        told["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         if not engines.gpu_ids:
-            told["SGLANG_USE_CPU_ENGINE"] = "1"
+            variables["SGLANG_USE_CPU_ENGINE"] = "1"
     if engines.kind == "vllm":
-        told |= {"VLLM_API_KEY": place.api_key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        variables |= {"VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if not engines.gpu_ids:
-            told |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if engines.gpu_ids:
-        told["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus_of(config, place.index)))
-    return told | engines.environment
+            variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if engines.gpu_ids:  # of the node's, each engine has an equal share
+        share = len(engines.gpu_ids) // engines.count
+        gpu_ids = engines.gpu_ids[address.index * share : (address.index + 1) * share]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+    return variables | engines.environment
 
 
-def argv_of(config: PipelineConfig, place: Place, weights: Weights) -> list[str]:
+def argv_of(config: PipelineConfig, address: EngineAddress, weights: Weights) -> list[str]:
     """The command of an engine on `weights`."""
-    build = {"local": _local, "sglang": _sglang, "vllm": _vllm}[config.engines.kind]
-    return build(config, place, weights)
+    engines, listen = config.engines, ["--host", address.host, "--port", str(address.port)]
+    if engines.kind == "local":
+        return [*_local(config, weights), *listen]
+    command, parallel_flag = (_sglang, "--tp-size") if engines.kind == "sglang" else (_vllm, "--tensor-parallel-size")
+    parallel = [parallel_flag, str(max(1, len(engines.gpu_ids) // engines.count))]
+    python = engines.python or sys.executable
+    return wrapped([python, *command(config, weights), *listen, "--dtype", config.model.dtype, *parallel, *engines.flags])
 
 
-def _local(config: PipelineConfig, place: Place, weights: Weights) -> list[str]:
+def _local(config: PipelineConfig, weights: Weights) -> list[str]:
     return [
         sys.executable, "-m", "rlpipe.engines.local.server",
-        "--model-path", str(weights.folder), "--weight-version", str(weights.version),
-        "--host", place.address, "--port", str(place.port), "--threads", str(config.engines.threads),
+        "--model-path", str(weights.folder), "--weight-version", str(weights.version), "--threads", str(config.engines.threads),
         "--context-tokens-max", str(config.model.context_tokens_max), "--requests-max", str(config.engines.in_flight_max),
         "--device", "cuda" if config.engines.gpu_ids else "cpu",
     ]  # fmt: skip
 
 
-def _sglang(config: PipelineConfig, place: Place, weights: Weights) -> list[str]:
-    engines, model = config.engines, config.model
-    argv = [
-        engines.python or sys.executable, str(SGLANG_SERVER),
-        "--model-path", str(weights.folder), "--weight-version", str(weights.version),
-        "--host", place.address, "--port", str(place.port), "--dtype", model.dtype,
-        "--context-length", str(model.context_tokens_max + SGLANG_CONTEXT_SLACK), "--skip-tokenizer-init", "--sleep-on-idle",
-        "--tp-size", str(max(1, len(gpus_of(config, place.index)))),
+def _sglang(config: PipelineConfig, weights: Weights) -> list[str]:
+    on_device = [] if config.engines.gpu_ids else SGLANG_CPU_FLAGS
+    return [
+        str(SGLANG_SERVER), "--model-path", str(weights.folder), "--weight-version", str(weights.version),
+        "--context-length", str(config.model.context_tokens_max + SGLANG_CONTEXT_SLACK),
+        "--skip-tokenizer-init", "--sleep-on-idle", *SGLANG_STREAMS, *on_device,
     ]  # fmt: skip
-    # on a GPU sampling_seed is ignored without it, and a resumed shard would sample other tokens; refused on a CPU
-    argv += ["--enable-deterministic-inference"] if engines.gpu_ids else SGLANG_CPU_FLAGS
-    return wrapped([*argv, *engines.flags])
 
 
-def _vllm(config: PipelineConfig, place: Place, weights: Weights) -> list[str]:
-    engines, model = config.engines, config.model
-    argv = [
-        engines.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights.folder),
-        "--host", place.address, "--port", str(place.port), "--dtype", model.dtype, "--seed", "0",
-        "--max-model-len", str(model.context_tokens_max),
-        "--tensor-parallel-size", str(max(1, len(gpus_of(config, place.index)))),
-    ]  # fmt: skip
+def _vllm(config: PipelineConfig, weights: Weights) -> list[str]:
     # a seeded request whose prompt is computed in two chunks kills vLLM 0.32 on a CPU ("CPU Generator does not use offset")
-    on_cpu = [] if engines.gpu_ids else ["--enforce-eager", "--no-enable-chunked-prefill"]
-    return wrapped([*argv, *VLLM_FLAGS, *on_cpu, *engines.flags])
+    on_device = [] if config.engines.gpu_ids else ["--enforce-eager", "--no-enable-chunked-prefill"]
+    return [
+        "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights.folder), "--seed", "0",
+        "--max-model-len", str(config.model.context_tokens_max), *VLLM_FLAGS, *on_device,
+    ]  # fmt: skip

@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import secrets
 import shutil
 import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import aiohttp
 
-from rlpipe.config import PipelineConfig
-from rlpipe.engines.client import EngineClient, new_session
-from rlpipe.engines.commands import Place, argv_of, client_of, environment_of
-from rlpipe.launch import Service, answers, check_port_free, free_port
-from rlpipe.store.artifacts import materialise
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.engines.client import EngineClient
+from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
+from rlpipe.engines.protocols import client_of
+from rlpipe.engines.weights import Probe, Weights, check_compatible, untied
+from rlpipe.processes.launch import Service, answers, free_port
+from rlpipe.services.calls import new_session
+from rlpipe.store.artifacts import materialise, read_manifest
 from rlpipe.store.backend import Store
-from rlpipe.types import ArtifactRef, EngineError
-from rlpipe.weights import Probe, Weights, check_compatible, untied
+from rlpipe.types import ArtifactRef, EngineError, UserError
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.5
 HEALTH_S = 5.0
+RESTARTS_MAX = 5  # of an engine within one start of a run
 # mean |engine - trainer| of the probe's logprobs. A wrong model is off by 1 or more; two right ones by rounding
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
 
@@ -35,44 +38,37 @@ PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
 class Engine:
     """One engine process and the client that talks to it."""
 
-    place: Place
+    address: EngineAddress
     service: Service
     client: EngineClient
     control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time; no repair during a reload
-    proved: int | None = None  # the weight version that it was proved to serve; None: it may not sample
-    broken: bool = False  # only a restart helps
+    # the weight version that it was proved to serve; None: it may not sample, and only a restart helps
+    proved: int | None = None
     restarting_on: Path | None = None  # the weights that a restart under way reads
     unwell_since: float | None = None
     given_up: str = ""  # why it is not restarted any more
 
 
+@dataclass(eq=False, repr=False)
 class EngineHost:
     """Owns `engines.count` engine processes, all on the weights that it was last told to serve.
 
     `address`: where the engines listen. `keys`: API key and admin key of the engines.
     """
 
-    def __init__(
-        self,
-        config: PipelineConfig,
-        store: Store,
-        work_dir: Path,
-        name: str = "engine",
-        address: str = "127.0.0.1",
-        keys: tuple[str, str] | None = None,
-    ) -> None:
-        self.config = config
-        self.store = store
-        self.work_dir = work_dir
-        self.name = name
-        self.address = address
-        self.keys = keys or (secrets.token_hex(16), secrets.token_hex(16))
-        self.engines: list[Engine] = []
-        self.weights: Weights | None = None
-        self._served: tuple[ArtifactRef, int] | None = None
-        self._session: aiohttp.ClientSession | None = None
-        self._watches: list[asyncio.Task[None]] = []
-        self._serving = asyncio.Lock()
+    config: PipelineConfig
+    store: Store
+    work_dir: Path
+    name: str = "engine"
+    address: str = "127.0.0.1"
+    keys: tuple[str, str] = field(default_factory=lambda: (secrets.token_hex(16), secrets.token_hex(16)))
+    engines: list[Engine] = field(default_factory=list, init=False)
+    weights: Weights | None = field(default=None, init=False)
+    _served: tuple[ArtifactRef, int] | None = field(default=None, init=False)
+    _session: aiohttp.ClientSession | None = field(default=None, init=False)
+    _watches: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    _serving: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _fetching: bool = field(default=False, init=False)
 
     # what the pool asks
 
@@ -85,7 +81,11 @@ class EngineHost:
         async with self._serving:
             if self._served == (policy, version) and any(engine.proved == version for engine in self.engines):
                 return
-            weights = await asyncio.to_thread(self._fetch, policy, version, probe)
+            self._fetching = True
+            try:
+                weights = await asyncio.to_thread(self._fetch, policy, version, probe)
+            finally:
+                self._fetching = False
             serving = (self.weights or weights).folder
             await asyncio.to_thread(check_compatible, serving, weights.folder)
             self._served = (policy, version)
@@ -97,6 +97,14 @@ class EngineHost:
             # an engine that is being restarted may still read older ones
             kept = {weights.folder, *(engine.restarting_on for engine in self.engines)}
             await asyncio.to_thread(_prune, weights.folder.parent, kept)
+
+    @property
+    def progress(self) -> int:
+        """Bytes on disk while weights are fetched; seconds while engines load them, as each load has a deadline of its own."""
+        if self._fetching:
+            return folder_bytes(self.work_dir / "weights")
+        loading = self._serving.locked() or any(engine.restarting_on for engine in self.engines)
+        return int(time.monotonic()) if loading else 0
 
     async def clients(self, version: int) -> list[EngineClient]:
         """The engines that may sample `version`; EngineError when none ever will again."""
@@ -119,7 +127,12 @@ class EngineHost:
     # weights
 
     def _fetch(self, policy: ArtifactRef, version: int, probe: Probe) -> Weights:
+        made = read_manifest(self.store, policy.folder, policy.sha256).weight_version
+        # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
+        if made not in (None, max(version, 0)):
+            raise UserError(f"version={version}: {policy.folder} is weight version {made}")
         folder = materialise(self.store, policy, self.work_dir / "weights")
+        assert (folder / "config.json").is_file(), f"{folder} is no policy"
         if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
             folder = untied(folder)
         return Weights(folder, version, probe)
@@ -127,19 +140,26 @@ class EngineHost:
     async def _reload(self, weights: Weights) -> None:
         """The first engine that reloads is the canary. When none can, one is restarted: if that fails, the weights are at fault."""
         # an engine that hangs or is being restarted would make all others wait for it
-        waiting = sorted(
+        living = sorted(
             (engine for engine in self.engines if not engine.given_up),
             key=lambda engine: engine.restarting_on is not None or engine.unwell_since is not None,
         )
-        living = [*waiting]
-        while waiting and not await self._put(waiting.pop(0), weights):
-            pass
-        for engine in living:
-            if not any(each.proved == weights.version for each in self.engines):
-                await self._restart_or_give_up(engine)
-        if not any(each.proved == weights.version for each in self.engines):
-            raise EngineError(self.engines[0].given_up)
+        waiting = iter(living)
+        for engine in waiting:
+            if await self._put(engine, weights):
+                break
+        else:
+            await self._restart_one(living, weights)
         await asyncio.gather(*(self._put(engine, weights) for engine in waiting if not engine.restarting_on))
+
+    async def _restart_one(self, engines: list[Engine], weights: Weights) -> None:
+        for engine in engines:
+            async with engine.control:
+                if engine.proved != weights.version:
+                    await self._restart(engine)
+            if engine.proved == weights.version:
+                return
+        raise EngineError(self.engines[0].given_up)
 
     async def _put(self, engine: Engine, weights: Weights) -> bool:
         """Loads and proves weights on a running engine; False when it has to be restarted."""
@@ -152,7 +172,6 @@ class EngineHost:
                 await self._prove(engine, weights)
             except EngineError as error:
                 log.warning("%s could not reload (%s): it is restarted", engine.client.name, error)
-                engine.broken = True
                 return False
             return True
 
@@ -162,14 +181,16 @@ class EngineHost:
             raise EngineError(f"{engine.client.name} reports weight version {reported}, not {weights.version}")
         scored = await engine.client.score(weights.probe.tokens, len(weights.probe.logprobs))
         pairs = zip(scored, weights.probe.logprobs, strict=True)
-        differences = [math.inf if mine is None else abs(mine - told) for mine, told in pairs]  # a NaN comes as null
-        mean, tolerance = sum(differences) / len(differences), PROBE_TOLERANCE[self.config.model.dtype]
-        if not (math.isfinite(mean) and mean <= tolerance):
+        mean, tolerance = (
+            fmean(abs(logprob - expected) for logprob, expected in pairs),
+            PROBE_TOLERANCE[self.config.model.dtype],
+        )
+        if not mean <= tolerance:  # a NaN is not
             raise EngineError(
                 f"{engine.client.name} says that it serves weight version {weights.version}, but its logprobs of the probe are "
                 f"{mean:.3g} away from the trainer's (at most {tolerance:g})"
             )
-        engine.proved, engine.broken, engine.unwell_since = weights.version, False, None
+        engine.proved, engine.unwell_since = weights.version, None
 
     # processes
 
@@ -180,35 +201,28 @@ class EngineHost:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             self.engines = [self._engine(index) for index in range(self.config.engines.count)]
-            for engine in self.engines:
-                engine.service.argv = argv_of(self.config, engine.place, weights)
-                engine.service.start()
-            await asyncio.gather(*(self._await_proof(engine, weights) for engine in self.engines))
+            await asyncio.gather(*(self._launch(engine, weights) for engine in self.engines))
             undo.pop_all()
         self._watches = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
 
     def _engine(self, index: int) -> Engine:
         assert self._session is not None
-        kind, name = self.config.engines.kind, f"{self.name}-{index}"
-        place = Place(index, self.address, self._port(index), *self.keys)
+        name = f"{self.name}-{index}"
+        address = EngineAddress(index, self.address, free_port(), self.keys)
         service = Service(
             name=name,
             argv=[],  # set at each start: it names the newest weights
             log_path=self.work_dir / f"{name}.log",
-            ready=lambda: answers(f"{place.url}/health"),
-            environment=environment_of(self.config, place),
-            restarts_max=self.config.engines.restarts_max,
+            ready=lambda: answers(f"{address.url}/health"),
+            environment=environment_of(self.config, address),
+            restarts_max=RESTARTS_MAX,
         )
-        return Engine(place, service, client_of(kind, name, place.url, self._session, self.keys))
+        return Engine(address, service, client_of(self.config.engines.kind, name, address.url, self._session, self.keys))
 
-    def _port(self, index: int) -> int:
-        first = self.config.engines.port
-        if first == 0:
-            return free_port()
-        check_port_free("engines.port", first + index)
-        return first + index
-
-    async def _await_proof(self, engine: Engine, weights: Weights) -> None:
+    async def _launch(self, engine: Engine, weights: Weights) -> None:
+        """Starts an engine process and proves it. EngineError when it does not come up, another RuntimeError past its budget."""
+        engine.service.argv = argv_of(self.config, engine.address, weights)
+        engine.service.ensure()
         try:
             await asyncio.to_thread(engine.service.wait_ready)
         except RuntimeError as error:
@@ -216,59 +230,42 @@ class EngineHost:
         await engine.client.adopt(weights.version)
         await self._prove(engine, weights)
 
-    async def _restart_or_give_up(self, engine: Engine) -> None:
-        async with engine.control:
-            try:
-                await self._restart(engine)
-            except EngineError as error:
-                log.error("%s is given up: %s", engine.client.name, error)
-
     async def _restart(self, engine: Engine) -> None:
-        """Brings an engine back on the newest weights, within its budget. The caller holds `control`. EngineError past it."""
-        assert engine.control.locked()
+        """Brings an engine back on the newest weights, or gives it up once its budget is spent. The caller holds `control`."""
+        assert engine.control.locked() and self.weights is not None
         engine.proved = None
-        try:
-            while True:
-                assert self.weights is not None
-                weights = self.weights
-                engine.restarting_on = weights.folder
-                try:
-                    await asyncio.to_thread(engine.service.stop)
-                    engine.service.argv = argv_of(self.config, engine.place, weights)
-                    engine.service.ensure()
-                except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-                    engine.given_up = str(error)
-                    raise EngineError(engine.given_up) from error
-                try:
-                    return await self._await_proof(engine, weights)
-                except EngineError as error:
-                    log.warning("%s did not come back: %s", engine.client.name, error)
-        finally:
-            engine.restarting_on = None
+        while engine.proved is None and not engine.given_up:
+            engine.restarting_on = self.weights.folder
+            try:
+                await asyncio.to_thread(engine.service.stop)
+                await self._launch(engine, self.weights)
+            except EngineError as error:
+                log.warning("%s did not come back: %s", engine.client.name, error)
+            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+                engine.given_up = str(error)
+                log.error("%s is given up: %s", engine.client.name, error)
+        engine.restarting_on = None
 
     # the watch
 
     async def _watch(self, engine: Engine) -> None:
         """Looks after one engine for as long as the host lives: dead, hung, broken or behind the newest weights."""
-        looked = time.monotonic()
+        looked_at = time.monotonic()
         while not engine.given_up:
             await asyncio.sleep(WATCH_S)
             if self._serving.locked():
                 continue  # it is being reloaded: paused is not dead
-            try:
-                async with engine.control:
-                    if engine.broken or time.monotonic() - looked > HEALTH_S or not engine.service.alive():
-                        looked = time.monotonic()
-                        await self._look_after(engine)
-                assert self.weights is not None
-                if engine.proved != self.weights.version and not engine.broken and not self._serving.locked():
-                    await self._put(engine, self.weights)  # it was being restarted when the others were reloaded
-            except EngineError as error:
-                log.error("%s: %s", engine.client.name, error)
+            async with engine.control:
+                if engine.proved is None or time.monotonic() - looked_at > HEALTH_S or not engine.service.alive():
+                    looked_at = time.monotonic()
+                    await self._look_after(engine)
+            assert self.weights is not None
+            if engine.proved not in (None, self.weights.version) and not self._serving.locked():
+                await self._put(engine, self.weights)  # it was being restarted when the others were reloaded
 
     async def _look_after(self, engine: Engine) -> None:
         alive = engine.service.alive()
-        if alive and not engine.broken:
+        if alive and engine.proved is not None:
             if await engine.client.healthy():
                 engine.unwell_since = None
                 return
@@ -277,6 +274,15 @@ class EngineHost:
                 return
         log.warning("%s is %s: restarting it", engine.client.name, "broken or hung" if alive else "dead")
         await self._restart(engine)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files below a folder, some of which may be going as others come."""
+    num_bytes = 0
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.rglob("*"):
+            num_bytes += path.stat().st_size
+    return num_bytes
 
 
 def _prune(folder: Path, kept: set[Path | None]) -> None:

@@ -1,116 +1,212 @@
-"""Hosts on other nodes, as the pool sees them."""
+"""Engines on other nodes: `HostService` there, for `rlpipe host` and the deployment serve-engines; `RemoteHost` in the flow.
+
+GET /status; POST /serve (JSON, bearer key). A flow finds the hosts of its run in the store.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import re
+import shutil
 import time
 from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Never
 
 import aiohttp
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
-from rlpipe.engines.agent import FAULTS, engine_keys
-from rlpipe.engines.client import EngineClient, EngineUnavailable, new_session
-from rlpipe.engines.commands import client_of
-from rlpipe.services import ENGINES, ServiceRecord, registered, service_key
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.secrecy import key_fits
+from rlpipe.engines.client import EngineClient, EngineUnavailable
+from rlpipe.engines.host import EngineHost
+from rlpipe.engines.pool import Host
+from rlpipe.engines.protocols import client_of
+from rlpipe.engines.weights import Probe
+from rlpipe.processes.launch import free_port
+from rlpipe.services.calls import new_session
+from rlpipe.services.finder import ANSWER_TIMEOUT_S, Peer, ServiceFinder, StartService
+from rlpipe.services.registration import ENGINES, Registration, ServiceRecord, service_key
 from rlpipe.store.backend import Store
-from rlpipe.types import ArtifactRef, EngineError, JsonDict, StoreError, UserError
-from rlpipe.weights import Probe
+from rlpipe.store.run import Run
+from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
 
 log = logging.getLogger(__name__)
-CONNECT_TIMEOUT_S = 3.0
-STATUS_TIMEOUT_S = 5.0
-SERVE_TIMEOUT_S = 20.0  # longer than the agent waits for a reload
-REST_FIRST_S, REST_MAX_S = 1.0, 60.0  # a host that cannot be reached is left alone for so long, doubled each time
+RELOAD_WAIT_S = 10.0
+SERVE_TIMEOUT_S = 20.0  # longer than a host waits for a reload
+SHUTDOWN_S = 1.0  # for answers that are still being written
+LOCAL_FAULTS = (StoreError, EngineError, UserError, OSError, AssertionError)
+FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "UserError": UserError}  # all else is an EngineError
+
+
+def engine_keys(key: str) -> tuple[str, str]:
+    """API key and admin key of a host's engines, which both sides derive from the host's key."""
+    api, admin = (hashlib.sha256(f"{key}:{name}".encode()).hexdigest() for name in ("api", "admin"))
+    return api, admin
+
+
+class ServeRequest(BaseModel):
+    """The body of a /serve."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    policy: Annotated[ArtifactRef, PlainValidator(ArtifactRef.from_json)]
+    version: int
+    probe: Probe
+
+
+class HostService:
+    """This node's engines as a service of a run that goes on elsewhere. `address`: of this node; `port` 0: a free one."""
+
+    def __init__(self, store: Store, config: PipelineConfig, name: str, address: str, port: int = 0) -> None:
+        self.key = service_key()
+        self._address = address
+        self._port = port or free_port()
+        record = ServiceRecord(name, f"http://{address}:{self._port}", config.engines.kind)
+        self.registration = Registration(store, f"runs/{config.run}", ENGINES, record)
+        self.host = EngineHost(config, store, self.registration.work_dir(), name, address, engine_keys(self.key))
+        self.fault: Exception | None = None  # why the newest weights are not served
+        self._serving: dict[asyncio.Task[None], ServeRequest] = {}
+        self._called_at = time.monotonic()
+
+    async def work(self) -> Never:
+        runner = web.AppRunner(self.app(), shutdown_timeout=SHUTDOWN_S)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._address, self._port).start()
+            engines = self.host.config.engines
+            log.info("host %s with %d %s engines joined its run", self.host.name, engines.count, engines.kind)
+            while True:
+                await asyncio.sleep(3600)
+        finally:
+            await runner.cleanup()
+
+    async def idle_s(self) -> float:
+        """Seconds since the run last asked for anything; while it samples, it asks all the time."""
+        return time.monotonic() - self._called_at
+
+    async def close(self) -> None:
+        for serving in self._serving:
+            serving.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        await self.host.close()
+        await asyncio.to_thread(shutil.rmtree, self.host.work_dir / "weights", True)
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._allowed])
+        app.add_routes([web.get("/status", self.status), web.post("/serve", self.serve)])
+        return app
+
+    @web.middleware
+    async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Who brings no key is not listened to; a fault is the answer 409."""
+        if not key_fits(request.headers.get("Authorization", ""), self.key):
+            return web.json_response({"error": "wrong or missing bearer key"}, status=401)
+        self._called_at = time.monotonic()
+        try:
+            return await handler(request)
+        except LOCAL_FAULTS as fault:
+            return web.json_response({"error": str(fault), "kind": type(fault).__name__}, status=409)
+
+    async def serve(self, request: web.Request) -> web.Response:
+        """Starts to serve, and waits a moment for it: a run does not wait for a host that joins. /status tells what became of it."""
+        try:
+            wanted = ServeRequest.model_validate_json(await request.read())
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            raise UserError(f"/serve: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from error
+        # who waits for it asks again and again
+        serving = next((task for task, body in self._serving.items() if body == wanted), None)
+        if serving is None:
+            serving = asyncio.create_task(self._serve(wanted))
+            self._serving[serving] = wanted
+            serving.add_done_callback(self._serving.pop)
+        await asyncio.wait({serving}, timeout=RELOAD_WAIT_S if self.host.weights else 0)
+        if not serving.done():
+            return web.json_response({}, status=202)
+        self._raise_fault()
+        return web.json_response({})
+
+    async def _serve(self, wanted: ServeRequest) -> None:
+        try:
+            await self.host.serve(wanted.policy, wanted.version, wanted.probe)
+            self.fault = None
+        except LOCAL_FAULTS as error:
+            self.fault = error
+            log.error("weight version %d is not served: %s", wanted.version, error)
+
+    async def status(self, request: web.Request) -> web.Response:
+        """The engines that were proved to serve the version in question, and how far the host is with weights that it brings."""
+        self._raise_fault()
+        version = request.query.get("version", "")
+        if not re.fullmatch(r"-?\d{1,9}", version):
+            raise UserError(f"/status?version={version:.20}: a weight version is a number")
+        clients = await self.host.clients(int(version))
+        engines = [{"name": client.name, "url": client.url} for client in clients]
+        return web.json_response({"engines": engines, "progress": self.host.progress})
+
+    def _raise_fault(self) -> None:
+        if self.fault is not None:
+            raise self.fault
 
 
 class RemoteHost:
-    """The engines of another node, behind its agent."""
+    """The engines of another node, as the pool sees them. They outlive the flow: another start of the run finds them warm."""
 
-    def __init__(self, record: ServiceRecord, session: aiohttp.ClientSession, key: str) -> None:
-        self.name = record.name
-        self.record = record
+    def __init__(self, peer: Peer, session: aiohttp.ClientSession) -> None:
+        self.name = peer.record.name
+        self.peer = peer
         self.session = session
-        self.key = key
-        self._clients: dict[str, EngineClient] = {}
-        self._rest_s = 0.0
-        self._rest_until = 0.0
-        self._lost_at: float | None = None  # when it could not be reached for the first time since it last was
-
-    @property
-    def lost_s(self) -> float:
-        """For how many seconds it could not be reached, as far as somebody tried."""
-        return time.monotonic() - self._lost_at if self._lost_at is not None else 0.0
-
-    async def answers(self) -> bool:
-        """Whether it can be reached now, whatever it has to say."""
-        try:
-            await self._call("GET", "/status?version=-1", None, STATUS_TIMEOUT_S)
-        except EngineUnavailable:
-            return False
-        except (EngineError, StoreError, UserError):
-            return True
-        return True
+        self.progress = 0  # as the host said last
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
         body = {"policy": policy.as_json(), "version": version, "probe": asdict(probe)}
         await self._call("POST", "/serve", body, SERVE_TIMEOUT_S)
 
     async def clients(self, version: int) -> list[EngineClient]:
-        if time.monotonic() < self._rest_until:
+        if self.peer.resting:
             raise EngineUnavailable(f"host {self.name} could not be reached a moment ago")
-        told = await self._call("GET", f"/status?version={version}", None, STATUS_TIMEOUT_S)
-        return [self._client(engine["name"], engine["url"]) for engine in told["engines"]]
+        answer = await self._call("GET", f"/status?version={version}", None, ANSWER_TIMEOUT_S)
+        self.progress = answer.get("progress", 0)
+        kind, keys = self.peer.record.engine, engine_keys(self.peer.key)
+        return [client_of(kind, engine["name"], engine["url"], self.session, keys) for engine in answer["engines"]]
 
-    async def close(self) -> None:
-        """The engines stay: another start of the run finds them warm."""
+    async def close(self) -> None: ...
 
-    def _client(self, name: str, url: str) -> EngineClient:
-        if name not in self._clients:
-            self._clients[name] = client_of(self.record.engine, name, url, self.session, engine_keys(self.key))
-        return self._clients[name]
-
-    async def _call(self, method: str, path: str, body: JsonDict | None, timeout_s: float) -> JsonDict:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        headers = {"Authorization": f"Bearer {self.key}"}
-        url = self.record.url + path
+    async def _call(self, method: str, path: str, body: object, timeout_s: float) -> dict[str, Any]:
+        """The host's answer. What it refuses is raised as the fault that it was there."""
         try:
-            async with self.session.request(method, url, json=body, headers=headers, timeout=timeout) as answer:
-                told = await answer.json()
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            self._lost_at = self._lost_at or time.monotonic()
-            if time.monotonic() >= self._rest_until:  # calls that fail together are one fault
-                self._rest_s = min(max(2 * self._rest_s, REST_FIRST_S), REST_MAX_S)
-                self._rest_until = time.monotonic() + self._rest_s
-            raise EngineUnavailable(f"host {self.name} at {self.record.url}: {type(error).__name__} {error}") from error
-        self._rest_s, self._lost_at = 0.0, None
-        if answer.status in (200, 202):
-            return told
-        if "kind" in told:
-            raise FAULTS.get(told["kind"], EngineError)(told["error"])
-        raise EngineUnavailable(f"host {self.name} answered {answer.status}: {told}")
+            status, answer = await self.peer.call(method, path, body, timeout_s)
+        except ConnectionError as error:
+            raise EngineUnavailable(f"host {error}") from error
+        if status in (200, 202):
+            return answer
+        if "kind" in answer:
+            raise FAULTS.get(answer["kind"], EngineError)(answer["error"])
+        raise EngineUnavailable(f"host {self.name} answered {status}: {answer}")
 
 
-class RegisteredHosts:
-    """The hosts that serve a run: looked up in the store, so that they may come and go while it runs."""
+class HostFinder:
+    """The hosts of a run, as they come and go: in child processes of the flow, in services of the run, or in both."""
 
-    def __init__(self, store: Store, run_root: str) -> None:
-        self.store = store
-        self.run_root = run_root
-        self._hosts: dict[str, RemoteHost] = {}  # by the start of the service
+    def __init__(self, run: Run, work_dir: Path, start_service: StartService) -> None:
+        self._own: list[Host] = [EngineHost(run.config, run.store, work_dir)] if run.config.engines_here else []
+        self._wait_s = run.config.engines.progress_timeout_s
+        self._services = ServiceFinder(run, ENGINES, start_service)
         self._session: aiohttp.ClientSession | None = None
 
-    async def current(self) -> list[RemoteHost]:
-        """Those that have joined and not left."""
-        records = {record.start: record for record in await asyncio.to_thread(registered, self.store, self.run_root, ENGINES)}
-        for start in records.keys() - self._hosts.keys():
-            log.warning("host %s has joined", records[start].name)
-            self._session = self._session or new_session()
-            self._hosts[start] = RemoteHost(records[start], self._session, service_key())
-        for start in self._hosts.keys() - records.keys():
-            log.warning("host %s has left", self._hosts.pop(start).name)
-        return list(self._hosts.values())
+    async def find(self) -> list[Host]:
+        """At least one host that can be reached, waiting for it where none is this process's own. EngineError past the wait."""
+        peers = await (self._services.current() if self._own else self._services.find(self._wait_s))
+        self._session = session = self._session or new_session()
+        return [*self._own, *(RemoteHost(peer, session) for peer in peers)]
 
     async def close(self) -> None:
+        """Lets go of them; those that were started for the run are dismissed."""
+        await self._services.close()
         if self._session is not None:
             await self._session.close()

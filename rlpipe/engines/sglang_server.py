@@ -16,7 +16,7 @@ KEYS = {"--api-key": "RLPIPE_API_KEY", "--admin-api-key": "RLPIPE_ADMIN_API_KEY"
 
 def main() -> None:
     """Serves until it is ended."""
-    del sys.path[0]  # this folder, whose sglang.py is another
+    del sys.path[0]  # this folder: its modules have common names
     keys = {option: os.environ[name] for option, name in KEYS.items()}
     plain = logging.getLogRecordFactory()
 

@@ -13,7 +13,7 @@ import random
 import re
 
 from rlpipe.environments.protocol import Message, Step
-from rlpipe.types import JsonDict
+from rlpipe.records.prompt import Messages, RewardPrompt
 
 EXPRESSION_CHARS_MAX = 100
 TAG = re.compile(r"<(tool|answer)>([^<]*)</\1>")
@@ -31,22 +31,22 @@ class Calculator:
         self._answer = ""
         self._used = False
 
-    def start(self, prompt: JsonDict) -> list[Message]:
+    def start(self, prompt: RewardPrompt) -> list[Message]:
         """The prompt's own messages."""
         self._answer = str(prompt["answer"]).strip()
         return prompt["messages"]
 
     def step(self, completion: str) -> Step:
         """Of several tags the first counts; with none of them the rollout is over."""
-        found = TAG.search(completion)
-        if found is None:
+        match = TAG.search(completion)
+        if match is None:
             return Step(done=True)
-        if found[1] == "answer":
-            return Step(done=True, reward=float(found[2].strip() == self._answer))
+        if match[1] == "answer":
+            return Step(done=True, reward=float(match[2].strip() == self._answer))
         metrics = {"tool_calls": 1.0} | ({} if self._used else {"tool_used": 1.0})
         self._used = True
         try:
-            result = str(calculate(found[2]))
+            result = str(calculate(match[2]))
         except ValueError:
             result = "error"
         return Step([{"role": "tool", "content": result}], metrics=metrics)
@@ -60,25 +60,24 @@ def calculate(expression: str) -> int:
     return sum((-1 if sign == "-" else 1) * math.prod(map(int, factors.split("*"))) for sign, factors in terms)
 
 
-def problems(seed: int, rows_max: int, low: int = 10, high: int = 999) -> list[JsonDict]:
+def problems(seed: int, rows_max: int, low: int = 10, high: int = 999) -> list[dict[str, str]]:
     """Products of two numbers from `low` to `high`: rows with prompt and answer, for rl and evaluation."""
     draw = random.Random(seed)
     pairs = [(draw.randint(low, high), draw.randint(low, high)) for _ in range(rows_max)]
     return [{"prompt": _question(a, b), "answer": str(a * b)} for a, b in pairs]
 
 
-def demonstrations(seed: int, rows_max: int, tool_share: float = 0.35, low: int = 10, high: int = 999) -> list[JsonDict]:
+def demonstrations(
+    seed: int, rows_max: int, tool_share: float = 0.35, low: int = 10, high: int = 999
+) -> list[dict[str, Messages]]:
     """Conversations for SFT: a share of them uses the calculator, the others answer at once."""
     draw = random.Random(seed)
     rows = []
     for _ in range(rows_max):
         a, b = draw.randint(low, high), draw.randint(low, high)
-        answer = {"role": "assistant", "content": f"<answer>{a * b}</answer>"}
-        call: list[Message] = [
-            {"role": "assistant", "content": f"<tool>{a}*{b}</tool>"},
-            {"role": "tool", "content": str(a * b)},
-        ]
+        call: Messages = [{"role": "assistant", "content": f"<tool>{a}*{b}</tool>"}, {"role": "tool", "content": str(a * b)}]
         used = call if draw.random() < tool_share else []
+        answer = {"role": "assistant", "content": f"<answer>{a * b}</answer>"}
         rows.append({"messages": [{"role": "user", "content": _question(a, b)}, *used, answer]})
     return rows
 

@@ -7,8 +7,8 @@ import numbers
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlpipe.data.prompt import Message, is_message
-from rlpipe.types import JsonDict
+from rlpipe.processes.user_code import InvalidAnswer
+from rlpipe.records.prompt import Message, RewardPrompt, is_message
 
 CHARS_MAX = 1_000_000  # of what an environment says at a time
 DEFAULT_ROLES = ("user",)
@@ -30,21 +30,17 @@ class Step:
 class Environment(Protocol):
     """Made afresh for every rollout with `rl.environment_args`.
 
-    Its answers are a function of the prompt and the completions alone: it may be made again elsewhere, and be told them again.
+    Its answers are a function of the prompt and the completions alone: it may be made again elsewhere, and get them again.
     An attribute `roles` names the roles of its messages; without it they are ("user",).
     """
 
-    def start(self, prompt: JsonDict) -> list[Message]:
+    def start(self, prompt: RewardPrompt) -> list[Message]:
         """What the policy is asked; `prompt` is what a reward gets (prompt_id, messages, answer, metadata)."""
         ...
 
     def step(self, completion: str) -> Step:
         """The answer to one completion of the policy, special tokens left out."""
         ...
-
-
-class InvalidAnswer(Exception):
-    """An environment answered what the protocol does not have."""
 
 
 def checked_messages(said: Any, roles: list[str]) -> list[Message]:
@@ -61,8 +57,8 @@ def checked_messages(said: Any, roles: list[str]) -> list[Message]:
     return [{"role": message["role"], "content": message["content"]} for message in said]
 
 
-def checked_step(step: Any, roles: list[str]) -> JsonDict:
-    """A step as JSON; InvalidAnswer says what is wrong with it."""
+def checked_step(step: Any, roles: list[str]) -> Step:
+    """A step as plain JSON has it; InvalidAnswer says what is wrong with it."""
     if not isinstance(step, Step):
         raise InvalidAnswer(f"step gave {step!r:.200}, and must give an rlpipe.environments.protocol.Step")
     messages = checked_messages(step.messages, roles)
@@ -74,7 +70,7 @@ def checked_step(step: Any, roles: list[str]) -> JsonDict:
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise InvalidAnswer(f"{name} is {value!r:.200}, and must be a finite number")
     metrics = {name: float(value) for name, value in step.metrics.items()}
-    return {"messages": messages, "done": bool(step.done), "reward": float(step.reward), "metrics": metrics}
+    return Step(messages, bool(step.done), float(step.reward), metrics)
 
 
 def _is_name(value: Any) -> bool:

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Self
+from typing import Any, Self
 
-from rlpipe.child import ChildProcess
-from rlpipe.rewards.arguments import built
-from rlpipe.rewards.code import check_time
-from rlpipe.rewards.http import remote
-from rlpipe.rewards.judge import judge
-from rlpipe.rewards.model import model
-from rlpipe.rewards.process import ProcessScorer
-from rlpipe.rewards.registry import can_be_refused, check_names, is_service
-from rlpipe.rewards.score import Score, Scorer, combined
-from rlpipe.types import EngineError, JsonDict
+from rlpipe.processes.pool import ChildPool
+from rlpipe.records.prompt import Prompt, RewardPrompt
+from rlpipe.rewards.code import TOTAL_S
+from rlpipe.rewards.http import HttpScorer, Judge, RewardService
+from rlpipe.rewards.process import ProcessScorer, model
+from rlpipe.rewards.registry import RewardArgs, built, can_be_refused, check_names, is_service
+from rlpipe.rewards.sandbox import runner
+from rlpipe.rewards.score import Item, RolloutFacts, Score, combined
+from rlpipe.types import EngineError, JsonDict, UserError
 
+ROWS_MAX = 4  # of a data set, on which rewards are tried before a run starts
+TRIAL_S = 5.0  # after this time no other row of a set is tried: a reward that hangs on one hangs on the next
+TrialRows = dict[str, list[RewardPrompt]]  # a data set's label -> prompts of it, as a reward gets them
+UNSAMPLED: RolloutFacts = {"num_tokens": 0, "finish_reason": "stop", "environment": None}  # of a rollout that no engine sampled
 logger = logging.getLogger(__name__)
 
 
 class RewardPool:
     """Every reward loaded, from here to `close`."""
 
-    def __init__(
-        self, rewards: dict[str, float], args: dict[str, JsonDict] | None = None, *, workers: int, timeout_s: float
-    ) -> None:
+    def __init__(self, rewards: dict[str, float], args: RewardArgs | None = None, *, workers: int, timeout_s: float) -> None:
         """`rewards` maps a name, or package.module:function, to its weight. UserError for a reward that cannot be loaded."""
         self.last_error: str | None = None  # the first fault of the newest `score`, for the log
         self._closed = False
@@ -41,20 +43,21 @@ class RewardPool:
                 scorer.start()
             undo.pop_all()  # all are ready: they stay
 
-    def score(self, items: list[JsonDict]) -> list[Score]:
+    def score(self, items: list[Item], *, quiet: bool = False) -> list[Score]:
         """One Score per item, in order; threads take turns. EngineError when the pool is closed, before or meanwhile.
 
-        An item is {"prompt": Prompt.as_json(), "completion": str, "rollout": {"num_tokens", "finish_reason", "environment"}}.
+        Faults are logged, unless `quiet`.
         """
-        with self._lock:
-            self._check_open()
-            with ThreadPoolExecutor(len(self._scorers), thread_name_prefix="rewards") as threads:
+        with self._lock, ThreadPoolExecutor(len(self._scorers), thread_name_prefix="rewards") as threads:
+            try:
                 columns = list(threads.map(lambda scorer: scorer.score(items), self._scorers))
-            self._check_open()  # what was not asked any more has faults, which are none
+            finally:
+                if self._closed:  # what failed then is no fault of a rollout
+                    raise EngineError("rl.rewards: closed while there was something to score")
             scores = [combined(list(row)) for row in zip(*columns, strict=True)]
             faults = [score for score in scores if score.reason is not None]
             self.last_error = faults[0].message if faults else None
-        if faults:
+        if faults and not quiet:
             logger.warning("%d of %d rollouts could not be scored; the first: %s", len(faults), len(items), faults[0].message)
         assert len(scores) == len(items)
         return scores
@@ -65,10 +68,6 @@ class RewardPool:
         for scorer in self._scorers:
             scorer.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("rl.rewards: closed while there was something to score")
-
     def __enter__(self) -> Self:
         return self
 
@@ -76,32 +75,101 @@ class RewardPool:
         self.close()
 
 
-def _scorers(rewards: dict[str, float], args: dict[str, JsonDict], workers: int, timeout_s: float) -> list[Scorer]:
+def score(
+    rewards: dict[str, float], rows: list[JsonDict], args: RewardArgs | None = None, *, timeout_s: float = 10.0
+) -> list[Score]:
+    """Scores rows outside of any run, with the code and the faults of a run: for notebooks and tests of rewards.
+
+    A row has `prompt` (text, or messages) and `completion`; where the reward reads them also `answer`, `metadata` (a dict) and
+    `rollout` ({"num_tokens", "finish_reason", "environment"}). UserError for a reward that cannot be loaded.
+
+    Example: score({"exact": 1.0}, [{"prompt": "2 + 2?", "answer": "4", "completion": "<answer>4</answer>"}])[0].reward == 1.0
+    """
+    items: list[Item] = []
+    for index, row in enumerate(rows):
+        content = row["prompt"]
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        prompt = Prompt(f"rows/{index}", "rows", messages, row.get("answer"), row.get("metadata", {}))
+        facts: RolloutFacts = UNSAMPLED | row.get("rollout", {})
+        items.append({"prompt": prompt.for_reward(), "completion": row["completion"], "rollout": facts})
+    with RewardPool(rewards, args, workers=1, timeout_s=timeout_s) as pool:
+        return pool.score(items)
+
+
+def _scorers(rewards: dict[str, float], args: RewardArgs, workers: int, timeout_s: float) -> list[ProcessScorer | HttpScorer]:
     check_names(rewards, args)
-    scorers: list[Scorer] = []
+    scorers: list[ProcessScorer | HttpScorer] = []
     functions = {name: weight for name, weight in rewards.items() if not is_service(name)}
     if functions:
-        launch = partial(ChildProcess, "rl.rewards", "rlpipe.rewards.worker", {"rewards": functions, "args": args})
-        scorers.append(ProcessScorer("+".join(functions), launch, timeout_s, workers=workers))
+        processes = ChildPool(
+            f"rl.rewards={[*functions]}", "rlpipe.rewards.worker", {"rewards": functions, "args": args}, workers=workers
+        )
+        scorers.append(ProcessScorer("+".join(functions), processes, timeout_s))
     for name, weight in rewards.items():
-        if is_service(name):
-            scorers.append(built(name, _service(name), args.get(name, {}), name, weight, timeout_s))
+        if name.startswith("hf:"):
+            scorers.append(built(name, model, args.get(name, {}), name, weight, timeout_s))
+        elif is_service(name):
+            service = built(name, Judge if name == "judge" else RewardService, args.get(name, {}))
+            scorers.append(HttpScorer(name, weight, timeout_s, service))
     return scorers
 
 
-def _service(name: str) -> Callable[..., Scorer]:
-    return model if name.startswith("hf:") else {"remote": remote, "judge": judge}[name]
+def check_rewards(
+    rewards: dict[str, float], args: RewardArgs, timeout_s: float, prompts: TrialRows | None = None, written: Sequence[str] = ()
+) -> None:
+    """UserError when a reward cannot be loaded, cannot keep to `timeout_s`, or can score nothing of a data set.
 
-
-def check_rewards(rewards: dict[str, float], args: dict[str, JsonDict], timeout_s: float) -> None:
-    """UserError when a reward cannot be loaded, or cannot keep to `timeout_s`; functions are tried in a process of their own, so that this one imports none.
-
-    Services are not called: one that is down when it is needed is a fault of the rollouts, `reward_unavailable`.
+    `prompts` are the rows of each data set by its label, `written` completions that SFT shows, for a reward that reads the format
+    which SFT teaches. Functions are tried in a process of their own, so that this one imports none. Services are not called: one that
+    is down when it is needed is a fault of the rollouts, `reward_unavailable`.
     """
     _scorers(rewards, args, workers=1, timeout_s=timeout_s)
-    if "code" in rewards:
-        check_time(args.get("code", {}), timeout_s)
-    # loading the libraries of the others would take seconds
-    tried = {name: weight for name, weight in rewards.items() if not is_service(name) and can_be_refused(name)}
-    if tried:
-        RewardPool(tried, {name: args[name] for name in tried if name in args}, workers=1, timeout_s=timeout_s).close()
+    # without prompts not those that cannot be refused: loading their libraries would take seconds
+    names = [name for name in rewards if not is_service(name) and (prompts or can_be_refused(name, args))]
+    if not names:
+        return
+    functions = {name: rewards[name] for name in names}
+    with RewardPool(functions, {name: args[name] for name in names if name in args}, workers=1, timeout_s=timeout_s) as pool:
+        if "code" in rewards:  # it is loaded: its arguments have the right types
+            check_time(args.get("code", {}), timeout_s)
+        errors = {label: error for label, rows in (prompts or {}).items() if (error := _error_of_all(pool, rows, written))}
+    if errors:
+        raise UserError(
+            f"rl.rewards cannot score the rows of {' and '.join(errors)}: no trial rollout (completed with the answer, with the answer "
+            f"between answer tags, with nothing, with what SFT shows) has a reward. The first error: {next(iter(errors.values()))}. Choose rewards that fit "
+            "these rows, for example --set 'rl.rewards={exact = 1.0}', or mend the reward: it has to give a number for any text "
+            "(docs/rewards.md)"
+        )
+
+
+def check_time(args: Mapping[str, Any], timeout_s: float) -> None:
+    """UserError when the tests of a rollout may take longer than scoring it: a slow program would be a fault, not a 0.0.
+
+    Says in the log what programs are confined by, as a warning where it could be more; UserError where they cannot be confined.
+    """
+    total_s = args.get("total_s", TOTAL_S)
+    if not total_s < timeout_s:  # also a nan
+        raise UserError(
+            f"rl.reward_args.code.total_s={total_s:g} is not below rl.reward_timeout_s={timeout_s:g}: a program that is too slow "
+            f"would be a fault, reward_timeout, and not a 0.0; set rl.reward_timeout_s above {total_s:g}, or a smaller total_s"
+        )
+    name, is_full = runner.check_interpreter(str(args.get("python") or sys.executable))
+    level, advice = (logging.INFO, "") if is_full else (logging.WARNING, "; root who may mount has both (docs/rewards-code.md)")
+    logger.log(level, "reward code: programs are confined by %s%s", name, advice)
+
+
+def _error_of_all(pool: RewardPool, rows: list[RewardPrompt], written: Sequence[str]) -> str:
+    """Why none of the trial rollouts of a data set could be scored; empty when one could. A character counts as a token."""
+    deadline = time.monotonic() + TRIAL_S
+    for prompt in rows[:ROWS_MAX]:
+        answer = prompt["answer"]
+        completions = [*([] if answer is None else [answer, f"<answer>{answer}</answer>"]), "", *written]
+        items: list[Item] = [
+            {"prompt": prompt, "completion": completion, "rollout": {**UNSAMPLED, "num_tokens": len(completion)}}
+            for completion in completions
+        ]
+        if any(score.reason is None for score in pool.score(items, quiet=True)):
+            return ""
+        if time.monotonic() > deadline:
+            break
+    return pool.last_error or "it gave no reason"

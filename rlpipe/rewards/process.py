@@ -1,18 +1,23 @@
-"""Rewards in processes of their own, so that one may raise, crash, print or never return."""
+"""Rewards in processes of their own, so that one may raise, crash, print or never return. `hf:<folder>`, a model, is one of them."""
 
 from __future__ import annotations
 
+import json
 import logging
-import math
 import threading
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
-from rlpipe.child import ChildProcess, ProcessEnded
-from rlpipe.rewards.score import FAILURES_MAX, Score
+from pydantic import Field
+
+from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
+from rlpipe.rewards.score import FAILURES_MAX, Item, Score
 from rlpipe.types import JsonDict, UserError
 
+LOAD_TIMEOUT_S = 900.0  # of a reward model
+LOSSES_MAX = 8  # processes of a reward model replaced within one `score`
+Fault = tuple[str, str]  # reason and message
 logger = logging.getLogger(__name__)
 
 
@@ -21,143 +26,120 @@ class RewardLost(RuntimeError):
 
 
 class ProcessScorer:
-    """Processes with rewards loaded, from `start` to `close`; each is asked `batch_size` rollouts at a time, which have n x `timeout_s`.
+    """Processes with rewards loaded; each is asked `batch_size` rollouts at a time, which have n x `timeout_s`.
 
-    Rollouts that fail together are asked again one by one; what fails alone is at fault, where losses are bounded the second time
-    only: a process that was killed from outside costs no rollout. A process that dies or hangs is replaced, at most `losses_max`
-    times within one `score`, nor FAILURES_MAX times before anything was answered.
+    A process that dies or hangs is replaced. Functions are never asked again, and given up when FAILURES_MAX processes were lost
+    before any has answered. With `losses_max`, rollouts that fail are asked again one by one, and at most so many processes are
+    replaced within one `score`: a process that was killed from outside costs no rollout.
     """
 
     def __init__(
-        self, name: str, launch: Callable[[], ChildProcess], timeout_s: float, *,
-        workers: int = 1, batch_size: int = 1, losses_max: float = math.inf,
-    ) -> None:  # fmt: skip
-        assert workers > 0
+        self, name: str, processes: ChildPool, timeout_s: float, *, batch_size: int = 1, losses_max: int | None = None
+    ) -> None:
         assert timeout_s > 0
-        self._name = name
-        self._launch = launch
-        self._timeout_s = timeout_s
-        self._workers = workers
-        self._batch_size = batch_size
-        self._losses_max = losses_max
-        self._processes: list[ChildProcess] = []
-        self._scoring = threading.Lock()
-        self._closed = False
+        self.name = name
+        self.processes = processes
+        self.timeout_s = timeout_s
+        self.batch_size = batch_size
+        self.losses_max = losses_max
+        self._lock = threading.Lock()  # of the losses
 
     def start(self) -> None:
         """Returns when the rewards are loaded; UserError when one cannot be."""
-        self._processes = [self._launch() for _ in range(self._workers)]
-        with ThreadPoolExecutor(self._workers) as threads:
-            list(threads.map(ChildProcess.wait_ready, self._processes))
+        self.processes.on_all(Child.start)
 
-    def score(self, items: list[JsonDict]) -> list[Score]:
-        """One Score per item, in order."""
-        job = _Job(self._name, items, self._batch_size, self._losses_max)
-        with self._scoring, ThreadPoolExecutor(self._workers, thread_name_prefix=self._name) as threads:
-            list(threads.map(lambda slot: self._work(slot, job), range(self._workers)))
-        not_asked = Score(None, {}, "reward_unavailable", f"reward {self._name!r}: closed")
-        assert self._closed or len(job.scores) == len(items)
-        return [job.scores.get(index, not_asked) for index in range(len(items))]
-
-    def close(self) -> None:
-        """Kills the processes; what is being scored ends soon, with faults."""
-        self._closed = True
-        for process in self._processes:
-            process.stop()
-        with self._scoring:  # it ends at once: there is nobody left to wait for
-            for process in self._processes:
-                process.kill()
-
-    def _work(self, slot: int, job: _Job) -> None:
-        """Asks the process in `slot` until nothing is left."""
-        while not self._closed and (batch := job.take()):
-            try:
-                process = self._living(slot)
-            except UserError as error:
-                job.abandon()
-                if self._closed:
-                    return
-                raise RewardLost(str(error)) from error
-            try:
-                answer = process.ask({"items": [job.items[index] for index in batch]}, self._timeout_s * len(batch))
-            except TimeoutError:
-                job.lose(batch, "reward_timeout", f"took more than rl.reward_timeout_s={self._timeout_s:g}")
-            except ProcessEnded:
-                job.lose(batch, "reward_crash", "its process died")
-            else:
-                job.answered(batch, answer)
-
-    def _living(self, slot: int) -> ChildProcess:
-        """A process that can be asked; UserError when it does not start again."""
-        if not self._processes[slot].alive:
-            self._processes[slot].kill()
-            self._processes[slot] = self._launch()
-            if self._closed:  # before `close` could see it
-                self._processes[slot].stop()
-            self._processes[slot].wait_ready()
-        return self._processes[slot]
-
-
-class _Job:
-    """What one call of `score` knows; `lock` is for what its threads change together."""
-
-    def __init__(self, name: str, items: list[JsonDict], batch_size: int, losses_max: float) -> None:
-        self.items = items
-        self.scores: dict[int, Score] = {}
-        order = sorted(range(len(items)), key=lambda index: len(items[index]["completion"]))  # alike lengths pad little
-        self.batches = deque(order[start : start + batch_size] for start in range(0, len(order), batch_size))
-        self._name = name
-        self._losses_max = losses_max
+    def score(self, items: list[Item]) -> list[Score]:
+        """One Score per item, in order; EngineError once it is closed. One call at a time."""
+        self._items = items
+        self._scores: dict[int, Score] = {}  # by the rollout's index, as are the faults
+        self._faults: dict[int, Fault] = {}
+        self._given_up: Fault | None = None  # the fault of what is not asked any more
         self._num_losses = 0
         self._has_answers = False
-        self._alone: set[int] = set()  # asked alone after a failure
-        self._lock = threading.Lock()
+        order = sorted(range(len(items)), key=lambda index: len(items[index]["completion"]))  # alike lengths pad little
+        self._ask([order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)])
+        if self.losses_max is not None:  # of several that failed together none is known to be at fault
+            failed, self._faults = self._faults, {}
+            self._ask([[index] for index in failed])
+        return [self._scores.get(index) or self._fault(index) for index in range(len(items))]
 
-    def take(self) -> list[int] | None:
-        """The next batch; None when there is no more."""
-        with self._lock:
-            return self.batches.popleft() if self.batches else None
+    def close(self) -> None:
+        """Kills the processes."""
+        self.processes.close()
 
-    def abandon(self) -> None:
-        """There is nobody to ask."""
-        with self._lock:
-            self.batches.clear()
+    def _ask(self, batches: list[list[int]]) -> None:
+        """Asks the processes until nothing is left, or it is given up."""
+        left = iter(batches)  # every thread takes the next one
+        self.processes.on_all(lambda child: self._work(child, left))
 
-    def answered(self, batch: list[int], answer: JsonDict) -> None:
+    def _work(self, child: Child, batches: Iterator[list[int]]) -> None:
+        for batch in batches:
+            if self._given_up:
+                return
+            try:
+                child.start()
+                answer = child.ask({"items": [self._items[index] for index in batch]}, self.timeout_s * len(batch))
+            except UserError as error:
+                self._given_up = "reward_unavailable", str(error)  # for the other threads: there is nobody to ask
+                raise RewardLost(str(error)) from error
+            except TimeoutError:
+                self._lose(batch, ("reward_timeout", f"took more than rl.reward_timeout_s={self.timeout_s:g}"))
+            except ProcessEnded as error:
+                self._lose(batch, ("reward_crash", str(error)))
+            else:
+                self._keep(batch, answer)
+
+    def _keep(self, batch: list[int], answer: JsonDict) -> None:
         """A batch's scores, or the error that all of it met."""
         self._has_answers = True
         if "error" in answer:
-            with self._lock:
-                self._fail(batch, "reward_error", answer["error"])
+            self._faults |= dict.fromkeys(batch, ("reward_error", answer["error"]))
             return
         if answer.get("warning"):
-            logger.warning("%s: %s", self._name, answer["warning"])
-        self.scores.update((index, Score(**score)) for index, score in zip(batch, answer["scores"], strict=True))
+            logger.warning("%s: %s", self.name, answer["warning"])
+        self._scores.update((index, Score(**score)) for index, score in zip(batch, answer["scores"], strict=True))
 
-    def lose(self, batch: list[int], reason: str, message: str) -> None:
-        """A process was lost with a batch. What has lost too many would go on so: what is left is at fault then."""
+    def _lose(self, batch: list[int], fault: Fault) -> None:
+        """A process was lost with a batch. What has lost too many would go on so: it is given up."""
         with self._lock:
+            self._faults |= dict.fromkeys(batch, fault)
             self._num_losses += 1
-            self._fail(batch, reason, message)
-            if self._num_losses > self._losses_max:
-                self._give_up("reward_crash", f"its process had to be replaced more than {self._num_losses - 1} times")
+            if self.losses_max is not None and self._num_losses > self.losses_max:
+                self._given_up = "reward_crash", f"its process had to be replaced more than {self.losses_max} times"
             elif self._num_losses >= FAILURES_MAX and not self._has_answers:
-                self._give_up(reason, f"given up after {self._num_losses} processes; the last one: {message}")
+                self._given_up = fault[0], f"given up after {self._num_losses} processes; the last one: {fault[1]}"
 
-    def _give_up(self, reason: str, message: str) -> None:
-        """What was not answered is at fault."""
-        for index in [index for left in self.batches for index in left]:
-            self._fault(index, reason, message)
-        self.batches.clear()
+    def _fault(self, index: int) -> Score:
+        fault = self._faults.get(index) or self._given_up
+        assert fault is not None, "a rollout was neither asked nor given up"
+        message = f"reward {self.name!r} on prompt {self._items[index]['prompt']['prompt_id']}: {fault[1]}"
+        return Score(None, {}, fault[0], message)
 
-    def _fail(self, batch: list[int], reason: str, message: str) -> None:
-        """Of several none is known to be at fault: each is tried alone, before the others."""
-        if len(batch) > 1 or (math.isfinite(self._losses_max) and batch[0] not in self._alone):
-            self._alone.update(batch)
-            self.batches.extendleft([index] for index in reversed(batch))
-        else:
-            self._fault(batch[0], reason, message)
 
-    def _fault(self, index: int, reason: str, message: str) -> None:
-        where = f"reward {self._name!r} on prompt {self.items[index]['prompt'].get('prompt_id')}"
-        self.scores[index] = Score(None, {}, reason, f"{where}: {message}")
+def model(
+    name: str, weight: float, timeout_s: float, /, *, batch_size: Annotated[int, Field(ge=1, le=4096)] = 8,
+    tokens_max: Annotated[int, Field(ge=16)] = 2048, output: Annotated[int, Field(ge=0)] = 0, device: str = "cpu",
+) -> ProcessScorer:  # fmt: skip
+    """The model's output number `output` for the prompt and the completion as a conversation, cut to `tokens_max` tokens.
+
+    ValueError when the folder holds no sequence-classification model, or it has no such output.
+    """
+    folder = Path(name.removeprefix("hf:")).expanduser()
+    _check_folder(folder, output)
+    arguments = {"folder": str(folder), "tokens_max": tokens_max, "output": output, "device": device}
+    hello = {"name": name, "weight": weight, "model": arguments}
+    processes = ChildPool(f"rl.rewards.{name}", "rlpipe.rewards.worker", hello, start_timeout_s=LOAD_TIMEOUT_S)
+    return ProcessScorer(name, processes, timeout_s, batch_size=batch_size, losses_max=LOSSES_MAX)
+
+
+def _check_folder(folder: Path, output: int) -> None:
+    missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).is_file()]
+    if missing or not any(folder.glob("*.safetensors")):
+        raise ValueError(f"folder {folder} is no model in HF format: {', '.join(missing or ['*.safetensors'])} is missing")
+    config = json.loads((folder / "config.json").read_text())
+    kinds = config.get("architectures") or ["none"]
+    if not kinds[0].endswith("ForSequenceClassification"):  # another kind would load, with a random head
+        raise ValueError(f"folder {folder} holds a {kinds[0]}; a reward model is some ...ForSequenceClassification")
+    num_outputs = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
+    if output >= num_outputs:
+        raise ValueError(f"output={output}: the model in {folder} has the outputs 0 to {num_outputs - 1}")

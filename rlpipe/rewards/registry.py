@@ -5,45 +5,111 @@ A named function has a factory with typed keyword-only arguments (`rl.reward_arg
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import re
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated, Any
 
-from rlpipe.by_path import load_function
-from rlpipe.rewards.arguments import arguments_of, built, check_call, checked_arguments
+from pydantic import Field, ValidationError, validate_call
+
+from rlpipe.algorithms.answers import last_answer
+from rlpipe.processes.user_code import load_function
+from rlpipe.records.prompt import RewardPrompt
 from rlpipe.rewards.code import code
-from rlpipe.rewards.score import label
-from rlpipe.rewards.simple import Reward, environment, exact, format_reward, length, overlong
+from rlpipe.rewards.score import ARGUMENTS, RolloutFacts, label
 from rlpipe.types import JsonDict, UserError
 
+Reward = Callable[..., Any]  # (prompt, completion) or (prompt, completion, rollout) -> a number, or several by name
+RewardArgs = dict[str, JsonDict]  # rl.reward_args: a reward's name -> its arguments
+Tokens = Annotated[int, Field(ge=1)]
+ONE_ANSWER = r"(?:(?!<answer>).)*<answer>[^<]+</answer>"  # ends in one non-empty answer and has no other
+GIVEN = ("prompt", "completion", "rollout")  # what rlpipe itself passes to a reward function
 
-def _of(path: str) -> Callable[[], Reward]:
-    """A factory without arguments; it imports the reward, and the library behind it, when it is called."""
-    return lambda: load_function("rl.rewards", path)
+
+def format_reward(*, pattern: str = ONE_ANSWER) -> Reward:
+    """1 when the whole completion, stripped, matches the regular expression (`.` matches newlines), else 0."""
+    try:
+        wanted = re.compile(pattern, flags=re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"pattern={pattern!r} is no regular expression: {error}") from error
+
+    def reward(prompt: RewardPrompt, completion: str) -> float:
+        return float(wanted.fullmatch(completion.strip()) is not None)
+
+    return reward
+
+
+def exact(prompt: RewardPrompt, completion: str) -> float:
+    """1 when the text of the last `<answer>` is the reference answer, whatever the case; verifiers may be kinder."""
+    answer = last_answer(completion)
+    return float(answer is not None and answer.strip().lower() == str(prompt["answer"]).strip().lower())
+
+
+def length(*, target: Tokens | None = None, max: Tokens | None = None) -> Reward:
+    """By the completion's tokens: with `target`, 1 at the target and falling to 0 at none and at twice as many; with `max`, 1 up to it."""
+    if (target is None) == (max is None):
+        raise ValueError(f"target={target}, max={max}: give one of the two, in tokens")
+
+    def reward(prompt: RewardPrompt, completion: str, rollout: RolloutFacts) -> float:
+        if target is None:
+            assert max is not None
+            return float(rollout["num_tokens"] <= max)
+        return 1.0 - min(abs(rollout["num_tokens"] - target) / target, 1.0)
+
+    return reward
+
+
+def overlong(*, tokens_max: Tokens, buffer: Tokens, factor: Annotated[float, Field(gt=0)] = 1.0) -> Reward:
+    """DAPO's soft punishment: min(-(len - (tokens_max - buffer)) / buffer * factor, 0), len in tokens."""
+    if buffer >= tokens_max:
+        raise ValueError(f"buffer={buffer} must be below tokens_max={tokens_max}: the punishment starts at their difference")
+
+    def reward(prompt: RewardPrompt, completion: str, rollout: RolloutFacts) -> float:
+        excess_tokens = rollout["num_tokens"] - (tokens_max - buffer)
+        return min(-excess_tokens / buffer * factor, 0.0)
+
+    return reward
+
+
+def environment(prompt: RewardPrompt, completion: str, rollout: RolloutFacts) -> Any:
+    """The number that the rollout's environment gave; ValueError when there was no environment, or it gave none."""
+    record = rollout["environment"]
+    if not isinstance(record, dict) or "reward" not in record:
+        raise ValueError(f"prompt {prompt['prompt_id']}: no environment gave this rollout a reward")
+    return record["reward"]
+
+
+def reasoning_gym() -> Reward:
+    """The verifier of the generator that made the prompt."""
+    importlib.import_module("reasoning_gym")  # seconds, for which neither the other rewards nor the first rollout wait
+    return load_function("rl.rewards", "rlpipe.rewards.verifier:score_answer")
 
 
 NAMED: dict[str, Callable[..., Reward]] = {
-    "reasoning_gym": _of("rlpipe.rewards.verifier:score_answer"),
-    "math": _of("rlpipe.rewards.math_answers:score_math"),
-    "deepscaler": _of("rlpipe.rewards.math_answers:score_deepscaler"),
+    "reasoning_gym": reasoning_gym,
+    "math": partial(load_function, "rl.rewards", "rlpipe.rewards.verifier:score_math"),
+    "deepscaler": partial(load_function, "rl.rewards", "rlpipe.rewards.verifier:score_deepscaler"),
     "code": code,
-    "exact": exact,
+    "exact": lambda: exact,
     "format": format_reward,
     "length": length,
     "overlong": overlong,
-    "environment": environment,
+    "environment": lambda: environment,
 }
 SERVICES = ("remote", "judge", "hf:<folder>")
 
 
 def is_service(name: str) -> bool:
     """Whether a reward scores many rollouts at once, outside the worker processes."""
-    return name in ("remote", "judge") or name.startswith("hf:")
+    return name in SERVICES or name.startswith("hf:")
 
 
-def can_be_refused(name: str) -> bool:
+def can_be_refused(name: str, args: RewardArgs) -> bool:
     """Whether loading a reward function may fail: one of the user's, or one with arguments."""
-    return ":" in name or bool(arguments_of(_factory(name)))
+    return ":" in name or bool(args.get(name)) or bool(inspect.signature(_factory(name)).parameters)
 
 
 def resolve(name: str, args: JsonDict | None = None) -> Reward:
@@ -51,14 +117,23 @@ def resolve(name: str, args: JsonDict | None = None) -> Reward:
 
     Called with (prompt, completion), or, where it has a parameter `rollout`, with (prompt, completion, rollout=facts).
     """
-    if ":" in name:
-        function = load_function("rl.rewards", name)
-        check_call(name, function, args or {})
-        return partial(function, **args) if args else function
-    return built(name, _factory(name), args or {})
+    args = args or {}
+    if ":" not in name:
+        return built(name, _factory(name), args)
+    function = load_function("rl.rewards", name)
+    _check_call(name, function, args)
+    return partial(function, **args) if args else function
 
 
-def check_names(rewards: dict[str, float], args: dict[str, JsonDict]) -> None:
+def wants_rollout(function: Reward) -> bool:
+    """Whether a reward function has a parameter `rollout`, for the facts about the rollout."""
+    try:
+        return "rollout" in inspect.signature(function).parameters
+    except ValueError:  # a compiled function may tell no signature
+        return False
+
+
+def check_names(rewards: dict[str, float], args: RewardArgs) -> None:
     """UserError when there is nothing to score with, a name, weight or argument is no good, or two rewards share a label."""
     if not rewards:
         raise UserError("rl.rewards is empty: name at least one, for example rewards = { math = 1.0 }")
@@ -66,7 +141,7 @@ def check_names(rewards: dict[str, float], args: dict[str, JsonDict]) -> None:
         if not math.isfinite(weight):
             raise UserError(f"rl.rewards.{name}={weight}: a weight is a finite number")
         if ":" not in name and not is_service(name):
-            checked_arguments(name, _factory(name), args.get(name, {}))
+            _factory(name)
     unused = next((name for name in args if name not in rewards), None)
     if unused is not None:
         raise UserError(f"rl.reward_args.{unused}: rl.rewards has no {unused!r}, but {', '.join(rewards)}; name it there too")
@@ -74,6 +149,51 @@ def check_names(rewards: dict[str, float], args: dict[str, JsonDict]) -> None:
     twice = next((name for name in labels if labels.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"rl.rewards: two rewards are called {twice!r}; rename one of the functions")
+
+
+def built(name: str, factory: Callable[..., Any], args: JsonDict, *given: Any) -> Any:
+    """What the factory makes of its arguments, `given` before them.
+
+    UserError names `rl.reward_args.<name>.<argument>` when one is not as its annotation wants it, or the factory refuses it.
+    """
+    checked = factory if isinstance(factory, type) else validate_call(config=ARGUMENTS)(factory)  # a class checks its own
+    try:
+        return checked(*given, **args)
+    except ValidationError as error:
+        raise UserError(f"rl.reward_args.{name}{_refusal(name, factory, error)}") from None  # it holds all arguments
+    except ValueError as error:
+        raise UserError(f"rl.reward_args.{name}: {error}") from error
+
+
+def _refusal(name: str, factory: Callable[..., Any], error: ValidationError) -> str:
+    """The first argument that is refused, its value, and why."""
+    first = error.errors(include_url=False)[0]
+    where = "".join(f".{part}" for part in first["loc"])
+    if first["type"] == "unexpected_keyword_argument":
+        parameters = inspect.signature(factory).parameters.values()
+        existing = ", ".join(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY) or "none"
+        return f"{where}: there is no such argument; the reward {name!r} has: {existing}"
+    value = f"={first['input']!r}" if where and not first["type"].startswith("missing") else ""
+    return f"{where}{value}: {first['msg'].removeprefix('Value error, ')}"
+
+
+def _check_call(name: str, function: Reward, args: JsonDict) -> None:
+    """UserError when a function of the user's cannot be called as `function(prompt, completion, **args)`."""
+    given = next((arg for arg in args if arg in GIVEN), None)
+    if given is not None:
+        raise UserError(f"rl.reward_args.{name}.{given}: rlpipe itself gives {', '.join(GIVEN)}; call the argument otherwise")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return
+    try:
+        signature.bind({}, "", **({"rollout": {}} if wants_rollout(function) else {}), **args)
+    except TypeError as error:
+        unknown = next((f".{arg}" for arg in args if arg not in signature.parameters), "")
+        raise UserError(
+            f"rl.reward_args.{name}{unknown}: it cannot be called with these arguments ({error}); it is {name}{signature}, "
+            "and is called with prompt, completion, the arguments given and, where it has that parameter, rollout"
+        ) from error
 
 
 def _factory(name: str) -> Callable[..., Reward]:

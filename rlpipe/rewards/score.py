@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypedDict
 
+from pydantic import ConfigDict
+
+from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, user_code
+from rlpipe.records.prompt import RewardPrompt
 from rlpipe.types import JsonDict
 
+ARGUMENTS = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)  # of `rl.reward_args`
 FAILURES_MAX = 32  # failures in a row, with nothing scored in between, after which a reward counts as broken
+
+
+class RolloutFacts(TypedDict):
+    """What a reward gets of a rollout beside its text."""
+
+    num_tokens: int  # of the completion
+    finish_reason: str
+    environment: JsonDict | None  # what that has recorded; None without one
+
+
+class Item(TypedDict):
+    """What is scored, as a process or a service gets it."""
+
+    prompt: RewardPrompt
+    completion: str
+    rollout: RolloutFacts
 
 
 @dataclass(frozen=True)
@@ -30,25 +52,6 @@ class Score:
         assert (self.reward is None) == (self.reason is not None), self
 
 
-class Scorer(Protocol):
-    """Scores rollouts for one or several of `rl.rewards`. An item is {"prompt": Prompt.as_json(), "completion": str,
-    "rollout": facts}."""
-
-    def start(self) -> None:
-        """UserError when it cannot."""
-        ...
-
-    def score(self, items: list[JsonDict]) -> list[Score]:
-        """One Score per item, in order, within bounded time."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class InvalidReward(Exception):
-    """A reward answered, but not with finite numbers."""
-
-
 def label(name: str) -> str:
     """What the parts of a reward are called in metrics: its name, the function's name of a path, the folder of a model."""
     kind, _, rest = name.rpartition(":")
@@ -56,21 +59,35 @@ def label(name: str) -> str:
 
 
 def score_of(name: str, value: Any, weight: float) -> Score:
-    """The Score of what a reward answered, a number or several by name; InvalidReward when it is anything else."""
+    """The Score of what a reward answered, a number or several by name; InvalidAnswer when it is anything else."""
     values = {f"{label(name)}_{key}": part for key, part in value.items()} if isinstance(value, dict) else {label(name): value}
     if not values:
-        raise InvalidReward(f"reward {name!r} gave no part at all")
+        raise InvalidAnswer(f"reward {name!r} gave no part at all")
     try:
         parts = {part: float(number) for part, number in values.items() if isinstance(number, numbers.Real)}
     except OverflowError as error:
-        raise InvalidReward(f"reward {name!r} gave an integer that no float can hold") from error
+        raise InvalidAnswer(f"reward {name!r} gave an integer that no float can hold") from error
     for part, number in values.items():
         if not math.isfinite(parts.get(part, math.nan)):
-            raise InvalidReward(f"reward {name!r}: {part} is {number!r:.80}, and must be a finite number")
-    total = weight * math.fsum(parts.values())
+            raise InvalidAnswer(f"reward {name!r}: {part} is {number!r:.80}, and must be a finite number")
+    try:
+        total = weight * math.fsum(parts.values())
+    except OverflowError:
+        total = math.inf
     if not math.isfinite(total):
-        raise InvalidReward(f"reward {name!r}: the weighted sum of {parts} is {total}")
+        raise InvalidAnswer(f"reward {name!r}: the weighted sum of {parts} is {total}")
     return Score(total, parts)
+
+
+def scored(name: str, weight: float, code: Callable[[], Any]) -> Score:
+    """The Score of what a user's code gives; a fault when it raises, or gives anything but finite numbers."""
+    try:
+        with user_code():
+            return score_of(name, code(), weight)
+    except InvalidAnswer as error:
+        return Score(None, {}, "reward_invalid", str(error))
+    except CodeRaised as error:
+        return Score(None, {}, "reward_error", f"reward {name!r} raised {error}")
 
 
 def combined(scores: list[Score]) -> Score:

@@ -5,85 +5,87 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from rlpipe.algorithms.answers import set_metrics
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import NOTHING_YET
 from rlpipe.engines.pool import GroupRequest
-from rlpipe.passes import set_metrics
-from rlpipe.rollouts import SCORES, prompt_of
-from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
-from rlpipe.stages.rows import check_lengths, prompt_rows, rollout_rows
-from rlpipe.stages.sampling import sample, sampling_params
-from rlpipe.stages.scoring import score_rows
-from rlpipe.stages.seeds import rollout_seed
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import SCORES, Rollout
+from rlpipe.stages.generation import ENVIRONMENT, SAMPLING, PromptGroup, rollouts_of, sample, sampling_params
+from rlpipe.stages.sampling import check_lengths, encoded_prompts
+from rlpipe.stages.scoring import SCORING, score_rollouts
 from rlpipe.stages.session import Session
+from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.turns import environment_metrics
-from rlpipe.types import ArtifactRef, JsonDict, StageResult
+from rlpipe.types import ArtifactRef, Metrics, rollout_seed
+
+OWN = ("completion_tokens_max", "top_p", "rewards")  # fields that evaluations share with RL, unless they are given
+EVALUATED_BY = ["data.evaluation", "evaluation.prompts_max", "evaluation.num_completions", "evaluation.pass_threshold",
+                *SCORING, *SAMPLING, *ENVIRONMENT]  # fmt: skip
 
 
-def evaluation_key(session: Session, version: int) -> StageKey:
-    """Where the evaluation of a weight version lives: beside the policy."""
-    if version > 0:
-        return StageKey("rl", version - 1, "evaluation")
-    segment, _ = session.run.sft_result()
-    return StageKey("sft", segment, "evaluation") if segment >= 0 else StageKey("base", 0, "evaluation")
+def evaluated_by(config: PipelineConfig) -> list[str]:
+    """The fields that an evaluation depends on: RL's own where the evaluation has none; the temperature where it is not 1, as it was always."""
+    own = [name for name in OWN if getattr(config.evaluation, name) not in (None, {})]
+    named = own + (["temperature"] if config.evaluation.temperature != 1.0 else [])
+    shared = [name for name in EVALUATED_BY if name not in [f"rl.{name}" for name in own]]
+    dropped_by = ["model.context_tokens_max"] if config.drops("evaluation") else []
+    return shared + [f"evaluation.{name}" for name in named] + dropped_by
 
 
-async def evaluate(session: Session, policy: ArtifactRef, version: int) -> StageResult:
-    """The metrics of every evaluation set (rlpipe/passes.py): greedy, pass@k and the majority's answer at temperature 1."""
-
-    async def produce(attempt: Attempt) -> Produced:
-        await session.serve(policy, version)
-        prompt_rows, rows = await _sample(session, version)
-        prompts = {row["prompt_id"]: prompt_of(row) for row in prompt_rows}
-        source = {row["prompt_id"]: row["source"] for row in prompt_rows}
-        scored = await asyncio.to_thread(score_rows, session, prompts, rows)
-        record = await asyncio.to_thread(attempt.write_rows, "evaluation.parquet", scored, SCORES)
-        metrics = await asyncio.to_thread(_metrics, session, scored, source)
-        return Produced([record], metrics, weight_version=version)
-
-    return await run_stage(session, evaluation_key(session, version), {"policy": policy}, produce)
+@stage("", "evaluation", settings=evaluated_by)
+async def evaluate(session: Session, attempt: Attempt, *, policy: ArtifactRef, version: int) -> Produced:
+    """The metrics of every evaluation set: greedy, pass@k and the majority's answer. It lies beside the policy."""
+    await session.serve(policy, version)
+    prompts, rollouts = await _sample(session, version)
+    return await asyncio.to_thread(_scored, session, attempt, prompts, rollouts, version)
 
 
-def _metrics(session: Session, scored: list[JsonDict], source: dict[str, str]) -> JsonDict:
-    """Of all sets; `source`: prompt id -> set. Rollouts that could not be scored count as `<set>_fault_<reason>`."""
-    metrics: JsonDict = {}
-    for data in session.config.sets("evaluation"):
-        rows = [row for row in scored if source[row["prompt_id"]] == data.name]
-        faults = Counter(row["reward_fault"] for row in rows if row["reward_fault"])
-        told = {**_environment_metrics(rows), **{f"fault_{reason}": count for reason, count in faults.items()}}
-        metrics |= set_metrics(data.name, rows, session.config.evaluation.pass_threshold)
-        metrics |= {f"{data.name}_{name}": value for name, value in told.items()}
-    return metrics
+def _scored(session: Session, attempt: Attempt, prompts: list[Prompt], rollouts: list[Rollout], version: int) -> Produced:
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    scored = score_rollouts(session, by_id, rollouts, use="evaluation")
+    assert len(scored) == len(prompts) * (1 + session.config.evaluation.num_completions), "a rollout was lost"
+    metrics: Metrics = {}
+    for index, data in enumerate(session.config.sets("evaluation")):
+        own = [rollout for rollout in scored if by_id[rollout.prompt_id].source == data.name]
+        faults = Counter(rollout.reward_fault for rollout in own if rollout.reward_fault)
+        metrics |= set_metrics(data.name, own, session.config.evaluation.pass_threshold)
+        metrics |= {f"{data.name}_{name}": value for name, value in _environment_metrics(own).items()}
+        if data.on_too_long == "drop":
+            rows, fit = session.prompts("evaluation")[index], session.fitting("evaluation")[index]
+            metrics[f"{data.name}_prompts_too_long"] = len(rows) - len(fit)
+        metrics |= {f"{data.name}_fault_{reason}": count for reason, count in faults.items()}
+    return Produced([attempt.write("evaluation.parquet", scored, Rollout, SCORES)], metrics, weight_version=version)
 
 
-def _environment_metrics(rows: list[JsonDict]) -> JsonDict:
+def _environment_metrics(rollouts: list[Rollout]) -> Metrics:
     """What the environment says of sampled rollouts, and what it says of greedy ones."""
-    sampled, greedy = ([row for row in rows if (row["rollout_index"] == 0) == first] for first in (False, True))
+    sampled, greedy = ([rollout for rollout in rollouts if (rollout.rollout_index == 0) == first] for first in (False, True))
     return {
-        **environment_metrics(sampled, names_from=rows),
-        **{f"greedy_{name}": value for name, value in environment_metrics(greedy, names_from=rows).items()},
+        **environment_metrics(sampled, names_from=rollouts),
+        **{f"greedy_{name}": value for name, value in environment_metrics(greedy, names_from=rollouts).items()},
     }
 
 
-async def _sample(session: Session, version: int) -> tuple[list[JsonDict], list[JsonDict]]:
-    """(prompt rows, rollouts): per prompt rollout 0 is greedy, the others are sampled at temperature 1."""
-    config = session.config.evaluation
+async def _sample(session: Session, version: int) -> tuple[list[Prompt], list[Rollout]]:
+    """Per prompt, rollout 0 is greedy, the others are sampled."""
     await asyncio.to_thread(check_lengths, session, "evaluation")
-    sets = await asyncio.to_thread(session.prompts, "evaluation")
-    prompts = [prompt for rows in sets for prompt in rows[: config.prompts_max]]
-    rows = await prompt_rows(session, prompts)
-    requests = [_request(session, row, version, config.num_completions) for row in rows]
-    groups = await sample(session, requests, rows)
-    told = enumerate(zip(rows, requests, groups, strict=True))
-    return rows, [
+    sets = await asyncio.to_thread(session.fitting, "evaluation")
+    prompts = [prompt for rows in sets for prompt in rows[: session.config.evaluation.prompts_max]]
+    prompts = await encoded_prompts(session, "evaluation", prompts)
+    requests = [_request(session, prompt, version) for prompt in prompts]
+    completions = await sample(session, requests, prompts)
+    groups = [PromptGroup(index, index, prompt, []) for index, prompt in enumerate(prompts)]
+    return prompts, [
         rollout
-        for index, (row, request, group) in told
-        for rollout in rollout_rows(session, row, index, request, group, version)
+        for group, request, completed in zip(groups, requests, completions, strict=True)
+        for rollout in rollouts_of(session, group, request, completed, version)
     ]
 
 
-def _request(session: Session, row: JsonDict, version: int, num_completions: int) -> GroupRequest:
-    seeds = [
-        rollout_seed(session.config.seed, "evaluation", version, row["prompt_id"], index) for index in range(num_completions)
-    ]
-    params = [sampling_params(session, 0.0, 0)] + [sampling_params(session, 1.0, seed) for seed in seeds]
-    return GroupRequest(row["prompt_id"], row["prompt_tokens"], params, [NOTHING_YET] * len(params))
+def _request(session: Session, prompt: Prompt, version: int) -> GroupRequest:
+    evaluation, seed = session.config.evaluation, session.config.seed
+    seeds = [rollout_seed(seed, "evaluation", version, prompt.prompt_id, index) for index in range(evaluation.num_completions)]
+    params = [sampling_params(session, "evaluation", 0.0, 0)]
+    params += [sampling_params(session, "evaluation", evaluation.temperature, seed) for seed in seeds]
+    return GroupRequest(prompt.prompt_id, prompt.prompt_tokens.tolist(), params, [NOTHING_YET] * len(params))

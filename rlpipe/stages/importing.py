@@ -1,113 +1,264 @@
-"""The stages import_prompts and import_rollouts: stored rollouts become this run's own, so that it is whole by itself."""
+"""Stored rollouts instead of sampled ones (`rl.rollouts_from`): those of another run of the store, or of Parquet files from anywhere.
+
+Files are imported once, before the first iteration of the run that names them; from then on the run needs them no more. Each iteration
+then makes its prompts and rollouts its own, so that a run is whole by itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Callable
-from functools import partial
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 
-from rlpipe.data.cursor import PromptCursor
-from rlpipe.rollouts import KEPT_REWARDS, PROMPTS, ROLLOUTS
-from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
-from rlpipe.stages.rollout_source import RolloutSource, Stored
-from rlpipe.stages.session import Session
-from rlpipe.store.artifacts import SOURCE_INPUT, read_file
-from rlpipe.types import ArtifactRef, JsonDict, StageResult, UserError
+from rlpipe.data.cursor import CursorPosition
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import ROLLOUTS, SCORES, Group, Rollout, grouped, is_finished
+from rlpipe.stages.foreign import UNKNOWN_SOURCE, ForeignFiles, has_no_logprobs, prompt_book
+from rlpipe.stages.generation import SAMPLED_BY
+from rlpipe.stages.redo import stored_rounds
+from rlpipe.stages.sampling import DRAWN_BY, carried_groups, prompts_by_id
+from rlpipe.stages.scoring import KeptReward
+from rlpipe.stages.session import PromptSets, Session
+from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage, stage_settings
+from rlpipe.store.artifacts import SOURCE_INPUT, file_sha256, read_file, read_records
+from rlpipe.store.run import Run, open_existing
+from rlpipe.types import ArtifactRef, StageResult, UserError
 
-ROUND = "round-0"  # whatever the rounds of the source, they are imported as one
-IMPORTED = f"rollouts/{ROUND}/shard-000"  # the last that an iteration needs of its source
-PIN = f"{SOURCE_INPUT}of all "  # begins the name of an input that every iteration has
-Write = Callable[[Stored, Attempt], Produced]  # of the source's rollouts
-
-
-async def import_prompts(session: Session, iteration: int) -> StageResult:
-    """The prompts of this iteration's stored rollouts."""
-
-    def write(stored: Stored, attempt: Attempt) -> Produced:
-        record = attempt.write_rows("prompts.parquet", stored.prompts, PROMPTS)
-        metrics = {"num_prompts": len(stored.prompts), "first_group": 0, **_cursor(session, stored)}
-        return Produced([record], metrics)
-
-    return await _import(session, StageKey("rl", iteration, f"prompts/{ROUND}"), {}, write)
+log = logging.getLogger(__name__)
+RUN = "run:"
+PROMPTS_KEY = "prompts/round-0"  # whatever the rounds of the source, they are imported as one
+IMPORTED = "rollouts/round-0/shard-000"  # the last that an iteration needs of its source
+CHUNK_GROUPS = 256  # groups a file of the imported artifact
+StoredGroup = tuple[Prompt, Group]
 
 
-async def import_rollouts(session: Session, iteration: int, prompts: ArtifactRef) -> StageResult:
-    """This iteration's stored rollouts, and the rewards that are kept because their prompts are not known."""
+@dataclass(frozen=True)
+class StoredIteration:
+    """What is stored for one iteration. `inputs`: what it was read from, by name."""
 
-    def write(stored: Stored, attempt: Attempt) -> Produced:
-        rollouts = [_with_text(session, row) for row in stored.rollouts]
-        files = [attempt.write_rows("rollouts.parquet", rollouts, ROLLOUTS)]
-        if stored.rewards:
-            files.append(attempt.write_rows("rewards.parquet", stored.rewards, KEPT_REWARDS))
-        tokens = sum(len(row["completion_tokens"]) for row in rollouts)
-        return Produced(files, {"num_rollouts": len(rollouts), "num_tokens": tokens, "num_rewards_kept": len(stored.rewards)})
-
-    return await _import(session, StageKey("rl", iteration, IMPORTED), {"prompts": prompts}, write)
+    groups: list[StoredGroup]
+    inputs: dict[str, ArtifactRef] = field(default_factory=dict)
+    data_sha256: str = ""  # of the data of the run they are from
+    cursor: CursorPosition | None = None  # in these data: where that run would have gone on
 
 
-async def _import(session: Session, key: StageKey, inputs: dict[str, ArtifactRef], write: Write) -> StageResult:
-    """Commits what `write` makes of the source's rollouts. What is imported needs its source no more."""
-    found = await asyncio.to_thread(session.run.artifact, *key)
-    if found is not None:
-        return StageResult(found[0], found[1].metrics, cached=True)
-    stored, sources = await asyncio.to_thread(_stored, session, key.iteration)
-    return await run_stage(session, key, inputs | sources, partial(write, stored))
+def is_run(config_value: str) -> bool:
+    """Whether `rl.rollouts_from` names a run of the store."""
+    return config_value.startswith(RUN)
 
 
-def _stored(session: Session, iteration: int) -> tuple[Stored, dict[str, ArtifactRef]]:
-    """The rollouts of an iteration and the inputs to record; UserError when the source is not what it was, or does not fit."""
-    source = session.rollout_source
-    _check_unchanged(session, iteration, source)
-    _check_tokens(session, source)
-    stored = source.iteration(iteration)
-    pins = {f"{PIN}{name}": ref for name, ref in source.pins.items()}
-    return stored, pins | {f"{SOURCE_INPUT}{name}": ref for name, ref in stored.inputs.items()}
-
-
-def _check_unchanged(session: Session, iteration: int, source: RolloutSource) -> None:
-    """The pins are those of the prompts that go with these rollouts, or of the iteration before."""
-    run = session.run
-    before = run.artifact("rl", iteration, f"prompts/{ROUND}") or (
-        run.artifact("rl", iteration - 1, IMPORTED) if iteration else None
-    )
-    if before is None or before[1].settings["rl.rollouts_from"] != session.config.rl.rollouts_from:
-        return  # nothing was imported before, or (in a fork) from elsewhere
-    recorded = {name.removeprefix(PIN): sha256 for name, sha256 in before[1].inputs.items() if name.startswith(PIN)}
-    pins = {name: ref.sha256 for name, ref in source.pins.items()}
-    differ = [name for name in sorted({*pins, *recorded}) if pins.get(name) != recorded.get(name)]
-    if differ:
+def source_run(run: Run) -> Run:
+    """The run that `rl.rollouts_from` names; UserError naming the field when its rollouts do not fit, or there are not enough."""
+    rl, context = run.config.rl, run.config.model.context_tokens_max
+    source = open_existing(run.store, rl.rollouts_from.removeprefix(RUN))
+    if source.config.model.context_tokens_max > context:
         raise UserError(
-            f"rl.rollouts_from: {', '.join(differ)} is not what iteration {before[1].iteration} was made of: restore it, or fork"
+            f"model.context_tokens_max={context}: the rollouts of run {source.name} may have "
+            f"{source.config.model.context_tokens_max} tokens; set it to that, or give those that fit as a Parquet file"
+        )
+    committed = source.num_committed("rl", rl.num_iterations)
+    _check_enough(run, committed, "committed iterations", rl.num_iterations)
+    return source
+
+
+def check_tokenizer(source: Run, tokenizer_sha256: str) -> None:
+    """UserError unless a run has this tokenizer, to the byte."""
+    if source.committed("base", 0, "tokenizer")[1].file("tokenizer.json").sha256 != tokenizer_sha256:
+        raise UserError(
+            f"rl.rollouts_from=run:{source.name}: that run has another tokenizer, so its tokens mean other text; use the "
+            "model.path (or, without one, the data sets) of that run, or a run with this tokenizer"
         )
 
 
-def _check_tokens(session: Session, source: RolloutSource) -> None:
+def foreign_files(run: Run, prompts: PromptSets, vocab_size: int) -> ForeignFiles:
+    """The files that `rl.rollouts_from` names. `vocab_size`: the largest of the tokenizer's and the model's."""
+    rl, book = run.config.rl, prompt_book([prompt for rows in prompts("rl") for prompt in rows])
+    return ForeignFiles(rl.rollouts_from, run.config.model.context_tokens_max, vocab_size, book)
+
+
+def check_enough(run: Run, num_groups: int) -> None:
+    """UserError when a file's groups are too few for all iterations of the run."""
+    _check_enough(run, num_groups, "groups", groups_before(run, run.config.rl.num_iterations))
+
+
+def check_groups(run: Run, sizes: Collection[int]) -> None:
+    """UserError when a file's groups are too few for the run, or have one rollout each and would all be dropped for it."""
+    rl, alone = run.config.rl, max(sizes, default=0) == 1
+    check_enough(run, len(sizes))
+    if alone and rl.rollouts_min > 1:
+        raise UserError(
+            f"rl.estimator={rl.estimator!r} compares the rollouts of a group, and each group of rl.rollouts_from={rl.rollouts_from!r} "
+            "has one; use reinforce_plus_plus, or put the rollouts of a prompt side by side, with one group_index"
+        )
+    if alone and "nonzero_std" in rl.filters:
+        raise UserError(
+            f"rl.filters: nonzero_std drops every group of one, as those of rl.rollouts_from={rl.rollouts_from!r} are; use filters = {{}}"
+        )
+
+
+def _check_enough(run: Run, count: int, unit: str, wanted: int) -> None:
+    rl = run.config.rl
+    if count < wanted:
+        raise UserError(
+            f"rl.rollouts_from={rl.rollouts_from!r} has {count} whole {unit}; {rl.num_iterations} iterations need {wanted}: "
+            "lower rl.num_iterations or rl.num_prompts, or give more"
+        )
+
+
+def groups_before(run: Run, iteration: int) -> int:
+    """Groups of a file that the iterations before this one take: those of a fork's parent took as many as the parent was set to."""
+    return sum(run.owner("rl", index, "prompts").config.rl.num_prompts for index in range(iteration))
+
+
+@stage("rl", "imported", settings=["rl.rollouts_from", "rl.group_size", "data.rl"])
+def import_files(session: Session, attempt: Attempt, *, iteration: int) -> Produced:
+    """All whole groups of the files that `rl.rollouts_from` names, checked row by row: in files of CHUNK_GROUPS groups."""
     run = session.run
-    tokenizer = run.committed("base", 0, "tokenizer")[1].file("tokenizer.json").sha256
     ref, base = run.committed("base", 0, "policy")
     model = json.loads(read_file(run.store, ref.folder, base.file("config.json")))
-    source.check(tokenizer, max(session.tokenizer.vocab_size, model.get("vocab_size", 0)))
+    files = foreign_files(run, session.prompts, max(session.tokenizer.vocab_size, model.get("vocab_size", 0)))
+    digests = {str(path): file_sha256(path) for path in files.paths()}
+    groups, records, sizes, num_unknown = files.groups(), [], list[int](), 0
+    while chunk := numbered(itertools.islice(groups, CHUNK_GROUPS), len(sizes)):
+        name = f"{len(records) // 2:05d}.parquet"
+        records.append(attempt.write(f"prompts-{name}", [prompt for prompt, _ in chunk], Prompt))
+        records.append(attempt.write(f"rollouts-{name}", [rollout for _, group in chunk for rollout in group], Rollout, SCORES))
+        sizes += [len(group) for _, group in chunk]
+        num_unknown += sum(has_no_logprobs(rollout) for _, group in chunk for rollout in group)
+    check_groups(run, sizes)
+    if num_unknown:
+        log.warning(
+            "rl.rollouts_from=%s: %d of %d rollouts have no rollout_logprobs: they are trained as if the policy of their iteration "
+            "had sampled them, with the trainer's own logprobs, and rl.importance corrects nothing",
+            run.config.rl.rollouts_from, num_unknown, sum(sizes),
+        )  # fmt: skip
+    return Produced(records, {"num_groups": len(sizes), "num_without_logprobs": num_unknown, "files": digests})
 
 
-def _with_text(session: Session, row: JsonDict) -> JsonDict:
-    """The row with its completion's text; UserError when a text of one turn is not what the tokens say."""
-    decoded = session.tokenizer.decode(row["completion_tokens"])
-    if not row["completion"]:
-        return {**row, "completion": decoded}
-    if all(row["loss_mask"]) and decoded.strip() not in row["completion"]:
+def numbered(groups: Iterable[StoredGroup], first: int) -> list[StoredGroup]:
+    """The groups with the group indices `first` and on."""
+    return [
+        (prompt, [replace(rollout, group_index=index) for rollout in group])
+        for index, (prompt, group) in enumerate(groups, start=first)
+    ]
+
+
+def imported_at(run: Run) -> int:
+    """The iteration beside which a run imports its files: the first of its own."""
+    return run.fork_at + 1
+
+
+async def import_prompts(session: Session, *, iteration: int) -> StageResult:
+    """The prompts of this iteration's stored rollouts."""
+
+    def write(stored: StoredIteration, attempt: Attempt) -> Produced:
+        prompts: dict[str, Prompt] = {}
+        for prompt, _ in stored.groups:
+            same = prompts.setdefault(prompt.prompt_id, prompt)
+            if same.prompt_tokens.tolist() != prompt.prompt_tokens.tolist():
+                name = session.config.rl.rollouts_from
+                raise UserError(f"rl.rollouts_from={name!r}: two different prompts are called {prompt.prompt_id}")
+        file = attempt.write("prompts.parquet", list(prompts.values()), Prompt)
+        digest, cursor = session.data_sha256, stored.cursor
+        if stored.data_sha256 != digest:  # a fork that samples again goes on where the source would have, else at the start
+            cursor = session.prompt_cursor.start() if session.config.sets("rl") else None
+        metrics = {"num_prompts": len(prompts), "first_group": 0, "cursor": cursor, "data_sha256": digest}
+        return Produced([file], metrics)
+
+    return await _import(session, StageKey("rl", iteration, PROMPTS_KEY), {}, DRAWN_BY, write)
+
+
+async def import_rollouts(session: Session, *, iteration: int, prompts: ArtifactRef) -> StageResult:
+    """This iteration's stored rollouts, and the rewards that are kept because their prompts are not known."""
+
+    def write(stored: StoredIteration, attempt: Attempt) -> Produced:
+        rollouts = [_with_text(session, rollout) for _, group in stored.groups for rollout in group]
+        files = [attempt.write("rollouts.parquet", rollouts, Rollout, ROLLOUTS)]
+        kept = [
+            KeptReward(rollout.group_index, rollout.rollout_index, rollout.reward or 0.0, rollout.reward_parts or {})
+            for prompt, group in stored.groups
+            if prompt.source == UNKNOWN_SOURCE
+            for rollout in group
+        ]
+        files += [attempt.write("rewards.parquet", kept, KeptReward)] if kept else []
+        num_tokens = sum(len(rollout.completion_tokens) for rollout in rollouts)
+        return Produced(files, {"num_rollouts": len(rollouts), "num_tokens": num_tokens, "num_rewards_kept": len(kept)})
+
+    return await _import(session, StageKey("rl", iteration, IMPORTED), {"prompts": prompts}, SAMPLED_BY, write)
+
+
+async def _import(
+    session: Session,
+    key: StageKey,
+    inputs: dict[str, ArtifactRef],
+    fields: list[str],
+    write: Callable[[StoredIteration, Attempt], Produced],
+) -> StageResult:
+    """Commits what `write` makes of the source's rollouts. What is imported needs its source no more."""
+    standing = await asyncio.to_thread(session.run.artifact, *key)
+    if standing is not None:
+        return StageResult(standing[0], standing[1].metrics, cached=True)
+    if is_run(session.config.rl.rollouts_from):
+        stored = await asyncio.to_thread(_of_run, session, key.iteration)
+    else:
+        files = await import_files(session, iteration=imported_at(session.run))
+        stored = await asyncio.to_thread(_of_files, session, files, key.iteration)
+    settings = stage_settings(session.config, fields)
+    return await run_stage(session, key, inputs | stored.inputs, settings, lambda attempt: write(stored, attempt))
+
+
+def _of_run(session: Session, iteration: int) -> StoredIteration:
+    """All sampling rounds of another run's iteration; UserError when there are no more."""
+    source, store = source_run(session.run), session.run.store
+    check_tokenizer(source, session.run.committed("base", 0, "tokenizer")[1].file("tokenizer.json").sha256)
+    rounds = stored_rounds(source, iteration)
+    drawn, shards = [stored.prompts.ref for stored in rounds], [ref for stored in rounds for ref in stored.rollouts]
+    prompts = prompts_by_id(store, drawn)
+    rollouts = [rollout for ref in shards for rollout in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)]
+    last = rounds[-1].prompts.metrics
+    handed = _handed_on(source, iteration)
+    groups = [group for group in grouped(rollouts) if not (is_finished(group) and group[0].group_index in handed)]
+    return StoredIteration(
+        [(prompts[group[0].prompt_id], group) for group in groups],
+        {f"{SOURCE_INPUT}{ref.folder}": ref for ref in drawn + shards},
+        last["data_sha256"],
+        last["cursor"],
+    )
+
+
+def _handed_on(source: Run, iteration: int) -> set[int]:
+    """The groups that the source's next iteration has too. Those that were finished were trained there: they are imported once."""
+    record = source.iteration(iteration)
+    assert record is not None, "there are as many committed iterations as are needed"
+    return {group[0].group_index for group in carried_groups(source.store, record.artifacts["batch"])}
+
+
+def _of_files(session: Session, files: StageResult, iteration: int) -> StoredIteration:
+    """The groups of the imported files that an iteration takes, numbered from 0."""
+    run = session.run
+    first, end = groups_before(run, iteration), groups_before(run, iteration + 1)
+    check_enough(run, files.metrics["num_groups"])
+    groups: list[StoredGroup] = []
+    for chunk in range(first // CHUNK_GROUPS, -(-end // CHUNK_GROUPS)):
+        prompts = read_records(run.store, files.ref, f"prompts-{chunk:05d}.parquet", Prompt)
+        rollouts = read_records(run.store, files.ref, f"rollouts-{chunk:05d}.parquet", Rollout, SCORES)
+        chunk_groups = zip(prompts, grouped(rollouts), strict=True)
+        groups += [entry for entry in chunk_groups if first <= entry[1][0].group_index < end]
+    assert len(groups) == end - first, f"iteration {iteration} takes {end - first} groups, {len(groups)} were read"
+    return StoredIteration(numbered(groups, 0), {"imported": files.ref})
+
+
+def _with_text(session: Session, rollout: Rollout) -> Rollout:
+    """The rollout with its completion's text; UserError when a text of one turn is not what the tokens say."""
+    decoded = session.tokenizer.decode(rollout.completion_tokens.tolist())
+    if not rollout.completion:
+        return replace(rollout, completion=decoded)
+    if rollout.loss_mask.all() and decoded.strip() not in rollout.completion:
         raise UserError(
-            f"rl.rollouts_from={session.config.rl.rollouts_from!r}: a completion of prompt {row['prompt_id']} reads "
-            f"{row['completion'][:80]!r}, but its tokens {decoded[:80]!r}: another tokenizer made them"
+            f"rl.rollouts_from={session.config.rl.rollouts_from!r}: a completion of prompt {rollout.prompt_id} reads "
+            f"{rollout.completion[:80]!r}, but its tokens {decoded[:80]!r}: another tokenizer made them"
         )
-    return row
-
-
-def _cursor(session: Session, stored: Stored) -> JsonDict:
-    """Where a fork that samples again goes on: where the source would have; else at the start."""
-    digest, sets = session.data_sha256, session.config.sets("rl")
-    if stored.cursor is not None and stored.cursor["data_sha256"] == digest:
-        return stored.cursor
-    sizes = [len(rows) for rows in session.prompts("rl")]
-    start = PromptCursor(sizes, [entry.weight for entry in sets], session.config.seed).start() if sets else None
-    return {"cursor": start, "data_sha256": digest}
+    return rollout

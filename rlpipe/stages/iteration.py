@@ -1,66 +1,135 @@
-"""The commit of a whole iteration: `iteration.json`, after which a resume starts with the next one."""
+"""What an iteration came to: where its rollouts went, and its commit, `iteration.json`, after which a resume starts with the next one."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from datetime import UTC, datetime
+from typing import NamedTuple
 
-from rlpipe.stages.limits import add_iteration, best_so_far, gpus_held, own_record, spent_before
-from rlpipe.stages.session import Session
-from rlpipe.types import ArtifactRef, JsonDict, canonical_json
+from rlpipe.records.rollout import CarriedRollout, Group, is_finished
+from rlpipe.stages.session import ANY_STAGE, Session
+from rlpipe.stages.stage import now
+from rlpipe.store.documents import sealed
+from rlpipe.store.limits import add_iteration, best_so_far, gpus_held, own_record, spent_before
+from rlpipe.types import ArtifactRef, IterationRecord, JsonDict, Metrics, UserError
 
 CURVE_POINTS_MAX = 64
 
 
-async def commit_iteration(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict) -> JsonDict:
+class Before(NamedTuple):
+    """What the iteration before leaves to the next one: its last round of prompts, where the cursor goes on, and its batch."""
+
+    prompts: ArtifactRef | None
+    batch: ArtifactRef | None
+
+
+def committed_before(session: Session, iteration: int) -> Before:
+    """By the commit of the iteration before."""
+    if iteration == 0:
+        return Before(None, None)
+    record = session.run.iteration(iteration - 1)
+    if record is None:
+        raise UserError(
+            f"iteration {iteration - 1} of run {session.run.name} is not committed: run it before iteration {iteration}"
+        )
+    return Before(record.artifacts["prompts"], record.artifacts["batch"])
+
+
+async def commit_iteration(
+    session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict
+) -> IterationRecord:
     """Commits an iteration and returns its record (the standing one when it was committed before).
 
     `artifacts`: the iteration's prompts, batch, policy and, when there is one, evaluation.
     """
-    return await asyncio.to_thread(_commit, session, iteration, artifacts, metrics)
+    assert artifacts.keys() <= {"prompts", "batch", "policy", "evaluation"}, (
+        f"no artifacts of an iteration: {sorted(artifacts)}"
+    )
+    named = {name: value for name, value in metrics.items() if "/" in name}  # the rest is bookkeeping of the stages
+    return await asyncio.to_thread(_commit, session, iteration, artifacts, named)
 
 
-def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict) -> JsonDict:
+def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: Metrics) -> IterationRecord:
     run = session.run
-    previous = run.iteration_record(iteration - 1) if iteration else None
+    previous = run.iteration(iteration - 1) if iteration else None
     state = run.artifact("rl", iteration, "state")
     if state is not None:
         artifacts = artifacts | {"state": state[0]}
-    metrics = {name: value for name, value in metrics.items() if "/" in name}  # the rest is bookkeeping of the stages
-    metrics |= time_metrics(session, metrics)
+    metrics = metrics | time_metrics(session, iteration, metrics)
     metrics |= add_iteration(spent_before(run, iteration), metrics, gpus_held(run.config, "rl"))
-    record = {
-        "schema_version": 1,
-        "run": run.name,
-        "iteration": iteration,
-        "weight_version": iteration + 1,
-        "artifacts": {name: ref.as_json() for name, ref in artifacts.items()},
-        "state_iteration": iteration if state is not None else (previous["state_iteration"] if previous else -1),
-        "metrics": metrics,
-        "curve": _curve(previous, iteration, metrics),
-        "best": best_so_far(own_record(run, iteration - 1), iteration, metrics["rollout/reward_mean"]),
-        "ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-    }
-    run.store.create(run.iteration_key(iteration), canonical_json(record))
-    standing = run.iteration_record(iteration)
+    record = IterationRecord(
+        run=run.name,
+        iteration=iteration,
+        weight_version=iteration + 1,
+        artifacts=artifacts,
+        state_iteration=iteration if state is not None else (previous.state_iteration if previous else -1),
+        metrics=metrics,
+        curve=_curve(previous.curve if previous else [], iteration, metrics["rollout/reward_mean"]),
+        best=best_so_far(own_record(run, iteration - 1), iteration, metrics["rollout/reward_mean"]),
+        ended_at=now(),
+    )
+    run.store.create(run.iteration_key(iteration), sealed(record))
+    standing = run.iteration(iteration)
     assert standing is not None, f"iteration {iteration} was committed and is not there"
     return standing
 
 
-def time_metrics(session: Session, metrics: JsonDict) -> JsonDict:
-    """Seconds per stage verb and in none, and the tokens per second they mean."""
-    seconds, total_s = session.seconds, time.monotonic() - session.began
-    told = {f"time/{verb}_s": round(value, 4) for verb, value in seconds.items()}
-    told["time/iteration_s"] = round(total_s, 4)
-    told["time/orchestration_s"] = round(total_s - sum(seconds.values()), 4)
+def time_metrics(session: Session, iteration: int, metrics: Metrics) -> Metrics:
+    """Seconds per stage verb and in none, and the tokens per second they mean. What overlaps counts for the iteration that it is of."""
+    seconds = {verb: spent for (of, verb), spent in session.seconds.items() if of == iteration}
+    total_s, in_stages_s = time.monotonic() - session.began, seconds.pop(ANY_STAGE, 0.0)
+    times = {f"time/{verb}_s": round(value, 4) for verb, value in seconds.items()}
+    times["time/iteration_s"] = round(total_s, 4)
+    times["time/orchestration_s"] = round(total_s - in_stages_s, 4)
     for name, tokens, verb in (("rollout", "rollout/num_tokens", "generate"), ("train", "train/num_tokens", "train")):
         if seconds.get(verb) and tokens in metrics:
-            told[f"throughput/{name}_tokens_per_s"] = round(metrics[tokens] / seconds[verb], 1)
-    return told
+            times[f"throughput/{name}_tokens_per_s"] = round(metrics[tokens] / seconds[verb], 1)
+    return times
 
 
-def _curve(previous: JsonDict | None, iteration: int, metrics: JsonDict) -> list[list[float]]:
+def _curve(before: list[list[float]], iteration: int, reward: float) -> list[list[float]]:
     """[iteration, reward] points so far, thinned to a bounded number: each record can draw the curve by itself."""
-    points = [*(previous["curve"] if previous else []), [iteration, metrics["rollout/reward_mean"]]]
+    points = [*before, [iteration, reward]]
     return points if len(points) <= CURVE_POINTS_MAX else points[::2]
+
+
+def staleness(trained: Group, version: int) -> Metrics:
+    """Weight versions from the rollouts to the policy that trains on them; below 0 for those of a later policy of another run."""
+    lags = [version - rollout.weight_version for rollout in trained] or [0]
+    return {"rollout/staleness_mean": sum(lags) / len(lags), "rollout/staleness_max": max(lags)}
+
+
+def account(
+    groups: list[Group],
+    trained: Group,
+    filtered: Group,
+    carried: list[CarriedRollout],
+    iteration: int,
+    version: int,
+    num_left_out: int = 0,
+) -> Metrics:
+    """The counts of an iteration that `version` sampled: `num_sampled = num_trained + num_filtered + num_left_out + num_carried + num_expired`.
+
+    Those left out for a fault are in no other class, whether their group was trained or dropped. Counted are rollouts that finished
+    or got a token; the others, of groups that are carried, are `num_unsampled`.
+    AssertionError when one is in no class, or in two. What comes in again is `num_continued`: the carried of the iteration before.
+    """
+    rollouts = [rollout for group in groups for rollout in group]
+    finished = {id(rollout) for group in groups if is_finished(group) for rollout in group}
+    counts = {
+        "num_sampled": sum(id(rollout) in finished or len(rollout.completion_tokens) > 0 for rollout in rollouts),
+        "num_trained": len(trained),
+        "num_filtered": len(filtered),
+        "num_left_out": num_left_out,
+        "num_carried": sum(len(rollout.completion_tokens) > 0 for rollout in carried),
+        "num_expired": sum(rollout.num_tokens_expired > 0 for rollout in carried),
+        "num_unsampled": sum(not len(rollout.completion_tokens) and not rollout.num_tokens_expired for rollout in carried),
+        "num_continued": sum(rollout.continues_in(version) for rollout in rollouts),
+        "num_tokens_carried": sum(len(rollout.completion_tokens) for rollout in carried),
+        "num_tokens_expired": sum(rollout.num_tokens_expired for rollout in carried),
+        "num_tokens_stale": sum(len(rollout.completion_tokens) - rollout.num_tokens_of(iteration) for rollout in trained),
+    }
+    ended = sum(counts[name] for name in ("num_trained", "num_filtered", "num_left_out", "num_carried", "num_expired"))
+    assert counts["num_sampled"] == ended, f"rollouts were lost or counted twice: {counts}"
+    assert len(rollouts) == ended + counts["num_unsampled"], f"{len(rollouts)} rollouts, accounted for: {counts}"
+    return {f"rollout/{name}": count for name, count in counts.items()}

@@ -5,36 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from rlpipe.config_training import RlConfig
-from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
+from rlpipe.config.training import RlConfig
 from rlpipe.stages.session import Session
-from rlpipe.stages.training import OnProgress, rl_job, save_job, train_job
+from rlpipe.stages.stage import Attempt, Produced, stage
+from rlpipe.stages.training import TRAINED_BY, rl_job, save_job, train_job
 from rlpipe.store.artifacts import read_manifest
-from rlpipe.types import ArtifactRef, JsonDict, StageResult, StepRefused
+from rlpipe.types import ArtifactRef, JsonDict, Metrics, StageResult, StepRefused
 
 log = logging.getLogger(__name__)
 ONPOLICY_MAX = 1e-6  # mean |policy - proximal logprobs| of the first step; 0 where both passes run the same kernels
 
 
-async def train(session: Session, iteration: int, batch: ArtifactRef, on_progress: OnProgress = None) -> StageResult:
+async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> StageResult:
     """Trains on `batch`; `cached` when the policy that came of it is committed.
 
     It commits nothing itself: until the weights are durable, the training has not happened. StepRefused when
     `rl.on_mismatch` says so.
     """
-    found = await asyncio.to_thread(session.run.artifact, "rl", iteration, "policy")
-    if found is not None:
-        return StageResult(batch, found[1].metrics, cached=True)
-    metrics = await train_job(session, "rl", iteration, rl_job(session.run, iteration, batch), on_progress)
-    for fault in first_step_faults(metrics["first_step"], iteration, session.config.rl.objective):
+    committed = await asyncio.to_thread(session.run.artifact, "rl", iteration, "policy")
+    if committed is not None:
+        return StageResult(batch, committed[1].metrics, cached=True)
+    metrics = await train_job(session, iteration, rl_job(session.run, iteration, batch))
+    rl = session.config.rl
+    for fault in first_step_faults(metrics["first_step"], iteration, rl.objective, bool(rl.reference)):
         log.warning("iteration %d: %s", iteration, fault)
-    told = await asyncio.to_thread(read_manifest, session.run.store, batch.folder, batch.sha256)
-    stale = told.metrics["rollout/num_tokens_stale"]
+    manifest = await asyncio.to_thread(read_manifest, session.run.store, batch.folder, batch.sha256)
+    stale = manifest.metrics["rollout/num_tokens_stale"]
     check_mismatch(metrics["train/mismatch_abs_mean"], iteration, session.config.rl, stale)
     return StageResult(batch, metrics, cached=False)
 
 
-def first_step_faults(first: JsonDict, iteration: int, objective: str) -> list[str]:
+def first_step_faults(first: Metrics, iteration: int, objective: str, other_reference: bool = False) -> list[str]:
     """What does not hold of a first step, which is taken with the weights that the proximal logprobs are of: a fault of ours.
 
     A warning, not an error: the importance of a drift depends on its size, and the run may be days old.
@@ -46,7 +47,7 @@ def first_step_faults(first: JsonDict, iteration: int, objective: str) -> list[s
     clipped = first["clip_fraction_low"] + first["clip_fraction_high"]
     if clipped and objective != "dppo":  # which compares with the rollout's probabilities, that differ from the start
         faults.append(f"the first step clips {clipped:.3g} of the tokens, expected none: its ratios are all 1")
-    if iteration == 0 and first["reference_abs"]:
+    if iteration == 0 and not other_reference and first["reference_abs"]:
         faults.append(
             f"the policy RL starts from differs from the reference, itself, by {first['reference_abs']:.3g} per token"
         )
@@ -61,34 +62,40 @@ def check_mismatch(mismatch: float, iteration: int, rl: RlConfig, num_tokens_sta
     """
     if mismatch <= rl.mismatch_max or rl.rollouts_from or (num_tokens_stale and rl.train_stale_tokens):
         return
-    told = (
+    message = (
         f"iteration {iteration}: engine and trainer disagree by {mismatch:.3g} per token (rl.mismatch_max={rl.mismatch_max:g}): "
         "do they hold the same weights, in the same precision?"
     )
     if rl.on_mismatch == "fail":
         raise StepRefused(
-            f"{told} The policy was not committed, the batch is kept. Mend the cause, or raise rl.mismatch_max, or set "
+            f"{message} The policy was not committed, the batch is kept. Mend the cause, or raise rl.mismatch_max, or set "
             "rl.on_mismatch='warn', and start again"
         )
-    log.warning("%s", told)
+    log.warning("%s", message)
 
 
+@stage("rl", "policy", settings=TRAINED_BY["rl"])
 async def checkpoint(
-    session: Session, iteration: int, batch: ArtifactRef, previous: ArtifactRef, metrics: JsonDict
-) -> StageResult:
-    """Commits the policy after an iteration (weight version iteration + 1), and before it the state when that is due."""
-    run = session.run
+    session: Session,
+    attempt: Attempt,
+    *,
+    iteration: int,
+    batch: ArtifactRef,
+    previous: ArtifactRef,
+    reference: ArtifactRef | None = None,
+    metrics: JsonDict,
+) -> Produced:
+    """Commits the policy after an iteration (weight version iteration + 1), and before it the state when that is due.
+
+    `reference`: that of the KL, where it is another model than what RL starts from.
+    """
     due = (iteration + 1) % session.config.checkpoint.state_every == 0
-
-    async def produce(attempt: Attempt) -> Produced:
-        job, state_inputs = rl_job(run, iteration, batch), {"batch": batch} if due else None
-        saved = await save_job(session, "rl", iteration, job, attempt, state_inputs)
-        return Produced(saved.policy, metrics | saved.probe, weight_version=iteration + 1)
-
-    inputs = {"batch": batch, "previous": previous}
-    return await run_stage(session, StageKey("rl", iteration, "policy"), inputs, produce)
+    inputs = {"batch": batch} | ({"reference": reference} if reference else {})
+    job, state_inputs = rl_job(session.run, iteration, batch), inputs if due else None
+    saved = await save_job(session, iteration, job, attempt, state_inputs)
+    return saved.produced(metrics, iteration + 1)
 
 
-async def reload_engines(session: Session, policy: ArtifactRef, version: int) -> StageResult:
+async def reload_engines(session: Session, *, policy: ArtifactRef, version: int) -> StageResult:
     """Puts a committed policy on every engine; `cached` when they served it already."""
     return StageResult(policy, {}, cached=not await session.serve(policy, version))

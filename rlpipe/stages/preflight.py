@@ -2,71 +2,81 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import tempfile
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
-from rlpipe.config import PipelineConfig
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.conversations import split_validation
-from rlpipe.data.sources import load_conversations, load_prompts
-from rlpipe.data.tiny_tokenizer import build_tokenizer
-from rlpipe.environments.pool import check_environment
-from rlpipe.filters import resolve_filters
-from rlpipe.launch import check_port_free
-from rlpipe.rewards.pool import check_rewards
-from rlpipe.stages.base import model_folder, tokenizer_folder
-from rlpipe.stages.importing import IMPORTED
-from rlpipe.stages.rollout_source import open_source
+from rlpipe.models.folder import folder_config
+from rlpipe.report.plan import warning_lines
+from rlpipe.stages.base import (
+    model_folder,
+    tokenizer_folder,
+)
+from rlpipe.stages.content import Content, label
+from rlpipe.stages.importing import (
+    IMPORTED,
+    check_enough,
+    check_groups,
+    check_tokenizer,
+    foreign_files,
+    imported_at,
+    is_run,
+    source_run,
+)
 from rlpipe.stages.sampling import check_carried
-from rlpipe.stages.session import data_seed, load_sets
+from rlpipe.stages.session import load_sets
 from rlpipe.store.artifacts import file_sha256, materialise
 from rlpipe.store.backend import check_access, open_store
-from rlpipe.store.lease import check_free
 from rlpipe.store.run import Run, find_run
+from rlpipe.types import UserError, sha256_of
+
+log = logging.getLogger(__name__)
+_passed: set[str] = set()  # hashes of configs
 
 
 def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
-    """UserError naming field, file or row, and the fix, when the run could not succeed.
+    """UserError naming field, file or row, and the fix, a line for each fault, when the run could not succeed.
+    What is committed is not looked for again.
 
-    `fork`: the run that is about to be forked (`planned_fork`). A redo needs nothing but the store.
+    `fork`: the run that is about to be forked (`planned_fork`). A run whose last iteration is a redo needs nothing but the store.
+    What may change while one waits is not asked: whether another process holds the run (`rlpipe.store.lease.check_free`).
     """
-    redo = fork is not None and bool(fork.redo)
-    _check_ports(config)
-    if config.model.path:
-        model_folder(config.model)
-    if config.rl.num_iterations:
-        check_rewards(config.rl.rewards, config.rl.reward_args, config.rl.reward_timeout_s)
-        resolve_filters(config.rl.filters)
-        if config.rl.environment:
-            _check_environment(config)
-    if not redo:
-        _check_data(config)
-    store = open_store(config.store)
+    store, last = open_store(config.store), config.rl.num_iterations - 1
     check_access(store)
+    run = fork or (find_run(store, config) if config.run else None) or Run(store, config)
+    redo = run.redoes(last)
+    findings = _examined(config, run, data=not redo)
+    if findings.faults:
+        raise UserError("\n".join(findings.faults))
     if fork is not None:
         check_carried(fork)
-    found = fork or (find_run(store, config) if config.run else None)
-    if found is not None:
-        check_free(store, found.root)
-    run, last = found or Run(store, config), config.rl.num_iterations - 1
     if config.rl.rollouts_from and not redo and last >= 0 and run.artifact("rl", last, IMPORTED) is None:
         _check_source(run)
+    for line in [*warning_lines(config), *findings.warnings]:
+        log.warning("%s", line)
+    _passed.add(sha256_of(config.model_dump(mode="json")))
 
 
-def _check_data(config: PipelineConfig) -> None:
-    for data in config.data:
-        if data.use != "sft":
-            load_prompts(data, config.seed)
-    conversations = {data.name: load_conversations(data, data_seed(config.seed, data.name)) for data in config.sets("sft")}
-    split_validation(conversations, config.sft.validation_fraction if config.sft.validated else 0.0)
+def passed_just_now(config: PipelineConfig) -> bool:
+    """Whether a config passed in this process, said once: the command line asks before its flow does."""
+    digest = sha256_of(config.model_dump(mode="json"))
+    passed = digest in _passed
+    _passed.discard(digest)
+    return passed
 
 
 def _check_source(run: Run) -> None:
     """What is stored is enough, and its tokens are those of the run's tokenizer: its own if it has one, else what it would be."""
     config, prompts = run.config, cache(partial(load_sets, run.config))
-    source = open_source(run, [prompt for rows in prompts("rl") for prompt in rows])
+    source = source_run(run) if is_run(config.rl.rollouts_from) else None
+    imported = run.artifact("rl", imported_at(run), "imported") if source is None else None
+    if imported is not None:
+        check_enough(run, imported[1].metrics["num_groups"])
+        return  # the files are not needed any more
     committed = run.artifact("base", 0, "tokenizer")
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
@@ -74,29 +84,75 @@ def _check_source(run: Run) -> None:
             folder = materialise(run.store, committed[0], scratch)
         else:
             folder = tokenizer_folder(config, prompts, scratch)
-        tokenizer = ChatTokenizer.from_folder(folder, config.model.chat_template, config.model.chat_template_args)
+        vocab_size = ChatTokenizer.from_folder(folder, config.model.chat_template, config.model.chat_template_args).vocab_size
         sha256 = file_sha256(folder / "tokenizer.json")
-    model = json.loads((model_folder(config.model) / "config.json").read_text()) if config.model.path else {}
-    source.check(sha256, max(tokenizer.vocab_size, model.get("vocab_size", 0)))
+    if source is not None:
+        check_tokenizer(source, sha256)
+        return
+    model = folder_config(model_folder(config.model)) if config.model.path else {}
+    files = foreign_files(run, prompts, max(vocab_size, model.get("vocab_size", 0)))
+    check_groups(run, [len(group) for _, group in files.groups()])
 
 
-def _check_environment(config: PipelineConfig) -> None:
-    """The environment loads, and the chat template can put its messages."""
-    rl, model = config.rl, config.model
-    roles = check_environment(rl.environment, rl.environment_args)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = model_folder(model) if model.path else Path(scratch)
-        if not model.path:
-            build_tokenizer(["any text: the template is the same"], folder)
-        tokenizer = ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args)
-    for role in roles:
-        tokenizer.encode_continuation([{"role": role, "content": "an answer"}])
+class Findings(NamedTuple):
+    """What was read, what will hardly be meant, and all that is wrong, as lines of text."""
+
+    lines: list[str]
+    warnings: list[str]
+    faults: list[str]
 
 
-def _check_ports(config: PipelineConfig) -> None:
-    trainer, engines = config.trainer, config.engines
-    ports = [("trainer.port", trainer.port)] if trainer.port and trainer.place == "process" else []
-    if engines.port and engines.place == "process":
-        ports += [("engines.port", engines.port + index) for index in range(engines.count)]
-    for field, port in ports:
-        check_port_free(field, port)
+def look_at(config: PipelineConfig) -> Findings:
+    """What a config names, and all that is wrong with it, for a plan: downloads no model, asks no store, starts nothing that stays."""
+    return _examined(config, None, runs=False)
+
+
+def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, runs: bool = True) -> Findings:
+    """All that a config names, looked at in order, also after a fault; for a `run`, what it still needs.
+
+    `data`: whether data sets are needed; `runs`: whether it is to run, now and here, or a plan of it is made.
+    """
+    findings, content, rl = Findings([], [], []), Content(config, runs), config.rl
+    has_base, has_sft = (run is not None and run.has_base), (run is not None and run.sft_complete)
+    num_iterations = 0 if run is None else run.num_committed("rl", rl.num_iterations)
+    is_complete = has_sft and num_iterations == rl.num_iterations and (rl.num_iterations > 0 or _is_evaluated(config, run))
+    looks = [("model", content.model)] if config.model.path and not has_base else []
+    if data and not is_complete:
+        wanted = [data_set for data_set in config.data if not (data_set.use == "sft" and has_sft)]
+        looks += [(label(data_set), partial(content.data_set, data_set)) for data_set in wanted]
+    if data and config.sft.validated and not has_sft:
+        looks.append(("validation", content.validation))
+    if rl.num_iterations and not is_complete and rl.environment:
+        looks.append(("environment", content.environment))
+    if data and not has_base:
+        looks.append(("tokenizer", content.tokenizer))
+    if rl.reference and not is_complete and (run is None or not run.has_reference):
+        looks.append(("reference", partial(content.reference, run)))
+    tried = not num_iterations  # what scored an iteration is tried
+    if not is_complete:
+        looks += [("rewards", partial(content.rewards, uses, tried)) for uses in _scored(config)]
+    if rl.num_iterations and not is_complete:
+        looks.append(("filters", partial(content.filters, tried)))
+    looks += [("machine", content.trainer), ("machine", content.engines)] if not is_complete else []
+    looks += [("memory", content.memory)] if not runs else []
+    for name, look in looks:
+        try:
+            findings.lines.extend(filter(None, [look()]))
+        except (UserError, OSError) as error:
+            fault = f"{name}: {error}" if isinstance(error, OSError) else str(error)
+            # a plan may be made where nothing of it will run
+            into = findings.warnings if name == "machine" and not runs else findings.faults
+            into.extend([fault] if fault not in into else [])
+    findings.warnings.extend(content.leaks())
+    return findings
+
+
+def _is_evaluated(config: PipelineConfig, run: Run | None) -> bool:
+    """Whether a run without RL has no evaluation left to do."""
+    return not config.sets("evaluation") or (run is not None and run.artifact(*run.policy_place(0), "evaluation") is not None)
+
+
+def _scored(config: PipelineConfig) -> list[list[str]]:
+    """The uses whose rollouts are scored, those together that the same rewards score."""
+    uses = (["rl"] if config.rl.num_iterations else []) + (["evaluation"] if config.sets("evaluation") else [])
+    return [[use] for use in uses] if config.evaluation.rewards else [uses] if uses else []

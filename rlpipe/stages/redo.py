@@ -1,13 +1,18 @@
-"""What-if: one iteration of a run once more, from what is stored, with other settings. Generates nothing."""
+"""What is stored of a committed iteration, and what-if: the iteration once more, with other settings. Generates nothing."""
 
 from __future__ import annotations
 
-from rlpipe.config import PipelineConfig
-from rlpipe.stages.settings import ENOUGH, RL_FIELDS, stage_settings
-from rlpipe.stages.stored import StoredRound, stored_rounds
-from rlpipe.store.run import SHARED_BY_REDO, Run
-from rlpipe.types import JsonDict, UserError
+from dataclasses import dataclass
 
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.stages.filtering import filter_groups
+from rlpipe.stages.generation import ENDED_BY, generate
+from rlpipe.stages.sampling import DRAWN_BY, sample_prompts
+from rlpipe.stages.scoring import score
+from rlpipe.store.run import SHARED_BY_REDO, Run
+from rlpipe.types import ArtifactRef, StageResult, StoreError, UserError
+
+STAGES = {"prompts": sample_prompts, "rollouts": generate, "scores": score, "batch": filter_groups}
 INSTEAD = {"scores": "use --redo score", "batch": "use --redo filter"}
 SHOWN = ("rollout/reward_", "rollout/pass_rate", "rollout/groups_", "rollout/num_trained", "rollout/fault_", "train/")
 
@@ -17,19 +22,42 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
     if redo not in SHARED_BY_REDO:
         raise UserError(f"--redo {redo}: use one of {', '.join(SHARED_BY_REDO)}")
     for kind in SHARED_BY_REDO[redo]:
-        old, new = (_settings(told, kind) for told in (run.owner("rl", at, kind).config, config))
-        differ = [f"{name} cannot change ({old[name]!r} -> {new[name]!r})" for name in old if old[name] != new[name]]
+        history = {*ENDED_BY} - {*DRAWN_BY} if kind == "rollouts" else set()  # what ended an over-sampled round may change
+        old, new = (STAGES[kind].settings(settings) for settings in (run.owner("rl", at, kind).config, config))
+        differ = [
+            f"{name} cannot change ({old[name]!r} -> {new[name]!r})"
+            for name in old
+            if name not in history and old[name] != new[name]
+        ]
         if differ:
             anew = f"fork without --redo (rlpipe fork {run.name} --at {at - 1} ...)" if at else "start another run"
             way_out = INSTEAD.get(kind, f"to sample anew, {anew}")
             raise UserError(f"--redo {redo} shares {kind}, so {'; '.join(differ)}: {way_out}")
 
 
-def _settings(config: PipelineConfig, kind: str) -> JsonDict:
-    """What a shared stage must have been computed with. What ended an over-sampled round is history, and may change."""
-    settings = stage_settings(config, "rl", kind)
-    history = {f"rl.{name}" for name in ENOUGH} - {f"rl.{name}" for name in RL_FIELDS["prompts"]}
-    return {name: value for name, value in settings.items() if kind != "rollouts" or name not in history}
+@dataclass(frozen=True)
+class StoredRound:
+    """One sampling round: its prompts and the shards of its rollouts."""
+
+    prompts: StageResult
+    rollouts: list[ArtifactRef]
+
+
+def stored_rounds(run: Run, iteration: int) -> list[StoredRound]:
+    """The sampling rounds of a committed iteration; StoreError when a part is missing or not the one that was scored."""
+    return [_stored_round(run, iteration, index) for index in range(run.record(iteration).last_round + 1)]
+
+
+def _stored_round(run: Run, iteration: int, index: int) -> StoredRound:
+    prompts, manifest = run.committed("rl", iteration, f"prompts/round-{index}")
+    # the scores say how many shards there were, whatever rl.shard_prompts says now
+    scored = run.committed("rl", iteration, f"scores/round-{index}")[1].inputs
+    num_shards = sum(name.startswith("rollouts-") for name in scored)
+    rollouts = [run.committed("rl", iteration, f"rollouts/round-{index}/shard-{shard:03d}")[0] for shard in range(num_shards)]
+    for shard, ref in enumerate(rollouts):
+        if ref.sha256 != scored[f"rollouts-{shard:03d}"]:
+            raise StoreError(f"{run.store.address(ref.folder)} is not what was scored")
+    return StoredRound(StageResult(prompts, manifest.metrics, cached=True), rollouts)
 
 
 def rounds_to_redo(run: Run, iteration: int) -> list[StoredRound]:
@@ -42,8 +70,8 @@ def changes(run: Run) -> list[str]:
     """What the redone iteration came to, beside the parent's: one line a metric."""
     iteration = run.fork_at + 1
     assert run.parent is not None and run.redoes(iteration), f"run {run.name} redoes nothing"
-    records = [told.iteration_record(iteration) for told in (run.parent, run)]
-    before, after = (record["metrics"] if record else {} for record in records)
+    records = [side.iteration(iteration) for side in (run.parent, run)]
+    before, after = (record.metrics if record else {} for record in records)
     names = [name for name in sorted({*before, *after}) if name.startswith(SHOWN)]
     width = max(map(len, names), default=0)
     lines = [f"iteration {iteration}, redone from {run.redo} on: {run.parent.name} -> {run.name}"]

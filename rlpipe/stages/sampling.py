@@ -1,107 +1,139 @@
-"""The stages sample_prompts and generate."""
+"""The stage sample_prompts: the prompts of a sampling round, drawn by a cursor over the data sets, after the groups that are carried.
+
+A curriculum takes prompts by the running pass rate of each. The rates lie beside the batch of each iteration; the next one draws by
+them. Nothing is drawn but from the cursor, so its position alone says where to go on.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
 
-from rlpipe.data.cursor import PromptCursor
-from rlpipe.data.prompt import Prompt
-from rlpipe.engines.client import NOTHING_YET, Completion, SamplingParams
-from rlpipe.engines.pool import GroupRequest
-from rlpipe.rollouts import CARRIED, PROMPTS, ROLLOUTS, grouped, read_rows, read_rows_if_any
-from rlpipe.stages.carrying import num_sampled_of, prior_of
-from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
-from rlpipe.stages.curriculum import draw_prompts
-from rlpipe.stages.faulted import check_answered
-from rlpipe.stages.rows import check_lengths, prompt_rows, rollout_rows
-from rlpipe.stages.scoring import judge
-from rlpipe.stages.seeds import rollout_seed
+import numpy as np
+
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.data.cursor import CursorPosition, Draw, PromptCursor
+from rlpipe.data.sources import room_for
+from rlpipe.records.kinds import Float, Int32, Text
+from rlpipe.records.prompt import Message, Prompt
+from rlpipe.records.rollout import CarriedRollout, Group
 from rlpipe.stages.session import Session
-from rlpipe.stages.survivors import Survivors
-from rlpipe.stages.turns import play
-from rlpipe.store.artifacts import read_manifest
+from rlpipe.stages.stage import Attempt, Produced, stage
+from rlpipe.stages.turns import environment_prompts
+from rlpipe.store.artifacts import read_manifest, read_records, read_records_if_any
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run
-from rlpipe.types import ArtifactRef, JsonDict, StageResult, UserError
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Metrics, UserError, uniform
+
+CarriedGroup = list[CarriedRollout]
+DRAWN_BY = ["data.rl", "rl.num_prompts", "rl.oversampling", "rl.curriculum", "rl.pass_rate_low", "rl.pass_rate_high",
+            "rl.rollouts_from", "rl.environment", "rl.environment_args"]  # fmt: skip
+PASS_RATES = "pass_rates.parquet"
+NEWEST = 0.5  # the share of a group in the running rate: what the policy could do four groups ago counts a sixteenth
+FLOOR = 0.1  # curriculum weight: the least probability to be taken, so that no rate is out of date for ever
 
 
+ROOM = ["model.context_tokens_max", "rl.completion_tokens_max"]
+
+
+@stage("rl", "prompts/round-{round_index}", settings=lambda config: DRAWN_BY + (ROOM if config.drops("rl") else []))
 async def sample_prompts(
     session: Session,
+    attempt: Attempt,
+    *,
     iteration: int,
     round_index: int,
     before: ArtifactRef | None,
     carried: ArtifactRef | None = None,
     pass_rates: ArtifactRef | None = None,
-) -> StageResult:
+) -> Produced:
     """The prompts of one sampling round: first those of the groups that `carried` (the batch of the iteration before) hands on.
 
     `before` is the previous round's artifact: the cursor goes on from there. `pass_rates`, for a curriculum, is the batch of the
     iteration before too, in every round.
     """
-
-    async def produce(attempt: Attempt) -> Produced:
-        handed, prompts, metrics = await asyncio.to_thread(_draw, session, iteration, round_index, before, carried, pass_rates)
-        rows = [{name: group[0][name] for name in PROMPTS.names} for group in handed] + await prompt_rows(session, prompts)
-        assert len(rows) == max(session.config.rl.round_groups, len(handed)), (
-            "the cursor drew another number of prompts than asked"
-        )
-        files = [await asyncio.to_thread(attempt.write_rows, "prompts.parquet", rows, PROMPTS)]
-        if handed:
-            carried_rows = [row for group in handed for row in group]
-            files.append(await asyncio.to_thread(attempt.write_rows, "carried.parquet", carried_rows, CARRIED))
-        return Produced(files, metrics | {"num_prompts": len(rows)})
-
-    given = {"before": before, "carried": carried, "pass_rates": pass_rates}
-    inputs = {name: ref for name, ref in given.items() if ref is not None}
-    return await run_stage(session, StageKey("rl", iteration, f"prompts/round-{round_index}"), inputs, produce)
+    drawn = await asyncio.to_thread(_drawn, session, iteration, round_index, before, carried, pass_rates)
+    prompts = [group[0].as_prompt for group in drawn.carried] + await encoded_prompts(session, "rl", drawn.prompts)
+    assert len(prompts) == max(session.config.rl.round_groups, len(drawn.carried)), "the cursor drew another number of prompts"
+    files = [await asyncio.to_thread(attempt.write, "prompts.parquet", prompts, Prompt)]
+    if drawn.carried:
+        rollouts = [rollout for group in drawn.carried for rollout in group]
+        files.append(await asyncio.to_thread(attempt.write, "carried.parquet", rollouts, CarriedRollout))
+    return Produced(files, drawn.metrics | {"num_prompts": len(prompts)})
 
 
-def _draw(
+class Drawn(NamedTuple):
+    """The groups that go on, the prompts of new ones, and the metrics of the stage."""
+
+    carried: list[CarriedGroup]
+    prompts: list[Prompt]
+    metrics: JsonDict
+
+
+def _drawn(
     session: Session,
     iteration: int,
     round_index: int,
     before: ArtifactRef | None,
     carried: ArtifactRef | None,
     pass_rates: ArtifactRef | None,
-) -> tuple[list[list[JsonDict]], list[Prompt], JsonDict]:
-    """The groups that are handed on, the prompts drawn beside them, and the metrics of the draw."""
-    sets, data = session.prompts("rl"), session.config.sets("rl")
-    cursor = PromptCursor([len(rows) for rows in sets], [entry.weight for entry in data], session.config.seed)
-    position, digest, first_group, skipped = cursor.start(), session.data_sha256, 0, {}
-    if before is not None:
-        told = read_manifest(session.run.store, before.folder, before.sha256).metrics
-        if told["data_sha256"] != digest:
-            raise UserError(
-                f"the rl data sets have changed since {before.folder} was drawn: restore them, or start another run"
-            )
-        position = told["cursor"]
-        if round_index:
-            first_group, skipped = told["first_group"] + told["num_prompts"], told
+) -> Drawn:
+    position, metrics = _position(session, round_index, before)
+    groups, sets = carried_groups(session.run.store, carried), session.fitting("rl")
+    count = max(0, session.config.rl.round_groups - len(groups))
+    draws, position, skipped = draw_prompts(session, iteration, position, count, pass_rates)
+    metrics |= {name: metrics.get(name, 0) + number for name, number in skipped.items()}
+    if session.config.drops("rl"):
+        metrics["rollout/prompts_too_long"] = sum(map(len, session.prompts("rl"))) - sum(map(len, sets))
+    return Drawn(groups, [sets[set_index][row_index] for set_index, row_index in draws], metrics | {"cursor": position})
+
+
+def _position(session: Session, round_index: int, before: ArtifactRef | None) -> tuple[CursorPosition, JsonDict]:
+    """Where the cursor goes on, and the metrics that count on from the rounds before. UserError when the data are not what they were."""
+    metrics: JsonDict = {"data_sha256": session.data_sha256, "first_group": 0}
     if before is None:
         check_lengths(session, "rl")
-    handed = _carried_groups(session.run.store, carried) if carried else []
-    wanted = max(0, session.config.rl.round_groups - len(handed))
-    drawn, after, counts = draw_prompts(session, iteration, cursor, position, wanted, pass_rates)
-    metrics = {"cursor": after, "data_sha256": digest, "first_group": first_group}
-    metrics |= {name: skipped.get(name, 0) + count for name, count in counts.items()}
-    return handed, [sets[set_index][row_index] for set_index, row_index in drawn], metrics
+        return session.prompt_cursor.start(), metrics
+    earlier = read_manifest(session.run.store, before.folder, before.sha256).metrics
+    if earlier["data_sha256"] != session.data_sha256:
+        raise UserError(
+            f"the rl data sets have changed since {before.folder} was drawn (or the room for a prompt, where too long ones are dropped): "
+            "restore them, or start another run"
+        )
+    if round_index:
+        metrics |= {name: count for name, count in earlier.items() if name.startswith("rollout/")}
+        metrics["first_group"] = earlier["first_group"] + earlier["num_prompts"]
+    return earlier["cursor"], metrics
 
 
-def _carried_groups(store: Store, ref: ArtifactRef) -> list[list[JsonDict]]:
+def carried_groups(store: Store, ref: ArtifactRef | None) -> list[CarriedGroup]:
     """The groups of an artifact's carried.parquet, which it has when there are any."""
-    return grouped(read_rows_if_any(store, ref, "carried.parquet", CARRIED))
+    rollouts = read_records_if_any(store, ref, "carried.parquet", CarriedRollout) if ref else []
+    return [list(group) for _, group in groupby(rollouts, key=lambda rollout: rollout.group_index)]
+
+
+def prompts_by_id(store: Store, refs: list[ArtifactRef]) -> dict[str, Prompt]:
+    """The prompts of sampling rounds."""
+    return {prompt.prompt_id: prompt for ref in refs for prompt in read_records(store, ref, "prompts.parquet", Prompt)}
 
 
 def check_carried(run: Run) -> None:
     """UserError when a fork could not go on with the groups that its parent handed on: they were sampled otherwise."""
     at, now = run.fork_at, run.config.rl
-    record = run.iteration_record(at) if run.parent is not None and at >= 0 else None
+    record = run.iteration(at) if run.parent is not None and at >= 0 else None
     if record is None or run.redo or now.rollouts_from:
         return
-    num_groups = len(_carried_groups(run.store, ArtifactRef.from_json(record["artifacts"]["batch"])))
+    num_groups = len(carried_groups(run.store, record.artifact("batch")))
     before = run.owner("rl", at, "rollouts").config.rl
-    differ = [name for name in ("temperature", "top_p", "top_k") if getattr(before, name) != getattr(now, name)]
+    if num_groups and now.overlap != "none":
+        raise UserError(
+            f"rl.overlap={now.overlap!r}: {num_groups} groups that iteration {at} carried would be older than one version when they are "
+            "trained: fork at an iteration whose rollout/groups_carried is 0, or with rl.overlap = 'none'"
+        )
+    differ = [name for name in ("temperature", "top_p") if getattr(before, name) != getattr(now, name)]
     if num_groups and now.environment:
         raise UserError(
             f"rl.environment={now.environment!r}: {num_groups} groups that iteration {at} carried were begun without it, and a "
@@ -115,141 +147,140 @@ def check_carried(run: Run) -> None:
         )
 
 
-def num_shards(session: Session, num_prompts: int) -> int:
-    """Shards of a sampling round."""
-    return -(-num_prompts // session.config.rl.shard_prompts)
+def check_lengths(session: Session, use: str) -> None:
+    """UserError when prompts leave no room for a completion; an environment's are known when they are drawn."""
+    if not session.config.rl.environment:
+        prompts = [prompt for rows in session.fitting(use) for prompt in rows]
+        lengths = [len(session.tokenizer.encode_prompt(prompt.messages)) for prompt in prompts]
+        check_room(session.config, use, prompts, lengths)
+
+
+def check_room(config: PipelineConfig, use: str, prompts: Sequence[Prompt], lengths: Sequence[int]) -> None:
+    """UserError naming the first prompt of a use that no engine would take, and how many there are. `lengths`: tokens of each prompt."""
+    room = room_for(config, use)
+    too_long = [(prompt, length) for prompt, length in zip(prompts, lengths, strict=True) if length > room]
+    if too_long:
+        prompt, length = too_long[0]
+        section = "evaluation" if use == "evaluation" and config.evaluation.completion_tokens_max else "rl"
+        others = f" (and {len(too_long) - 1} others are too long)" if len(too_long) > 1 else ""
+        raise UserError(
+            f"data set {prompt.source}: prompt {prompt.prompt_id} has {length} tokens; model.context_tokens_max less "
+            f"{section}.completion_tokens_max leaves {room}{others}: set data.{prompt.source}.on_too_long = 'drop', a smaller "
+            f"{section}.completion_tokens_max or a larger context (a run that has begun keeps its context; the others change with "
+            "`rlpipe fork RUN --at sft --run NEW --set ...`)"
+        )
+
+
+async def encoded_prompts(session: Session, use: str, prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts of a use with the tokens of what the policy is asked: where there is an environment, of what that asks."""
+    messages = [prompt.messages for prompt in prompts]
+    if session.config.rl.environment:
+        messages = await environment_prompts(session, prompts)
+
+    def encoded(prompt: Prompt, asking: list[Message]) -> Prompt:
+        tokens = session.tokenizer.encode_prompt(asking)
+        check_room(session.config, use, [prompt], [len(tokens)])
+        return replace(prompt, prompt_tokens=np.array(tokens, dtype=np.int32))
+
+    return await asyncio.to_thread(lambda: [encoded(*pair) for pair in zip(prompts, messages, strict=True)])
 
 
 @dataclass(frozen=True)
-class Place:
-    """One group of a sampling round: its prompt, and what an earlier iteration sampled of it already."""
+class PassRate:
+    """What is known of a prompt. Example: PassRate("words/17", 3, 0.375)."""
 
-    slot: int  # in the round
-    group_index: int  # in the iteration
-    prompt: JsonDict
-    carried: list[JsonDict]
-
-
-def _rollouts_key(iteration: int, round_index: int, shard: int) -> StageKey:
-    return StageKey("rl", iteration, f"rollouts/round-{round_index}/shard-{shard:03d}")
+    prompt_id: Text
+    num_groups: Int32
+    pass_rate: Float
 
 
-async def generate(
-    session: Session, iteration: int, round_index: int, shard: int, prompts: ArtifactRef, policy: ArtifactRef, kept: int = 0
-) -> StageResult:
-    """The rollouts of one shard of a round's prompts, sampled with weight version `iteration`.
+PassRates = dict[str, PassRate]  # by prompt id
 
-    `kept`: groups that survived the earlier rounds. When enough have survived of a round that is over-sampled, what runs is cut
-    short; it is committed all the same.
+
+def read_pass_rates(session: Session, batch: ArtifactRef | None) -> PassRates:
+    """The pass rates beside a batch; none where there is no batch yet, or it is of a run without a curriculum."""
+    rates = read_records_if_any(session.run.store, batch, PASS_RATES, PassRate) if batch is not None else []
+    return {rate.prompt_id: rate for rate in rates}
+
+
+def write_pass_rates(
+    session: Session, attempt: Attempt, previous: ArtifactRef | None, groups: list[Group]
+) -> tuple[list[FileRecord], Metrics]:
+    """The pass rates of `previous` with all finished groups of this iteration, kept or dropped, as a file; and metrics."""
+    if session.config.rl.curriculum == "none":
+        return [], {}
+    threshold = session.config.evaluation.pass_threshold
+    shares: list[tuple[str, float]] = []
+    for group in groups:
+        scored = [rollout for rollout in group if not rollout.reward_fault]  # what could not be scored says nothing
+        if scored:
+            shares.append((group[0].prompt_id, float(np.mean([(rollout.reward or 0.0) >= threshold for rollout in scored]))))
+    rates = updated(read_pass_rates(session, previous), shares)
+    return [attempt.write(PASS_RATES, [rates[name] for name in sorted(rates)], PassRate)], {"rollout/prompts_known": len(rates)}
+
+
+def draw_prompts(
+    session: Session, iteration: int, position: CursorPosition, count: int, previous: ArtifactRef | None
+) -> tuple[list[Draw], CursorPosition, dict[str, int]]:
+    """`count` draws after `position`, the position after them, and what the curriculum skipped (nothing where there is none)."""
+    rl, sets = session.config.rl, session.fitting("rl")
+    if rl.curriculum == "none":
+        return *session.prompt_cursor.take(position, count), {}
+    rates = read_pass_rates(session, previous)
+
+    def accepts(draw: Draw, place: int) -> bool:
+        set_index, row_index = draw
+        prompt_id = sets[set_index][row_index].prompt_id
+        probability = chance(rates.get(prompt_id), rl.curriculum, rl.pass_rate_low, rl.pass_rate_high)
+        return uniform(session.config.seed, "curriculum", iteration, prompt_id, place) < probability
+
+    return take_accepted(session.prompt_cursor, position, count, accepts)
+
+
+def updated(rates: PassRates, shares: Iterable[tuple[str, float]]) -> PassRates:
+    """The rates after finished groups, given as (prompt id, share of its rollouts that passed), in order.
+
+    The first group sets the rate; each later one moves it halfway towards its own (an exponential moving average).
     """
-    rl, key = session.config.rl, _rollouts_key(iteration, round_index, shard)
-
-    async def produce(attempt: Attempt) -> Produced:
-        session.unanswered.discard((key.iteration, key.stage))
-        places = await asyncio.to_thread(_places, session, prompts)
-        mine = places[shard * rl.shard_prompts : (shard + 1) * rl.shard_prompts]
-        requests = [_group_request(session, place, iteration, round_index) for place in mine]
-        await session.serve(policy, iteration)
-        if rl.oversampling > 1:
-            survivors = _survivors(session, iteration, round_index, kept)
-            await _recount(session, survivors, iteration, round_index, places)
-            groups = await _until_enough(session, survivors, iteration, mine, requests)
-        else:
-            groups = await sample(session, requests, [place.prompt for place in mine])
-        rollouts = [
-            rollout
-            for place, request, group in zip(mine, requests, groups, strict=True)
-            for rollout in rollout_rows(session, place.prompt, place.group_index, request, group, iteration)
-        ]
-        shards = (_rollouts_key(iteration, round_index, each) for each in range(num_shards(session, len(places))))
-        await check_answered(session, key, [other for other in shards if other != key], rollouts)
-        record = await asyncio.to_thread(attempt.write_rows, "rollouts.parquet", rollouts, ROLLOUTS)
-        tokens = sum(num_sampled_of(row, iteration) for row in rollouts)
-        return Produced([record], {"num_rollouts": len(rollouts), "num_tokens": tokens}, weight_version=iteration)
-
-    inputs = {"prompts": prompts, "policy": policy}
-    return await run_stage(session, key, inputs, produce)
+    after = dict(rates)
+    for prompt_id, share in shares:
+        assert 0.0 <= share <= 1.0, share
+        known = after.get(prompt_id, PassRate(prompt_id, 0, share))
+        rate = known.pass_rate + NEWEST * (share - known.pass_rate)
+        after[prompt_id] = PassRate(prompt_id, known.num_groups + 1, rate)
+    return after
 
 
-def _places(session: Session, prompts: ArtifactRef) -> list[Place]:
-    """The groups of a round, the carried ones first."""
-    first = read_manifest(session.run.store, prompts.folder, prompts.sha256).metrics["first_group"]
-    handed = dict(enumerate(_carried_groups(session.run.store, prompts)))
-    rows = read_rows(session.run.store, prompts, "prompts.parquet", PROMPTS)
-    return [Place(slot, first + slot, row, handed.get(slot, [])) for slot, row in enumerate(rows)]
+def chance(known: PassRate | None, curriculum: str, low: float, high: float) -> float:
+    """The probability that a prompt is taken when it is drawn; one never tried is taken always.
+
+    band: 1 within low..high, else 0. weight: 4p(1-p), which is 1 at p = 1/2, but never below FLOOR.
+    """
+    assert curriculum in ("band", "weight"), curriculum
+    if known is None:
+        return 1.0
+    if curriculum == "band":
+        return float(low <= known.pass_rate <= high)
+    return max(FLOOR, 4 * known.pass_rate * (1 - known.pass_rate))
 
 
-def _group_request(session: Session, place: Place, iteration: int, round_index: int) -> GroupRequest:
-    """What is asked of the pool. A carried group keeps its size; a rollout that goes on does so with a seed of this iteration."""
-    rl, prompt_id = session.config.rl, place.prompt["prompt_id"]
-    prior = [prior_of(row, rl.completion_tokens_max) for row in place.carried] or [NOTHING_YET] * rl.group_size
-    seeds = [
-        place.carried[index]["seed"]
-        if done.finished
-        else rollout_seed(session.config.seed, iteration, round_index, place.slot, prompt_id, index)
-        for index, done in enumerate(prior)
-    ]
-    params = [sampling_params(session, rl.temperature, seed) for seed in seeds]
-    return GroupRequest(prompt_id, place.prompt["prompt_tokens"], params, prior)
+def take_accepted(
+    cursor: PromptCursor, position: CursorPosition, count: int, accepts: Callable[[Draw, int], bool]
+) -> tuple[list[Draw], CursorPosition, dict[str, int]]:
+    """`count` draws after `position` that `accepts(draw, its place in the stream)`, the position after the last one looked at,
+    and how many were skipped.
 
-
-def _survivors(session: Session, iteration: int, round_index: int, kept: int) -> Survivors:
-    """Those of this round, shared by its shards; those of the round before are forgotten."""
-    key, rl = (iteration, round_index), session.config.rl
-    if key not in session.survivors:
-        session.survivors.clear()
-        session.survivors[key] = Survivors(max(rl.num_prompts, rl.groups_min) - kept)
-    return session.survivors[key]
-
-
-async def _recount(session: Session, survivors: Survivors, iteration: int, round_index: int, places: list[Place]) -> None:
-    """Counts the shards of the round that an earlier process committed: once, by the shard that comes first."""
-    async with survivors.recounting:
-        if survivors.recounted:
-            return
-        prompts = {place.group_index: place.prompt for place in places}
-        keys = [_rollouts_key(iteration, round_index, shard) for shard in range(num_shards(session, len(places)))]
-        looks = (asyncio.to_thread(session.run.artifact, *key) for key in keys)
-        for found in await asyncio.gather(*looks):
-            if found is not None:
-                rows = await asyncio.to_thread(read_rows, session.run.store, found[0], "rollouts.parquet", ROLLOUTS)
-                for group in grouped(rows):
-                    await judge(session, survivors, prompts[group[0]["group_index"]], group)
-        survivors.recounted = True
-
-
-async def _until_enough(
-    session: Session, survivors: Survivors, iteration: int, places: list[Place], requests: list[GroupRequest]
-) -> list[list[Completion]]:
-    enough = survivors.begin(place.group_index for place in places)
-
-    async def on_group(index: int, group: list[Completion]) -> None:
-        if not enough.is_set():
-            place = places[index]
-            rows = rollout_rows(session, place.prompt, place.group_index, requests[index], group, iteration)
-            await judge(session, survivors, place.prompt, rows)
-
-    return await session.pool.generate(requests, on_group, enough)
-
-
-async def sample(session: Session, requests: list[GroupRequest], prompts: list[JsonDict]) -> list[list[Completion]]:
-    """The completions of every group, whole; in the environment where there is one. `prompts`: their stored rows."""
-    return await (play(session, requests, prompts) if session.config.rl.environment else session.pool.generate(requests))
-
-
-def sampling_params(session: Session, temperature: float, seed: int) -> SamplingParams:
-    """How one completion is sampled."""
-    rl = session.config.rl
-    return SamplingParams(rl.completion_tokens_max, temperature, rl.top_p, rl.top_k, seed)
-
-
-def previous_artifact(session: Session, iteration: int, name: str) -> ArtifactRef | None:
-    """What the commit of the iteration before names: `prompts` (its last round, where the cursor goes on) or `batch`."""
-    if iteration == 0:
-        return None
-    record = session.run.iteration_record(iteration - 1)
-    if record is None:
-        raise UserError(
-            f"iteration {iteration - 1} of run {session.run.name} is not committed: run it before iteration {iteration}"
-        )
-    return ArtifactRef.from_json(record["artifacts"][name])
+    At most one pass over the data (as many draws as there are rows) is looked at: when that gives too few, what was skipped is
+    taken after all, in order, counted as refilled. Every place of the stream is taken or skipped once.
+    """
+    taken: list[Draw] = []
+    skipped: list[Draw] = []
+    looks_max = max(count, sum(cursor.sizes))
+    while len(taken) < count and len(taken) + len(skipped) < looks_max:
+        place = position["drawn"]
+        [draw], position = cursor.take(position, 1)
+        (taken if accepts(draw, place) else skipped).append(draw)
+    refilled = skipped[: count - len(taken)]
+    assert len(taken) + len(refilled) == count, "a pass over the data holds enough"
+    counts = {"rollout/prompts_skipped": len(skipped) - len(refilled), "rollout/prompts_refilled": len(refilled)}
+    return taken + refilled, position, counts

@@ -8,36 +8,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import shutil
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache, cached_property, partial
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rlpipe.config import PipelineConfig
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.prompt import Prompt
-from rlpipe.data.sources import load_prompts
-from rlpipe.engines.finder import HostFinder
+from rlpipe.data.cursor import PromptCursor
+from rlpipe.data.sources import fitting, load_prompts, room_for
 from rlpipe.engines.pool import EnginePool
+from rlpipe.engines.remote import HostFinder
+from rlpipe.engines.weights import Probe
 from rlpipe.environments.pool import EnvironmentPool
-from rlpipe.report import fetch_points
+from rlpipe.processes.launch import raise_file_limit
+from rlpipe.records.prompt import Prompt
+from rlpipe.report.curves import DataSet, fetch_points
+from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
-from rlpipe.services import StartService, nobody_starts
-from rlpipe.stages.rollout_source import RolloutSource, open_source
-from rlpipe.stages.survivors import RoundKey, Survivors
+from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.store import lease
 from rlpipe.store.artifacts import materialise, read_manifest
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.tracking import Tracker
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.trainer.elsewhere import gang_place
-from rlpipe.types import ArtifactRef, EngineError, sha256_of
-from rlpipe.weights import Probe
+from rlpipe.trainer.process import gang_place
+from rlpipe.types import ArtifactRef, EngineError, data_seed, sha256_of
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from rlpipe.stages.filtering import Survivors
+
+ANY_STAGE = ""  # the verb of the time in which any stage ran
 PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
 
 
@@ -49,42 +54,66 @@ class Session:
         self.work_dir = work_dir
         engines = run.config.engines
         self._hosts = HostFinder(run, work_dir, start_service)
-        self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.request_timeout_s)
-        self.trainer = TrainerClient(gang_place(run, work_dir, start_service), run.config.trainer.job_timeout_s)
-        self.tracker = Tracker(run.config, run.store.url, partial(fetch_points, run))
-        self.prompts: PromptSets = cache(partial(load_sets, run.config))
-        self.began = time.monotonic()  # the current iteration
-        self.seconds: dict[str, float] = defaultdict(float)  # per stage verb, of the current iteration
-        self.survivors: dict[RoundKey, Survivors] = {}  # of the sampling round at work, when it is over-sampled
-        self.unanswered: set[tuple[int, str]] = set()  # iteration and stage of shards that wait for others (faulted.py)
-        self._active: Counter[str] = Counter()
-        self._since: dict[str, float] = {}
+        self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.progress_timeout_s)
+        self.trainer = TrainerClient(gang_place(run, work_dir, start_service))
+        self.tracker = Tracker(run, partial(fetch_points, run))
+        self.prompts: PromptSets = _once(partial(load_sets, run.config))
+        self.fitting: PromptSets = _once(self._fitting)
+        self.committed_before = {phase: self.num_committed(phase) for phase in ("sft", "rl")}
+        self.iteration, self.began = -1, time.monotonic()  # the current one
+        self.seconds: dict[tuple[int, str], float] = defaultdict(float)  # per iteration and stage verb
+        self.survivors: Survivors | None = None  # of the sampling round at work, when it is over-sampled
+        self.unanswered: set[tuple[str, int, str]] = set()  # shards that the environment failed, and that wait for others
+        self._active: Counter[tuple[int, str]] = Counter()
+        self._since: dict[tuple[int, str], float] = {}
         self._closed = False
         self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
         self._trainer_lock = asyncio.Lock()
         self._pool_lock = asyncio.Lock()
 
+    def _fitting(self, use: str) -> list[list[Prompt]]:
+        """The prompt sets of a use without what their `on_too_long` drops: what is drawn from, the same on every start."""
+        return [
+            fitting(data, rows, (len(self.tokenizer.encode_prompt(row.messages)) for row in rows), room_for(self.config, use))
+            if data.on_too_long == "drop"
+            else rows
+            for data, rows in zip(self.config.sets(use), self.prompts(use), strict=True)
+        ]
+
     @property
     def config(self) -> PipelineConfig:
         return self.run.config
 
-    def begin_iteration(self) -> None:
-        """From here on counts what an iteration takes."""
-        self.began = time.monotonic()
-        self.seconds.clear()
+    def num_committed(self, phase: str) -> int:
+        """How many of the SFT segments, or RL iterations, of the run are committed now."""
+        return self.run.num_committed(phase, self.run.num_segments if phase == "sft" else self.config.rl.num_iterations)
+
+    def begin_iteration(self, iteration: int) -> None:
+        """From here on counts what an iteration takes, and what the one before did ahead for it."""
+        self.iteration, self.began = iteration, time.monotonic()
+        for of, verb in [*self.seconds]:
+            if of < iteration:
+                del self.seconds[of, verb]
 
     @contextlib.contextmanager
-    def timed(self, verb: str) -> Iterator[None]:
-        """Adds the seconds of the body to the verb's; of bodies that overlap (shards) the time that any of them ran."""
-        self._active[verb] += 1
-        if self._active[verb] == 1:
-            self._since[verb] = time.monotonic()
+    def timed(self, verb: str, iteration: int | None = None) -> Iterator[None]:
+        """Adds the seconds of the body to the verb's, of the current iteration or of the one that it is for."""
+        with self._timed((self.iteration if iteration is None else iteration, verb)), self._timed((self.iteration, ANY_STAGE)):
+            yield
+
+    @contextlib.contextmanager
+    def _timed(self, clock: tuple[int, str]) -> Iterator[None]:
+        """Of bodies that overlap (shards) the time counts in which any of them ran."""
+        self._active[clock] += 1
+        if self._active[clock] == 1:
+            self._since[clock] = time.monotonic()
         try:
             yield
         finally:
-            self._active[verb] -= 1
-            if self._active[verb] == 0:
-                self.seconds[verb] += time.monotonic() - self._since[verb]
+            self._active[clock] -= 1
+            assert self._active[clock] >= 0, f"{clock} ended more often than it began"
+            if self._active[clock] == 0:
+                self.seconds[clock] += time.monotonic() - self._since[clock]
 
     async def gang(self) -> TrainerClient:
         """The trainer, started if need be."""
@@ -113,8 +142,19 @@ class Session:
     @cached_property
     def rewards(self) -> RewardPool:
         self.check_open()
-        rl = self.config.rl
-        pool = RewardPool(rl.rewards, rl.reward_args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s)
+        return self._reward_pool("rl")
+
+    @cached_property
+    def evaluation_rewards(self) -> RewardPool:
+        """What scores evaluations: rewards of their own, or those of RL."""
+        self.check_open()
+        return self._reward_pool("evaluation") if self.config.evaluation.rewards else self.rewards
+
+    def _reward_pool(self, use: str) -> RewardPool:
+        config, rl = self.config, self.config.rl
+        pool = RewardPool(
+            config.rewards(use), config.reward_args(use), workers=rl.reward_workers, timeout_s=rl.reward_timeout_s
+        )
         self._closing.callback(pool.close)
         return pool
 
@@ -126,15 +166,31 @@ class Session:
         self._closing.push_async_callback(pool.close)
         return pool
 
-    @cached_property
-    def data_sha256(self) -> str:
-        """The hash of all prompts of use rl: a cursor's position means nothing in other data."""
-        return sha256_of([[prompt.as_json() for prompt in rows] for rows in self.prompts("rl")])
+    def track_data(self, use: str) -> None:
+        """Lets the tracker have the data sets of a use."""
+        if self.config.sets(use):
+            self.tracker.reads(use, partial(self._data_sets, use))
+
+    def _data_sets(self, use: str) -> list[DataSet]:
+        sets = self.config.sets(use)
+        if use == "sft":  # none in what older code committed
+            known = self.run.committed("data", 0, "data")[1].metrics.get("sets", {})
+            return [
+                DataSet.of(data, known[data.name]["sha256"], known[data.name]["rows"]) for data in sets if data.name in known
+            ]
+        loaded = zip(sets, self.prompts(use), strict=True)
+        return [DataSet.of(data, sha256_of([row.as_json() for row in rows]), len(rows)) for data, rows in loaded]
 
     @cached_property
-    def rollout_source(self) -> RolloutSource:
-        """What `rl.rollouts_from` names, opened and checked."""
-        return open_source(self.run, [prompt for rows in self.prompts("rl") for prompt in rows])
+    def data_sha256(self) -> str:
+        """The hash of all prompts of use rl that are drawn: a cursor's position means nothing in other data."""
+        return sha256_of([[prompt.as_json() for prompt in rows] for rows in self.fitting("rl")])
+
+    @cached_property
+    def prompt_cursor(self) -> PromptCursor:
+        """What draws from the prompt sets of use rl, by their weights."""
+        sizes, weights = [len(rows) for rows in self.fitting("rl")], [data.weight for data in self.config.sets("rl")]
+        return PromptCursor(sizes, weights, self.config.seed)
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
@@ -149,6 +205,12 @@ class Session:
         if self._closed:
             raise EngineError(f"run {self.run.name} was closed")
 
+    async def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """What `with` calls at the end of a session: with the error that ended it, which the tracker says."""
+        if error is not None:
+            self.tracker.status = status_of(error)
+        await self.close()
+
     async def close(self) -> None:
         self._closed = True
         await self._closing.aclose()  # first: a shard that outlived a failed one scores and steps no more
@@ -157,9 +219,15 @@ class Session:
         )
 
 
-def data_seed(seed: int, name: str) -> int:
-    """The seed of one data set. Generators use seed + index, so neighbouring seeds would share nearly all items."""
-    return int(sha256_of([seed, name])[:7], 16)
+def _once(load: PromptSets) -> PromptSets:
+    """What is loaded, once a use, whichever threads ask."""
+    lock, loaded = threading.Lock(), cache(load)
+
+    def sets(use: str) -> list[list[Prompt]]:
+        with lock:
+            return loaded(use)
+
+    return sets
 
 
 def load_sets(config: PipelineConfig, use: str) -> list[list[Prompt]]:
@@ -168,6 +236,11 @@ def load_sets(config: PipelineConfig, use: str) -> list[list[Prompt]]:
 
 
 _open: dict[tuple[str, str], Session] = {}
+
+
+def is_open(config: PipelineConfig) -> bool:
+    """Whether this process has the run's session open."""
+    return (config.store, config.run) in _open
 
 
 def work_dir_of(config: PipelineConfig) -> Path:
@@ -187,17 +260,19 @@ async def open_session(config: PipelineConfig, start_service: StartService = nob
         yield _open[key]
         return
     run = await asyncio.to_thread(create_or_continue, config)
-    held = await asyncio.to_thread(lease.acquire, run.store, run.root)
-    work_dir = work_dir_of(config)
-    for scratch in ("weights", "trainer", "tokenizer"):  # never trusted after a crash
-        await asyncio.to_thread(shutil.rmtree, work_dir / scratch, True)
-    work_dir.mkdir(parents=True, exist_ok=True)
-    session = _open[key] = Session(run, work_dir, start_service)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        held = await asyncio.to_thread(lease.acquire, run.store, run.root)
+        stack.push_async_callback(asyncio.to_thread, held.release)
+        session = _open[key] = await asyncio.to_thread(_begin, run, start_service)
+        stack.push_async_exit(session.end)
+        stack.callback(_open.pop, key)
         yield session
-    finally:
-        del _open[key]
-        try:
-            await session.close()
-        finally:
-            await asyncio.to_thread(held.release)
+
+
+def _begin(run: Run, start_service: StartService) -> Session:
+    raise_file_limit()
+    work_dir = work_dir_of(run.config)
+    for scratch in ("weights", "trainer", "tokenizer"):  # never trusted after a crash
+        shutil.rmtree(work_dir / scratch, ignore_errors=True)
+    work_dir.mkdir(parents=True, exist_ok=True)
+    return Session(run, work_dir, start_service)

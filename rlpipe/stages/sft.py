@@ -1,28 +1,34 @@
-"""The stages of SFT: conversations become tokens once; then segments of steps, each committed with its state."""
+"""The stages of SFT: conversations become tokens once; then segments of steps, each committed with its state; then the choice of one."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 
-from rlpipe.data.conversations import split_validation, tokenise_conversations
+from rlpipe.config.pipeline import DataConfig, PipelineConfig
+from rlpipe.config.training import SftConfig
+from rlpipe.data.chat import tokenise_conversations
 from rlpipe.data.cursor import PromptCursor
-from rlpipe.data.sources import load_conversations
-from rlpipe.rollouts import CONVERSATIONS
-from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
-from rlpipe.stages.session import Session, data_seed
-from rlpipe.stages.training import OnProgress, save_job, sft_job, train_job
-from rlpipe.types import ArtifactRef, StageResult, UserError
+from rlpipe.data.sources import fitting, load_conversations, split_validation
+from rlpipe.records.prompt import Messages
+from rlpipe.records.rollout import Conversation
+from rlpipe.stages.session import Session
+from rlpipe.stages.stage import Attempt, Produced, stage
+from rlpipe.stages.training import TRAINED_BY, OnProgress, save_job, sft_job, train_job
+from rlpipe.store.run import Run
+from rlpipe.types import ArtifactRef, UserError, data_seed, sha256_of
+
+LOSS = "train/validation_loss"
+PREPARED_BY = ["data.sft", "model.context_tokens_max"]
+SELECTED_BY = ["sft.validation_fraction", "sft.patience", "sft.num_steps", "sft.segment_steps"]
 
 
-async def prepare_sft_data(session: Session, tokenizer: ArtifactRef) -> StageResult:
+@stage("data", "data", settings=lambda config: PREPARED_BY + (["sft.validation_fraction"] if config.sft.validated else []))
+def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
     """Tokenises the conversations of all SFT sets, mixed by weight, with the loss mask on the assistant's tokens."""
-    return await run_stage(session, StageKey("data", 0, "data"), {"tokenizer": tokenizer}, partial(_tokenise, session))
-
-
-def _tokenise(session: Session, attempt: Attempt) -> Produced:
     config = session.config
-    every = {data.name: load_conversations(data, data_seed(config.seed, data.name)) for data in config.sets("sft")}
-    sets, kept = split_validation(every, config.sft.validation_fraction)
+    read = {data.name: load_conversations(data, data_seed(config.seed, data.name)) for data in config.sets("sft")}
+    loaded = {data.name: _short_enough(session, data, read[data.name]) for data in config.sets("sft")}
+    sets, kept = split_validation(loaded, config.sft.validation_fraction)
     cursor = PromptCursor([len(rows) for rows in sets], [data.weight for data in config.sets("sft")], config.seed)
     wanted = min(sum(len(rows) for rows in sets), config.sft.num_steps * config.sft.batch_size)
     drawn, _ = cursor.take(cursor.start(), wanted)
@@ -33,9 +39,11 @@ def _tokenise(session: Session, attempt: Attempt) -> Produced:
             f"sft: none of {len(conversations)} conversations keeps an assistant token within "
             f"model.context_tokens_max={config.model.context_tokens_max}; raise it, or shorten the prompts"
         )
-    files = [attempt.write_rows("conversations.parquet", rows, CONVERSATIONS)]
+    files = [attempt.write("conversations.parquet", rows, Conversation)]
     metrics = {f"data/{name}": value for name, value in counts.items()}
-    metrics |= {"data/conversations": len(rows), "data/tokens": sum(len(row["tokens"]) for row in rows)}
+    if config.drops("sft"):
+        metrics["data/dropped_too_long"] = sum(len(read[name]) - len(loaded[name]) for name in read)
+    metrics |= {"data/conversations": len(rows), "data/tokens": sum(len(row.tokens) for row in rows)}
     if kept:
         validation, _ = tokenise_conversations(kept, session.tokenizer, config.model.context_tokens_max)
         if not validation:
@@ -43,23 +51,81 @@ def _tokenise(session: Session, attempt: Attempt) -> Produced:
                 f"sft.validation_fraction={config.sft.validation_fraction:g}: none of {len(kept)} conversations keeps an assistant "
                 "token within model.context_tokens_max; raise either"
             )
-        files.append(attempt.write_rows("validation.parquet", validation, CONVERSATIONS))
+        files.append(attempt.write("validation.parquet", validation, Conversation))
         metrics["data/conversations_validation"] = len(validation)
-    return Produced(files, metrics)
+    digests = {name: {"sha256": sha256_of(read), "rows": len(read)} for name, read in loaded.items()}
+    return Produced(files, metrics | {"sets": digests})
 
 
+def _short_enough(session: Session, data: DataConfig, conversations: list[Messages]) -> list[Messages]:
+    """The conversations of a set as its `on_too_long` wants them; where it says nothing, all of them: long ones are truncated later."""
+    if data.on_too_long is None:
+        return conversations
+    lengths = [len(session.tokenizer.encode_conversation(messages)[0]) for messages in conversations]
+    check_fits(session.config, data, lengths)
+    return fitting(data, conversations, lengths, session.config.model.context_tokens_max)
+
+
+def check_fits(config: PipelineConfig, data: DataConfig, lengths: Sequence[int]) -> None:
+    """UserError where a set wants no conversation that is too long, and has one."""
+    room = config.model.context_tokens_max
+    too_long = [index for index, length in enumerate(lengths) if length > room]
+    if too_long and data.on_too_long == "fail":
+        raise UserError(
+            f"data.{data.name}.on_too_long='fail': {len(too_long)} of {len(lengths)} conversations have more than "
+            f"model.context_tokens_max={room} tokens, the first of them {lengths[too_long[0]]} (number {too_long[0] + 1} of {data.source}); "
+            "shorten them, raise it, or set 'drop'"
+        )
+
+
+@stage("sft", "policy", settings=TRAINED_BY["sft"])
 async def train_segment(
-    session: Session, segment: int, data: ArtifactRef, tokenizer: ArtifactRef, on_progress: OnProgress = None
-) -> StageResult:
+    session: Session,
+    attempt: Attempt,
+    *,
+    segment: int,
+    data: ArtifactRef,
+    tokenizer: ArtifactRef,
+    previous: ArtifactRef,
+    on_progress: OnProgress = None,
+) -> Produced:
     """One segment of SFT steps: trained, then state and policy committed (the policy last: it is the segment's commit)."""
-    run = session.run
-    job = sft_job(run, segment, data)
-    previous, _ = run.committed("sft", segment - 1, "policy") if segment else run.committed("base", 0, "policy")
+    job = sft_job(session.run, segment, data)
+    metrics = await train_job(session, segment, job, on_progress)
     inputs = {"data": data, "tokenizer": tokenizer, "previous": previous}
+    saved = await save_job(session, segment, job, attempt, state_inputs=inputs)
+    return saved.produced(metrics, 0)
 
-    async def produce(attempt: Attempt) -> Produced:
-        metrics = await train_job(session, "sft", segment, job, on_progress)
-        saved = await save_job(session, "sft", segment, job, attempt, state_inputs=inputs)
-        return Produced(saved.policy, metrics | saved.probe, weight_version=0)
 
-    return await run_stage(session, StageKey("sft", segment, "policy"), inputs, produce)
+def previous_policy(run: Run, segment: int) -> ArtifactRef:
+    """What a segment starts from."""
+    return (run.committed("sft", segment - 1, "policy") if segment else run.committed("base", 0, "policy"))[0]
+
+
+def validation_losses(run: Run, num_segments: int) -> list[float]:
+    """The validation loss of each of the first `num_segments` segments, which are committed; none without validation."""
+    if not run.config.sft.validated:
+        return []
+    return [run.committed("sft", segment, "policy")[1].metrics[LOSS] for segment in range(num_segments)]
+
+
+def best_segment(losses: list[float]) -> int:
+    """The segment with the lowest loss; of equal ones the first."""
+    return min(range(len(losses)), key=lambda segment: (losses[segment], segment))
+
+
+def out_of_patience(sft: SftConfig, losses: list[float]) -> bool:
+    """Whether the last `sft.patience` segments brought no loss below those before."""
+    return 0 < sft.patience <= len(losses) - 1 - best_segment(losses) if losses else False
+
+
+@stage("data", "selection", settings=lambda config: PREPARED_BY + (SELECTED_BY if config.sft.validated else []))
+def select_segment(session: Session, attempt: Attempt, *, last: ArtifactRef, num_segments: int) -> Produced:
+    """Commits the choice once SFT is over: `segment` is the best one, `num_segments` were trained, `losses` is one a segment.
+
+    It is a function of the committed segments (`last` is the policy of the last one): whoever comes back after a crash chooses the same.
+    """
+    losses = validation_losses(session.run, num_segments)
+    sft = session.config.sft
+    assert num_segments == session.run.num_segments or out_of_patience(sft, losses), "SFT is not over"
+    return Produced([], {"segment": best_segment(losses), "num_segments": num_segments, "losses": losses})

@@ -7,147 +7,197 @@ The rollouts are the write-ahead log, the training state is the snapshot: load t
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from rlpipe.stages.commit import Attempt, Produced, StageKey, run_stage
+from rlpipe.config.pipeline import RETIRED
+from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
 from rlpipe.stages.session import Session
-from rlpipe.stages.settings import OPTIMIZER, TRAINING
+from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage_settings
 from rlpipe.store.run import Run
-from rlpipe.trainer.client import GangLost, NotResident
+from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
+from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, RlJob, SaveJob, SftJob
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, TrainerError
-from rlpipe.weights import probe_tokens
 
 log = logging.getLogger(__name__)
-REBUILDS_MAX = 4
+ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
+KIND: dict[type[GangJob], str] = {LoadJob: "load", RlJob: "train", SftJob: "train", SaveJob: "save"}
+OPTIMIZER = [*OptimizerConfig.model_fields, *RETIRED["sft"]]
+RL_TRAINING = [
+    *OPTIMIZER, "num_steps", "objective", "clip_low", "clip_high", "dual_clip", "aggregation", "kl", "kl_coef", "kl_estimator",
+    "estimator", "gamma", "entropy_coef", "importance", "importance_low", "importance_high", "temperature", "completion_tokens_max",
+]  # fmt: skip
+SFT_TRAINING = [*OPTIMIZER, "num_steps", "batch_size", "segment_steps"]
+TRAINED_BY = {  # phase -> the config fields that its policies and states depend on
+    "rl": [f"rl.{name}" for name in RL_TRAINING],
+    "sft": [f"sft.{name}" for name in SFT_TRAINING],
+}
 
-OnProgress = Callable[[JsonDict], None] | None
+Rebuild = Callable[[TrainerClient], Awaitable[object]]  # brings the trainer to the position that a job starts from
+OnProgress = Callable[[dict[str, int]], None] | None
 
 
 def position(run: Run, phase: str, iteration: int) -> str:
     """The name of the training state after an iteration; -1 is the start of the phase (weights, fresh optimizer)."""
+    assert iteration >= -1, f"{phase} {iteration} is before the start"
     if iteration >= 0:
         return f"{run.owner(phase, iteration).root}/{phase}/{iteration:05d}"
-    ref, _ = run.start_policy() if phase == "rl" else run.committed("base", 0, "policy")
-    return f"{ref.folder}/fresh"
+    return f"{_first_policy(run, phase).folder}/fresh"
 
 
-def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> JsonDict:
+def _first_policy(run: Run, phase: str) -> ArtifactRef:
+    """The policy that a phase starts from."""
+    return (run.policy(0) if phase == "rl" else run.committed("base", 0, "policy"))[0]
+
+
+def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> RlJob:
     """The training of one RL iteration, with the settings of the run that owns it."""
-    config = run.owner("rl", iteration).config
-    settings = config.rl.model_dump(mode="json", include=set(TRAINING)) | {"first_step": iteration * config.rl.num_steps}
-    reference = run.start_policy()[0].as_json() if config.rl.kl != "none" else None
-    return _job(run, "rl", iteration) | {"data": batch.as_json(), "reference": reference, "settings": settings}
+    rl = run.owner("rl", iteration).config.rl
+    return RlJob(
+        kind="rl",
+        start=position(run, "rl", iteration - 1),
+        result=position(run, "rl", iteration),
+        data=batch,
+        # a fork may take more or fewer steps than its parent did: the schedule goes on where it was
+        first_step=sum(run.owner("rl", before).config.rl.num_steps for before in range(iteration)),
+        settings=RlConfig(**rl.model_dump(include=set(RL_TRAINING))),
+        reference=None if rl.kl == "none" else other_reference(run, iteration) or run.policy(0)[0],
+    )
 
 
-def sft_job(run: Run, segment: int, data: ArtifactRef) -> JsonDict:
+def other_reference(run: Run, iteration: int) -> ArtifactRef | None:
+    """The reference of an iteration where `rl.reference` names one: of the run that trained it."""
+    owner = run.owner("rl", iteration)
+    return owner.committed("base", 0, "reference")[0] if owner.config.rl.reference else None
+
+
+def sft_job(run: Run, segment: int, data: ArtifactRef) -> SftJob:
     """One segment of SFT steps."""
     sft = run.config.sft
     first = segment * sft.segment_steps
     num_steps = min(sft.segment_steps, sft.num_steps - first)
-    settings = sft.model_dump(mode="json", include={*OPTIMIZER, "batch_size"}) | {
-        "first_step": first,
-        "num_steps": num_steps,
-        "seed": run.config.seed,
-    }
-    return _job(run, "sft", segment) | {"data": data.as_json(), "reference": None, "settings": settings}
-
-
-def _job(run: Run, phase: str, iteration: int) -> JsonDict:
-    return {"kind": phase, "start": position(run, phase, iteration - 1), "result": position(run, phase, iteration)}
-
-
-async def train_job(session: Session, phase: str, iteration: int, job: JsonDict, on_progress: OnProgress = None) -> JsonDict:
-    """Does a training job on whatever the trainer holds, rebuilding it from the store when it must; its metrics."""
-    gang = await session.gang()
-    for _ in range(REBUILDS_MAX):
-        try:
-            return (await gang.run("train", job, on_progress))["metrics"]
-        except NotResident:
-            await _rebuild_until_held(session, phase, iteration)
-        except GangLost as error:
-            log.warning("%s: rebuilding from the store", error)
-    raise TrainerError(
-        f"the trainer was lost {REBUILDS_MAX} times during {phase} {iteration}; its log: {session.work_dir}/trainer.log"
+    assert num_steps > 0, f"segment {segment} of {run.num_segments}"
+    return SftJob(
+        kind="sft",
+        start=position(run, "sft", segment - 1),
+        result=position(run, "sft", segment),
+        data=data,
+        first_step=first,
+        settings=SftConfig(**sft.model_dump(include={*OPTIMIZER, "batch_size"}), num_steps=num_steps),
+        seed=run.config.seed,
     )
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the trainer wrote. `probe`, for the policy's manifest: what an engine with these weights must answer."""
+    """What the trainer wrote. `probe`: what an engine with these weights must answer, as the manifest of the policy has it."""
 
     policy: list[FileRecord]
     state: list[FileRecord]
-    probe: JsonDict
+    probe: dict[str, Sequence[float]]
+
+    def produced(self, metrics: JsonDict, weight_version: int | None) -> Produced:
+        """The policy, to be committed with these metrics."""
+        return Produced(self.policy, metrics | {"probe": self.probe}, weight_version)
 
 
-async def save(session: Session, position: str, attempt: Attempt, *, policy: bool = True, state_folder: str = "") -> Saved:
-    """Saves what the trainer holds: its policy as files of the attempt, its state where there is a folder for it."""
-    tokens = probe_tokens(await asyncio.to_thread(lambda: session.tokenizer.vocab_size))
-    tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
-    told = await (await session.gang()).run("save", {
-        "position": position, "policy_folder": attempt.folder if policy else None, "state_folder": state_folder or None,
-        "attempt": attempt.name, "tokenizer": tokenizer.as_json(), "probe_tokens": tokens,
-    })  # fmt: skip
-    files, state = ([FileRecord(**record) for record in told[name]] for name in ("policy", "state"))
-    return Saved(files, state, {"probe": {"tokens": tokens, "logprobs": told["probe"]}})
+async def train_job(session: Session, iteration: int, job: RlJob | SftJob, on_progress: OnProgress = None) -> JsonDict:
+    """Does a training job on whatever the trainer holds, rebuilding it from the store when it must; its metrics."""
+    rebuild = functools.partial(_rebuild, session.run, job.kind, iteration)
+    return (await _do(session, job, rebuild, on_progress))["metrics"]
 
 
 async def save_job(
-    session: Session, phase: str, iteration: int, job: JsonDict, attempt: Attempt, state_inputs: dict[str, ArtifactRef] | None
+    session: Session, iteration: int, job: RlJob | SftJob, attempt: Attempt, state_inputs: dict[str, ArtifactRef] | None
 ) -> Saved:
     """Saves what `job` results in, and commits its state where `state_inputs` are given; trains it again when it is not held."""
-    state_folder = session.run.folder(phase, iteration, "state") if state_inputs else ""
-    for _ in range(REBUILDS_MAX):
-        try:
-            saved = await save(session, job["result"], attempt, state_folder=state_folder)
-            break
-        except (NotResident, GangLost) as error:
-            log.warning("%s: training it again", error)
-            await train_job(session, phase, iteration, job)
-    else:
-        raise TrainerError(f"the trainer was lost {REBUILDS_MAX} times while saving {phase} {iteration}")
+    phase = job.kind
+
+    async def rebuild(gang: TrainerClient) -> None:
+        await _rebuild(session.run, phase, iteration, gang)
+        await _send(gang, job)
+
+    state_folder = session.run.folder(phase, iteration, "state") if state_inputs else None
+    saved = await save(session, job.result, attempt, rebuild, state_folder=state_folder)
     if state_inputs:
-        assert saved.state, f"the trainer saved no state for {phase} {iteration}"
-        await run_stage(session, StageKey(phase, iteration, "state"), state_inputs, lambda _: Produced(saved.state))
+        key, settings = StageKey(phase, iteration, "state"), stage_settings(session.config, TRAINED_BY[phase])
+        await run_stage(session, key, state_inputs, settings, lambda _: Produced(saved.state))
     return saved
 
 
-async def _rebuild_until_held(session: Session, phase: str, iteration: int) -> None:
-    for _ in range(REBUILDS_MAX):
+async def save_loaded(session: Session, load: LoadJob, attempt: Attempt, *, policy: bool = True) -> Saved:
+    """Saves what the trainer makes of a job that loads: the policy, or only its probe."""
+    rebuild = functools.partial(_send, job=load)
+    await rebuild(await session.gang())
+    return await save(session, load.position, attempt, rebuild, policy=policy)
+
+
+async def save(
+    session: Session, position: str, attempt: Attempt, rebuild: Rebuild, *, policy: bool = True, state_folder: str | None = None
+) -> Saved:
+    """Saves what the trainer holds: its policy as files of the attempt, its state where there is a folder for it."""
+    chat = await asyncio.to_thread(lambda: session.tokenizer)
+    assert chat.stop_token_ids, "a policy that could never end"
+    tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
+    folder, context_tokens_max = attempt.folder if policy else None, session.config.model.context_tokens_max
+    job = SaveJob(position, folder, state_folder, attempt.name, tokenizer, chat.stop_token_ids, context_tokens_max)
+    answer = await _do(session, job, rebuild)
+    files, state = ([FileRecord(**record) for record in answer[name]] for name in ("policy", "state"))
+    assert bool(files) == policy and bool(state) == bool(state_folder), (
+        f"saved {len(files)} files of a policy, {len(state)} of a state"
+    )
+    return Saved(files, state, answer["probe"])
+
+
+async def _do(session: Session, job: GangJob, rebuild: Rebuild, on_progress: OnProgress = None) -> JsonDict:
+    """One job of the trainer; whenever it does not hold what the job starts from, or was lost, it is rebuilt. TrainerError past the bound."""
+    last = ""
+    for attempt in range(ATTEMPTS_MAX):
+        gang = await session.gang()
         try:
-            return await _rebuild(session, phase, iteration)
-        except (GangLost, NotResident) as error:
-            log.warning("%s while rebuilding: once more", error)
-    raise TrainerError(f"the trainer was lost {REBUILDS_MAX} times while it was rebuilt for {phase} {iteration}")
+            if attempt:
+                await rebuild(gang)
+            return await _send(gang, job, on_progress)
+        except (NotResident, GangLost) as error:
+            last = str(error)
+            log.log(logging.WARNING if attempt or isinstance(error, GangLost) else logging.INFO, "%s: rebuilding it", error)
+    raise TrainerError(
+        f"{KIND[type(job)]} failed {ATTEMPTS_MAX} times because the trainer was lost; its log: {session.work_dir}/trainer.log; "
+        f"at last {last}"
+    )
 
 
-async def _rebuild(session: Session, phase: str, iteration: int) -> None:
+async def _send(gang: TrainerClient, job: GangJob, on_progress: OnProgress = None) -> JsonDict:
+    return await gang.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
+
+
+async def _rebuild(run: Run, phase: str, iteration: int, gang: TrainerClient) -> None:
     """Loads the newest state before `iteration` and replays the stored batches since."""
-    run, gang = session.run, await session.gang()
     newest = _newest_state(run, phase, iteration - 1)
-    source: JsonDict = {"new": None, "policy": None, "state": None}
-    if newest >= 0:
-        source["state"] = run.committed(phase, newest, "state")[0].as_json()
-    else:
-        ref, _ = run.start_policy() if phase == "rl" else run.committed("base", 0, "policy")
-        source["policy"] = ref.as_json()
-    load = {"position": position(run, phase, newest), **source}
-    log.info("trainer: loading %s, then replaying %d", load["position"], iteration - 1 - newest)
-    await gang.run("load", load)
+    state = run.committed(phase, newest, "state")[0] if newest >= 0 else None
+    policy = _first_policy(run, phase) if state is None else None
+    load = LoadJob(position(run, phase, newest), new=None, policy=policy, state=state)
+    log.info("trainer: loading %s, then replaying %d", load.position, iteration - 1 - newest)
+    warn_of_differences(load.position, (await _send(gang, load))["differs"])
     for replayed in range(newest + 1, iteration):
-        record = run.iteration_record(replayed)
-        assert record is not None, f"iteration {replayed} is not committed, but {iteration} is asked for"
-        await gang.run("train", rl_job(run, replayed, ArtifactRef.from_json(record["artifacts"]["batch"])))
+        await _send(gang, rl_job(run, replayed, run.record(replayed).artifact("batch")))
+
+
+@functools.cache
+def warn_of_differences(position: str, differs: str) -> None:
+    """Once for each: what is trained from here on need not have the bits that the gang of the state would have given."""
+    if differs:
+        log.warning(
+            "%s was saved by another trainer (%s): nothing is lost, and the run goes on, but not to the same bits",
+            position,
+            differs,
+        )
 
 
 def _newest_state(run: Run, phase: str, iteration: int) -> int:
     """The newest iteration at or before this one with a committed state; -1 when there is none."""
-    if iteration < 0:
-        return -1
-    if phase == "sft":  # every segment commits its state
+    if iteration < 0 or phase == "sft":  # every segment commits its state
         return iteration
-    record = run.iteration_record(iteration)
-    assert record is not None, f"iteration {iteration} is not committed"
-    return int(record["state_iteration"])
+    return run.record(iteration).state_iteration

@@ -6,8 +6,6 @@ completion is all of it in order, the environment's tokens with logprob 0 and ma
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -15,41 +13,34 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlpipe.engines.client import NOTHING_YET, Completion
-from rlpipe.engines.pool import GroupRequest
+from rlpipe.engines.pool import GroupRequest, NextTurn
 from rlpipe.environments.pool import EnvironmentFault, RemoteEnvironment
-from rlpipe.environments.protocol import Message
-from rlpipe.rollouts import prompt_of
-from rlpipe.stages.seeds import rollout_seed
+from rlpipe.records.prompt import Message, Prompt
+from rlpipe.records.rollout import CUT_SHORT, EnvironmentOutcome, Rollout
 from rlpipe.stages.session import Session
-from rlpipe.types import JsonDict, UserError
+from rlpipe.stages.stage import all_ended
+from rlpipe.types import Metrics, UserError, rollout_seed
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Played(Completion):
+class PlayedCompletion(Completion):
     """A rollout of several turns. `finish_reason`: "stop" (the environment was done), "length", "turns" or "fault"."""
 
     policy_mask: list[int]  # 1 on the tokens that the policy wrote
-    record: JsonDict  # reward, num_turns, fault, metrics, messages
-
-
-def policy_only(completion: Completion, mask: list[int]) -> list[int]:
-    """`mask` without the environment's tokens."""
-    if not isinstance(completion, Played):
-        return mask
-    return [kept * written for kept, written in zip(mask, completion.policy_mask, strict=True)]
+    outcome: EnvironmentOutcome
 
 
 class Turns:
-    """One rollout on its way: what there is of it (`done`), and what its environment has answered."""
+    """One rollout on its way: what there is of it (`completion`), and what its environment has answered."""
 
     def __init__(self, session: Session, environment: RemoteEnvironment, prompt_tokens: list[int], tokens_max: int) -> None:
         self.session = session
         self.environment = environment
         self.prompt_tokens = prompt_tokens
         self.tokens_max = tokens_max
-        self.done = NOTHING_YET
+        self.completion = NOTHING_YET
         self.policy_mask: list[int] = []
         self.num_turns = 0
         self.reward = 0.0
@@ -57,163 +48,130 @@ class Turns:
         self.fault = ""
         self.messages: list[list[Message]] = []
 
-    async def take(self, completion: Completion) -> None:
-        """The policy's next turn: `completion` is `done` and what was sampled after it. Afterwards `done` is unfinished, or final."""
-        before = len(self.done.tokens)
-        assert completion.tokens[:before] == self.done.tokens and completion.finish_reason in ("stop", "length")
+    async def take(self, longer: Completion) -> None:
+        """The policy's next turn: `longer` is `completion` and what was sampled after it. Afterwards it is unfinished, or final."""
+        before = len(self.completion.tokens)
+        assert longer.tokens[:before] == self.completion.tokens and longer.finish_reason in ("stop", "length")
         self.num_turns += 1
-        self.policy_mask += [1] * (len(completion.tokens) - before)
-        self.done = completion
-        if completion.finish_reason == "stop":
+        self.policy_mask += [1] * (len(longer.tokens) - before)
+        self.completion = longer
+        if longer.finish_reason == "stop":
             try:
-                await self._answer(self.session.tokenizer.decode(completion.tokens[before:]))
+                await self._answer(self.session.tokenizer.decode(longer.tokens[before:]))
             except EnvironmentFault as fault:
                 self._end("fault")
                 self.fault = fault.reason
                 log.warning("rl.environment, prompt %s: %s: %s", self.environment.prompt["prompt_id"], fault.reason, fault)
-        if self.done.finished:
+        if self.completion.finished:
             self.environment.drop()
-        assert len(self.policy_mask) == len(self.done.tokens) <= self.tokens_max
+        assert len(self.policy_mask) == len(self.completion.tokens) <= self.tokens_max
 
-    async def _answer(self, said: str) -> None:
-        step = await self.environment.step(said)
-        if self.num_turns == 1 and self._encoded(self.environment.asked or []) != self.prompt_tokens:
+    async def _answer(self, text: str) -> None:
+        """The environment's answer is appended, unless it ends the rollout, or leaves the policy no token."""
+        step, tokenizer = await self.environment.step(text), self.session.tokenizer
+        if self.num_turns == 1 and tokenizer.encode_prompt(self.environment.start_messages or []) != self.prompt_tokens:
             raise EnvironmentFault("environment_invalid", "start gave other messages than when the prompt was sampled")
         self.reward += step.reward
         self.metrics.update(step.metrics)
         self.messages.append(step.messages)
-        if step.done:
-            self._end("stop")
-        elif self.num_turns == self.session.config.rl.turns_max:
-            self._end("turns")
-        else:
-            self._go_on(self._continuation(step.messages))
-
-    def _continuation(self, messages: list[Message]) -> list[int]:
+        if step.done or self.num_turns == self.session.config.rl.turns_max:
+            return self._end("stop" if step.done else "turns")
         try:
-            return self.session.tokenizer.encode_continuation(messages)
+            answer = tokenizer.encode_continuation(step.messages)
         except UserError as error:  # preflight has tried the template; this is about these messages
             raise EnvironmentFault("environment_invalid", str(error)) from error
-
-    def _encoded(self, messages: list[Message]) -> list[int]:
-        return self.session.tokenizer.encode_prompt(messages)
-
-    def _end(self, reason: str) -> None:
-        self.done = replace(self.done, finish_reason=reason)
-
-    def _go_on(self, told: list[int]) -> None:
-        """The environment's tokens, if they leave the policy a token to answer with."""
-        if len(self.done.tokens) + len(told) >= self.tokens_max:
+        if len(self.completion.tokens) + len(answer) >= self.tokens_max:  # the policy would have no token left to go on with
             return self._end("length")
-        version, _ = self.done.spans[-1]
-        self.done = self.done.then(Completion(told, [0.0] * len(told), "abort", [(version, len(told))], self.done.engine))
-        self.policy_mask += [0] * len(told)
+        version, _ = self.completion.spans[-1]
+        said = Completion(answer, [0.0] * len(answer), CUT_SHORT, [(version, len(answer))], self.completion.engine)
+        self.completion = self.completion.then(said)
+        self.policy_mask += [0] * len(answer)
         return None
 
-    def played(self) -> Played:
+    def _end(self, reason: str) -> None:
+        self.completion = replace(self.completion, finish_reason=reason)
+
+    def played(self) -> PlayedCompletion:
         """The rollout, which is over."""
-        assert self.done.finished
-        record = {
-            "reward": self.reward,
-            "num_turns": self.num_turns,
-            "fault": self.fault,
-            "metrics": dict(self.metrics),
-            "messages": self.messages,
-        }
-        return Played(**vars(self.done), policy_mask=self.policy_mask, record=record)
+        assert self.completion.finished
+        outcome = EnvironmentOutcome(self.reward, self.num_turns, self.fault, dict(self.metrics), self.messages)
+        return PlayedCompletion(**vars(self.completion), policy_mask=self.policy_mask, outcome=outcome)
 
 
-async def play(session: Session, requests: list[GroupRequest], prompts: list[JsonDict]) -> list[list[Completion]]:
-    """The rollouts (`Played`) of groups whose `prompts` (stored rows) are put by the environment. Groups advance by themselves.
+async def play(session: Session, requests: list[GroupRequest], prompts: list[Prompt]) -> list[list[Completion]]:
+    """The rollouts (`PlayedCompletion`) of groups whose prompts are put by the environment. Each advances by itself.
 
     UserError when one had a fault and there is no `rl.reward_fallback`.
     """
-    environments, groups = session.environments, []
-    for request, prompt in zip(requests, prompts, strict=True):
-        assert not any(prior.tokens for prior in request.prior), "an environment's rollouts are not carried"
-        told = prompt_of(prompt)
-        groups.append(
-            [Turns(session, environments.open(told), request.prompt_tokens, params.max_new_tokens) for params in request.params]
-        )
+    assert not any(prior.tokens for request in requests for prior in request.prior), "an environment's rollouts are not carried"
+    groups = [
+        [
+            Turns(session, session.environments.open(prompt.for_reward()), request.prompt_tokens, params.max_new_tokens)
+            for params in request.params
+        ]
+        for request, prompt in zip(requests, prompts, strict=True)
+    ]
 
-    async def on_group(index: int, completions: list[Completion]) -> GroupRequest | None:
-        group, turn = groups[index], max(turns.num_turns for turns in groups[index]) + 1
-        moving = [(turns, new) for turns, new in zip(group, completions, strict=True) if not turns.done.finished]
-        outcomes = await asyncio.gather(*(turns.take(new) for turns, new in moving), return_exceptions=True)
-        for outcome in outcomes:
-            if outcome is not None:
-                raise outcome
-        if all(turns.done.finished for turns in group):
+    async def on_rollout(number: int, index: int, longer: Completion) -> NextTurn | None:
+        turns, first = groups[number][index], requests[number].params[index]
+        await turns.take(longer)
+        if turns.completion.finished:
             return None
-        params = [replace(first, seed=rollout_seed(first.seed, "turn", turn)) for first in requests[index].params]
-        return replace(requests[index], params=params, prior=[turns.done for turns in group])
+        return replace(first, seed=rollout_seed(first.seed, "turn", turns.num_turns + 1)), turns.completion
 
     try:
-        await session.pool.generate(requests, on_group)
+        await session.pool.generate(requests, on_rollout=on_rollout)
     finally:
         for turns in (turns for group in groups for turns in group):
             turns.environment.drop()
-    played = [[turns.played() for turns in group] for group in groups]
-    _check_faults(session, [rollout.record["fault"] for group in played for rollout in group])
-    return [[*group] for group in played]
-
-
-def _check_faults(session: Session, faults: list[str]) -> None:
-    counts = Counter(fault for fault in faults if fault)
-    if counts and session.config.rl.reward_fallback is None:
+    faults = Counter(turns.fault for group in groups for turns in group if turns.fault)
+    if faults and session.config.rl.reward_fallback is None:
         raise UserError(
-            f"rl.environment={session.config.rl.environment!r}, rl.reward_fallback=none: {counts.total()} of {len(faults)} rollouts "
-            f"had a fault ({dict(counts)}; the log says which); mend the environment and start again (what was committed is kept), "
-            "or start a run or fork with a rl.reward_fallback"
+            f"rl.environment={session.config.rl.environment!r}, rl.reward_fallback=none: {faults.total()} of "
+            f"{sum(map(len, groups))} rollouts had a fault ({dict(faults)}; the log says which); mend the environment and start again "
+            "(what was committed is kept), or start a run or fork with a rl.reward_fallback"
         )
+    return [[turns.played() for turns in group] for group in groups]
 
 
-async def asked_by_environment(session: Session, prompts: list[JsonDict]) -> list[list[Message]]:
-    """What an environment asks the policy for each prompt (as a reward gets it); UserError naming the prompt it fails on.
+async def environment_prompts(session: Session, prompts: list[Prompt]) -> list[list[Message]]:
+    """What an environment asks the policy for each prompt; UserError naming the prompt it fails on.
 
     A start that took too long is tried once more.
     """
 
-    async def start(prompt: JsonDict) -> list[Message]:
-        environment = session.environments.open(prompt)
+    async def start(prompt: Prompt, is_last: bool) -> list[Message]:
+        environment = session.environments.open(prompt.for_reward())
         try:
             return await environment.start()
+        except EnvironmentFault as fault:
+            too_slow = fault.reason == "environment_timeout"
+            if is_last or not too_slow:
+                more_time = ", or set a longer rl.environment_timeout_s," if too_slow else ""
+                raise UserError(
+                    f"rl.environment={session.config.rl.environment!r} cannot start with prompt {prompt.prompt_id} "
+                    f"({fault.reason}: {fault}); mend the environment{more_time} and start again: what was committed is kept. The "
+                    "prompts of a run cannot change: to do without this one, start another run"
+                ) from fault
         finally:
             environment.drop()
+        return await start(prompt, is_last=True)
 
-    async def ask(prompt: JsonDict) -> list[Message]:
-        try:
-            try:
-                return await start(prompt)
-            except EnvironmentFault as fault:
-                if fault.reason != "environment_timeout":
-                    raise
-                return await start(prompt)
-        except EnvironmentFault as fault:
-            more_time = ", or set a longer rl.environment_timeout_s," if fault.reason == "environment_timeout" else ""
-            raise UserError(
-                f"rl.environment={session.config.rl.environment!r} cannot start with prompt {prompt['prompt_id']} "
-                f"({fault.reason}: {fault}); mend the environment{more_time} and start again: what was committed is kept. The prompts "
-                "of a run cannot change: to do without this one, start another run"
-            ) from fault
-
-    outcomes = await asyncio.gather(*(ask(prompt) for prompt in prompts), return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    return await all_ended([start(prompt, is_last=False) for prompt in prompts])
 
 
-def environment_metrics(rows: list[JsonDict], names_from: list[JsonDict] | None = None) -> dict[str, float]:
+def environment_metrics(rollouts: list[Rollout], names_from: list[Rollout] | None = None) -> Metrics:
     """Means over rollouts of their turns, the environment's reward and its own metrics; empty where there is no environment.
 
     A metric that a rollout lacks is 0 for it; `names_from`: the rollouts that say which there are, where these are a part of them.
     """
-    records = [json.loads(row["environment"]) for row in rows if row["environment"]]
-    if not records:
+    outcomes = [rollout.environment for rollout in rollouts if rollout.environment]
+    if not outcomes:
         return {}
-    names = {name for row in names_from or rows if row["environment"] for name in json.loads(row["environment"])["metrics"]}
-    told = {"turns_mean": [record["num_turns"] for record in records]}
-    told["environment_reward_mean"] = [record["reward"] for record in records]
-    told |= {f"environment_{name}_mean": [record["metrics"].get(name, 0.0) for record in records] for name in sorted(names)}
-    return {name: float(np.mean(values)) for name, values in told.items()}
+    names = {name for rollout in names_from or rollouts if rollout.environment for name in rollout.environment.metrics}
+    values = {
+        "turns_mean": [float(outcome.num_turns) for outcome in outcomes],
+        "environment_reward_mean": [outcome.reward for outcome in outcomes],
+    }
+    values |= {f"environment_{name}_mean": [outcome.metrics.get(name, 0.0) for outcome in outcomes] for name in sorted(names)}
+    return {name: float(np.mean(entries)) for name, entries in values.items()}

@@ -1,23 +1,41 @@
 """Artifacts: data files first, the manifest last and exclusively. A result exists when its manifest does.
 
 Layout of an artifact: `<folder>/<attempt>/<file>` and `<folder>/manifest.json`. Two attempts at one stage write
-different files; the first manifest wins, and the loser answers with the winner's.
+different files; the first manifest wins, and the loser answers with the winner's. Files are read verified.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from rlpipe.store.backend import Store
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError, canonical_json
+import pyarrow as pa
 
+from rlpipe.records.columns import from_table, read_table, schema_of
+from rlpipe.store.backend import PART_BYTES, PARTS, Store
+from rlpipe.store.documents import parse_document, sealed
+from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError, is_key
+
+Record = TypeVar("Record")
 MANIFEST = "manifest.json"
 SOURCE_INPUT = "source "  # begins the name of an input from outside the run: known by its hash, not kept for it
+
+
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The sha256 of every `size` bytes of a file: they verify a part of it that is read alone."""
+
+    size: int
+    sha256s: list[str]
 
 
 def new_attempt() -> str:
@@ -45,53 +63,55 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def blocks_of(path: Path) -> Blocks:
+    with path.open("rb") as file:
+        return Blocks(BLOCK_BYTES, [hashlib.sha256(block).hexdigest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")])
+
+
 def commit(store: Store, folder: str, manifest: Manifest) -> tuple[ArtifactRef, Manifest]:
     """Creates the manifest exclusively. Answers with the one that stands: ours, or that of an earlier attempt.
 
     UserError when the standing one records other inputs or settings than ours.
     """
-    data = canonical_json(manifest.as_json())
+    data = sealed(manifest)
     if store.create(f"{folder}/{MANIFEST}", data):
         return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), manifest
-    found = _read(store, folder)
-    check_same(folder, found[1], manifest.inputs, manifest.settings)
-    return found
-
-
-def reference_of_file(store: Store, key: str) -> ArtifactRef:
-    """A file of the store that is no artifact, as an input to record."""
-    return ArtifactRef(key, hashlib.sha256(store.read(key)).hexdigest())
+    ref, standing = read_artifact(store, folder)
+    check_same(folder, standing, manifest.inputs, manifest.settings)
+    return ref, standing
 
 
 def find(store: Store, folder: str) -> tuple[ArtifactRef, Manifest] | None:
     """The committed artifact of `folder`, or None."""
-    return _read(store, folder) if store.exists(f"{folder}/{MANIFEST}") else None
+    return read_artifact(store, folder) if store.exists(f"{folder}/{MANIFEST}") else None
 
 
 def read_manifest(store: Store, folder: str, sha256: str | None = None) -> Manifest:
     """The manifest of `folder`; StoreError when missing, malformed or (with `sha256`) not the one meant."""
-    ref, manifest = _read(store, folder)
+    ref, manifest = read_artifact(store, folder)
     if sha256 not in (None, ref.sha256):
         raise StoreError(f"{store.address(folder)}/{MANIFEST} has sha256 {ref.sha256}, expected {sha256}")
     return manifest
 
 
-def _read(store: Store, folder: str) -> tuple[ArtifactRef, Manifest]:
+def read_artifact(store: Store, folder: str) -> tuple[ArtifactRef, Manifest]:
+    """The committed artifact of `folder`; StoreError when its manifest is missing or damaged."""
     data = store.read(f"{folder}/{MANIFEST}")
-    try:
-        return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), Manifest.from_json(json.loads(data))
-    except (ValueError, TypeError, KeyError) as error:
-        raise StoreError(f"{store.address(folder)}/{MANIFEST} is not a manifest ({error})") from error
+    manifest = parse_document(store.address(f"{folder}/{MANIFEST}"), data, Manifest)
+    for record in manifest.files:
+        if not is_key(record.name) or record.name.count("/") != 1:
+            raise StoreError(
+                f"{store.address(folder)}/{MANIFEST} is damaged: the file name {record.name!r:.200} leads elsewhere"
+            )
+    return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), manifest
 
 
 def check_same(folder: str, standing: Manifest, inputs: dict[str, str], settings: dict[str, object]) -> None:
     """UserError naming the fields in which a committed stage differs from what is asked for now."""
-    differ = [
-        f"{k}: {standing.settings.get(k)!r} -> {settings.get(k)!r}"
-        for k in sorted({*standing.settings, *settings})
-        if standing.settings.get(k) != settings.get(k)
-    ]
-    differ += [f"input {k}" for k in sorted({*standing.inputs, *inputs}) if standing.inputs.get(k) != inputs.get(k)]
+    pairs = {name: (standing.settings.get(name), settings.get(name)) for name in sorted({*standing.settings, *settings})}
+    differ = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in pairs.items() if old != new]
+    names = sorted({*standing.inputs, *inputs})
+    differ += [f"input {name}" for name in names if standing.inputs.get(name) != inputs.get(name)]
     if differ:
         raise UserError(
             f"{folder} was committed with other settings ({'; '.join(differ)}); run again with the old ones, "
@@ -111,6 +131,54 @@ def read_file(store: Store, folder: str, record: FileRecord) -> bytes:
     return data
 
 
+def check_file(store: Store, folder: str, record: FileRecord) -> None:
+    """Reads a large data file once, keeping nothing of it; StoreError when it is not what its record says."""
+    digest, step = hashlib.sha256(), PARTS * PART_BYTES
+    for start in range(0, record.bytes, step):
+        digest.update(store.read_range(f"{folder}/{record.name}", start, min(start + step, record.bytes)))
+    if digest.hexdigest() != record.sha256:
+        raise StoreError(f"{store.address(folder)}/{record.name} does not have the sha256 of its manifest")
+
+
+def read_range(store: Store, folder: str, record: FileRecord, blocks: Blocks | None, start: int, end: int) -> memoryview:
+    """Bytes of one data file, verified where its blocks are known; StoreError naming the file.
+
+    Whole blocks are read then: up to one more at each end.
+    """
+    key = f"{folder}/{record.name}"
+    if blocks is None:
+        return memoryview(store.read_range(key, start, end))
+    first, last = start // blocks.size * blocks.size, min(-(-end // blocks.size) * blocks.size, record.bytes)
+    data = memoryview(store.read_range(key, first, last))
+    for at in range(first, last, blocks.size):
+        block = data[at - first : at - first + blocks.size]
+        if hashlib.sha256(block).hexdigest() != blocks.sha256s[at // blocks.size]:
+            raise StoreError(f"{store.address(key)} is damaged between the bytes {at} and {at + len(block)}")
+    return data[start - first : end - first]
+
+
+def read_records(
+    store: Store, ref: ArtifactRef, name: str, record: type[Record], columns: Sequence[str] | None = None
+) -> list[Record]:
+    """All records of one Parquet file of an artifact, of the record's columns, all or these; StoreError when it has them not."""
+    file = read_manifest(store, ref.folder, ref.sha256).file(name)
+    data = read_file(store, ref.folder, file)
+    try:
+        return from_table(read_table(data, schema_of(record, columns).names), record)
+    except (pa.ArrowInvalid, KeyError) as error:
+        raise StoreError(
+            f"{store.address(ref.folder)}/{file.name} is no file of {record.__name__} records ({error})"
+        ) from error
+
+
+def read_records_if_any(
+    store: Store, ref: ArtifactRef, name: str, record: type[Record], columns: Sequence[str] | None = None
+) -> list[Record]:
+    """As `read_records`; none where the artifact has no such file."""
+    files = read_manifest(store, ref.folder, ref.sha256).files
+    return read_records(store, ref, name, record, columns) if name in [file.plain_name for file in files] else []
+
+
 def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
     """All files of an artifact under their plain names in a local folder, verified; made once, appears atomically."""
     manifest = read_manifest(store, ref.folder, ref.sha256)
@@ -125,16 +193,11 @@ def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
             store.get_file(f"{ref.folder}/{record.name}", path)
             if file_sha256(path) != record.sha256:
                 raise StoreError(f"{store.address(ref.folder)}/{record.name} does not have the sha256 of its manifest")
-        _rename_once(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    assert target.is_dir(), f"{target} was not materialised"
-    return target
-
-
-def _rename_once(partial: Path, target: Path) -> None:
-    try:
         os.rename(partial, target)
     except OSError:
         if not target.is_dir():  # else another process of this node was first: the same bytes
             raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    assert target.is_dir(), f"{target} was not materialised"
+    return target

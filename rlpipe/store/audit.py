@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
+import re
 from collections.abc import Iterator
 
 from rlpipe.store.artifacts import MANIFEST, SOURCE_INPUT, read_file, read_manifest
+from rlpipe.store.backend import Store
+from rlpipe.store.forks import AT_SFT
+from rlpipe.store.lease import held_by
 from rlpipe.store.run import Run
-from rlpipe.types import StoreError
+from rlpipe.types import StoreError, UserError
+
+ORDER = {"base": 0, "data": 1, "sft": 2, "rl": 3}  # the phases, as a run goes through them
+PLACE = re.compile(r"(?P<phase>base|sft)/(?P<first>[^/\d][^/]*)|(?P<numbered>sft|rl)/(?P<iteration>\d{5,})/(?P<stage>.+)")
+FAULTS_MAX = 20  # of one kind: a foreign folder of a far number would make a gap of thousands
+UNCOMMITTED = ("lease", "services", "approval")  # who holds the run, who works for it, who agreed
 
 
 def manifests(run: Run) -> list[str]:
@@ -17,50 +26,124 @@ def manifests(run: Run) -> list[str]:
 
 
 def verify(run: Run) -> tuple[int, list[str]]:
-    """Re-hashes every file, and checks that every input is a committed artifact: (number of artifacts, faults)."""
-    lineage = [run]
-    while (parent := lineage[-1].parent) is not None:
-        lineage.append(parent)
-    folders = [(each, folder) for each in lineage for folder in manifests(each)]
-    known = {_sha256(each, folder) for each, folder in folders}
-    faults = [fault for each, folder in folders for fault in _artifact_faults(each, folder, known)]
-    return len(folders), faults + [fault for each in lineage for fault in _iteration_faults(each)]
+    """Re-hashes every file, checks that every input is a committed artifact and that nothing is missing: (number of artifacts, faults)."""
+    lineage = _lineage(run)
+    folders = [folder for member in lineage for folder in manifests(member)]
+    known = {_sha256(run.store, folder) for folder in folders}
+    faults = [fault for folder in folders for fault in _artifact_faults(run.store, folder, known)]
+    for member in lineage:
+        faults += [*_missing(member), *_iteration_faults(member)]
+    return len(folders), faults + list(_lease_faults(run))
 
 
-def _sha256(run: Run, folder: str) -> str:
-    return hashlib.sha256(run.store.read(f"{folder}/{MANIFEST}")).hexdigest()
+def files(run: Run, kind: str) -> list[str]:
+    """The keys of all committed files of one kind of artifact ("scores", "policy", ...) in the order in which they were made.
+
+    A fork's shared iterations give the files of the run it was forked from. UserError listing the kinds when there is none.
+    """
+    entries = []
+    for folder in (folder for member in _lineage(run) for folder in manifests(member)):
+        phase, iteration, stage = _stage_of(folder)
+        if run.folder(phase, iteration, stage) == folder:  # not what the parent did after the fork
+            entries.append((ORDER[phase], iteration, by_number(stage), stage.split("/", 1)[0], folder))
+    folders = [folder for *_, stage_kind, folder in sorted(entries) if stage_kind == kind]
+    if not folders:
+        kinds = ", ".join(sorted({entry[-2] for entry in entries})) or "none"
+        raise UserError(f"run {run.name} has no files of kind {kind!r}; it has: {kinds}")
+    return [f"{folder}/{record.name}" for folder in folders for record in read_manifest(run.store, folder).files]
 
 
-def _artifact_faults(run: Run, folder: str, known: set[str]) -> Iterator[str]:
+def _below_run(folder: str) -> str:
+    """A folder without runs/NAME/; empty for the run's own."""
+    return f"{folder}//".split("/", 2)[2].strip("/")
+
+
+def _stage_of(folder: str) -> tuple[str, int, str]:
+    """Phase, iteration and stage of an artifact's folder. Example: rl, 12, scores/round-0 of runs/a/rl/00012/scores/round-0.
+
+    StoreError for a folder that no stage has.
+    """
+    match PLACE.fullmatch(_below_run(folder)):
+        case None:
+            raise StoreError(f"{folder}: no stage of a run has this folder")
+        case place if place["first"]:
+            return ("base" if place["phase"] == "base" else "data"), 0, place["first"]
+        case place:
+            return place["numbered"], int(place["iteration"]), place["stage"]
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """Sorts round-2 before round-10, and pass_at_2 before pass_at_16."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _lineage(run: Run) -> list[Run]:
+    """The run, the one it was forked from, and so on."""
+    return [run, *(_lineage(run.parent) if run.parent else [])]
+
+
+def _sha256(store: Store, folder: str) -> str:
+    return hashlib.sha256(store.read(f"{folder}/{MANIFEST}")).hexdigest()
+
+
+def _artifact_faults(store: Store, folder: str, known: set[str]) -> Iterator[str]:
     try:
-        manifest = read_manifest(run.store, folder)
+        manifest = read_manifest(store, folder)
+        place = (folder.split("/", 2)[1], *_stage_of(folder))
     except StoreError as error:
         yield str(error)
         return
+    if place != (manifest.run, manifest.phase, manifest.iteration, manifest.stage):
+        yield f"{folder}: its manifest is that of {manifest.stage} of {manifest.phase} {manifest.iteration} of run {manifest.run}"
     for name, sha256 in manifest.inputs.items():
         if sha256 not in known and not name.startswith(SOURCE_INPUT):
             yield f"{folder}: input {name} ({sha256[:12]}) is no committed artifact"
     for record in manifest.files:
         try:
-            read_file(run.store, folder, record)
+            read_file(store, folder, record)
         except StoreError as error:
             yield str(error)
 
 
-def _iteration_faults(run: Run) -> list[str]:
+def _missing(run: Run) -> Iterator[str]:
+    """What was committed before something that stands, and is not there: nothing names it, so no input misses it."""
+    places = {_stage_of(folder) for folder in manifests(run) if PLACE.fullmatch(_below_run(folder))}
+    segments = sorted(iteration for phase, iteration, stage in places if (phase, stage) == ("sft", "policy"))
+    wanted = [("sft", segment, stage) for segment in range(len(segments)) for stage in ("state", "policy")]
+    if run.fork_at == AT_SFT and not run.redo and run.config.sets("evaluation") and run.num_iterations:
+        with contextlib.suppress(StoreError):  # of a manifest that is named already
+            start = run.policy_place(0)
+            wanted += [(*start, "evaluation")] if run.artifact(*start, "policy") else []
+    own = (place for place in wanted if run.owner(*place) is run and place not in places)
+    yield from (f"{run.store.address(run.folder(*place))}/{MANIFEST} is missing" for place in own)
+
+
+def _iteration_faults(run: Run) -> Iterator[str]:
     """Every committed iteration follows another, and names manifests that stand."""
-    faults = []
-    records = [key for key in run.store.list(f"{run.root}/rl") if key.endswith("/iteration.json")]
-    numbers = sorted(int(key.split("/")[-2]) for key in records)
-    first = run.fork_at + 1
-    if numbers != list(range(first, first + len(numbers))):
-        faults.append(f"{run.root}/rl: the committed iterations {numbers} have a gap")
-    for key in records:
-        record = json.loads(run.store.read(key))
-        for name, ref in record["artifacts"].items():
-            if not run.store.exists(f"{ref['folder']}/{MANIFEST}") or _sha256(run, ref["folder"]) != ref["sha256"]:
-                faults.append(f"{run.store.address(key)}: its {name} ({ref['folder']}) is missing or another one")
-    return faults
+    yield from (
+        f"{run.store.address(run.iteration_key(number))} is missing, and later iterations are committed"
+        for number in run.lost_iterations()[:FAULTS_MAX]
+    )
+    for number in run.own_iterations():
+        address = run.store.address(f"{run.root}/rl/{number:05d}/iteration.json")
+        try:
+            record = run.record(number)
+        except StoreError as error:
+            yield str(error)
+            continue
+        if "policy" not in record.artifacts:
+            yield f"{address} names no policy"
+        for name, ref in record.artifacts.items():
+            if not run.store.exists(f"{ref.folder}/{MANIFEST}") or _sha256(run.store, ref.folder) != ref.sha256:
+                yield f"{address}: its {name} ({ref.folder}) is missing or another one"
+
+
+def _lease_faults(run: Run) -> Iterator[str]:
+    """Who holds the run can be read: else it cannot be continued."""
+    try:
+        held_by(run.store, run.root)
+    except StoreError as error:
+        yield str(error)
 
 
 def unreferenced(run: Run) -> list[str]:
@@ -69,9 +152,26 @@ def unreferenced(run: Run) -> list[str]:
     for folder in manifests(run):
         kept.add(f"{folder}/{MANIFEST}")
         kept |= {f"{folder}/{record.name}" for record in read_manifest(run.store, folder).files}
-    others = (f"{run.root}/lease/", f"{run.root}/hosts/")  # who holds the run, who samples for it
-    return [
-        key
-        for key in run.store.list(run.root)
-        if key not in kept and not key.endswith("/iteration.json") and not key.startswith(others)
-    ]
+    others = tuple(f"{run.root}/{name}/" for name in UNCOMMITTED)
+    left = [key for key in run.store.list(run.root) if key not in kept and not key.startswith(others)]
+    return [key for key in left if not key.endswith("/iteration.json")]
+
+
+def sweep(run: Run) -> list[str]:
+    """Deletes what is unreferenced, and returns it. The caller holds the run.
+
+    StoreError while `verify` finds a fault: what a damaged manifest should name would be taken for waste.
+    """
+    _, faults = verify(run)
+    if faults:
+        raise StoreError(
+            f"nothing was deleted: run {run.name} has {len(faults)} fault{'s' * (len(faults) > 1)}, see `rlpipe verify {run.name}`; first {faults[0]}"
+        )
+    keys = unreferenced(run)
+    assert all(key.startswith(f"{run.root}/") for key in keys), "what belongs to another run would be deleted"
+    assert not any(key.endswith((f"/{MANIFEST}", "/run.json", "/iteration.json")) for key in keys), (
+        "a document would be deleted"
+    )
+    for key in keys:
+        run.store.delete(key)
+    return keys

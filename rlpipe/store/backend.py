@@ -11,13 +11,13 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
 import fsspec
 
 from rlpipe.types import StoreError, UserError, is_key
 
 PART_BYTES = 16 * 1024 * 1024
+PARTS = 8  # of one range, that are read at the same time
 
 
 class Store:
@@ -28,18 +28,26 @@ class Store:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme in ("", "file"):
-            self.local: Path | None = Path(parts.netloc + parts.path if parts.scheme else url).expanduser().resolve()
+        scheme, separator, rest = url.partition("://")
+        if "\0" in url or (separator and not rest):
+            raise UserError(f"store={url!r}: names no place; use file:///path or s3://bucket/prefix")
+        if scheme == "file" and separator and not rest.startswith("/"):
+            raise UserError(
+                f"store={url!r}: {rest.split('/')[0]!r} would be another host; write file:///path, or just the path"
+            )
+        if scheme == "s3" and set(rest) & set("?#"):
+            raise UserError(f"store={url!r}: '?' and '#' have a meaning of their own in an s3:// URL; leave them out")
+        if not separator or scheme == "file":
+            self.local: Path | None = Path(rest if separator else url).expanduser().resolve()
             self.url = f"file://{self.local}"
             self.filesystem: Any = fsspec.filesystem("file")
-        elif parts.scheme == "s3":
+        elif scheme == "s3":
             self.local = None
             self.url = url.rstrip("/")
             # listings are cached by default: a listing must show what another process committed a moment ago
             self.filesystem = _ErrorsAsOSError(fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True))
         else:
-            raise UserError(f"store={url!r}: unknown scheme {parts.scheme!r}; use file:///path or s3://bucket/prefix")
+            raise UserError(f"store={url!r}: unknown scheme {scheme!r}; use file:///path or s3://bucket/prefix")
 
     def address(self, key: str) -> str:
         """Where a person finds `key`: a path, or an s3:// URL. UserError for what is no key: some come from other processes."""
@@ -57,12 +65,28 @@ class Store:
         except FileNotFoundError as error:
             raise StoreError(f"{self.address(key)} is missing from the store") from error
 
+    def read_range(self, key: str, start: int, end: int) -> bytearray:
+        """The bytes `start` to `end` of a file; StoreError naming it when it is missing or shorter."""
+        path, data = self.address(key), bytearray(end - start)
+        for first in range(start, end, PARTS * PART_BYTES):
+            starts = list(range(first, min(first + PARTS * PART_BYTES, end), PART_BYTES))
+            ends = [min(at + PART_BYTES, end) for at in starts]
+            try:
+                parts = self.filesystem.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
+            except FileNotFoundError as error:
+                raise StoreError(f"{path} is missing from the store") from error
+            for at, stop, part in zip(starts, ends, parts, strict=True):
+                if len(part) != stop - at:
+                    raise StoreError(f"{path} is torn: it ends before byte {stop}")
+                data[at - start : stop - start] = part
+        return data
+
     def put(self, key: str, data: bytes) -> None:
         """Overwrites `key` atomically."""
         if self.local is None:
             self.filesystem.pipe_file(self.address(key), data)
-            return
-        self._replace(key, io.BytesIO(data))
+        else:
+            self._replace(key, io.BytesIO(data))
 
     def _replace(self, key: str, source: BinaryIO) -> None:
         path = Path(self.address(key))
@@ -113,13 +137,10 @@ class Store:
 
     def list(self, prefix: str) -> list[str]:
         """All keys below the folder `prefix`, sorted; empty when there is none."""
-        root = self.address(prefix)
         base = str(self.local) if self.local else self.url.removeprefix("s3://")
-        try:
-            found = self.filesystem.find(root)
-        except FileNotFoundError:
-            return []
-        return sorted(path.removeprefix("s3://").removeprefix(base).lstrip("/") for path in found)
+        paths = self.filesystem.find(self.address(prefix))
+        keys = (path.removeprefix("s3://").removeprefix(base).lstrip("/") for path in paths)
+        return sorted(key for key in keys if key.startswith(f"{prefix}/"))  # an emptied folder is a key of its own in SeaweedFS
 
     def folders(self, prefix: str) -> list[str]:
         """The names of the folders directly below `prefix`, sorted."""
@@ -181,39 +202,39 @@ def open_store(url: str) -> Store:
     return Store(url)
 
 
+def check_readable(store: Store) -> None:
+    """UserError with the way out when the store cannot be reached or listed. It may be mounted read-only."""
+    try:
+        store.folders("runs")
+    except OSError as error:
+        raise _no_access(store, "read", error) from error
+
+
 def check_access(store: Store) -> None:
     """UserError with the way out when the store cannot be reached, listed or written; writes nothing that stays."""
+    probe = f".rlpipe-probe-{uuid.uuid4().hex[:8]}"
     try:
-        if store.local is None:
-            _check_s3(store)
+        if store.local:
+            _check_folder(store.local, probe)
         else:
-            _check_local(store.local)
+            store.put(probe, b"probe")
+            store.delete(probe)
     except (OSError, StoreError) as error:
-        hint = (
-            "check the path and its permissions"
-            if store.local
-            else "check the bucket, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        )
-        raise UserError(f"store={store.url}: cannot be written ({error}); {hint}") from error
-    except ImportError as error:
-        raise UserError(f"store={store.url}: needs a package that is not installed ({error})") from error
+        raise _no_access(store, "written", error) from error
 
 
-def _check_local(root: Path) -> None:
-    existing = root
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(existing))
+def _no_access(store: Store, what: str, error: Exception) -> UserError:
+    cause = "path and its permissions" if store.local else "bucket, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    return UserError(f"store={store.url}: cannot be {what} ({error}); check the {cause}")
+
+
+def _check_folder(folder: Path, probe: str) -> None:
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(folder))
     # os.access says yes to root on a read-only mount, so try for real
-    probe = existing / f".rlpipe-probe-{uuid.uuid4().hex[:8]}"
     try:
-        probe.touch()
+        (folder / probe).touch()
     finally:
-        probe.unlink(missing_ok=True)
-
-
-def _check_s3(store: Store) -> None:
-    key = f".rlpipe-probe-{uuid.uuid4().hex[:8]}"
-    store.put(key, b"probe")
-    store.delete(key)
+        (folder / probe).unlink(missing_ok=True)

@@ -6,103 +6,130 @@ Whether a holder is dead: on this host its pid and start time say so; on another
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import psutil
+from pydantic import StrictBool
 
 from rlpipe.store.backend import Store
-from rlpipe.types import JsonDict, UserError, canonical_json
+from rlpipe.store.documents import read_document, sealed
+from rlpipe.types import StoreError, UserError
 
 HEARTBEAT_S = 10.0
 STALE_S = 35.0
 TAKEOVERS_MAX = 5
+NAME = re.compile(r"\d{6,}\.json")
 
 
 class RunHeld(UserError):
     """Another process works on the run."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Holder:
+    """What a lease says of the process that holds it."""
+
+    host: str
+    pid: int
+    process_started: float | None
+    beats: int = 0
+    released: StrictBool = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this host that lives."""
+        return self.host == socket.gethostname() and _start_time(self.pid) == self.process_started
+
+
 class Lease:
     """A held lease; its heartbeat runs in a thread until `release`."""
 
-    store: Store
-    key: str
-    record: JsonDict
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def start_heartbeat(self) -> None:
+    def __init__(self, store: Store, key: str, holder: Holder) -> None:
+        self._store, self._key, self._holder = store, key, holder
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="lease-heartbeat")
         self._thread.start()
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
-            self.record = {**self.record, "beats": self.record["beats"] + 1}
+            self._holder = replace(self._holder, beats=self._holder.beats + 1)
             try:
-                self.store.put(self.key, canonical_json(self.record))
+                self._store.put(self._key, sealed(self._holder))
             except OSError:
                 continue  # a passing store fault costs a beat, not the run; the next beat tries again
 
     def release(self) -> None:
         """Says that nobody holds the run any more."""
+        assert not self._stop.is_set(), f"{self._key} is released already"
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=HEARTBEAT_S)
-        self.store.put(self.key, canonical_json({**self.record, "released": True}))
+        self._thread.join(timeout=HEARTBEAT_S)
+        self._store.put(self._key, sealed(replace(self._holder, released=True)))
 
 
 def acquire(store: Store, run_root: str) -> Lease:
     """The lease of a run; RunHeld naming host and pid of a holder that lives."""
     for _ in range(TAKEOVERS_MAX):
-        newest = check_free(store, run_root)
-        key = f"{run_root}/lease/{newest + 1:06d}.json"
-        record = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "process_started": _start_time(os.getpid()),
-            "beats": 0,
-            "released": False,
-        }
-        if store.create(key, canonical_json(record)):
-            lease = Lease(store, key, record)
-            lease.start_heartbeat()
-            return lease
+        key = _key(run_root, check_free(store, run_root) + 1)
+        own = Holder(socket.gethostname(), os.getpid(), _start_time(os.getpid()))
+        if store.create(key, sealed(own)):
+            return Lease(store, key, own)
     raise RunHeld(f"{run_root}: {TAKEOVERS_MAX} others took the run first; is a scheduler starting it in a loop?")
 
 
 def check_free(store: Store, run_root: str) -> int:
     """The number of the newest lease (-1: none); RunHeld when its holder lives. Writes nothing."""
-    names = [key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")]
-    newest = max((int(name.removesuffix(".json")) for name in names if not name.startswith(".")), default=-1)
-    if newest < 0:
-        return newest
-    key = f"{run_root}/lease/{newest:06d}.json"
-    record = json.loads(store.read(key))
-    if not record["released"] and _lives(store, key, record):
+    newest, holder = _newest(store, run_root)
+    if holder and _lives(store, _key(run_root, newest), holder):
         raise RunHeld(
-            f"run {run_root.removeprefix('runs/')} is held by pid {record['pid']} on host {record['host']}; "
+            f"run {run_root.removeprefix('runs/')} is held by pid {holder.pid} on host {holder.host}; "
             "wait for it, stop it, or start under another name (--run)"
         )
     return newest
 
 
-def _lives(store: Store, key: str, record: JsonDict) -> bool:
-    if record["host"] == socket.gethostname():
-        return _start_time(record["pid"]) == record["process_started"]
+def held_by(store: Store, run_root: str) -> str:
+    """Who works on a run, by one look: `working`, for another host `held on HOST` (which may be dead), or nothing."""
+    _, holder = _newest(store, run_root)
+    if holder is None:
+        return ""
+    if holder.host != socket.gethostname():
+        return f"held on {holder.host}"
+    return "working" if holder.is_here else ""
+
+
+def _newest(store: Store, run_root: str) -> tuple[int, Holder | None]:
+    """Number and holder of the newest lease; -1 where there is none, None where nobody holds it."""
+    names = [key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")]
+    newest = max((int(name.removesuffix(".json")) for name in names if NAME.fullmatch(name)), default=-1)
+    return newest, _read(store, _key(run_root, newest)) if newest >= 0 else None
+
+
+def _read(store: Store, key: str) -> Holder | None:
+    try:
+        holder = read_document(store, key, Holder)
+    except StoreError as error:
+        raise StoreError(f"{error}, or remove it if no process works on the run") from error
+    return None if holder.released else holder
+
+
+def _key(run_root: str, number: int) -> str:
+    return f"{run_root}/lease/{number:06d}.json"
+
+
+def _lives(store: Store, key: str, holder: Holder) -> bool:
+    if holder.host == socket.gethostname():
+        return holder.is_here
     deadline = time.monotonic() + STALE_S
     while time.monotonic() < deadline:
         time.sleep(1.0)
-        now = json.loads(store.read(key))
-        if now["released"]:
-            return False
-        if now["beats"] != record["beats"]:
-            return True
+        now = _read(store, key)
+        if now is None or now.beats != holder.beats:
+            return now is not None
     return False
 
 

@@ -1,33 +1,37 @@
 """A run in the store: `run.json`, where each artifact lives, and how far the run has come.
 
 A run is a prefix of immutable artifacts. A fork shares its parent's prefix by reference: iterations 0..at are looked up there.
-A fork that redoes a stage of iteration `at` shares 0..at-1, and of `at` itself what comes before that stage.
+A fork that redoes a stage of iteration `at` shares 0..at-1, and of `at` itself what comes before that stage. One at AT_SFT
+shares the base model and SFT, and evaluates weight version 0 itself.
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import subprocess
+import re
 from bisect import bisect_left
-from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from pydantic import ValidationError
-
-from rlpipe.config import PipelineConfig, identity
-from rlpipe.store.artifacts import MANIFEST, find
+from rlpipe.config.pipeline import PipelineConfig, as_begun
+from rlpipe.store.artifacts import MANIFEST, find, read_artifact
 from rlpipe.store.backend import Store, check_access, open_store
-from rlpipe.types import ArtifactRef, JsonDict, Manifest, StoreError, UserError, canonical_json
+from rlpipe.store.documents import read_document
+from rlpipe.store.forks import AT_SFT, check_committed, differences, fixed_differences, way_to_change
+from rlpipe.store.run_record import ForkRecord, create_record, read_record, record_key
+from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError, UserError, is_key
 
+BEFORE_SFT = -1  # in place of a weight version: the base model, where SFT makes version 0 of it
 SHARED_BY_REDO = {  # the redone stage -> what its iteration shares with the parent's
     "score": ("prompts", "rollouts"),
     "filter": ("prompts", "rollouts", "scores"),
     "train": ("prompts", "rollouts", "scores", "batch"),
 }
-LIBRARIES = ("torch", "transformers", "prefect", "mlflow", "reasoning-gym", "tokenizers", "pyarrow")
+
+
+ITERATION = re.compile(r"(\d{5,6})/iteration\.json")
+
+
+class OtherSettings(UserError):
+    """A run of this name was created to compute something else; the message says what can be done."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Run:
     store: Store
     config: PipelineConfig
     parent: Run | None = None
-    fork_at: int = -1  # the newest RL iteration that is wholly the parent's
+    fork_at: int = AT_SFT  # the newest RL iteration that is wholly the parent's
     redo: str = ""  # the stage that iteration fork_at + 1 redoes; empty: the iteration is all its own
 
     @property
@@ -53,16 +57,26 @@ class Run:
 
         Without a stage: the run that trained the iteration and committed it.
         """
-        if self.parent is not None and (phase != "rl" or iteration <= self.fork_at or self._shares(iteration, stage)):
+        if self.parent is not None and self._shares(phase, iteration, stage):
             return self.parent.owner(phase, iteration, stage)
         return self
 
-    def _shares(self, iteration: int, stage: str) -> bool:
-        return self.redoes(iteration) and stage.split("/", 1)[0] in SHARED_BY_REDO[self.redo]
+    def _shares(self, phase: str, iteration: int, stage: str) -> bool:
+        if stage == "reference":  # rl.reference may change in a fork
+            assert self.parent is not None
+            return self.parent.config.rl.reference == self.config.rl.reference
+        if phase != "rl":  # one that was forked at SFT evaluates weight version 0 itself
+            return stage != "evaluation" or self.fork_at != AT_SFT or bool(self.redo)
+        redone_from = self.redoes(iteration) and stage.split("/", 1)[0] in SHARED_BY_REDO[self.redo]
+        return iteration <= self.fork_at or redone_from
 
     def redoes(self, iteration: int) -> bool:
         """Whether this is the iteration that is redone from what the parent stored of it."""
         return bool(self.redo) and iteration == self.fork_at + 1
+
+    def sampled_by(self, iteration: int) -> int:
+        """The weight version that samples an iteration, by the run that does: a redone one was sampled by the parent."""
+        return self.owner("rl", iteration, "rollouts").config.rl.sampled_by(iteration)
 
     def folder(self, phase: str, iteration: int, stage: str) -> str:
         """The store folder of a stage's artifact. Example: runs/a/rl/00012/policy."""
@@ -77,18 +91,36 @@ class Run:
 
     def committed(self, phase: str, iteration: int, stage: str) -> tuple[ArtifactRef, Manifest]:
         """The committed artifact; StoreError when it is missing."""
-        found = self.artifact(phase, iteration, stage)
-        if found is None:
-            raise StoreError(f"{self.store.address(self.folder(phase, iteration, stage))}/{MANIFEST} is missing from the store")
-        return found
+        return read_artifact(self.store, self.folder(phase, iteration, stage))
 
     def iteration_key(self, iteration: int) -> str:
         return f"{self.owner('rl', iteration).root}/rl/{iteration:05d}/iteration.json"
 
-    def iteration_record(self, iteration: int) -> JsonDict | None:
+    def iteration(self, iteration: int) -> IterationRecord | None:
         """What the commit of an iteration says, or None when it is not committed."""
         key = self.iteration_key(iteration)
-        return json.loads(self.store.read(key)) if self.store.exists(key) else None
+        if not self.store.exists(key):
+            return None
+        record = read_document(self.store, key, IterationRecord)
+        if (record.run, record.iteration) != (self.owner("rl", iteration).name, iteration):
+            raise StoreError(f"{self.store.address(key)} is the record of iteration {record.iteration} of run {record.run}")
+        if not all(is_key(ref.folder) for ref in record.artifacts.values()):
+            raise StoreError(f"{self.store.address(key)} is damaged: it names artifacts outside of the store")
+        if record.weight_version != iteration + 1 or not -1 <= record.state_iteration <= iteration:
+            raise StoreError(
+                f"{self.store.address(key)} is damaged: its weight version or its state is that of another iteration"
+            )
+        return record
+
+    def record(self, iteration: int) -> IterationRecord:
+        """The record of an iteration that was committed; StoreError when it is missing."""
+        if (record := self.iteration(iteration)) is None:
+            raise StoreError(f"{self.store.address(self.iteration_key(iteration))} is missing from the store")
+        return record
+
+    def iterations(self, count: int) -> list[IterationRecord]:
+        """The records of the first `count` iterations, all of them committed."""
+        return [self.record(iteration) for iteration in range(count)]
 
     def num_committed(self, phase: str, total: int) -> int:
         """How many of the first `total` iterations (segments, for sft) are committed.
@@ -96,6 +128,21 @@ class Run:
         Commits form a prefix, so bisection finds it: log2(total) look-ups, at iteration 1,000 as at iteration 10.
         """
         return bisect_left(range(total), True, key=lambda iteration: not self._is_committed(phase, iteration))
+
+    @property
+    def num_iterations(self) -> int:
+        """How many RL iterations are committed, also beyond those that the config plans."""
+        return self.num_committed("rl", 100_000)  # no run is longer
+
+    def own_iterations(self) -> list[int]:
+        """The numbers of the iterations whose records lie in this run's folder, by one listing."""
+        places = (ITERATION.fullmatch(key.removeprefix(f"{self.root}/rl/")) for key in self.store.list(f"{self.root}/rl"))
+        return sorted(int(place[1]) for place in places if place)
+
+    def lost_iterations(self) -> list[int]:
+        """Those that are not committed though later ones are. A commit is the last thing of an iteration, so somebody lost them."""
+        own = self.own_iterations()
+        return sorted(set(range(self.fork_at + 1, own[-1] if own else 0)).difference(own))
 
     def _is_committed(self, phase: str, iteration: int) -> bool:
         if phase == "rl":
@@ -115,6 +162,29 @@ class Run:
             return self.artifact("data", 0, "selection") is not None
         return self.num_committed("sft", self.num_segments) == self.num_segments
 
+    @property
+    def starts_rl(self) -> bool:
+        """Whether all that RL starts from is committed."""
+        return self.sft_complete and self.has_base and self.has_reference
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the reference of the KL is committed, where it is a model of its own."""
+        return not self.config.rl.reference or self.artifact("base", 0, "reference") is not None
+
+    @property
+    def has_base(self) -> bool:
+        """Whether tokenizer and base model are committed, and the probe of a base model that was copied."""
+        last = "probe" if self.config.model.path else "policy"
+        return self.artifact("base", 0, last) is not None
+
+    @property
+    def forked_from(self) -> str:
+        """What a fork shares. Examples: `a at 5`, `a at sft`, `a at 4, redoes train of 5`."""
+        assert self.parent is not None, "only of a fork"
+        at = "sft" if self.fork_at < 0 else self.fork_at
+        return f"{self.parent.name} at {at}" + (f", redoes {self.redo} of {self.fork_at + 1}" if self.redo else "")
+
     def sft_result(self) -> tuple[int, int]:
         """(the segment whose policy RL starts from, how many were trained), once SFT is complete; (-1, 0) without SFT."""
         if self.config.sft.validated:
@@ -122,27 +192,21 @@ class Run:
             return chosen["segment"], chosen["num_segments"]
         return self.num_segments - 1, self.num_segments
 
-    def start_policy(self) -> tuple[ArtifactRef, Manifest]:
-        """What RL starts from, weight version 0: the policy of the last SFT segment (validated: of the best), or the base model."""
-        segment, _ = self.sft_result()
-        return self.committed("sft", segment, "policy") if segment >= 0 else self.committed("base", 0, "policy")
+    def policy_place(self, version: int) -> tuple[str, int]:
+        """(phase, iteration) of a weight version's policy, beside which its evaluation lies: iteration k makes version k + 1.
+
+        Version 0, what RL starts from, is that of the last SFT segment (validated: of the best), or the base model; BEFORE_SFT is the
+        base model in any case.
+        """
+        assert version >= BEFORE_SFT, version
+        if version > 0:
+            return "rl", version - 1
+        segment = self.sft_result()[0] if version == 0 else -1
+        return ("sft", segment) if segment >= 0 else ("base", 0)
 
     def policy(self, version: int) -> tuple[ArtifactRef, Manifest]:
-        """The policy of a weight version: iteration k makes version k + 1."""
-        return self.start_policy() if version == 0 else self.committed("rl", version - 1, "policy")
-
-
-@cache
-def code_version() -> str:
-    """The commit this code is at, or the installed version."""
-    here = Path(__file__).parent
-    try:
-        told = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return version("rlpipe")
-    return told.stdout.strip() if told.returncode == 0 else version("rlpipe")
+        """The policy of a weight version."""
+        return self.committed(*self.policy_place(version), "policy")
 
 
 def create_or_continue(config: PipelineConfig) -> Run:
@@ -150,36 +214,51 @@ def create_or_continue(config: PipelineConfig) -> Run:
     assert config.run, "the command line or the flow names the run"
     store = open_store(config.store)
     check_access(store)
-    if find_run(store, config) is None:
-        store.create(f"runs/{config.run}/run.json", canonical_json(_run_record(config, None)))
-    found = find_run(store, config)
-    assert found is not None, "a run was created and is not there"
-    return found
+    if not store.exists(record_key(config.run)):
+        create_record(store, config, None)
+    return _continued(store, config)
 
 
 def find_run(store: Store, config: PipelineConfig) -> Run | None:
-    """The run of this name if there is one; UserError when it was created to compute something else. Writes nothing."""
-    key = f"runs/{config.run}/run.json"
-    if not store.exists(key):
-        return None
-    record = json.loads(store.read(key))
-    differ = _differences(identity(config), identity(_recorded_config(store, key, record)))
-    if differ:
-        raise UserError(
-            f"run {config.run} was created with other settings ({'; '.join(differ)}). Two ways out: run it again with the old ones, "
-            f"or keep what it has and branch off: rlpipe fork {config.run} --at K --run NEW --set ..."
+    """The run of this name if there is one; OtherSettings when it was created to compute something else. Writes nothing."""
+    return _continued(store, config) if store.exists(record_key(config.run)) else None
+
+
+def _continued(store: Store, config: PipelineConfig) -> Run:
+    run = open_existing(store, config.run)
+    config = as_begun(config, run.config)
+    if lost := run.lost_iterations():
+        raise StoreError(
+            f"{store.address(run.iteration_key(lost[0]))} is missing, and later iterations are committed; restore it from a copy"
         )
-    return _with_parent(store, config, record)
+    if differ := differences(config, run.config):
+        raise OtherSettings(
+            f"run {config.run} was created with other settings ({'; '.join(differ)}). Two ways out: run it again with the old ones, "
+            f"or {way_to_change(run, config)}"
+        )
+    return replace(run, config=config)
 
 
-def open_existing(store: Store, name: str) -> Run:
-    """A run with the config it was created with; UserError listing the runs when there is none of that name."""
-    key = f"runs/{name}/run.json"
-    if not store.exists(key):
+def open_existing(store: Store, name: str, forks: tuple[str, ...] = ()) -> Run:
+    """A run with the config it was created with; UserError listing the runs when there is none of that name.
+
+    `forks`: those that were opened on the way here, from fork to parent.
+    """
+    if name in forks or (forks and not store.exists(record_key(name))):
+        raise StoreError(
+            f"{store.address(record_key(forks[-1]))} is damaged: the run that it was forked from, {name}, is not there, or its own fork"
+        )
+    if not store.exists(record_key(name)):
         known = ", ".join(run_names(store)) or "none"
         raise UserError(f"no run {name!r} in {store.url} (runs: {known})")
-    record = json.loads(store.read(key))
-    return _with_parent(store, _recorded_config(store, key, record), record)
+    config, shared = read_record(store, name)
+    if shared is None:
+        return Run(store, config)
+    if shared.at < AT_SFT or shared.redo not in ("", *SHARED_BY_REDO):
+        raise StoreError(
+            f"{store.address(record_key(name))} is damaged: nothing can be forked at {shared.at}, redoing {shared.redo!r:.40}"
+        )
+    return _fork_of(open_existing(store, shared.run, (*forks, name)), shared.at, config, shared.redo)
 
 
 def run_names(store: Store) -> list[str]:
@@ -189,75 +268,27 @@ def run_names(store: Store) -> list[str]:
 def planned_fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:
     """What `fork` would create, or continue; UserError when that cannot be. Writes nothing."""
     assert redo in ("", *SHARED_BY_REDO), redo
-    check_committed(run, at)
-    key, forked = f"runs/{config.run}/run.json", _forked(run, at, redo)
-    if run.store.exists(key):  # the same fork again continues it
-        found = find_run(run.store, config) if json.loads(run.store.read(key))["fork"] == forked else None
-        if found is None:
+    check_committed(run, at, redo)
+    planned = _fork_of(run, at, config, redo)
+    if run.store.exists(record_key(config.run)):  # the same fork again continues it
+        standing = open_existing(run.store, config.run)
+        if standing.parent is None or standing.forked_from != planned.forked_from:
             raise UserError(f"--run {config.run}: that run exists; choose another name")
-        return found
-    differ = [
-        line for line in _differences(identity(config), identity(run.config)) if not line.startswith(("rl.", "evaluation."))
-    ]
-    if differ:
+        return _continued(run.store, config)
+    if differ := fixed_differences(config, run.config, at):
         raise UserError(f"a fork shares what came before RL, so these cannot change: {'; '.join(differ)}")
-    return Run(run.store, config, run, at - 1 if redo else at, redo)
+    return planned
 
 
 def fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:
     """A new run that shares `run`'s iterations 0..at and goes on with `config`; UserError when that cannot be.
 
-    With `redo` ("score", "filter" or "train") iteration `at` is redone from that stage on; what is before it is shared.
+    AT_SFT shares its SFT only. With `redo` ("score", "filter" or "train") iteration `at` is redone from that stage on; what is before it is shared.
     """
     planned_fork(run, at, config, redo)
-    run.store.create(f"runs/{config.run}/run.json", canonical_json(_run_record(config, _forked(run, at, redo))))
+    create_record(run.store, config, ForkRecord(run.name, at, redo))
     return planned_fork(run, at, config, redo)  # refused when another process was first, with another fork
 
 
-def _forked(run: Run, at: int, redo: str) -> JsonDict:
-    return {"run": run.name, "at": at} | ({"redo": redo} if redo else {})
-
-
-def check_committed(run: Run, at: int) -> None:
-    """UserError when there is no iteration `at` to fork at."""
-    if at >= 0 and run.iteration_record(at) is not None:
-        return
-    count = run.num_committed("rl", 100_000)
-    has = f"iterations 0 to {count - 1}" if count else "none"
-    ways = [f"choose K from 0 to {count - 1}"] if count else []
-    ways += [f"let `rlpipe run ... --run {run.name}` get there first"] if at >= 0 else []
-    raise UserError(
-        f"--at {at}: iteration {at} of run {run.name} is not committed (committed: {has}); "
-        f"{', or '.join(ways) or 'there is none below 0'}"
-    )
-
-
-def _with_parent(store: Store, config: PipelineConfig, record: JsonDict) -> Run:
-    if record["fork"] is None:
-        return Run(store, config)
-    at, redo = record["fork"]["at"], record["fork"].get("redo", "")
-    return Run(store, config, open_existing(store, record["fork"]["run"]), at - 1 if redo else at, redo)
-
-
-def _run_record(config: PipelineConfig, forked: JsonDict | None) -> JsonDict:
-    return {
-        "schema_version": 1,
-        "config": config.model_dump(mode="json"),
-        "fork": forked,
-        "code_version": code_version(),
-        "libraries": {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},
-    }
-
-
-def _differences(new: JsonDict, old: JsonDict) -> list[str]:
-    return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*new, *old}) if new.get(key) != old.get(key)]
-
-
-def _recorded_config(store: Store, key: str, record: JsonDict) -> PipelineConfig:
-    try:
-        return PipelineConfig.model_validate(record["config"])
-    except ValidationError as error:
-        wrong = ", ".join(".".join(map(str, fault["loc"])) for fault in error.errors())
-        raise UserError(
-            f"{store.address(key)} was written by rlpipe {record['code_version']}; this version does not know {wrong}"
-        ) from error
+def _fork_of(parent: Run, at: int, config: PipelineConfig, redo: str) -> Run:
+    return Run(parent.store, config, parent, at - 1 if redo else at, redo)

@@ -1,37 +1,34 @@
-"""Data of a job: Parquet to sequences, sequences to the steps of a job, rows of a plan to tensors.
+"""Data of a job: Parquet to sequences, and rows of texts (rlpipe/trainer/packing.py) to tensors.
 
-Legend: R rows, L tokens of a row, N scored positions, B sequences of a microbatch, T their scored tokens (padded).
+Legend: R rows of a microbatch, L tokens of a row, N scored positions, B sequences of a microbatch, T their scored tokens (padded).
 """
 
 from __future__ import annotations
 
-import io
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from rlpipe.store.artifacts import read_file, read_manifest
+from rlpipe.records.kinds import Float, Int32, Logprobs, Mask, Tokens
+from rlpipe.records.rollout import Conversation
+from rlpipe.store.artifacts import read_records, read_records_if_any
 from rlpipe.store.backend import Store
-from rlpipe.trainer.packing import Row
+from rlpipe.trainer.packing import BRANCHES, Row, Text, TrainSequence, fullest, text_tokens
 from rlpipe.types import ArtifactRef, StoreError
 
-RL_COLUMNS = ["prompt_tokens", "completion_tokens", "loss_mask", "rollout_logprobs", "reward", "group_index"]
-SFT_COLUMNS = ["tokens", "loss_mask"]
 
+@dataclass(frozen=True, eq=False)
+class BatchRow:
+    """What of a rollout is trained on: the columns of `batch.parquet` that are read."""
 
-@dataclass(frozen=True)
-class TrainSequence:
-    """Tokens, and which of them are trained. Example: TrainSequence([5, 9, 2], scored=[1, 2], [-0.1, -2.3])."""
-
-    tokens: np.ndarray
-    scored: np.ndarray  # positions of trained tokens, rising, never 0: the first token is predicted by nothing
-    rollout_logprobs: np.ndarray  # of the scored tokens; empty for SFT
-    first: int = 0  # of its scored tokens, the first one's place among those of the whole batch
+    prompt_tokens: Tokens
+    completion_tokens: Tokens
+    loss_mask: Mask
+    rollout_logprobs: Logprobs
+    reward: Float
+    group_index: Int32
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,8 @@ class Microbatch:
 
     tokens_RL: Tensor
     positions_RL: Tensor
-    segments_RL: Tensor
+    # where a text has several sequences: BRANCHES times the text, and 0 in the prompt, 1, 2, ... behind it
+    branch_RL: Tensor | None
     source_N: Tensor
     target_N: Tensor
     slot_N: Tensor
@@ -64,11 +62,6 @@ class Microbatch:
     advantages_BT: Tensor | None = None
     proximal_logprobs_BT: Tensor | None = None
     reference_logprobs_BT: Tensor | None = None
-
-    def attention_mask(self) -> Tensor:
-        """R x 1 x L x L, True where a token may look: back, within its own sequence. Padding is a sequence of its own."""
-        segments_RL = self.segments_RL
-        return (segments_RL[:, None, :, None] == segments_RL[:, None, None, :]).tril()
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Values of the scored positions as B x T, 0 elsewhere."""
@@ -80,28 +73,38 @@ class Microbatch:
         return replace(self, **moved)
 
 
-def collate(sequences: list[TrainSequence], rows: list[Row], row_tokens: int) -> Microbatch:
-    """The tensors of one microbatch: sequences side by side in rows, positions restarting with each."""
+def collate(texts: list[Text], rows: list[Row], padding: int = 0) -> Microbatch:
+    """The tensors of one microbatch: texts side by side in rows, as long as the fullest and `padding` more.
+
+    Positions restart with each text, and with each token of padding; all completions of a prompt go on from it. Behind a single
+    sequence they go on: rows that hold one each need no mask but the causal one.
+    """
+    row_tokens = fullest([[text_tokens(texts[index]) for index in row] for row in rows]) + padding
     shape = (max(len(rows), 1), row_tokens)
-    tokens_RL, positions_RL, segments_RL = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-    positions_RL[:] = np.arange(row_tokens)
-    order = [index for row in rows for index in row]
-    width = max((len(sequences[index].scored) for index in order), default=1)
+    tokens_RL, positions_RL, branch_RL = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    chosen = [sequence for row in rows for index in row for sequence in texts[index]]
+    width = max((len(sequence.scored) for sequence in chosen), default=1)
     source: list[np.ndarray] = []
     for row_index, row in enumerate(rows):
         start = 0
-        for segment, index in enumerate(row, start=1):
-            sequence = sequences[index]
-            end = start + len(sequence.tokens)
-            tokens_RL[row_index, start:end] = sequence.tokens
-            positions_RL[row_index, start:end] = np.arange(end - start)
-            segments_RL[row_index, start:end] = segment
-            source.append(row_index * row_tokens + start + sequence.scored - 1)
-            start = end
+        if len(chosen) == len(rows) and not padding:
+            positions_RL[row_index] = np.arange(row_tokens)
+        for number, text in enumerate((texts[index] for index in row), start=1):
+            first, shared = start, text[0].num_shared
+            for branch, sequence in enumerate(text, start=1):
+                skipped = shared if branch > 1 else 0
+                end = start + len(sequence.tokens) - skipped
+                tokens_RL[row_index, start:end] = sequence.tokens[skipped:]
+                positions_RL[row_index, start:end] = np.arange(skipped, len(sequence.tokens))
+                branch_RL[row_index, start:end] = BRANCHES * number + branch
+                before = sequence.scored - 1
+                source.append(row_index * row_tokens + np.where(before < skipped, first, start - skipped) + before)
+                start = end
+            branch_RL[row_index, first : first + shared] = BRANCHES * number
         assert start <= row_tokens, f"a row holds {start} of {row_tokens} tokens"
-    chosen = [sequences[index] for index in order]
     return Microbatch(
-        *(torch.from_numpy(array) for array in (tokens_RL, positions_RL, segments_RL)),
+        *(torch.from_numpy(array) for array in (tokens_RL, positions_RL)),
+        branch_RL=torch.from_numpy(branch_RL) if any(len(texts[index]) > 1 for row in rows for index in row) else None,
         source_N=_joined(source),
         target_N=_joined([sequence.tokens[sequence.scored] for sequence in chosen]),
         slot_N=_joined([b * width + np.arange(len(sequence.scored)) for b, sequence in enumerate(chosen)]),
@@ -122,59 +125,49 @@ def _padded(rows: list[np.ndarray], width: int) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def read_columns(store: Store, data: ArtifactRef, name: str, columns: list[str]) -> pa.Table:
-    """Columns of one Parquet file of an artifact, verified; StoreError naming the file."""
-    manifest = read_manifest(store, data.folder, data.sha256)
-    record = manifest.file(name)
-    try:
-        return pq.read_table(io.BytesIO(read_file(store, data.folder, record)), columns=columns)
-    except (pa.ArrowInvalid, KeyError) as error:
-        raise StoreError(f"{store.address(data.folder)}/{record.name} has not the columns {columns} ({error})") from error
-
-
 def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
     """The rollouts of a batch: step j takes groups j, j + num_steps, ...; fewer groups give fewer steps.
 
     StoreError naming the group of a row that makes no sense.
     """
-    table = read_columns(store, data, "batch.parquet", RL_COLUMNS)
-    columns = [table.column(name).to_pylist() for name in RL_COLUMNS]
-    groups: list[list[TrainSequence]] = []
-    previous, first = None, 0
-    for prompt, completion, mask, logprobs, reward, group_index in zip(*columns, strict=True):
-        if group_index != previous:
-            groups.append([])
-            previous = group_index
-        scored = np.flatnonzero(mask)
-        if not prompt or not len(completion) == len(mask) == len(logprobs) or reward is None or not math.isfinite(reward):
+    rows = read_records(store, data, "batch.parquet", BatchRow)
+    sequences: list[TrainSequence] = []
+    first = 0
+    for row in rows:
+        same = len(row.completion_tokens) == len(row.loss_mask) == len(row.rollout_logprobs)
+        if not (same and len(row.prompt_tokens) and row.reward is not None and np.isfinite(row.reward)):
             raise StoreError(
-                f"{store.address(data.folder)}: row of group {group_index}: prompt, completion and masks do not fit, "
-                f"or its reward {reward} is not finite"
+                f"{store.address(data.folder)}: row of group {row.group_index}: prompt, completion and masks do not fit, "
+                f"or its reward {row.reward} is not finite"
             )
-        tokens, logprobs = np.array(prompt + completion), np.array(logprobs, dtype=np.float32)[scored]
-        groups[-1].append(TrainSequence(tokens, scored + len(prompt), logprobs, first))
+        scored = np.flatnonzero(row.loss_mask)
+        tokens = np.concatenate([row.prompt_tokens, row.completion_tokens])
+        num_shared = len(row.prompt_tokens)
+        sequences.append(TrainSequence(tokens, scored + num_shared, row.rollout_logprobs[scored], first, num_shared))
         first += len(scored)
-    sequences = [sequence for group in groups for sequence in group]
-    steps = [
-        [sequence for group in groups[step::num_steps] for sequence in group] for step in range(min(num_steps, len(groups)))
-    ]
+    group_index_B = np.array([row.group_index for row in rows], dtype=np.int64)
+    group_B = np.cumsum(np.diff(group_index_B, prepend=group_index_B[:1]) != 0)  # 0, 1, ... in the order in which they come
     return RlBatch(
-        rewards_B=np.array(columns[RL_COLUMNS.index("reward")], dtype=np.float64),
-        group_index_B=np.array(columns[RL_COLUMNS.index("group_index")], dtype=np.int64),
+        rewards_B=np.array([row.reward for row in rows], dtype=np.float64),
+        group_index_B=group_index_B,
         lengths_B=np.array([len(sequence.scored) for sequence in sequences], dtype=np.int64),
-        steps=steps,
+        steps=[
+            [sequences[row] for row in np.flatnonzero(group_B % num_steps == step)]
+            for step in range(min(num_steps, group_B.max(initial=-1) + 1))
+        ],
     )
 
 
-def read_conversations(store: Store, data: ArtifactRef, name: str = "conversations.parquet") -> list[TrainSequence]:
-    """All conversations of an SFT data set, in order."""
-    table = read_columns(store, data, name, SFT_COLUMNS)
+def read_conversations(store: Store, data: ArtifactRef, name: str) -> list[TrainSequence]:
+    """The conversations of a file of an SFT data set, in order; none where there is no such file. StoreError for one that makes no sense."""
     sequences = []
-    for tokens, mask in zip(*(table.column(name).to_pylist() for name in SFT_COLUMNS), strict=True):
-        if not tokens or len(tokens) != len(mask):
-            raise StoreError(f"{store.address(data.folder)}: a conversation has {len(tokens)} tokens and a mask of {len(mask)}")
-        scored = np.flatnonzero(mask)
-        sequences.append(TrainSequence(np.array(tokens), scored[scored > 0], np.zeros(0, dtype=np.float32)))
+    for row in read_records_if_any(store, data, name, Conversation):
+        if not len(row.tokens) == len(row.loss_mask) > 0:
+            raise StoreError(
+                f"{store.address(data.folder)}: a conversation has {len(row.tokens)} tokens and a mask of {len(row.loss_mask)}"
+            )
+        places = np.flatnonzero(row.loss_mask)
+        sequences.append(TrainSequence(row.tokens, places[places > 0], np.zeros(0, dtype=np.float32)))
     return sequences
 
 
@@ -185,9 +178,8 @@ def conversations_of_step(num_conversations: int, step: int, batch_size: int, se
     the number of hard examples a batch sees would vary, and with it what a short SFT learns). Later epochs are permuted.
     """
     assert num_conversations > 0 and step >= 0, f"{num_conversations} conversations, step {step}"
-    first, last = step * batch_size // num_conversations, ((step + 1) * batch_size - 1) // num_conversations
-    orders = {epoch: _order(num_conversations, epoch, seed) for epoch in range(first, last + 1)}
     places = [divmod(place, num_conversations) for place in range(step * batch_size, (step + 1) * batch_size)]
+    orders = {epoch: _order(num_conversations, epoch, seed) for epoch in {epoch for epoch, _ in places}}
     return [int(orders[epoch][offset]) for epoch, offset in places]
 
 

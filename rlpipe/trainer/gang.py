@@ -1,36 +1,56 @@
-"""The ranks of one gang and how they agree: on a job, on sums, on a failure that only one of them saw."""
+"""The ranks of one gang and how they agree: on a job, on sums, on a failure that only one of them saw.
+
+Run as a program it is torchrun that ends with its parent and listens where its arguments say: a killed flow process leaves no gang
+behind, and nobody else gets in.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import platform
 import shutil
 import socket
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+from types import TracebackType
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.run as torchrun
 from safetensors import SafetensorError
+from torch._C._distributed_c10d import TCPStore
+from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
+from rlpipe.processes.launch import die_with_parent
 from rlpipe.store.backend import Store, open_store
-from rlpipe.trainer.options import TrainerOptions
+from rlpipe.trainer.process import TrainerOptions
 from rlpipe.types import StoreError, UserError
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the longest that one rank may wait for another (an upload of rank 0)
-SCRATCH = ("fetched", "saving")
+log = logging.getLogger(__name__)
+DATA_TIMEOUT = timedelta(minutes=5)  # of a collective between computations
+CONTROL_TIMEOUT = timedelta(hours=2)  # one rank may wait so long for another that reads or writes the store
+BEAT_S = 1.0
+SILENT_S = 5.0  # of a rank whose gang has broken already: it is gone
+LAST_WORDS_S = 10.0  # a rank whose collective failed stays so long: then rank 0 knows who is silent
 LOCAL_FAULTS = (StoreError, ValueError, OSError, SafetensorError)
 
 
 @dataclass
 class Gang:
-    """This rank's view of the gang. `control` is a gloo group: it carries host tensors on every device."""
+    """This rank's view of the gang. `control` is a gloo group of long patience: for what follows reading or writing."""
 
     options: TrainerOptions
     rank: int
@@ -42,8 +62,7 @@ class Gang:
     report: Callable[[int, int], None] = field(default=lambda done, total: None)
 
     def scratch(self, name: str) -> Path:
-        """A folder of this node's scratch; `name` is one of SCRATCH."""
-        assert name in SCRATCH, name
+        """A folder of this node's scratch."""
         folder = Path(self.options.work_dir) / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -61,9 +80,27 @@ class Gang:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of a float64 host tensor."""
         assert values.dtype == torch.float64 and values.device.type == "cpu", f"{values.dtype} on {values.device}"
-        if self.size > 1:
-            dist.all_reduce(values, group=self.control)
+        dist.all_reduce(values)
         return values
+
+    def fingerprint(self) -> dict[str, str]:
+        """What the bits of a result depend on, beside the code: equal on one kind of machine with equal libraries."""
+        if self.device.type == "cpu":
+            device, library = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}", "none"
+        else:
+            device, library = torch.cuda.get_device_name(self.device), ".".join(map(str, nccl.version()))
+        cuda, threads = str(torch.version.cuda).lower(), self.options.trainer.threads
+        of_gang = {"torch": torch.__version__, "cuda": cuda, "nccl": library, "device": device}
+        return of_gang | {"ranks": str(self.size), "threads": str(threads)}
+
+    def peak_memory_gib(self) -> float:
+        """The most that a rank has held since it started: of its GPU, else of main memory."""
+        held = (
+            torch.cuda.max_memory_allocated(self.device)
+            if self.device.type == "cuda"
+            else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+        )
+        return round(max(self.gather(held)) / 2**30, 3)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -90,35 +127,136 @@ def _bytes(data: bytes, length: int) -> torch.Tensor:
 def clear_scratch(options: TrainerOptions) -> None:
     """Removes what a killed gang left on this node; before the ranks meet, so that none uses it yet."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for name in SCRATCH:
-            shutil.rmtree(Path(options.work_dir) / name, ignore_errors=True)
+        shutil.rmtree(options.work_dir, ignore_errors=True)
 
 
 def _keep_to_interface(address: str) -> None:
     """The ranks' own connections stay on the interface of `address`: torch would take that of the host's name."""
     address = socket.gethostbyname(address)
-    here = [name for name, held in psutil.net_if_addrs().items() if address in (each.address for each in held)]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if here:
-            os.environ.setdefault(variable, here[0])
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (entry.address for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def join_gang(options: TrainerOptions) -> Gang:
     """Joins the gang that torchrun started (or that the caller initialised), with reproducible arithmetic."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_num_threads(options.threads)
+    # left to itself NCCL chooses by size and network how it adds up, and other choices give other bits
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    torch.set_num_threads(options.trainer.threads)
     torch.use_deterministic_algorithms(True)
     # a debugging aid that would fill every new tensor
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device, backend = torch.device("cpu"), "gloo"
+    if options.trainer.gpu_ids:
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         _keep_to_interface(options.host)
-        backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, timeout=DATA_TIMEOUT)
+    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     assert isinstance(control, dist.ProcessGroup), "this rank is in no group"
     rank, size = dist.get_rank(), dist.get_world_size()
-    return Gang(options, rank, size, device, init_device_mesh(options.device, (size,)), control, open_store(options.store))
+    return Gang(options, rank, size, device, init_device_mesh(device.type, (size,)), control, open_store(options.store))
+
+
+class Pulse:
+    """Every rank beats at torchrun's meeting point, in a thread of its own, and rank 0 listens: of a collective no rank learns who is gone.
+
+    `lost` is told why the gang cannot go on; it ends this process.
+    """
+
+    def __init__(self, gang: Gang, lost: Callable[[str], None]) -> None:
+        self._gang, self._lost, self._beats = gang, lost, 0
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = TCPStore(host, port, is_master=False, timeout=DATA_TIMEOUT, wait_for_workers=False)
+        self._beat()
+        self._places = gang.gather([int(os.environ["GROUP_RANK"]), socket.gethostname()])
+        self._heard = [(b"", time.monotonic())] * gang.size
+
+    def nodes(self) -> list[dict[str, object]]:
+        """All nodes, with their ranks and for how many seconds one of these has been silent."""
+        ranks: dict[tuple[int, str], list[int]] = {}
+        for rank, (node, host) in enumerate(self._places):
+            ranks.setdefault((node, host), []).append(rank)
+        return [
+            {"node": node, "host": host, "ranks": own, "silent_s": max(map(self._silent_s, own))}
+            for (node, host), own in ranks.items()
+        ]
+
+    def silent(self, seconds: float) -> str:
+        """The nodes with a rank that has been silent for longer; empty without one."""
+        silent = {rank: self._silent_s(rank) for rank in range(self._gang.size) if self._silent_s(rank) > seconds}
+        names = [
+            f"node {self._places[rank][0]} ({self._places[rank][1]}): rank {rank} has been silent for {silent[rank]:.0f} s"
+            for rank in silent
+        ]
+        return "; ".join(names)
+
+    def __enter__(self) -> Pulse:
+        threading.Thread(target=self._run, daemon=True, name="pulse").start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            log.error("rank %d failed", self._gang.rank, exc_info=error)
+            # rank 0 goes first: torchrun ends the other ranks of a node with the first that ends
+            time.sleep(LAST_WORDS_S * (1 if self._gang.rank == 0 else 2) if self._gang.size > 1 else 0)
+            self._lost(self.silent(SILENT_S) or f"rank {self._gang.rank} failed: {error!r:.300}")
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._beat()
+                if self._gang.rank == 0:
+                    self._listen()
+                time.sleep(BEAT_S)
+        except RuntimeError as error:
+            self._lost(f"node 0 is gone, and with it where the gang meets ({error!s:.300})")
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"rlpipe/beat/{self._gang.rank}", str(self._beats))
+
+    def _listen(self) -> None:
+        beats = self._store.multi_get([f"rlpipe/beat/{rank}" for rank in range(self._gang.size)])
+        for rank, beat in enumerate(beats):
+            if beat != self._heard[rank][0]:
+                self._heard[rank] = (beat, time.monotonic())
+        if silent := self.silent(self._gang.options.silent_s_max):
+            self._lost(silent)
+
+    def _silent_s(self, rank: int) -> float:
+        return round(time.monotonic() - self._heard[rank][1], 1)
+
+
+def bind(argv: list[str]) -> socket.socket | None:
+    """On node 0 the socket that the nodes meet at; its port takes the place of port 0 in `argv`."""
+    if argv[argv.index("--node-rank") + 1] != "0":
+        return None
+    at = argv.index("--master-port") + 1
+    listener = socket.create_server((argv[argv.index("--master-addr") + 1], int(argv[at])))
+    argv[at] = str(listener.getsockname()[1])
+    return listener
+
+
+class MeetingPoint(TCPStore):
+    """torch's store, on a socket that is bound already: its own would listen at every address of the machine."""
+
+    listener: socket.socket | None = None
+
+    def __init__(self, host: str, port: int, world_size: int, is_master: bool, timeout: timedelta, **_: Any) -> None:
+        if not is_master:
+            super().__init__(host, port, world_size, False, timeout)
+            return
+        assert self.listener is not None, "bind comes first"
+        handed = self.listener.detach()  # the store closes it
+        super().__init__(host, port, world_size, True, timeout, master_listen_fd=handed)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    MeetingPoint.listener = bind(sys.argv)
+    static_tcp_rendezvous.TCPStore = MeetingPoint  # pyright: ignore[reportPrivateImportUsage]
+    torchrun.main()

@@ -1,103 +1,234 @@
-"""The loop of every rank: get the job that rank 0 got, do it together, answer. What is resident lives here."""
+"""The jobs of a gang, and what rank 0 knows of them: which runs, which are done, and what is resident. Needs no torch.
+
+A job asked twice is done once: jobs with equal fields are one job. The HTTP thread submits and waits; the main thread works.
+"""
 
 from __future__ import annotations
 
-import logging
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from rlpipe.trainer.board import STATUS_OK, Board
-from rlpipe.trainer.gang import Gang
-from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.rl import train_rl
-from rlpipe.trainer.saving import save
-from rlpipe.trainer.settings import RlSettings, SftSettings
-from rlpipe.trainer.sft import train_sft
-from rlpipe.trainer.state import Resident, fetch, forget, load, load_policy
-from rlpipe.types import ArtifactRef, JsonDict, StepRefused, StoreError, UserError
+from rlpipe.config.training import RlConfig, SftConfig
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, UserError
 
-log = logging.getLogger(__name__)
-TICK_S = 5.0  # idle ranks meet this often: none waits for another as long as the collective timeout
-STATUS_OF = {UserError: 400, StoreError: 500, StepRefused: 422}
+STATUS_OK = 200
+STATUS_LOST = 503
+VALUE_CHARS_MAX = 200
+ATTEMPT = re.compile("[0-9a-z]{1,32}")
+EXACT = ConfigDict(extra="forbid")
 
-
-class Trainer:
-    """The gang's memory: the policy in training and the frozen reference. Both can be rebuilt from the store."""
-
-    def __init__(self, gang: Gang) -> None:
-        self.gang = gang
-        self.resident: Resident | None = None
-        self._reference: tuple[str, PolicyModel] | None = None
-
-    def run(self, kind: str, body: JsonDict) -> JsonDict:
-        """Does one job on all ranks. UserError, StoreError and StepRefused are raised on all of them alike.
-
-        A load or train that fails leaves nothing resident: what it left would be neither its start nor its result.
-        """
-        if kind == "save":
-            assert self.resident is not None, "a save of nothing"
-            return save(self.gang, self.resident, body)
-        before, self.resident = self.resident, None
-        if kind == "load":
-            del before  # its memory is needed
-            self.resident = load(self.gang, body)
-            return {}
-        assert kind == "train" and before is not None, f"{kind} with nothing resident"
-        metrics = self._train(before, body)
-        self.resident = before
-        return {"metrics": metrics}
-
-    def _train(self, resident: Resident, body: JsonDict) -> JsonDict:
-        data = ArtifactRef.from_json(body["data"])
-        kind = {"sft": SftSettings, "rl": RlSettings}.get(body["kind"])
-        if kind is None:
-            raise UserError(f"train: kind={body['kind']!r}: use rl or sft")
-        try:
-            settings = kind.model_validate(body["settings"])
-        except ValidationError as error:
-            raise UserError(f"settings: {error}") from error
-        if isinstance(settings, SftSettings):
-            return train_sft(self.gang, resident, data, settings)
-        if settings.kl != "none" and body["reference"] is None:
-            raise UserError(f"settings.kl={settings.kl} needs a reference policy")
-        return train_rl(self.gang, resident, self._reference_of(body["reference"]), data, settings)
-
-    def _reference_of(self, value: JsonDict | None) -> PolicyModel | None:
-        """The frozen reference, loaded once for as long as it stays the same."""
-        if value is None:
-            self._reference = None
-            return None
-        ref = ArtifactRef.from_json(value)
-        if self._reference is None or self._reference[0] != ref.sha256:
-            self._reference = None
-            folder = fetch(self.gang, ref)
-            policy, _, _ = load_policy(self.gang, folder)
-            forget(self.gang, folder)
-            self._reference = (ref.sha256, policy.requires_grad_(False))
-        return self._reference[1]
+Reference = Annotated[ArtifactRef, BeforeValidator(ArtifactRef.from_json)]
 
 
-def serve_jobs(trainer: Trainer, board: Board | None) -> None:
-    """Works until the process is ended. Only rank 0 has the board. A fault that is not common to all ranks ends the process:
-    torchrun then restarts the gang, empty."""
-    gang = trainer.gang
-    assert (board is not None) == (gang.rank == 0), "the board is rank 0's"
-    if board is not None:
-        gang.report = board.progress
-    while True:
-        job = board.next(TICK_S) if board is not None else None
-        message, *_ = gang.gather({"kind": job.kind, "body": job.body} if job else None)
-        if message is None:
-            continue
-        status, answer = _outcome(trainer, message["kind"], message["body"])
-        if board is not None:
-            assert job is not None, "a message without its job"
-            board.finish(job, status, answer)
+@dataclass(frozen=True)
+class NewModel:
+    """A model to initialise. Example: NewModel({"model_type": "qwen3", ...}, seed=0)."""
+
+    config: JsonDict
+    seed: int
 
 
-def _outcome(trainer: Trainer, kind: str, body: JsonDict) -> tuple[int, JsonDict]:
+@with_config(EXACT)
+@dataclass(frozen=True)
+class LoadJob:
+    """Makes a position resident, from one of: a new model, a policy (weights, fresh optimizer), a state (everything)."""
+
+    position: str
+    new: NewModel | None
+    policy: Reference | None
+    state: Reference | None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("new", "policy", "state") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"load needs exactly one of new, policy and state, got {given}")
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
+class SaveJob:
+    """Writes what is resident at `position` to the store: the policy, the state, or both."""
+
+    position: str
+    policy_folder: str | None
+    state_folder: str | None
+    attempt: str
+    tokenizer: Reference | None
+    stop_token_ids: list[int]  # what ends a turn of the assistant
+    context_tokens_max: int  # the longest text that an engine takes
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Optimizer steps on `data`, from the position `start` to `result`. `first_step`: global index of the first of them."""
+
+    start: str
+    result: str
+    data: Reference
+    first_step: Annotated[int, Field(ge=0)]
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
+class RlJob(TrainJob):
+    """One RL iteration. `reference`: the policy of the KL term."""
+
+    kind: Literal["rl"]
+    settings: RlConfig
+    reference: Reference | None
+
+    def __post_init__(self) -> None:
+        if self.settings.kl != "none" and self.reference is None:
+            raise ValueError(f"settings.kl={self.settings.kl} needs a reference policy")
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
+class SftJob(TrainJob):
+    """A segment of SFT, of `settings.num_steps` steps. `seed`: of the order of the conversations."""
+
+    kind: Literal["sft"]
+    settings: SftConfig
+    seed: int
+
+
+GangJob = LoadJob | RlJob | SftJob | SaveJob
+ANY_JOB: TypeAdapter[GangJob] = TypeAdapter(GangJob)
+JOBS: dict[str, TypeAdapter[Any]] = {
+    "load": TypeAdapter(LoadJob),
+    "train": TypeAdapter(Annotated[RlJob | SftJob, Field(discriminator="kind")]),
+    "save": TypeAdapter(SaveJob),
+}
+
+
+def job_of(kind: str, body: bytes) -> GangJob:
+    """The job of a request; UserError naming the field when the body is not JSON of exactly its fields."""
     try:
-        return STATUS_OK, {"state": "done", "result": trainer.run(kind, body)}
-    except tuple(STATUS_OF) as error:
-        log.warning("%s refused: %s", kind, error)
-        return STATUS_OF[type(error)], {"error": str(error)}
+        return JOBS[kind].validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        name = ".".join(map(str, fault["loc"])) or "the body"
+        raise UserError(f"{kind}: {name}={fault['input']!r:.{VALUE_CHARS_MAX}}: {fault['msg']:.{VALUE_CHARS_MAX}}") from error
+
+
+def check_place(job: GangJob, run: str) -> None:
+    """UserError for a save that would write elsewhere than into a policy's or state's folder of the run."""
+    assert run, "a gang is of a run"
+    if not isinstance(job, SaveJob):
+        return
+    for kind, folder in (("policy", job.policy_folder), ("state", job.state_folder)):
+        if folder is not None and not re.fullmatch(rf"runs/{re.escape(run)}/(base|(sft|rl)/\d{{5,}})/{kind}", folder):
+            raise UserError(f"save: {kind}_folder={folder!r:.{VALUE_CHARS_MAX}}: a {kind} of run {run} has another folder")
+    if not ATTEMPT.fullmatch(job.attempt):
+        raise UserError(f"save: attempt={job.attempt!r:.{VALUE_CHARS_MAX}}: letters and digits name an attempt")
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What a job came to. A training has `metrics`, a load `differs`, a save the rest."""
+
+    metrics: JsonDict = field(default_factory=dict)  # as the manifest of the policy will have them
+    differs: str = ""  # in what this gang is another than the one that saved the state
+    policy: list[FileRecord] = field(default_factory=list)
+    state: list[FileRecord] = field(default_factory=list)
+    probe: dict[str, Sequence[float]] = field(default_factory=dict)  # tokens, and the logprobs of the last of them
+
+
+@dataclass(eq=False)
+class JobRecord:
+    """A job on the board. `answer`: HTTP status and body, once it is done."""
+
+    job: GangJob
+    answer: Future[tuple[int, dict[str, object]]] = field(default_factory=Future)
+    progress: dict[str, int] = field(default_factory=lambda: {"done": 0, "total": 0})
+
+
+class JobRefused(Exception):
+    """A job that may not run now; `answer` says why, and which position is resident."""
+
+    def __init__(self, error: str, position: str | None) -> None:
+        super().__init__(error)
+        self.answer = {"error": error, "position": position}
+
+
+class Board:
+    """At most one job at a time; positions change only by jobs that succeed."""
+
+    def __init__(self) -> None:
+        self.position: str | None = None
+        self.running: JobRecord | None = None
+        self.nodes: Callable[[], list[dict[str, object]]] = list  # of the gang, and for how long they have been silent
+        self.lost = ""  # why the gang ends
+        self._finished: list[JobRecord] = []  # the job that led to the position, and those after it that left it there
+        self._waiting: queue.SimpleQueue[JobRecord] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._worked = time.monotonic()  # when somebody last asked for work, or it ended
+
+    def submit(self, job: GangJob) -> JobRecord:
+        """The record of this job: it runs, or it is done and still holds, or it is new. JobRefused otherwise."""
+        with self._lock:
+            self._worked = time.monotonic()
+            for record in [self.running] if self.running else self._finished:
+                if record.job == job:
+                    return record
+            if self.running is not None:
+                raise JobRefused("busy", self.position)
+            needed = job.start if isinstance(job, TrainJob) else job.position
+            if not isinstance(job, LoadJob) and needed != self.position:
+                raise JobRefused("not resident", self.position)
+            if not isinstance(job, SaveJob):
+                self.position = None
+                self._finished.clear()
+            self.running = JobRecord(job)
+            self._waiting.put(self.running)
+            return self.running
+
+    def next(self, timeout_s: float) -> JobRecord | None:
+        """The next job for the main thread, or None after the timeout."""
+        try:
+            return self._waiting.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def progress(self, done: int, total: int) -> None:
+        """What the running job has done so far."""
+        assert 0 <= done <= total, f"{done} of {total}"
+        if self.running is not None:
+            self.running.progress = {"done": done, "total": total}
+
+    def finish(self, record: JobRecord, status: int, answer: dict[str, object]) -> None:
+        """Ends the running job; one that succeeded sets the position."""
+        with self._lock:
+            assert self.running is record, "another job was running"
+            if status == STATUS_OK:
+                self.position = record.job.result if isinstance(record.job, TrainJob) else record.job.position
+            self._finished.append(record)
+            self.running, self._worked = None, time.monotonic()
+        record.answer.set_result((status, answer))
+
+    def give_up(self, why: str) -> None:
+        """The gang ends: whoever waits for a job, or asks for one, is told why."""
+        with self._lock:
+            self.lost, running = why, self.running
+        if running is not None and not running.answer.done():
+            running.answer.set_result((STATUS_LOST, {"error": why}))
+
+    def delivered(self, record: JobRecord) -> None:
+        """The answer was sent: a failure is forgotten, so that the same job can be tried again."""
+        with self._lock:
+            if record.answer.result()[0] != STATUS_OK and record in self._finished:
+                self._finished.remove(record)
+
+    def status(self) -> dict[str, object]:
+        """What is resident, what runs and how far it is, and for how many seconds there was nothing to do."""
+        running = self.running
+        progress, idle_s = (running.progress, 0.0) if running else (None, time.monotonic() - self._worked)
+        return {"position": self.position, "busy": running is not None, "progress": progress, "idle_s": idle_s}

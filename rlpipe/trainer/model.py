@@ -6,23 +6,29 @@ Legend: R rows, L tokens of a row, N scored positions, H hidden size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import json
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import psutil
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-from rlpipe.logprobs import chunk_size, chunked_logprobs
+from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
+from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
+from rlpipe.models.checkpoint import Checkpoint, TensorFile, ranged_file, tensors_of, tied_names
+from rlpipe.models.masks import Masks
+from rlpipe.store.artifacts import Blocks, check_file, read_file, read_manifest, read_range
 from rlpipe.trainer.gang import Gang
-from rlpipe.types import JsonDict, StoreError, UserError
+from rlpipe.trainer.packing import BRANCHES
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError, UserError
 
-ReadRows = Callable[[str, list[int], int, int], Tensor]  # (HF name, whole shape, first row, end row) -> those rows
+ReadRows = Callable[[str, list[int], int, int], Tensor]  # (the module's name, whole shape, first row, end row) -> those rows
+Weights = Callable[[Any], ReadRows]  # where the rows of a model, which has none yet, come from
 
 
 class PolicyModel(nn.Module):
@@ -31,24 +37,48 @@ class PolicyModel(nn.Module):
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
-        self.chunk = chunk_size(lm.config.get_text_config().vocab_size)
+        vocab_size = lm.config.get_text_config().vocab_size
+        self.chunk, self.kept = chunk_size(vocab_size), chunk_size(vocab_size, LOGITS_KEPT)
+        self._project = head_of(lm)
+        self.experts = ExpertUse(lm)
 
     def forward(
-        self, tokens_RL: Tensor, positions_RL: Tensor, mask_R1LL: Tensor, source_N: Tensor, target_N: Tensor, temperature: float
+        self,
+        tokens_RL: Tensor,
+        positions_RL: Tensor,
+        source_N: Tensor,
+        target_N: Tensor,
+        temperature: float,
+        entropy_trained: bool = True,
+        branch_RL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies, fp32, of `target_N`, each predicted at the flat position `source_N`."""
-        hidden = self.lm.base_model(
-            input_ids=tokens_RL, position_ids=positions_RL, attention_mask=mask_R1LL, use_cache=False
-        ).last_hidden_state
-        hidden_NH = hidden.flatten(0, 1).index_select(0, source_N)
-        project = self.lm.get_output_embeddings()
-        return chunked_logprobs(hidden_NH, target_N, project, temperature=temperature, chunk=self.chunk)
+        mask = None if branch_RL is None else Masks(self.lm).of_branches(positions_RL, branch_RL, BRANCHES)
+        with self.experts.counting(source_N):
+            hidden_NH = hidden_states(self.lm, tokens_RL, positions_RL, mask).flatten(0, 1).index_select(0, source_N)
+        how = {"temperature": temperature, "chunk": self.chunk, "kept": self.kept, "entropy_trained": entropy_trained}
+        return chunked_logprobs(hidden_NH, target_N, self._project, **how)
+
+    def plain_logprobs(self, tokens_L: Tensor) -> Tensor:
+        """Logprobs of `tokens_L` but the first, as the language model itself gives them for this text alone: what `forward` must equal."""
+        given = {"use_cache": False} if takes(self.lm, "use_cache") else {}
+        logits_LV = self.lm(input_ids=tokens_L[None], **given).logits[0, :-1].float()
+        return torch.log_softmax(logits_LV, dim=-1).gather(-1, tokens_L[1:, None]).squeeze(-1)
 
     def shards(self) -> Iterator[tuple[str, DTensor]]:
-        """(HF name, sharded parameter), tied ones once."""
+        """(the language model's name, sharded parameter), tied ones once."""
         for name, parameter in self.named_parameters():
             assert isinstance(parameter, DTensor), f"{name} is not sharded"
             yield name.removeprefix("lm."), parameter
+
+    def trained(self) -> Iterator[tuple[str, DTensor]]:
+        """Those of `shards` that have a gradient: some families keep numbers as parameters that are none, biases of experts."""
+        return ((name, parameter) for name, parameter in self.shards() if parameter.requires_grad)
+
+    def kept_buffers(self) -> dict[str, Tensor]:
+        """What is saved beside the parameters, and not trained: biases that balance experts. Whole on every rank."""
+        parameters = dict(self.lm.named_parameters())
+        return {name: tensor for name, tensor in tensors_of(self.lm).items() if name not in parameters}
 
 
 def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
@@ -57,90 +87,101 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
-def hf_config(value: JsonDict) -> PretrainedConfig:
-    """A model's config from its JSON; UserError when it names no architecture that is known."""
-    value = {key: entry for key, entry in value.items() if key != "transformers_version"}
-    try:
-        config = AutoConfig.for_model(**value)
-    except (KeyError, ValueError, TypeError) as error:
-        raise UserError(
-            f"model config: model_type={value.get('model_type')!r} is not a known architecture ({error})"
-        ) from error
-    if getattr(config.get_text_config(), "final_logit_softcapping", None):
-        raise UserError("model config: final_logit_softcapping is not supported by the chunked logprobs; use another model")
-    return config
-
-
-def build_policy(gang: Gang, config: PretrainedConfig, read_rows: ReadRows) -> PolicyModel:
+def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights) -> PolicyModel:
     """The sharded policy, fp32 masters, each rank reading only its own rows. Faults of reading are common to all ranks."""
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    policy = PolicyModel(lm).eval()
-    layers = [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]
+    lm: Any = None
+    read_rows: ReadRows | None = None
+    with gang.together():
+        lm = empty_model(config)
+        if odd := [name for name, parameter in lm.named_parameters() if parameter.ndim == 0]:
+            raise UserError(
+                f"model config: {config.model_type} has parameters without a dimension ({odd[:3]}): they cannot be sharded"
+            )
+        read_rows = weights(lm)
+    assert read_rows is not None, "an error is raised"
+    policy = PolicyModel(lm)
     dtype = getattr(torch, gang.options.dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in layers:
-        if gang.options.activation_checkpointing:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    for layer in layers_of(lm):
+        if gang.options.trainer.activation_checkpointing:
+            recompute(layer)
         fully_shard(layer, mesh=gang.mesh, mp_policy=precision)
     fully_shard(policy, mesh=gang.mesh, mp_policy=precision)
+    register_fsdp_forward_method(policy, "plain_logprobs")
     policy.to_empty(device=gang.device)
-    _restore_buffers(lm)
     with gang.together(), torch.no_grad():
-        for name, parameter in policy.shards():
-            start, end = row_range(parameter.shape[0], gang.rank, gang.size)
-            local = parameter.to_local()
-            assert local.shape[0] == end - start, f"{name}: this rank has {local.shape[0]} rows, not {start} to {end}"
-            local.copy_(read_rows(name, [*parameter.shape], start, end))
+        restore_buffers(lm)
+        fill(gang, policy.shards(), [parameter.to_local() for _, parameter in policy.shards()], read_rows)
+        for name, buffer in policy.kept_buffers().items():
+            buffer.copy_(read_rows(name, [*buffer.shape], 0, len(buffer) if buffer.ndim else 1))
     return policy
 
 
-def _restore_buffers(lm: Any) -> None:
-    """Rotary frequencies are in no file; a model made on the meta device has to make them again."""
-    for module in lm.modules():
-        if module._non_persistent_buffers_set:
-            assert not list(module.parameters(recurse=False)), "would initialise weights anew"
-            lm._init_weights(module)
-    assert not [name for name, _ in lm.named_buffers() if name in lm.state_dict()], "persistent buffers are not saved"
+def layers_of(lm: Any) -> list[nn.Module]:
+    """What is gathered at once, layer by layer; the rest of the model is gathered for all of a step."""
+    layers = [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}  # a family may name both
+    tied = {id(lm.get_parameter(name)) for name in tied_names(lm)}  # they belong to the whole
+    return [layer for layer in layers if id(layer) not in inner and not tied.intersection(map(id, layer.parameters()))]
 
 
-def new_weights(config: PretrainedConfig, seed: int) -> ReadRows:
-    """Rows of a newly initialised model: the same for any number of ranks."""
+def recompute(layer: nn.Module) -> None:
+    """Its activations are made again in the backward pass, of its input."""
+    layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def fill(gang: Gang, parameters: Iterable[tuple[str, DTensor]], tensors: Iterable[Tensor], read_rows: ReadRows) -> None:
+    """Reads this rank's rows of parameters, or of what is kept beside each, into `tensors`."""
+    for (name, parameter), tensor in zip(parameters, tensors, strict=True):
+        start, end = row_range(parameter.shape[0], gang.rank, gang.size)
+        assert tensor.shape[0] == end - start, f"{name}: this rank has {tensor.shape[0]} rows, not {start} to {end}"
+        tensor.copy_(read_rows(name, [*parameter.shape], start, end))
+
+
+def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
+    """Rows of a newly initialised model: the same for any number of ranks. UserError for one that no memory holds."""
+    here, needed = psutil.virtual_memory().total, 4 * sum(parameter.numel() for parameter in lm.parameters())
+    if needed > here:
+        raise UserError(
+            f"model config: new weights of this shape take {needed / 2**30:,.0f} GiB, this machine has {here / 2**30:,.0f} GiB"
+        )
     torch.manual_seed(seed)
-    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    parameters = dict(lm.named_parameters())
-    return lambda name, shape, start, end: parameters[name].detach()[start:end]
+    tensors = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
+    return lambda name, shape, start, end: tensors[name][start:end] if shape else tensors[name]
 
 
-def folder_weights(folder: Path) -> ReadRows:
-    """Rows of the safetensors of a folder in HF format; StoreError naming the folder and tensor that is missing."""
-    paths = {name: path for path in sorted(folder.glob("*.safetensors")) for name in _names(path)}
+def load_policy(gang: Gang, ref: ArtifactRef) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
+    """The weights of a policy in the store, its config and its generation config."""
+    with gang.together():
+        files = {file.plain_name: file for file in read_manifest(gang.store, ref.folder, ref.sha256).files}
+        documents = {
+            name: json.loads(read_file(gang.store, ref.folder, files[name]))
+            for name in ("config.json", "generation_config.json")
+            if name in files
+        }
+        if "config.json" not in documents:
+            raise StoreError(f"{ref.folder} has no config.json")
+        config = hf_config(documents["config.json"])
+        weights = [file for name, file in files.items() if name.endswith(".safetensors")]
+        check_share(gang, ref.folder, weights)
+    generation_config = documents.get("generation_config.json") or GenerationConfig.from_model_config(config).to_diff_dict()
 
-    def read_rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
-        if name not in paths:
-            raise StoreError(f"{folder} has no tensor {name}")
-        with safe_open(paths[name], framework="pt") as file:
-            stored = file.get_slice(name)
-            # too many rows would be cut off silently by the slice
-            if stored.get_shape() != shape:
-                raise StoreError(f"{paths[name]}: {name} has the shape {stored.get_shape()}, config.json says {shape}")
-            return stored[start:end].float()
+    def rows(lm: Any) -> ReadRows:
+        checkpoint = Checkpoint(ref.folder, [stored_file(gang, ref.folder, file) for file in weights], lm)
+        if faults := checkpoint.faults():  # before memory is taken for the shapes of config.json
+            raise StoreError(f"{ref.folder}: {'; '.join(faults[:3])}")
+        return checkpoint.rows
 
-    return read_rows
-
-
-def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
-
-
-def set_last(policy: PolicyModel, last: bool) -> None:
-    """Gradients are reduced over the ranks only with the last microbatch of a step."""
-    assert isinstance(policy, FSDPModule), "the policy is not sharded"
-    policy.set_requires_gradient_sync(last)
+    return build_policy(gang, config, rows), config, generation_config
 
 
-def reshard(policy: PolicyModel) -> None:
-    """Frees what a pass without gradients left unsharded: it would go stale with the next optimizer step."""
-    assert isinstance(policy, FSDPModule), "the policy is not sharded"
-    policy.reshard()
+def check_share(gang: Gang, folder: str, files: list[FileRecord]) -> None:
+    """Files whose blocks are not known are hashed whole, each by one rank: together the ranks read them once for that."""
+    for file in files[gang.rank :: gang.size]:
+        check_file(gang.store, folder, file)
+
+
+def stored_file(gang: Gang, folder: str, file: FileRecord, blocks: Blocks | None = None) -> TensorFile:
+    """A file of weights in the store, read in parts."""
+    read = functools.partial(read_range, gang.store, folder, file, blocks)
+    return ranged_file(gang.store.address(f"{folder}/{file.name}"), file.bytes, read)

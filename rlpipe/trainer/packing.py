@@ -1,93 +1,171 @@
-"""Packing: sequences of many lengths become a few rectangles of tokens. Pure and deterministic; needs no torch.
+"""Sequences to texts, texts to rows, rows to microbatches: pure and deterministic.
 
-Legend: R rows of a microbatch, L tokens of a row. All ranks of a step share L and the number of microbatches.
+A text is one sequence, or several of a group with their prompt once: each goes on from it, and sees none of the others.
+All ranks of a step share the number of microbatches.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
 
 from rlpipe.types import UserError
 
-# Attention of a row costs L²: on a CPU, many short rows are several times faster than one long row
-ROW_TOKENS_MIN = 128
-ROW_MULTIPLE = 8
+# At this length of a row its attention, which grows with the square, costs as much as all else: between a model of 0.8M and one of 135M on a CPU
+ATTENTION_TOKENS = 512
+ROW_LENGTHS = (1, 2, 4)  # that are tried, in lengths of the longest text
+TEXT_LENGTHS = (1, 2, 4, 8)  # that are tried for texts that share a prompt, in lengths of the longest sequence
+SHARED_TOKENS_MAX = 2048  # of such a text: its mask, L x L in each layer, is to stay small beside the activations
+BRANCHES = 2048  # more than a group has rollouts
 
-Row = list[int]  # indices of sequences, side by side
+Row = list[int]  # indices of texts, side by side
+# the microbatches of one rank in one step. Example: [[[0, 5], [2]], [[7]]]: two, the first of two rows
+RankPlan = list[list[Row]]
+
+
+class Rows(IntEnum):
+    """How sequences may be put into rows; what allows one allows those before it."""
+
+    SINGLE = 0  # for models whose layers carry a state along a row: what stands behind a sequence would see it
+    PACKED = 1  # side by side
+    SHARED = 2  # and a prompt once for several of its completions
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How one rank computes one step.
+class TrainSequence:
+    """Tokens, and which of them are trained. Example: TrainSequence([5, 9, 2], scored=[1, 2], [-0.1, -2.3])."""
 
-    Example: Plan(128, [[[0, 5], [2]], [[7]]]): rows of 128 tokens; two microbatches, the first of two rows.
+    tokens: np.ndarray
+    scored: np.ndarray  # positions of trained tokens, rising, never 0: the first token is predicted by nothing
+    rollout_logprobs: np.ndarray  # of the scored tokens; empty for SFT
+    first: int = 0  # of its scored tokens, the first one's place among those of the whole batch
+    num_shared: int = 0  # tokens at its beginning, none of them scored, that others of its group have too: the prompt
+
+
+Text = list[TrainSequence]  # of several the prompts are equal
+
+
+def text_tokens(text: Text) -> int:
+    """Tokens of a text: the prompt once."""
+    return sum(len(sequence.tokens) for sequence in text) - (len(text) - 1) * text[0].num_shared
+
+
+def share_prompts(sequences: list[TrainSequence], tokens_max: int) -> list[Text]:
+    """Neighbours with the same prompt as one text, as many as are `tokens_max` together; what has no prompt stays alone."""
+    texts: list[Text] = []
+    prompt, room = np.zeros(0), 0
+    for sequence in sequences:
+        own = sequence.tokens[: sequence.num_shared]
+        added = len(sequence.tokens) - len(own)
+        if len(own) and added <= room and np.array_equal(own, prompt):
+            texts[-1].append(sequence)
+        else:
+            texts.append([sequence])
+            prompt, room = own, tokens_max - len(own)
+        room -= added
+    return texts
+
+
+def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """The texts of each rank: longest first, each to the rank with the fewest tokens so far."""
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        rank = tokens.index(min(tokens))
+        hands[rank].append(index)
+        tokens[rank] += lengths[index]
+    assert sum(map(len, hands)) == len(lengths), "a sequence was lost"
+    return hands
+
+
+def pack_rows(indices: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[Row]:
+    """Best-fit decreasing: `indices` come longest first, each goes to the row with the least room that is enough."""
+    rows: list[Row] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), rising
+    for index in indices:
+        assert 0 < lengths[index] <= row_tokens, f"sequence {index} has {lengths[index]} tokens, a row {row_tokens}"
+        fits = bisect.bisect_left(room, (lengths[index], -1))
+        free, row = room.pop(fits) if fits < len(room) else (row_tokens, len(rows))
+        rows[row:] = rows[row:] or [[]]
+        rows[row].append(index)
+        bisect.insort(room, (free - lengths[index], row))
+    return rows
+
+
+def plan_texts(
+    sequences: list[TrainSequence], ranks: int, tokens_max: int, rows: Rows = Rows.PACKED
+) -> tuple[list[Text], list[RankPlan]]:
+    """The texts of a step and their plan: a prompt is shared by as many as costs least.
+
+    Shared by many it is computed once, but their row is long, and attention within it, though masked, costs as much as if all saw all.
     """
+    longest = max((len(sequence.tokens) for sequence in sequences), default=0)
+    limits = {min(times * longest, SHARED_TOKENS_MAX, tokens_max) for times in TEXT_LENGTHS} if rows is Rows.SHARED else set()
+    tried: list[tuple[float, list[Text], list[RankPlan]]] = []
+    for text_tokens_max in (0, *sorted(limits)):
+        texts = share_prompts(sequences, text_tokens_max)
+        lengths = list(map(text_tokens, texts))
+        plans = plan_step(lengths, ranks, tokens_max, rows)
+        tried.append((cost(plans, lengths), texts, plans))
+    _, texts, plans = min(tried, key=lambda plan: plan[0])
+    return texts, plans
 
-    row_tokens: int
-    microbatches: list[list[Row]]
 
+def plan_step(lengths: Sequence[int], ranks: int, tokens_max: int, rows: Rows = Rows.PACKED) -> list[RankPlan]:
+    """The plan of every rank: rows of the length that costs least, in microbatches of rows that are alike and at most `tokens_max` tokens.
 
-def row_length(lengths: Sequence[int], tokens_max: int) -> int:
-    """L: the longest sequence, but at least ROW_TOKENS_MIN (or the budget), rounded up to ROW_MULTIPLE.
-
-    UserError when a sequence does not fit `tokens_max`.
+    A rank with less to do gets microbatches without rows, so that all run the same number. UserError when a sequence does not fit.
     """
     longest = max(lengths, default=1)
     if longest > tokens_max:
         raise UserError(
             f"a sequence has {longest} tokens, trainer.tokens_max={tokens_max}; set trainer.tokens_max to {longest}"
         )
-    wanted = max(longest, min(ROW_TOKENS_MIN, tokens_max))
-    return min(-(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE, tokens_max)
-
-
-def by_length(lengths: Sequence[int]) -> list[int]:
-    """Indices, longest sequence first; equal lengths in their order."""
-    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-
-
-def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """The sequences of each rank: longest first, each to the rank with the fewest tokens so far."""
-    hands: list[list[int]] = [[] for _ in range(ranks)]
-    heap = [(0, rank) for rank in range(ranks)]
-    for index in by_length(lengths):
-        tokens, rank = heap[0]
-        hands[rank].append(index)
-        heapq.heapreplace(heap, (tokens + lengths[index], rank))
-    assert sum(map(len, hands)) == len(lengths), "a sequence was lost"
-    return hands
-
-
-def pack_rows(indices: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[Row]:
-    """First-fit decreasing: `indices` come longest first, each goes to the first row that has room."""
-    rows: list[Row] = []
-    room: list[int] = []
-    for index in indices:
-        assert 0 < lengths[index] <= row_tokens, f"sequence {index} has {lengths[index]} tokens, a row {row_tokens}"
-        fits = next((row for row, free in enumerate(room) if free >= lengths[index]), None)
-        if fits is None:
-            rows.append([])
-            room.append(row_tokens)
-            fits = len(rows) - 1
-        rows[fits].append(index)
-        room[fits] -= lengths[index]
-    return rows
-
-
-def plan_step(lengths: Sequence[int], ranks: int, tokens_max: int) -> list[Plan]:
-    """The plan of every rank. A rank with less to do gets microbatches without rows, so that all run the same number."""
-    row_tokens = row_length(lengths, tokens_max)
-    rows_max = tokens_max // row_tokens
-    per_rank = [pack_rows(hand, lengths, row_tokens) for hand in deal(lengths, ranks)]
-    count = max(-(-len(rows) // rows_max) for rows in per_rank)
-    plans = [Plan(row_tokens, [rows[i * rows_max : (i + 1) * rows_max] for i in range(count)]) for rows in per_rank]
-    placed = sorted(index for plan in plans for rows in plan.microbatches for row in rows for index in row)
+    hands, tried = deal(lengths, ranks), {}
+    for row_tokens in (min(times * longest, tokens_max) for times in ROW_LENGTHS):
+        filled = [
+            [[index] for index in hand] if rows is Rows.SINGLE else pack_rows(hand, lengths, row_tokens) for hand in hands
+        ]
+        plans = [microbatches(hand_rows, lengths, tokens_max) for hand_rows in filled]
+        tried[cost(plans, lengths), row_tokens] = plans
+    _, plans = min(tried.items())
+    count = max(map(len, plans))
+    plans = [plan + [[]] * (count - len(plan)) for plan in plans]
+    placed = sorted(index for plan in plans for rows in plan for row in rows for index in row)
     assert placed == list(range(len(lengths))), "a sequence was lost or placed twice"
     return plans
 
 
-def slots(plans: list[Plan]) -> int:
-    """Token slots that are computed, padding included: what packing efficiency divides by."""
-    return sum(max(len(rows), 1) * plan.row_tokens for plan in plans for rows in plan.microbatches)
+def cost(plans: list[RankPlan], lengths: Sequence[int]) -> float:
+    """Of a step for the rank that has most to do, in tokens of short rows."""
+    return max(
+        sum(num_slots * (1 + length / ATTENTION_TOKENS) for num_slots, length in shapes([plan], lengths)) for plan in plans
+    )
+
+
+def microbatches(rows: list[Row], lengths: Sequence[int], tokens_max: int) -> RankPlan:
+    """The rows, fullest first, as many at a time as hold `tokens_max` tokens: padded to the fullest of its microbatch a row wastes little."""
+    plan: RankPlan = []
+    room = 0
+    for row in sorted(rows, key=lambda row: -sum(lengths[index] for index in row)):
+        if not room:
+            plan.append([])
+            room = tokens_max // sum(lengths[index] for index in row)
+        plan[-1].append(row)
+        room -= 1
+    return plan
+
+
+def fullest(rows: Sequence[Sequence[int]]) -> int:
+    """L: tokens of the fullest row, given the lengths of each row's sequences; 1 where there is only padding."""
+    return max(map(sum, rows), default=1)
+
+
+def shapes(plans: list[RankPlan], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(token slots that are computed, padding included; L) of every microbatch."""
+    filled = [[[lengths[index] for index in row] for row in rows] for plan in plans for rows in plan]
+    return [(max(len(rows), 1) * fullest(rows), fullest(rows)) for rows in filled]

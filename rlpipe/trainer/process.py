@@ -1,80 +1,121 @@
-"""This node's part of a gang as a child process: started, asked, brought back when it dies, stopped. Imports no torch."""
+"""Where a gang runs: child processes of this process (`GangProcess`), or services of the run on nodes of their own. Imports no torch.
+
+`GangService` is one node of the latter (`rlpipe trainer`, the deployment serve-trainer), `RegisteredGang` is all of it as the flow
+sees it. Node 0 says in its record where the nodes meet, anew at each start: a gang that lost a node starts whole, or not at all.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
+import secrets
+import sys
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Never
 
-from rlpipe.config import PipelineConfig
-from rlpipe.launch import Service, check_port_free, free_port
-from rlpipe.services import KEY_VARIABLE
-from rlpipe.trainer.options import TrainerOptions, torchrun_argv
-from rlpipe.types import JsonDict, TrainerError
+from pydantic import BaseModel
 
+from rlpipe.config.operational import TrainerConfig
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.processes.launch import Service, answers, free_port
+from rlpipe.services.finder import Peer, ServiceFinder, StartService
+from rlpipe.services.registration import (
+    KEY_VARIABLE,
+    LOOPBACK,
+    TRAINER,
+    WATCH_S,
+    Registration,
+    ServiceRecord,
+    node_name,
+    registered,
+    service_key,
+)
+from rlpipe.store.backend import Store
+from rlpipe.store.run import Run
+from rlpipe.types import TrainerError
+
+log = logging.getLogger(__name__)
+RESTARTS_MAX = 5  # of a service's gang
+WAIT_S = 600.0  # for a gang that somebody else is to start
 DYING_S = 60.0
 ANSWER_TIMEOUT_S = 5.0
 
 
-def asked(url: str, path: str, key: str) -> JsonDict | None:
-    """What a gang answers to a GET; None when it does not answer."""
-    request = urllib.request.Request(f"{url}{path}", headers={"Authorization": f"Bearer {key}"})
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-            return json.load(answer)
-    except (urllib.error.URLError, ConnectionError, TimeoutError, ValueError):
-        return None
+class TrainerOptions(BaseModel, frozen=True):
+    """One gang. Example: TrainerOptions(store="file:///data/store", run="a", host="127.0.0.1", port=8123, work_dir="/tmp/gang").
+
+    The bearer key is not among them: it is never on a command line.
+    """
+
+    store: str
+    run: str  # into whose folder it writes
+    host: str
+    port: int
+    work_dir: str  # scratch on local disk, shared by the ranks of a node
+    dtype: str = "float32"
+    trainer: TrainerConfig = TrainerConfig()
+    silent_s_max: float = 120.0  # a rank that gives no sign of life for so long is lost, and the gang with it
 
 
+def torchrun_argv(options: TrainerOptions, node: int = 0, rendezvous: str = "") -> list[str]:
+    """The command of one node's part of a gang. Several nodes meet at node 0's rendezvous, host:port.
+
+    torchrun restarts nothing: its own restart was seen to hang. Who started the gang starts it again, within one budget.
+    """
+    ranks, nodes = options.trainer.ranks, options.trainer.nodes
+    assert 0 <= node < nodes, f"node {node} of {nodes}"
+    launch = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0", "--monitor-interval", "0.5"]
+    # static: the ranks of node 0 are the first ones, and rank 0 is the one that answers
+    host, port = rendezvous.rsplit(":", 1) if nodes > 1 else (LOOPBACK[0], "0")
+    launch += ["--node-rank", str(node), "--master-addr", host, "--master-port", port]
+    return [sys.executable, "-m", "rlpipe.trainer.gang", *launch, "-m", "rlpipe.trainer.server", options.model_dump_json()]
+
+
+@dataclass(eq=False, repr=False)  # it holds a key
 class GangProcess:
     """One node of a gang. Node 0 answers HTTP at `url`; the others do what it says.
 
     `rendezvous`: host:port where the nodes of a gang of several meet; not read when there is one.
     """
 
-    def __init__(
-        self, config: PipelineConfig, work_dir: Path, key: str, host: str = "127.0.0.1", node: int = 0, rendezvous: str = ""
-    ) -> None:
-        assert rendezvous or config.trainer.nodes == 1
-        self.config = config
-        self.key = key
-        self.node = node
-        self.url = ""
-        self._host = host
-        self._work_dir = work_dir
-        self._rendezvous = rendezvous
-        self._service: Service | None = None
+    config: PipelineConfig
+    work_dir: Path
+    key: str
+    host: str = LOOPBACK[0]
+    node: int = 0
+    rendezvous: str = ""
+    url: str = field(default="", init=False)
+    _service: Service | None = field(default=None, init=False)
 
     async def start(self) -> str:
         """Starts it; returns `url` once node 0 answers. TrainerError when it does not come up."""
         assert self._service is None, "the gang runs already"
-        trainer, port = self.config.trainer, self.config.trainer.port or free_port()
-        check_port_free("trainer.port", port)
+        trainer, port = self.config.trainer, free_port()
         options = TrainerOptions(
             store=self.config.store,
-            host=self._host,
+            run=self.config.run,
+            host=self.host,
             port=port,
-            work_dir=str(self._work_dir / "trainer"),
-            tokens_max=trainer.tokens_max,
-            threads=trainer.threads,
+            work_dir=str(self.work_dir / "trainer"),
             dtype=self.config.model.dtype,
-            device="cuda" if trainer.gpu_ids else "cpu",
-            activation_checkpointing=trainer.activation_checkpointing,
+            trainer=trainer,
         )
-        self.url = f"http://{self._host}:{port}"
+        environment = {KEY_VARIABLE: self.key, "OMP_NUM_THREADS": str(trainer.threads), "HF_HUB_OFFLINE": "1"}
+        if trainer.gpu_ids:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, trainer.gpu_ids))
+        self.url = f"http://{self.host}:{port}"
         self._service = Service(
             name="trainer",
-            argv=torchrun_argv(options, trainer.ranks, nodes=trainer.nodes, node=self.node, rendezvous=self._rendezvous),
-            log_path=self._work_dir / "trainer.log",
-            ready=lambda: self.node > 0 or asked(self.url, "/health", self.key) is not None,
-            environment=self._environment(),
+            argv=torchrun_argv(options, self.node, self.rendezvous),
+            log_path=self.work_dir / "trainer.log",
+            ready=lambda: self.node > 0 or answers(f"{self.url}/health", self.key, ANSWER_TIMEOUT_S),
+            environment=environment,
         )
-        self._service.start()
         try:
-            return await self._until_ready()
+            return await self._until_ready(self._service.start)
         except TrainerError:  # a retry starts anew: the port that was free may be somebody else's by now
             await self.close()
             self._service = None
@@ -94,25 +135,108 @@ class GangProcess:
             if time.monotonic() > deadline:
                 await asyncio.to_thread(service.stop)
             await asyncio.sleep(0.5)
-        try:
-            service.ensure()
-        except RuntimeError as error:
-            raise TrainerError(str(error)) from error
-        return await self._until_ready()
+        return await self._until_ready(service.ensure)
 
     async def close(self) -> None:
         if self._service is not None:
             await asyncio.to_thread(self._service.stop)
 
-    async def _until_ready(self) -> str:
+    async def _until_ready(self, start: Callable[[], object]) -> str:
+        """`url`, once the gang that `start` starts answers."""
         assert self._service is not None
         try:
+            start()
             await asyncio.to_thread(self._service.wait_ready)
         except RuntimeError as error:
             raise TrainerError(str(error)) from error
         return self.url
 
-    def _environment(self) -> dict[str, str]:
-        gpus = ",".join(str(gpu) for gpu in self.config.trainer.gpu_ids)
-        shown = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        return {KEY_VARIABLE: self.key, "OMP_NUM_THREADS": str(self.config.trainer.threads), "HF_HUB_OFFLINE": "1", **shown}
+
+class RegisteredGang:
+    """A gang whose nodes are services of the run; with `trainer.place = "deployment"` they are started where they are missing."""
+
+    def __init__(self, run: Run, start_service: StartService) -> None:
+        self.key = service_key()
+        self._services = ServiceFinder(run, TRAINER, start_service)
+
+    async def start(self) -> str:
+        """The URL of node 0, once it answers; TrainerError when it does not within WAIT_S."""
+        peers = await self._services.find(WAIT_S)
+        return next(peer.record.url for peer in peers if peer.record.name == node_name(0))
+
+    bring_back = start
+
+    async def close(self) -> None:
+        await self._services.close()
+
+
+GangPlace = GangProcess | RegisteredGang
+
+
+def gang_place(run: Run, work_dir: Path, start_service: StartService) -> GangPlace:
+    """The place that `trainer.place` names."""
+    if run.config.trainer.place == "process":
+        return GangProcess(run.config, work_dir, secrets.token_hex(16))
+    return RegisteredGang(run, start_service)
+
+
+class GangService:
+    """One node's part, restarted when it ends, within RESTARTS_MAX."""
+
+    def __init__(self, store: Store, config: PipelineConfig, node: int, address: str) -> None:
+        assert 0 <= node < config.trainer.nodes, f"node {node} of {config.trainer.nodes}"
+        self.registration = Registration(store, f"runs/{config.run}", TRAINER, ServiceRecord(node_name(node), ""))
+        self._config = config
+        self._node = node
+        self._address = address
+        self._key = service_key()
+        self._work_dir = self.registration.work_dir()
+        self._gang: GangProcess | None = None
+
+    async def work(self) -> Never:
+        """Starts the gang, again whenever it ended. TrainerError when it cannot be kept up."""
+        met_at = ""
+        for _start in range(RESTARTS_MAX + 1):
+            met_at = await self._meeting_point(met_at)
+            self._gang = gang = GangProcess(self._config, self._work_dir, self._key, self._address, self._node, met_at)
+            try:
+                url = await gang.start()
+                if self._node == 0:
+                    await self.registration.change(url=url, rendezvous=met_at)
+                while gang.alive and (self._node == 0 or await self._announced() in ("", met_at)):
+                    await asyncio.sleep(WATCH_S)
+            except TrainerError as error:
+                log.warning("the gang did not come up: %s", error)
+            finally:
+                await gang.close()
+            log.warning("the gang of node %d ended", self._node)
+        raise TrainerError(f"the gang ended {RESTARTS_MAX + 1} times; see {self._work_dir}/trainer.log")
+
+    async def idle_s(self) -> float:
+        """Seconds since the gang's last job; a gang that is only starting, and the nodes behind the first, do not count them."""
+        if self._node > 0 or self._gang is None:
+            return 0.0
+        try:
+            _, status = await Peer(ServiceRecord("gang", self._gang.url), self._key).call("GET", "/status")
+        except ConnectionError:
+            return 0.0
+        return status["idle_s"]
+
+    async def close(self) -> None:
+        if self._gang is not None:
+            await self._gang.close()
+
+    async def _meeting_point(self, before: str) -> str:
+        """Where the nodes meet: a new place on node 0, which says so; the others wait for one that they have not been to."""
+        if self._node == 0:
+            met_at = f"{self._address}:{free_port()}"
+            await self.registration.change(url="", rendezvous=met_at)
+            return met_at
+        while (met_at := await self._announced()) in ("", before):
+            await asyncio.sleep(WATCH_S)
+        return met_at
+
+    async def _announced(self) -> str:
+        """The meeting point in the record of node 0; empty when there is none."""
+        records = await asyncio.to_thread(registered, self.registration.store, self.registration.run_root, TRAINER)
+        return next((record.rendezvous for record in records if record.name == node_name(0)), "")

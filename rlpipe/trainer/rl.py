@@ -1,4 +1,4 @@
-"""The optimizer steps of one RL iteration.
+"""The optimizer steps of one RL iteration, and the loss of a microbatch.
 
 Legend: B sequences of a microbatch, T their scored tokens, N scored tokens of the whole batch.
 """
@@ -6,75 +6,103 @@ Legend: B sequences of a microbatch, T their scored tokens, N scored tokens of t
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rlpipe.advantages import token_advantages
-from rlpipe.losses import kl
-from rlpipe.trainer.batches import RlBatch, read_rl_batch
+from rlpipe.algorithms.advantages import token_advantages
+from rlpipe.algorithms.losses import aggregate, importance_weights, kl, policy_terms
+from rlpipe.config.training import RlConfig
+from rlpipe.records.rollout import UNRECORDED
+from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch
 from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.jobs import JobResult, RlJob
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.rl_loss import TOKEN_SUMS, loss_part
-from rlpipe.trainer.settings import RlSettings, learning_rate
-from rlpipe.trainer.state import Resident
-from rlpipe.trainer.step import StepBatch, StepSettings, frozen_logprobs, optimizer_step, plan_batch
-from rlpipe.types import ArtifactRef, JsonDict
+from rlpipe.trainer.packing import Rows
+from rlpipe.trainer.step import (
+    LossPart,
+    Resident,
+    StepBatch,
+    StepSettings,
+    frozen_logprobs,
+    optimizer_step,
+    plan_batch,
+    summary,
+)
+from rlpipe.types import Metrics
 
+# sums over tokens, divided by the step's num_tokens; loss, policy_loss and kl come aggregated
+TOKEN_SUMS = (
+    "entropy", "clip_fraction_low", "clip_fraction_high", "proximal_kl", "mismatch_abs_mean", "importance_mean",
+    "importance_clipped_fraction", "onpolicy_abs", "reference_abs",
+)  # fmt: skip
 FIRST_STEP = ("onpolicy_abs", "reference_abs")  # what is 0 before any update, and means nothing after
 STEP_METRICS = ("loss", "policy_loss", "kl", "grad_norm", *(name for name in TOKEN_SUMS if name not in FIRST_STEP))
 
 
-def train_rl(
-    gang: Gang, resident: Resident, reference: PolicyModel | None, data: ArtifactRef, settings: RlSettings
-) -> JsonDict:
-    """Runs the steps of an iteration; metrics. StepRefused names the data folder and the step.
+@dataclass(frozen=True)
+class Reference:
+    """The frozen policy of the KL, and how sequences may be put into its rows: it may be of another family than the policy."""
+
+    policy: PolicyModel
+    rows: Rows
+
+
+def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: RlJob) -> JobResult:
+    """Runs the steps of an iteration. Means over the steps, zeros without one, and `first_step`: what must be 0 before any update.
+
+    StepRefused names the data folder and the step.
 
     proximal_logprobs are computed for all steps before the first, in the very microbatches that are then trained:
-    the first step is on-policy to the bit. Then the advantages, of the whole batch at once.
+    the first step is on-policy to the bit. Of an only step they are those of its own forward pass. Then the advantages, of the whole
+    batch at once.
     """
-    rollouts: RlBatch | None = None
+    settings, rollouts = job.settings, None
     with gang.together():
-        rollouts = read_rl_batch(gang.store, data, settings.num_steps)
+        rollouts = read_rl_batch(gang.store, job.data, settings.num_steps)
     assert rollouts is not None
-    resident.configure((settings.beta1, settings.beta2), settings.weight_decay)
+    resident.policy.experts.forget()
     started = time.monotonic()
-    planned = [plan_batch(gang, sequences) for sequences in rollouts.steps]
+    rows = resident.rows if reference is None else min(resident.rows, reference.rows)
+    planned = [plan_batch(gang, rows, sequences) for sequences in rollouts.steps]
     batches = {index: batch for index, batch in enumerate(planned) if batch.num_tokens}
     progress, total = 0, 2 * sum(len(batch.microbatches) for batch in batches.values())
     for index, batch in batches.items():
-        batches[index] = with_frozen(batch, resident.policy, reference, settings.temperature)
+        before = None if len(batches) == 1 and settings.kl != "reward" else resident.policy
+        batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature)
         gang.report(progress := progress + len(batch.microbatches), total)
     advantages_N = advantages(gang, rollouts, list(batches.values()), settings)
-    done: list[dict[str, float]] = []
-    rate = 0.0
+    steps: list[Metrics] = []
     for index, batch in batches.items():
-        rate = learning_rate(settings, settings.first_step + index)
-        how = StepSettings(rate, settings.grad_clip, settings.temperature, f"{data.folder} step {index}")
-        part = loss_part(batch, settings)
-        done.append(_of_step(optimizer_step(gang, resident, with_advantages(batch, advantages_N), part, how), batch))
+        place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
+        how = StepSettings(settings, job.first_step + index, settings.temperature, place, entropy_trained=trained)
+        sums = optimizer_step(gang, resident, with_advantages(batch, advantages_N), loss_part(batch, settings), how)
+        steps.append({name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()})
         gang.report(progress := progress + len(batch.microbatches), total)
-    metrics = _summary(done) | {
-        "train/learning_rate": rate,
-        "train/num_tokens": sum(batch.num_tokens for batch in batches.values()),
-        "train/packing_efficiency": sum(batch.tokens for batch in planned) / max(sum(batch.slots for batch in planned), 1),
-    }
-    return metrics | {"train_s": time.monotonic() - started}
+    first = {name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")}
+    beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": time.monotonic() - started}
+    beside["train/peak_memory_gib"] = gang.peak_memory_gib()
+    return JobResult(summary(steps, STEP_METRICS, planned) | resident.policy.experts.metrics(gang.sum) | beside)
 
 
-def with_frozen(batch: StepBatch, policy: PolicyModel, reference: PolicyModel | None, temperature: float) -> StepBatch:
-    """The batch with proximal_logprobs, and reference_logprobs where there is a reference."""
-    proximal = frozen_logprobs(policy, batch.microbatches, temperature)
-    frozen = frozen_logprobs(reference, batch.microbatches, temperature) if reference else [None] * len(proximal)
+def with_frozen(batch: StepBatch, policy: PolicyModel | None, reference: PolicyModel | None, temperature: float) -> StepBatch:
+    """The batch with proximal_logprobs and reference_logprobs, where there is a policy and a reference."""
+
+    def of(frozen: PolicyModel | None) -> Sequence[Tensor | None]:
+        return frozen_logprobs(frozen, batch.microbatches, temperature) if frozen else [None] * len(batch.microbatches)
+
     microbatches = [
         replace(microbatch, proximal_logprobs_BT=proximal_BT, reference_logprobs_BT=reference_BT)
-        for microbatch, proximal_BT, reference_BT in zip(batch.microbatches, proximal, frozen, strict=True)
+        for microbatch, proximal_BT, reference_BT in zip(batch.microbatches, of(policy), of(reference), strict=True)
     ]
     return replace(batch, microbatches=microbatches)
 
 
-def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings: RlSettings) -> torch.Tensor:
+def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings: RlConfig) -> Tensor:
     """Advantages of all N scored tokens, fp32: the same on every rank."""
     advantages_N = token_advantages(
         rollouts.rewards_B,
@@ -88,7 +116,7 @@ def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings
     return torch.from_numpy(advantages_N).float().to(gang.device)
 
 
-def with_advantages(batch: StepBatch, advantages_N: torch.Tensor) -> StepBatch:
+def with_advantages(batch: StepBatch, advantages_N: Tensor) -> StepBatch:
     """The batch with each token's advantage."""
     microbatches = [
         replace(microbatch, advantages_BT=microbatch.spread(advantages_N[microbatch.place_N]))
@@ -104,17 +132,61 @@ def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimato
         proximal_BT, reference_BT = microbatch.proximal_logprobs_BT, microbatch.reference_logprobs_BT
         assert proximal_BT is not None and reference_BT is not None, "a KL in the reward needs the reference"
         scored_N = microbatch.mask_BT.flatten()[microbatch.slot_N]  # none in a microbatch of padding
-        found_N = kl(proximal_BT, reference_BT, estimator=estimator).flatten()[microbatch.slot_N]
-        kl_N[microbatch.place_N[scored_N].cpu()] = found_N[scored_N].double().cpu()
+        values_N = kl(proximal_BT, reference_BT, estimator=estimator).flatten()[microbatch.slot_N]
+        kl_N[microbatch.place_N[scored_N].cpu()] = values_N[scored_N].double().cpu()
     return gang.sum(kl_N).numpy()
 
 
-def _of_step(sums: dict[str, float], batch: StepBatch) -> dict[str, float]:
-    return {name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()}
+def loss_part(batch: StepBatch, settings: RlConfig) -> LossPart:
+    """What a microbatch of this step adds to the loss: sums divided by counts of the whole step, on all ranks."""
+    clips = settings.model_dump(include={"objective", "clip_low", "clip_high", "dual_clip"})
+    bounds = {"low": settings.importance_low, "high": settings.importance_high}
+    scalar = partial(
+        aggregate,
+        mode=settings.aggregation,
+        num_tokens=batch.num_tokens,
+        num_sequences=batch.num_sequences,
+        length=settings.completion_tokens_max,
+    )
+
+    def part(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mask_BT, advantages_BT = microbatch.mask_BT, microbatch.advantages_BT
+        assert advantages_BT is not None, "advantages come first"
+        proximal_BT = logprobs_BT.detach() if microbatch.proximal_logprobs_BT is None else microbatch.proximal_logprobs_BT
+        # those that nobody recorded: their tokens are trained as if the policy before the first step had sampled them
+        recorded_BT = microbatch.rollout_logprobs_BT != UNRECORDED
+        rollout_BT = torch.where(recorded_BT, microbatch.rollout_logprobs_BT, proximal_BT)
+        anchor_BT = rollout_BT if settings.objective == "dppo" else proximal_BT
+        losses_BT, below_BT, above_BT = policy_terms(logprobs_BT, anchor_BT, advantages_BT, mask_BT, **clips)
+        weights_BT, bounded_BT = importance_weights(proximal_BT, rollout_BT, mask_BT, mode=settings.importance, **bounds)
+        policy_part = scalar(losses_BT * weights_BT, mask_BT)
+        loss, kl_part = policy_part, policy_part.new_zeros(())
+        if microbatch.reference_logprobs_BT is not None:
+            kl_part = scalar(kl(logprobs_BT, microbatch.reference_logprobs_BT, estimator=settings.kl_estimator), mask_BT)
+        if settings.kl == "loss" and settings.kl_coef:
+            loss = loss + settings.kl_coef * kl_part
+        if settings.entropy_coef:
+            loss = loss - settings.entropy_coef * scalar(entropy_BT, mask_BT)
+        values = {
+            "entropy": entropy_BT.detach(),
+            "clip_fraction_low": below_BT,
+            "clip_fraction_high": above_BT,
+            "importance_mean": weights_BT,
+            "importance_clipped_fraction": bounded_BT,
+            **_distances(microbatch, rollout_BT, proximal_BT, logprobs_BT.detach()),
+        }
+        sums = {name: (values[name].float() * mask_BT).sum() for name in TOKEN_SUMS}
+        return loss, {"policy_loss": policy_part, "kl": kl_part, **sums}
+
+    return part
 
 
-def _summary(done: list[dict[str, float]]) -> JsonDict:
-    """Means over the steps, and `first_step`: what must be 0 before any update. Zeros when there was no step."""
-    metrics: JsonDict = {f"train/{name}": sum(step[name] for step in done) / max(len(done), 1) for name in STEP_METRICS}
-    first = {name: done[0][name] if done else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")}
-    return metrics | {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first}
+def _distances(microbatch: Microbatch, rollout_BT: Tensor, proximal_BT: Tensor, logprobs_BT: Tensor) -> dict[str, Tensor]:
+    """How far the policies lie apart, per token."""
+    reference_BT = logprobs_BT if microbatch.reference_logprobs_BT is None else microbatch.reference_logprobs_BT
+    return {
+        "proximal_kl": kl(proximal_BT, logprobs_BT, estimator="k3"),
+        "mismatch_abs_mean": kl(proximal_BT, rollout_BT, estimator="abs"),
+        "onpolicy_abs": kl(logprobs_BT, proximal_BT, estimator="abs"),
+        "reference_abs": kl(logprobs_BT, reference_BT, estimator="abs"),
+    }

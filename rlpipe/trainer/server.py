@@ -1,79 +1,246 @@
-"""The trainer process: one rank of a torchrun gang; rank 0 also answers HTTP, in threads beside the one that trains.
+"""The trainer process: one rank of a torchrun gang. All ranks do the jobs; rank 0 also answers HTTP, in a thread of its own.
 
 GET /health, /status; POST /load, /train, /save (JSON, bearer key). A POST waits up to WAIT_S, then answers 202: ask again.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
+import dataclasses
 import logging
 import os
+import socket
 import sys
 import threading
+import time
+from functools import partial
+from typing import NoReturn
 
-from rlpipe.launch import die_with_parent
-from rlpipe.trainer.board import Board, Refused
-from rlpipe.trainer.gang import clear_scratch, join_gang
-from rlpipe.trainer.http import BoundedServer
-from rlpipe.trainer.jobs import Trainer, serve_jobs
-from rlpipe.trainer.options import TrainerOptions
-from rlpipe.types import JsonDict
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
+from rlpipe.config.secrecy import key_fits
+from rlpipe.processes.launch import die_with_parent
+from rlpipe.services.registration import LOOPBACK, service_key
+from rlpipe.trainer.gang import Gang, Pulse, clear_scratch, join_gang
+from rlpipe.trainer.jobs import (
+    ANY_JOB,
+    STATUS_LOST,
+    STATUS_OK,
+    Board,
+    GangJob,
+    JobRefused,
+    JobResult,
+    LoadJob,
+    SaveJob,
+    SftJob,
+    check_place,
+    job_of,
+)
+from rlpipe.trainer.model import load_policy
+from rlpipe.trainer.process import TrainerOptions
+from rlpipe.trainer.rl import Reference, train_rl
+from rlpipe.trainer.selftest import proven_rows
+from rlpipe.trainer.sft import train_sft
+from rlpipe.trainer.state import load, save
+from rlpipe.trainer.step import Resident
+from rlpipe.types import ArtifactRef, StepRefused, StoreError, UserError
+
+log = logging.getLogger(__name__)
+http_log = logging.getLogger("rlpipe.trainer.http")
 WAIT_S = 20.0
-FIELDS = {
-    "load": {"position", "new", "policy", "state"},
-    "train": {"start", "result", "kind", "data", "reference", "settings"},
-    "save": {"position", "policy_folder", "state_folder", "attempt", "tokenizer", "probe_tokens"},
-}
+TICK_S = 5.0  # idle ranks meet this often: none waits for another as long as the collective timeout
+STATUS_OF = {UserError: 400, StoreError: 500, StepRefused: 422}
+DELIVERY_S = 2.0  # for the last answer
+CONNECTIONS_MAX = 128
+REQUEST_S = 30.0  # for the head of a request, and again for its body; a connection without a request is closed
+REFUSED_S = 1.0  # a stranger's body is read for so long, so that he reads the answer; closing with more unread would reset it
+BODY_BYTES_MAX = 4 * 1024 * 1024
 
 
-class GangServer(BoundedServer):
-    """The HTTP side of a gang of `ranks`."""
+class Trainer:
+    """The gang's memory: the policy in training and the frozen reference. Both can be rebuilt from the store."""
+
+    def __init__(self, gang: Gang) -> None:
+        self.gang = gang
+        self.resident: Resident | None = None
+        self._reference: tuple[str, Reference] | None = None
+
+    def run(self, job: GangJob) -> JobResult:
+        """Does one job on all ranks. UserError, StoreError and StepRefused are raised on all of them alike.
+
+        A load or train that fails leaves nothing resident: what it left would be neither its start nor its result.
+        """
+        if isinstance(job, SaveJob):
+            assert self.resident is not None, "a save of nothing"
+            return save(self.gang, self.resident, job)
+        resident, self.resident = self.resident, None
+        if isinstance(job, LoadJob):
+            del resident  # its memory is needed
+            self.resident, differs = load(self.gang, job)
+            return JobResult(differs=differs)
+        assert resident is not None, f"{job.kind} with nothing resident"
+        if isinstance(job, SftJob):
+            result = train_sft(self.gang, resident, job)
+        else:
+            result = train_rl(self.gang, resident, self._reference_of(job.reference), job)
+        self.resident = resident
+        return result
+
+    def _reference_of(self, ref: ArtifactRef | None) -> Reference | None:
+        """The frozen reference, loaded once for as long as it stays the same."""
+        if ref is None:
+            self._reference = None
+            return None
+        if self._reference is None or self._reference[0] != ref.sha256:
+            self._reference = None
+            policy, _, _ = load_policy(self.gang, ref)
+            reference = Reference(policy.requires_grad_(False), proven_rows(self.gang, policy))
+            self._reference = (ref.sha256, reference)
+        return self._reference[1]
+
+
+def serve_jobs(trainer: Trainer, board: Board | None) -> None:
+    """Works until the process is ended. Only rank 0 has the board. A fault that is not common to all ranks ends the process,
+    and torchrun the gang: who started it starts it again, empty."""
+    gang = trainer.gang
+    assert (board is not None) == (gang.rank == 0), "the board is rank 0's"
+    if board is not None:
+        gang.report = board.progress
+    while True:
+        record = board.next(TICK_S) if board is not None else None
+        message, *_ = gang.gather(ANY_JOB.dump_python(record.job, mode="json") if record else None)
+        if message is None:
+            continue
+        status, answer = _outcome(trainer, ANY_JOB.validate_python(message))
+        if board is not None:
+            assert record is not None, "a message without its job"
+            board.finish(record, status, answer)
+
+
+def _outcome(trainer: Trainer, job: GangJob) -> tuple[int, dict[str, object]]:
+    try:
+        return STATUS_OK, {"result": dataclasses.asdict(trainer.run(job))}
+    except tuple(STATUS_OF) as error:
+        log.warning("%s refused: %s", type(job).__name__, error)
+        return STATUS_OF[type(error)], {"error": " ".join(str(error).split())}  # transformers writes several lines
+
+
+class Connections(web.Server):
+    """At most CONNECTIONS_MAX at a time; one more is closed unheard."""
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self.connections) > CONNECTIONS_MAX:
+            asyncio.get_running_loop().call_soon(transport.abort)  # at once it would be lost before aiohttp knows of it
+
+
+class GangServer:
+    """The HTTP side of a gang of `ranks`: JSON in, JSON out. Strangers cannot fill it: they get little time, memory and room."""
 
     def __init__(self, options: TrainerOptions, board: Board, ranks: int) -> None:
-        super().__init__((options.host, options.port), options.token, self._answer)
         self.board = board
-        self.told: JsonDict = {"ranks": ranks}
+        self.ranks = ranks
+        self._run = options.run
+        self._key = service_key()
+        assert self._key or options.host in LOOPBACK, f"{options.host}: a gang that others can reach needs a key"
+        self._listener = socket.create_server((options.host, options.port), backlog=CONNECTIONS_MAX)
+        self.address = self._listener.getsockname()
 
-    def _answer(self, method: str, path: str, data: bytes) -> tuple[int, JsonDict]:
-        kind = path.removeprefix("/")
-        if method == "POST" and kind in FIELDS:
-            return self._do(kind, data)
-        answers: dict[str, JsonDict] = {"/health": self.told, "/status": self.board.status()}
-        if method == "GET" and path in answers:
-            return 200, answers[path]
-        return 404, {"error": f"no {path}"}
+    async def serve(self) -> None:
+        """Serves until it is cancelled; in a thread of rank 0 with its own event loop, because the main thread trains."""
+        connections = Connections(
+            self.answer,
+            keepalive_timeout=REQUEST_S,
+            lingering_time=REFUSED_S,
+            auto_decompress=False,  # a body would grow beyond its bound
+            access_log=None,  # polls would fill the log
+            logger=http_log,
+        )
+        server = await asyncio.get_running_loop().create_server(connections, sock=self._listener)
+        try:
+            await server.serve_forever()
+        finally:
+            await connections.shutdown(0)
 
-    def _do(self, kind: str, data: bytes) -> tuple[int, JsonDict]:
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not key_fits(request.headers.get("Authorization", ""), self._key):
+            return _refused(401, "wrong or missing bearer key")
+        if "Transfer-Encoding" in request.headers:
+            return _refused(411, "say how long the body is, as Content-Length")
+        length = request.content_length or 0
+        if length > BODY_BYTES_MAX:
+            return _refused(413, f"the body has {length} bytes, at most {BODY_BYTES_MAX} are read")
+        async with asyncio.timeout(REQUEST_S):
+            body = await request.content.read()
+        if self.board.lost:
+            return web.json_response({"error": self.board.lost}, status=STATUS_LOST)
+        match request.method, request.path:
+            case "POST", "/load" | "/train" | "/save":
+                return await self._do(request.path.removeprefix("/"), body)
+            case "GET", "/health":
+                return web.json_response({"ranks": self.ranks, "nodes": self.board.nodes()})
+            case "GET", "/status":
+                return web.json_response(self.board.status())
+        return web.json_response({"error": f"no {request.path}"}, status=404)
+
+    async def _do(self, kind: str, body: bytes) -> web.Response:
         try:
-            body = json.loads(data)
-        except (ValueError, RecursionError) as error:  # RecursionError: a great many brackets
-            return 400, {"error": f"the body is no JSON: {error}"}
-        if not isinstance(body, dict) or set(body) != FIELDS[kind]:
-            return 400, {"error": f"{kind} takes exactly the fields {', '.join(sorted(FIELDS[kind]))}"}
-        try:
-            job = self.board.submit(kind, body)
-        except Refused as refused:
-            return 409, refused.answer
-        if not job.done.wait(WAIT_S):
-            return 202, {"state": "running", "progress": job.progress}
-        self.board.told(job)
-        return job.status, job.answer
+            job = job_of(kind, body)
+            check_place(job, self._run)
+            record = self.board.submit(job)
+        except UserError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        except JobRefused as refused:
+            return web.json_response(refused.answer, status=409)
+        await asyncio.wait({asyncio.wrap_future(record.answer)}, timeout=WAIT_S)
+        if not record.answer.done():
+            return web.json_response({"progress": record.progress}, status=202)
+        self.board.delivered(record)
+        status, answer = record.answer.result()
+        return web.json_response(answer, status=status)
+
+
+def _refused(status: int, error: str) -> web.Response:
+    """The last answer of a connection."""
+    response = web.json_response({"error": error}, status=status)
+    response.force_close()
+    return response
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Bytes that are not HTTP are not logged: strangers would fill the log."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+http_log.addFilter(_is_our_fault)
 
 
 def main(argument: str) -> None:
     """Joins the gang and serves until the parent ends."""
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = TrainerOptions.from_argument(argument)
+    options = TrainerOptions.model_validate_json(argument)
     clear_scratch(options)
     gang = join_gang(options)
     board = Board() if gang.rank == 0 else None
+    pulse = Pulse(gang, partial(end, board))
     if board is not None:
+        board.nodes = pulse.nodes
         server = GangServer(options, board, gang.size)
-        threading.Thread(target=server.serve_forever, daemon=True, name="http").start()
-        logging.info("a gang of %d serves on %s:%d (pid %d)", gang.size, options.host, options.port, os.getpid())
-    serve_jobs(Trainer(gang), board)
+        threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True, name="http").start()
+        log.info("a gang of %d serves on %s:%d (pid %d)", gang.size, options.host, options.port, os.getpid())
+    with pulse:
+        serve_jobs(Trainer(gang), board)
+
+
+def end(board: Board | None, why: str) -> NoReturn:
+    """Ends this process, and torchrun with it the gang; rank 0 says first why, to who waits for a job."""
+    log.error("the gang ends: %s", why)
+    if board is not None:
+        board.give_up(why)
+        time.sleep(DELIVERY_S)
+    os._exit(1)
 
 
 if __name__ == "__main__":

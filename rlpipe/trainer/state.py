@@ -1,193 +1,293 @@
-"""What is resident: the policy, its optimizer, and how both go to the store and come back, on any number of ranks.
+"""How what is resident, the policy and its optimizer, goes to the store and comes back, on any number of ranks.
 
 The policy is in HF format. The state is one safetensors a rank, with its rows of every tensor, and `state.json`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import shutil
-from dataclasses import dataclass
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig
 
-from rlpipe.store.artifacts import materialise
+from rlpipe.data.chat import TOKENIZER_FILES
+from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
+from rlpipe.models.checkpoint import TensorFile, block_of, hub_tensors, tensors_of
+from rlpipe.models.folder import INDEX
+from rlpipe.store.artifacts import (
+    Blocks,
+    blocks_of,
+    read_file,
+    read_manifest,
+    write_bytes,
+    write_file,
+)
+from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gang import Gang
-from rlpipe.trainer.model import PolicyModel, ReadRows, build_policy, folder_weights, hf_config, new_weights, row_range
-from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError
+from rlpipe.trainer.jobs import JobResult, LoadJob, SaveJob
+from rlpipe.trainer.model import (
+    PolicyModel,
+    ReadRows,
+    build_policy,
+    check_share,
+    fill,
+    load_policy,
+    new_weights,
+    row_range,
+    stored_file,
+)
+from rlpipe.trainer.packing import TrainSequence
+from rlpipe.trainer.selftest import proven_rows
+from rlpipe.trainer.step import MOMENTS, Resident, frozen_logprobs, make_resident
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError
 
 STATE_SCHEMA = 1
-MOMENTS = ("exp_avg", "exp_avg_sq")
+FILE_BYTES_MAX = 5 * 10**9
 
 
-@dataclass(frozen=True)
-class Resident:
-    """A policy in training. `shards` are this rank's rows of every parameter: what the optimizer updates, in place."""
-
-    policy: PolicyModel
-    config: PretrainedConfig
-    generation_config: JsonDict
-    shards: dict[str, nn.Parameter]
-    optimizer: torch.optim.AdamW
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's rows of every gradient, in the order of `shards`."""
-        gradients = []
-        for name, parameter in self.policy.shards():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            gradients.append(parameter.grad.to_local())  # pyright: ignore[reportAttributeAccessIssue]
-        return gradients
-
-    def configure(self, betas: tuple[float, float], weight_decay: float) -> None:
-        """AdamW's constants for the steps that follow: a job brings its own."""
-        self.optimizer.param_groups[0].update(betas=betas, weight_decay=weight_decay)
-
-    def apply(self, gradients: list[Tensor], learning_rate: float) -> None:
-        """One AdamW update with these gradients, which are then forgotten."""
-        for (name, parameter), shard, gradient in zip(self.policy.shards(), self.shards.values(), gradients, strict=True):
-            assert parameter.to_local().data_ptr() == shard.data_ptr(), f"{name}: the optimizer holds other memory than FSDP"
-            shard.grad = gradient
-        self.optimizer.param_groups[0]["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.policy.zero_grad(set_to_none=True)
-
-    @property
-    def optimizer_step(self) -> int:
-        return int(next(iter(self.optimizer.state.values()))["step"])
+def load(gang: Gang, job: LoadJob) -> tuple[Resident, str]:
+    """What a job makes resident, and in what this gang is another than the one that saved it; empty when in nothing."""
+    if job.new is not None:
+        config = hf_config(job.new.config)
+        policy = build_policy(gang, config, functools.partial(new_weights, config, job.new.seed))
+        return _resident(gang, policy, config, GenerationConfig.from_model_config(config).to_diff_dict()), ""
+    if job.policy is not None:
+        return _resident(gang, *load_policy(gang, job.policy)), ""
+    assert job.state is not None, "neither a new model nor a reference"
+    return _load_state(gang, job.state)
 
 
-def make_resident(policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict) -> Resident:
-    """A policy with a fresh optimizer (AdamW step 0)."""
-    shards = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in policy.shards()}
-    adamw = torch.optim.AdamW(list(shards.values()), lr=0.0, fused=True)
-    for shard in shards.values():
-        moments = {moment: torch.zeros_like(shard, requires_grad=False) for moment in MOMENTS}
-        adamw.state[shard] = {"step": torch.zeros((), dtype=torch.float32, device=shard.device), **moments}
-    return Resident(policy, config, generation_config, shards, adamw)
-
-
-def load(gang: Gang, body: JsonDict) -> Resident:
-    """The resident of a /load: exactly one of `new`, `policy` (weights, fresh optimizer) and `state` (everything)."""
-    given = [name for name in ("new", "policy", "state") if body.get(name) is not None]
-    if len(given) != 1:
-        raise UserError(f"load needs exactly one of new, policy and state, got {given}")
-    if given == ["new"]:
-        config = hf_config(body["new"]["config"])
-        policy = build_policy(gang, config, new_weights(config, body["new"]["seed"]))
-        return make_resident(policy, config, GenerationConfig.from_model_config(config).to_diff_dict())
-    folder = fetch(gang, ArtifactRef.from_json(body[given[0]]))
-    if given == ["policy"]:
-        resident = make_resident(*load_policy(gang, folder))
-    else:
-        resident = _load_state(gang, folder)
-    forget(gang, folder)
-    return resident
-
-
-def load_policy(gang: Gang, folder: Path) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
-    """The weights of a folder in HF format, its config and its generation config."""
-    with gang.together():
-        config = hf_config(json.loads((folder / "config.json").read_text()))
-        generation_config = GenerationConfig.from_model_config(config).to_diff_dict()
-        if (folder / "generation_config.json").is_file():
-            generation_config = json.loads((folder / "generation_config.json").read_text())
-        read_rows = folder_weights(folder)
-    return build_policy(gang, config, read_rows), config, generation_config
-
-
-def fetch(gang: Gang, ref: ArtifactRef) -> Path:
-    """An artifact's files on local disk, downloaded once a node."""
-    folder = Path()
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    for turn in (True, False):
-        with gang.together():
-            if first == turn:
-                folder = materialise(gang.store, ref, gang.scratch("fetched"))
-    return folder
-
-
-def forget(gang: Gang, folder: Path) -> None:
-    """Removes fetched files once all ranks have read them."""
-    gang.gather(None)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        # renamed first: half removed under its own name it would pass for a whole one after a kill
-        gone = folder.rename(folder.with_name(f".gone-{folder.name}"))
-        shutil.rmtree(gone)
+def _resident(gang: Gang, policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict) -> Resident:
+    return make_resident(policy, config, generation_config, proven_rows(gang, policy))
 
 
 def state_file(rank: int, size: int) -> str:
     return f"state-{rank:05d}-of-{size:05d}.safetensors"
 
 
-def state_tensors(resident: Resident) -> dict[str, Tensor]:
-    """This rank's file of a state: its rows of weights and moments."""
-    tensors: dict[str, Tensor] = {}
-    for name, shard in resident.shards.items():
-        tensors[f"param/{name}"] = shard.detach().cpu().contiguous()
-        tensors |= {f"{moment}/{name}": resident.optimizer.state[shard][moment].cpu() for moment in MOMENTS}
+class StoredState:
+    """A state in the store, of however many ranks. Each rank that restores it reads its own rows, and checks what it read."""
+
+    def __init__(self, gang: Gang, ref: ArtifactRef) -> None:
+        self._gang, self._folder = gang, ref.folder
+        self._open: dict[int, TensorFile] = {}
+        files = {file.plain_name: file for file in read_manifest(gang.store, ref.folder, ref.sha256).files}
+        address = gang.store.address(f"{ref.folder}/state.json")
+        if "state.json" not in files:
+            raise StoreError(f"{address} is missing from the store")
+        self.record = json.loads(read_file(gang.store, ref.folder, files["state.json"]))
+        if self.record.get("schema_version") != STATE_SCHEMA:
+            raise StoreError(f"{address} has schema_version {self.record.get('schema_version')}, expected {STATE_SCHEMA}")
+        size = self.record["world_size"]
+        self._files = [files[state_file(rank, size)] for rank in range(size)]
+        self._blocks = [Blocks(**blocks) for blocks in self.record.get("blocks", [])]
+        if not self._blocks:  # of an older version
+            check_share(gang, ref.folder, self._files)
+
+    def _file(self, rank: int) -> TensorFile:
+        """The file of one rank that saved, opened when it is first needed."""
+        if rank not in self._open:
+            blocks = self._blocks[rank] if self._blocks else None
+            self._open[rank] = stored_file(self._gang, self._folder, self._files[rank], blocks)
+        return self._open[rank]
+
+    def weights(self, lm: Any) -> ReadRows:
+        """Reads the weights of `lm`; StoreError when they are another model's, before memory is taken for them."""
+        for name, tensor in tensors_of(lm).items():
+            self._tensor(name, [*tensor.shape])
+        return self.rows("param")
+
+    def _tensor(self, name: str, shape: list[int]) -> dict[str, Any]:
+        """What the state says of a tensor."""
+        tensor = self.record["tensors"].get(name)
+        if tensor is None or tensor["shape"] != shape:
+            raise StoreError(f"{self._folder}/state.json has no tensor {name} of shape {shape}")
+        return tensor
+
+    def rows(self, kind: str) -> ReadRows:
+        """Reads rows of one kind of tensor (`param` or a moment) out of the files of the ranks that have them."""
+
+        def read_rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
+            parts: list[Tensor] = []
+            for rank, (first, last) in enumerate(self._tensor(name, shape)["rows"]):
+                low, high = max(start, first), min(end, last)
+                if low < high:
+                    parts.append(self._file(rank).read(f"{kind}/{name}", (low - first, high - first)))
+            rows = torch.cat(parts) if parts else torch.empty((0, *shape[1:]))
+            assert rows.shape[0] == end - start, f"{name}: rows {start} to {end} are not all in the state"
+            return rows if shape else rows[0]
+
+        return read_rows
+
+
+def _load_state(gang: Gang, ref: ArtifactRef) -> tuple[Resident, str]:
+    stored: StoredState | None = None
+    with gang.together():
+        stored = StoredState(gang, ref)
+    assert stored is not None, "an error is raised"
+    record = stored.record
+    config = hf_config(record["config"])
+    policy = build_policy(gang, config, stored.weights)
+    resident = _resident(gang, policy, config, record["generation_config"])
+    with gang.together():
+        entries = [resident.optimizer.state[shard] for shard in resident.shards.values()]
+        for moment in MOMENTS:
+            fill(gang, policy.trained(), [entry[moment] for entry in entries], stored.rows(moment))
+        for entry in entries:
+            entry["step"].fill_(record["optimizer_step"])
+    assert resident.optimizer_step == record["optimizer_step"], "the optimizer's step was not restored"
+    return resident, differences(record.get("made_by", {}), gang.fingerprint())
+
+
+def differences(before: dict[str, str], now: dict[str, str]) -> str:
+    """What two gangs differ in, by name; nothing is known of what an older version saved."""
+    return ", ".join(f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name])
+
+
+def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
+    """Rank 0 gets the records of all files written; the lists are empty where nothing was asked for.
+
+    HF weights come from rank 0, the state from every rank; manifests are the caller's. `probe`: a text and the logprobs (temperature 1)
+    of its last tokens, as an engine with these weights must give them.
+    """
+    policy = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else []
+    state = save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else []
+    tokens = probe_tokens(resident.config, job.context_tokens_max)
+    return JobResult(policy=policy, state=state, probe={"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)})
+
+
+def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:
+    """Of the last PROBE_TOKENS. Every rank computes the same row: the forward pass of sharded weights is a collective."""
+    scored = np.arange(max(1, len(tokens) - PROBE_TOKENS), len(tokens))
+    sequence = TrainSequence(np.array(tokens), scored, np.zeros(len(scored), dtype=np.float32))
+    microbatch = collate([[sequence]], [[0]]).to(gang.device)
+    return frozen_logprobs(resident.policy, [microbatch], temperature=1.0)[0].flatten().tolist()
+
+
+def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> list[FileRecord]:
+    """HF files: weights in the dtype of the forward pass, gathered block by block, config, tokenizer. Records on rank 0."""
+    dtype = getattr(torch, gang.options.dtype)
+    tensors = tensors_of(resident.policy.lm)
+    blocks: dict[str, list[str]] = {}
+    for name in tensors:
+        blocks.setdefault(block_of(name), []).append(name)
+    bytes_of = {name: tensor.numel() * _saved_as(tensor, dtype).itemsize for name, tensor in tensors.items()}
+    sizes = {block: sum(bytes_of[name] for name in names) for block, names in blocks.items()}
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
+    )
+    records: list[FileRecord] = []
+    index: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
+        for file_name, in_file in split.filename_to_tensors.items():
+            path = Path(scratch) / file_name
+            gathered = ((name, _whole(tensors[name], dtype)) for block in in_file for name in blocks[block])  # by all ranks
+            # cpu() of a one-rank gang is a view of the live weights, and safetensors refuses shared memory
+            whole = {name: full.cpu().contiguous() for name, full in gathered if gang.rank == 0}
+            with gang.together():
+                if gang.rank == 0:
+                    stored = hub_tensors(resident.policy.lm, whole)
+                    index |= dict.fromkeys(stored, file_name)
+                    save_file(stored, path, metadata={"format": "pt"})
+                    records.append(write_file(gang.store, folder, job.attempt, file_name, path))
+                    path.unlink()
+        with gang.together():
+            if gang.rank == 0:
+                beside = _documents(gang, resident, job.stop_token_ids) | _tokenizer_files(gang, job.tokenizer)
+                if split.is_sharded:
+                    beside[INDEX] = _json({"metadata": split.metadata, "weight_map": index})
+                records += [write_bytes(gang.store, folder, job.attempt, name, data) for name, data in beside.items()]
+    return records
+
+
+def _saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """A parameter is saved in the number type of the forward pass; a buffer in its own, in which the model uses it."""
+    return dtype if isinstance(tensor, DTensor) else tensor.dtype
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to(_saved_as(tensor, dtype))
+
+
+def _json(document: JsonDict) -> bytes:
+    return json.dumps(document, indent=2, sort_keys=True).encode()
+
+
+def _documents(gang: Gang, resident: Resident, stop_token_ids: list[int]) -> dict[str, bytes]:
+    """The JSON files beside the weights, by their names. What ends a turn ends a generation: the generation config says all of it."""
+    generation_config = resident.generation_config
+    known = generation_config.get("eos_token_id")
+    ends = set(known if isinstance(known, list) else [known] if known is not None else [])
+    if not ends.issuperset(stop_token_ids):
+        generation_config = generation_config | {"eos_token_id": sorted(ends.union(stop_token_ids))}
+    config = json.loads(resident.config.to_json_string())
+    config |= {"architectures": [type(resident.policy.lm).__name__], "dtype": gang.options.dtype}
+    return {"config.json": _json(config), "generation_config.json": _json(generation_config)}
+
+
+def _tokenizer_files(gang: Gang, tokenizer: ArtifactRef | None) -> dict[str, bytes]:
+    """The tokenizer's own files among those of an artifact, by their names."""
+    if tokenizer is None:
+        return {}
+    records = read_manifest(gang.store, tokenizer.folder, tokenizer.sha256).files
+    own = [record for record in records if record.plain_name in TOKENIZER_FILES]
+    return {record.plain_name: read_file(gang.store, tokenizer.folder, record) for record in own}
+
+
+def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> list[FileRecord]:
+    """Every rank writes its own rows of weights and moments. Records on rank 0.
+
+    `state.json` holds what is needed to read the ranks' files on another number of ranks, and to check what was read.
+    """
+    name = state_file(gang.rank, gang.size)
+    own: list[object] = []
+    with gang.together(), tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
+        path = Path(scratch) / name
+        save_file(_own_rows(gang, resident), path)
+        own = [asdict(write_file(gang.store, folder, attempt, name, path)), asdict(blocks_of(path))]
+    written = gang.gather(own)
+    records = [FileRecord(**record) for record, _ in written]
+    with gang.together():
+        if gang.rank == 0:
+            document = _state_document(gang, resident) | {"blocks": [blocks for _, blocks in written]}
+            data = json.dumps(document, indent=1, sort_keys=True).encode()
+            records.append(write_bytes(gang.store, folder, attempt, "state.json", data))
+    return records
+
+
+def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
+    """This rank's rows of everything that is kept, by kind and name."""
+    tensors = {f"param/{name}": shard.to_local().detach().cpu().contiguous() for name, shard in resident.policy.shards()}
+    for name, buffer in resident.policy.kept_buffers().items():
+        start, end = row_range(len(buffer) if buffer.ndim else 1, gang.rank, gang.size)
+        tensors[f"param/{name}"] = (buffer if buffer.ndim else buffer[None])[start:end].cpu().clone()
+    for moment in MOMENTS:
+        tensors |= {
+            f"{moment}/{name}": resident.optimizer.state[shard][moment].cpu() for name, shard in resident.shards.items()
+        }
     return tensors
 
 
-def state_record(gang: Gang, resident: Resident) -> JsonDict:
-    """`state.json`: what is needed to read the ranks' files on another number of ranks."""
-    shapes = {name: [*parameter.shape] for name, parameter in resident.policy.shards()}
+def _state_document(gang: Gang, resident: Resident) -> JsonDict:
+    shapes = {name: [*tensor.shape] for name, tensor in tensors_of(resident.policy.lm).items()}
+    rows = {name: [row_range((*shape, 1)[0], rank, gang.size) for rank in range(gang.size)] for name, shape in shapes.items()}
     return {
         "schema_version": STATE_SCHEMA,
         "world_size": gang.size,
+        "made_by": gang.fingerprint(),
         "optimizer_step": resident.optimizer_step,
         "config": json.loads(resident.config.to_json_string()),
         "generation_config": resident.generation_config,
-        "tensors": {
-            name: {"shape": shape, "rows": [row_range(shape[0], rank, gang.size) for rank in range(gang.size)]}
-            for name, shape in shapes.items()
-        },
+        "tensors": {name: {"shape": shape, "rows": rows[name]} for name, shape in shapes.items()},
     }
-
-
-def _load_state(gang: Gang, folder: Path) -> Resident:
-    record: JsonDict = {}
-    with gang.together():
-        record = json.loads((folder / "state.json").read_text())
-        if record.get("schema_version") != STATE_SCHEMA:
-            raise StoreError(f"{folder}/state.json has schema_version {record.get('schema_version')}, expected {STATE_SCHEMA}")
-    config = hf_config(record["config"])
-    policy = build_policy(gang, config, state_rows(folder, record, "param"))
-    resident = make_resident(policy, config, record["generation_config"])
-    with gang.together():
-        for moment in MOMENTS:
-            read_rows = state_rows(folder, record, moment)
-            for name, parameter in policy.shards():
-                start, end = row_range(parameter.shape[0], gang.rank, gang.size)
-                moments = resident.optimizer.state[resident.shards[name]]
-                moments[moment].copy_(read_rows(name, [*parameter.shape], start, end))
-        for entry in resident.optimizer.state.values():
-            entry["step"].fill_(record["optimizer_step"])
-    assert resident.optimizer_step == record["optimizer_step"], "the optimizer's step was not restored"
-    return resident
-
-
-def state_rows(folder: Path, record: JsonDict, kind: str) -> ReadRows:
-    """Reads rows of one kind of tensor (`param` or a moment) out of the files of however many ranks wrote them."""
-    size = record["world_size"]
-
-    def read_rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
-        tensor = record["tensors"].get(name)
-        if tensor is None or tensor["shape"] != shape:
-            raise StoreError(f"{folder}/state.json has no tensor {name} of shape {shape}")
-        parts = [torch.empty((0, *shape[1:]))]
-        for rank, (first, last) in enumerate(tensor["rows"]):
-            low, high = max(start, first), min(end, last)
-            if low < high:
-                with safe_open(folder / state_file(rank, size), framework="pt") as file:
-                    parts.append(file.get_slice(f"{kind}/{name}")[low - first : high - first])
-        rows = torch.cat(parts)
-        assert rows.shape[0] == end - start, f"{name}: rows {start} to {end} are not all in the state"
-        return rows
-
-    return read_rows

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of all microbatches, one reduction, clip, update, or a refusal that all ranks share.
+"""What is resident, and one optimizer step of it: forward and backward of all microbatches, one reduction, clip, update, or a refusal that all ranks share.
 
 Legend: B sequences of a microbatch, T their scored tokens.
 """
@@ -6,21 +6,72 @@ Legend: B sequences of a microbatch, T their scored tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig
 
-from rlpipe.trainer.batches import Microbatch, TrainSequence, collate
+from rlpipe.config.training import BETA1, OptimizerConfig
+from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.gang import Gang
-from rlpipe.trainer.model import PolicyModel, reshard, set_last
-from rlpipe.trainer.packing import plan_step, slots
-from rlpipe.trainer.state import Resident
-from rlpipe.types import StepRefused
+from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
+from rlpipe.types import JsonDict, Metrics, StepRefused
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # (microbatch, logprobs_BT, entropy_BT) -> (this microbatch's part of the loss, sums by name, the same names every time)
 LossPart = Callable[[Microbatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A policy in training. `shards` are this rank's rows of every parameter that is trained: what the optimizer updates, in place.
+
+    `rows`: how its sequences may be put into them.
+    """
+
+    policy: PolicyModel
+    config: PretrainedConfig
+    generation_config: JsonDict
+    shards: dict[str, nn.Parameter]
+    optimizer: torch.optim.AdamW
+    rows: Rows
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's rows of every gradient, in the order of `shards`; zeros where the loss does not reach (a tower for images)."""
+        return [
+            torch.zeros_like(parameter.to_local()) if parameter.grad is None else parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            for _, parameter in self.policy.trained()
+        ]
+
+    def apply(self, gradients: list[Tensor], rate: float, settings: OptimizerConfig) -> None:
+        """One AdamW update with these gradients, which are then forgotten."""
+        for (name, parameter), shard, gradient in zip(self.policy.trained(), self.shards.values(), gradients, strict=True):
+            assert parameter.to_local().data_ptr() == shard.data_ptr(), f"{name}: the optimizer holds other memory than FSDP"
+            shard.grad = gradient
+        betas = (BETA1, settings.beta2)
+        self.optimizer.param_groups[0].update(lr=rate, betas=betas, weight_decay=settings.weight_decay)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.policy.zero_grad(set_to_none=True)
+
+    @property
+    def optimizer_step(self) -> int:
+        return int(next(iter(self.optimizer.state.values()))["step"])
+
+
+def make_resident(policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict, rows: Rows) -> Resident:
+    """A policy with a fresh optimizer (AdamW step 0)."""
+    shards = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in policy.trained()}
+    adamw = torch.optim.AdamW(list(shards.values()), lr=0.0, fused=True)
+    for shard in shards.values():
+        moments = {moment: torch.zeros_like(shard, requires_grad=False) for moment in MOMENTS}
+        adamw.state[shard] = {"step": torch.zeros((), dtype=torch.float32, device=shard.device), **moments}
+    return Resident(policy, config, generation_config, shards, adamw, rows)
 
 
 @dataclass(frozen=True)
@@ -36,32 +87,56 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class StepSettings:
-    learning_rate: float
-    grad_clip: float
+    optimizer: OptimizerConfig
+    step: int  # the global index: what the learning rate depends on
     temperature: float
     address: str  # of the data, for the refusal. Example: "runs/a/rl/00003/batch step 2"
+    entropy_trained: bool = True  # the loss has the entropy in it
 
 
-def plan_batch(gang: Gang, sequences: list[TrainSequence]) -> StepBatch:
+def learning_rate(settings: OptimizerConfig, step: int) -> float:
+    """The learning rate of the global optimizer step `step`, a pure function: a resumed run needs no scheduler state.
+
+    Linear warm-up over `warmup_steps`, reaching the peak at the last of them; then constant, or down to 0 at `decay_steps`
+    (counted from step 0) by cosine or line.
+    """
+    peak, warmup_steps = settings.learning_rate, settings.warmup_steps
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if settings.schedule == "constant":
+        return peak
+    share = min((step - warmup_steps) / (settings.decay_steps - warmup_steps), 1.0)
+    return peak * (1 - share) if settings.schedule == "linear" else peak * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def plan_batch(gang: Gang, rows: Rows, sequences: list[TrainSequence]) -> StepBatch:
     """Packs the sequences of one step; those without a scored token take no part. UserError when one is too long."""
     kept = [sequence for sequence in sequences if len(sequence.scored)]
-    lengths = [len(sequence.tokens) for sequence in kept]
-    plans = plan_step(lengths, gang.size, gang.options.tokens_max)
-    mine = plans[gang.rank]
-    microbatches = [collate(kept, rows, mine.row_tokens).to(gang.device) for rows in mine.microbatches]
+    texts, plans = plan_texts(kept, gang.size, gang.options.trainer.tokens_max, rows)
+    lengths = list(map(text_tokens, texts))
+    microbatches = [collate(texts, filled).to(gang.device) for filled in plans[gang.rank]]
     num_tokens = sum(len(sequence.scored) for sequence in kept)
-    return StepBatch(microbatches, num_tokens, len(kept), sum(lengths), slots(plans))
+    return StepBatch(
+        microbatches,
+        num_tokens,
+        len(kept),
+        sum(len(sequence.tokens) for sequence in kept),
+        sum(slots for slots, _ in shapes(plans, lengths)),
+    )
 
 
-def forward(policy: PolicyModel, microbatch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+def forward(
+    policy: PolicyModel, microbatch: Microbatch, temperature: float, entropy_trained: bool = True
+) -> tuple[Tensor, Tensor]:
     """logprobs_BT and entropy_BT of a microbatch, 0 outside its mask."""
     logprobs_N, entropy_N = policy(
         microbatch.tokens_RL,
         microbatch.positions_RL,
-        microbatch.attention_mask(),
         microbatch.source_N,
         microbatch.target_N,
         temperature,
+        entropy_trained,
+        microbatch.branch_RL,
     )
     return microbatch.spread(logprobs_N), microbatch.spread(entropy_N)
 
@@ -70,28 +145,29 @@ def forward(policy: PolicyModel, microbatch: Microbatch, temperature: float) -> 
 def frozen_logprobs(policy: PolicyModel, microbatches: list[Microbatch], temperature: float) -> list[Tensor]:
     """Logprobs of every microbatch, without gradient. Every rank brings the same number of microbatches."""
     logprobs = [forward(policy, microbatch, temperature)[0] for microbatch in microbatches]
-    reshard(policy)
+    assert isinstance(policy, FSDPModule), "the policy is not sharded"
+    policy.reshard()  # frees what is unsharded without a backward pass: it would go stale with the next optimizer step
     return logprobs
 
 
-def optimizer_step(
-    gang: Gang, resident: Resident, batch: StepBatch, part: LossPart, settings: StepSettings
-) -> dict[str, float]:
-    """One update. Returns the sums of all microbatches and ranks, with `loss` and `grad_norm`.
+def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossPart, settings: StepSettings) -> Metrics:
+    """One update. Returns the sums of all microbatches and ranks, with `loss`, `grad_norm` and `learning_rate`.
 
     `part` divides by global counts; FSDP averages gradients over ranks, so each part is multiplied by their number.
     StepRefused, on all ranks and without an update, when the loss or the gradient is not finite.
     """
+    policy = resident.policy
     assert batch.num_tokens > 0 and batch.microbatches, "an empty step has no gradient"
+    assert isinstance(policy, FSDPModule), "the policy is not sharded"
     names: list[str] = []
     totals: Tensor | None = None
-    for index, microbatch in enumerate(batch.microbatches):
-        set_last(resident.policy, index == len(batch.microbatches) - 1)
-        loss, sums = part(microbatch, *forward(resident.policy, microbatch, settings.temperature))
+    for microbatch in batch.microbatches:
+        loss, sums = part(microbatch, *forward(policy, microbatch, settings.temperature, settings.entropy_trained))
+        # every gradient is reduced at once: kept whole until the last microbatch it would take 4 bytes a parameter on each rank
         (loss * gang.size).backward()
         names = ["loss", *sums]
-        found = torch.stack([loss, *sums.values()]).detach().double()
-        totals = found if totals is None else totals + found
+        part_sums = torch.stack([loss, *sums.values()]).detach().double()
+        totals = part_sums if totals is None else totals + part_sums
     assert totals is not None
     gradients = resident.gradients()
     squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
@@ -99,7 +175,19 @@ def optimizer_step(
     result = dict(zip([*names, "grad_norm"], [*reduced[:-1], math.sqrt(reduced[-1])], strict=True))
     if not (math.isfinite(result["loss"]) and math.isfinite(result["grad_norm"])):
         raise StepRefused(f"{settings.address}: loss {result['loss']}, gradient norm {result['grad_norm']}; no update was made")
-    if result["grad_norm"] > settings.grad_clip:
-        torch._foreach_mul_(gradients, settings.grad_clip / result["grad_norm"])  # pyright: ignore[reportPrivateImportUsage]
-    resident.apply(gradients, settings.learning_rate)
-    return result
+    if result["grad_norm"] > settings.optimizer.grad_clip:
+        torch._foreach_mul_(gradients, settings.optimizer.grad_clip / result["grad_norm"])  # pyright: ignore[reportPrivateImportUsage]
+    rate = learning_rate(settings.optimizer, settings.step)
+    resident.apply(gradients, rate, settings.optimizer)
+    return result | {"learning_rate": rate}
+
+
+def summary(steps: list[Metrics], names: Sequence[str], batches: list[StepBatch]) -> Metrics:
+    """The means of `names` over the steps (0 without one), the last learning rate, and what all batches held."""
+    slots = sum(batch.slots for batch in batches)
+    return {f"train/{name}": sum(step[name] for step in steps) / max(len(steps), 1) for name in names} | {
+        "train/learning_rate": steps[-1]["learning_rate"] if steps else 0.0,
+        "train/num_tokens": sum(batch.num_tokens for batch in batches),
+        "train/num_tokens_processed": sum(batch.tokens for batch in batches),
+        "train/packing_efficiency": sum(batch.tokens for batch in batches) / max(slots, 1),
+    }

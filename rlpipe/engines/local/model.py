@@ -1,25 +1,32 @@
-"""The model behind the engine: forward passes whose shape depends on nothing but the request itself.
+"""The model behind the engine: weights that are checked before they serve, and forward passes whose shape depends on nothing
+but the request itself.
 
 A matrix product gives a row other bits when the number of rows changes. So a prompt is always computed in a block
 of `block_rows(P)` rows of P tokens, and a decode step always runs all slots of its bucket; unused rows are padding.
 
-Legend: R rows of a block, S slots, P padded prompt length, L bucket length, V vocabulary, K kept positions.
+Legend: N layers, R rows of a block, S slots, H key-value heads, P padded prompt length, L bucket length, D head size, V vocabulary,
+K kept positions.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
-from rlpipe.engines.local.checkpoint import check_same_architecture, copy_into, read_checkpoint, read_config
-from rlpipe.engines.local.kvcache import PrefixBlock, SlotCache
-from rlpipe.types import UserError
+from rlpipe.models.causal import MODEL_FAULTS, hf_config, small_windows
+from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_names
+from rlpipe.models.folder import folder_config
+from rlpipe.models.masks import Masks
+from rlpipe.types import StoreError, UserError
 
 PROMPT_STEP = 32
 BUCKET_STEP = 64
@@ -28,6 +35,11 @@ SLOT_TOKENS_MAX = 32768
 SLOTS_MIN, SLOTS_MAX = 16, 128
 KEPT = 8  # logits rows per prompt: below 8 rows a product takes another code path
 SCORE_ROWS = 32
+PROVEN_PROMPT, PROVEN_TOKENS = 13, 24
+DIFFERENCE_MAX, DIFFERENCE_MAX_COARSE = 1e-3, 0.3  # of logprobs, in float32 and in fewer bits
+# differ between folders of one architecture without changing what is computed
+CONFIG_FREE = {"transformers_version", "_name_or_path", "dtype", "use_cache", "architectures",
+               "bos_token_id", "eos_token_id", "pad_token_id"}  # fmt: skip
 
 
 def round_up(value: int, step: int) -> int:
@@ -40,10 +52,47 @@ def block_rows(padded: int) -> int:
 
 
 def slot_count(bucket: int, requests_max: int = SLOTS_MAX) -> int:
-    """Slots that decode together in a bucket of `bucket` tokens: a power of two, enough for `requests_max` if there may be so many."""
+    """Slots that decode together in a bucket of `bucket` tokens: a power of two, enough for `requests_max` if there may be so many.
+
+    Every slot computes, busy or not, so there are no more than requests can come at once.
+    """
     fit = 1 << max(1, SLOT_TOKENS_MAX // bucket).bit_length() - 1
     wanted = 1 << (requests_max - 1).bit_length()
     return max(SLOTS_MIN, min(SLOTS_MAX, fit, wanted))
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixBlock:
+    """Prompts computed together: their keys and values, and the logits after each."""
+
+    prompts: list[tuple[int, ...]]
+    kv_N2RHPD: Tensor
+    logits_RV: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv_N2RHPD.nbytes + self.logits_RV.nbytes
+
+
+class SlotCache:
+    """One row of keys and values per slot; every decode step writes each row at its own position and reads whole rows."""
+
+    def __init__(self, model: LocalModel, slots: int, bucket: int) -> None:
+        layers, _, _, heads, _, head_size = model.kv_shape
+        # zeros and not empty: a masked NaN still poisons a row, 0 * NaN = NaN
+        self.kv_N2SHLD = torch.zeros(layers, 2, slots, heads, bucket, head_size, dtype=model.lm.dtype, device=model.device)
+        self.rows_S = torch.arange(slots, device=model.device)
+        self.position_S = torch.zeros(slots, dtype=torch.long, device=model.device)
+
+    def update(self, key_SH1D: Tensor, value_SH1D: Tensor, layer_index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """What transformers calls in each layer of a decode step."""
+        keys_SHLD, values_SHLD = self.kv_N2SHLD[layer_index]
+        keys_SHLD[self.rows_S, :, self.position_S] = key_SH1D[:, :, 0]
+        values_SHLD[self.rows_S, :, self.position_S] = value_SH1D[:, :, 0]
+        return keys_SHLD, values_SHLD
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.kv_N2SHLD.shape[4]
 
 
 class LocalModel:
@@ -52,21 +101,28 @@ class LocalModel:
     def __init__(self, folder: str, device: str, requests_max: int = SLOTS_MAX) -> None:
         self.folder = folder
         self.requests_max = requests_max
-        config = read_config(Path(folder))
+        config = read_config(folder)
         text_config = config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self.positions_max: int = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
         self.device = torch.device(device)
-        if odd := sorted(set(getattr(text_config, "layer_types", None) or ()) - {"full_attention"}):
-            raise UserError(f"model_path={folder!r}: layers of type {odd} are not supported; use SGLang for this model")
         # on a CPU bf16 is both slower and coarser than fp32
-        dtype = torch.float32 if device == "cpu" else (config.dtype or torch.bfloat16)
-        self.lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        dtype: torch.dtype = (
+            torch.float32 if device == "cpu" else getattr(torch, str(config.dtype or "bfloat16").removeprefix("torch."))
+        )
+        # one product a token: in a product of all tokens of an expert, a token's bits depend on how many there are
+        self.lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
         self.lm = self.lm.eval().requires_grad_(False)
-        copy_into(self.lm, read_checkpoint(Path(folder), self.lm))
+        self._load(folder)
         self.lm.to(self.device)
-        probe = self.prefill([(0,)], PROMPT_STEP).kv_N2RHPD
-        self.layers, self.heads, self.head_size = probe.shape[0], probe.shape[3], probe.shape[5]
+        try:
+            self.masks = Masks(self.lm)
+            self.kv_shape = self.prefill([(0,)], PROMPT_STEP).kv_N2RHPD.shape
+            worst = self._difference()
+        except (UserError, *MODEL_FAULTS) as error:
+            raise self._refused(f"{error!s:.200}") from error
+        if not worst <= (DIFFERENCE_MAX if dtype is torch.float32 else DIFFERENCE_MAX_COARSE):  # a nan is not
+            raise self._refused(f"its logprobs would be off by {worst:.2g}")
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -76,19 +132,48 @@ class LocalModel:
         value = saved.get("eos_token_id", self.lm.config.get_text_config().eos_token_id)
         return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
+    def _refused(self, why: str) -> UserError:
+        return UserError(
+            f"model_path={self.folder!r}: the local engine cannot serve a {self.lm.config.model_type} ({why}); use engines.kind='sglang'"
+        )
+
+    def _difference(self) -> float:
+        """Mean |difference| of logprobs, computed as a request's are, to those of the model's own forward pass of the same text."""
+        tokens = tuple(index * 7919 % self.vocab_size for index in range(PROVEN_TOKENS))
+        with small_windows(self.lm.config):
+            own_LV = self.lm(input_ids=torch.tensor([tokens], device=self.device)).logits[0].float()
+            block = self.prefill([tokens[:PROVEN_PROMPT]], PROMPT_STEP)
+            cache = SlotCache(self, SLOTS_MIN, BUCKET_STEP)
+            cache.kv_N2SHLD[:, :, :1, :, :PROMPT_STEP] = block.kv_N2RHPD[:, :, :1]
+            logits = [block.logits_RV[0]]
+            for position in range(PROVEN_PROMPT, PROVEN_TOKENS):
+                tokens_S, position_S = (
+                    torch.full((SLOTS_MIN,), value, device=self.device) for value in (tokens[position], position)
+                )
+                logits.append(self.decode(cache, tokens_S, position_S)[0])
+        given_LV = torch.stack(logits)
+        return float((given_LV.log_softmax(-1) - own_LV[PROVEN_PROMPT - 1 :].log_softmax(-1)).abs().mean())
+
     def reload(self, folder: str) -> None:
         """Puts a folder's weights in place; UserError, with the old weights untouched, when it does not fit."""
-        check_same_architecture(self.lm.config, Path(folder))
-        copy_into(self.lm, read_checkpoint(Path(folder), self.lm))
+        old, new = self.lm.config.to_dict(), read_config(folder).to_dict()
+        differ = sorted(key for key in old.keys() | new.keys() if key not in CONFIG_FREE and old.get(key) != new.get(key))
+        if differ:
+            raise UserError(f"{folder}: its config differs from the served model's in {differ}")
+        self._load(folder)
         self.folder = folder
 
-    def slots(self, bucket: int) -> int:
-        """Slots of a bucket: every one computes, busy or not, so there are no more than requests can come at once."""
-        return slot_count(bucket, self.requests_max)
+    def _load(self, folder: str) -> None:
+        # copies into the parameters that are there, so that memory stays flat over any number of reloads; tied names are not repeated
+        self.lm.load_state_dict(read_checkpoint(Path(folder), self.lm), strict=False)
 
-    def new_slots(self, bucket: int) -> SlotCache:
-        like = next(self.lm.parameters())
-        return SlotCache(self.layers, self.heads, self.head_size, (self.slots(bucket), bucket), like)
+    def checksums(self) -> tuple[dict[str, str], str]:
+        """sha256 of every tensor that serves, by name, and one over all of them."""
+        by_name = {
+            name: hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+            for name, tensor in sorted(tensors_of(self.lm).items())
+        }
+        return by_name, hashlib.sha256("".join(name + digest for name, digest in by_name.items()).encode()).hexdigest()
 
     def prefill(self, prompts: list[tuple[int, ...]], padded: int) -> PrefixBlock:
         """Keys, values and next-token logits of at most `block_rows(padded)` prompts, each right-padded to `padded`."""
@@ -98,7 +183,7 @@ class LocalModel:
         logits_RKV, cache = self._block(prompts, padded, keep_K)
         rows = torch.arange(len(prompts), device=self.device)
         kv_N2RHPD = torch.stack([torch.stack([layer.keys, layer.values]) for layer in cache.layers])
-        return PrefixBlock(kv_N2RHPD, logits_RKV[rows, rows].float())
+        return PrefixBlock(prompts, kv_N2RHPD, logits_RKV[rows, rows].float())
 
     def score(self, prompt: tuple[int, ...], start: int) -> list[float]:
         """Logprobs (temperature 1) of prompt[start + 1:], each given what precedes it."""
@@ -116,12 +201,12 @@ class LocalModel:
         tokens_RP = torch.zeros(rows, padded, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_RP[row, : len(prompt)] = torch.tensor(prompt)
-        mask_PP = torch.ones(padded, padded, dtype=torch.bool, device=self.device).tril()
+        position_P = torch.arange(padded, device=self.device)
         cache = DynamicCache()
         output = self.lm(
             input_ids=tokens_RP.to(self.device),
-            attention_mask=mask_PP.expand(rows, 1, padded, padded),
-            position_ids=torch.arange(padded, device=self.device).expand(rows, padded),
+            attention_mask=self.masks.of(position_P.expand(rows, padded)[..., None], position_P),
+            position_ids=position_P.expand(rows, padded),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=keep,
@@ -131,13 +216,38 @@ class LocalModel:
     def decode(self, cache: SlotCache, tokens_S: Tensor, position_S: Tensor) -> Tensor:
         """Logits [S, V] after one more token per slot, written at `position_S`."""
         cache.position_S = position_S
-        length = cache.get_seq_length()
-        mask_SL = torch.arange(length, device=self.device) <= position_S[:, None]
+        key_L = torch.arange(cache.get_seq_length(), device=self.device)
         output = self.lm(
             input_ids=tokens_S[:, None],
-            attention_mask=mask_SL[:, None, None],
+            attention_mask=self.masks.of(position_S[:, None, None], key_L),
             position_ids=position_S[:, None],
             past_key_values=cache,
             use_cache=True,
         )
         return output.logits[:, 0].float()
+
+
+def read_config(folder: str) -> PretrainedConfig:
+    """The config of a folder in HF format; UserError when it has none that is known."""
+    try:
+        return hf_config(folder_config(Path(folder)))
+    except UserError as error:
+        raise UserError(f"model_path={folder!r:.200}: {error}") from error
+
+
+def read_checkpoint(folder: Path, lm: Any) -> dict[str, Tensor]:
+    """All tensors of a folder, by the names of `lm`; UserError naming what is torn, missing, unknown or misshapen."""
+    try:
+        checkpoint = Checkpoint(str(folder), local_files(folder), lm)
+        if faults := checkpoint.faults():
+            raise UserError(f"{folder}: {len(faults)} of its tensors are not the model's: {'; '.join(faults[:3])}")
+        tensors = {name: checkpoint.read(name) for name in tensors_of(lm)}
+        for alias, name in tied_names(lm).items():  # a tied tensor may be stored twice, but not with two values
+            if alias in checkpoint.shapes and not torch.equal(checkpoint.read(alias), tensors[name]):
+                raise UserError(f"{folder}: {alias} and {name} differ, but the model ties them")
+    except (StoreError, SafetensorError, OSError) as error:
+        raise UserError(f"{folder} is torn or unreadable: {error}") from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+            raise UserError(f"{folder}: {name} holds values that are not finite floating-point numbers")
+    return tensors

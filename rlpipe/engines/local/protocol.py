@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
+import math
 import time
-from asyncio import Event
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from itertools import groupby
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
-
-from rlpipe.types import JsonDict
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 STOP_TOKEN_IDS_MAX = 32
 SEED_MASK = (1 << 64) - 1
 SEED_STEP = 0xD1342543DE82EF95  # odd, so that the n seeds of one request differ
 VALUE_CHARS_MAX = 100
-ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-ABORTED_WAITING = {"type": "abort", "message": "Abort in waiting queue"}  # its answer lacks prompt_tokens and cached_tokens
+Form = TypeVar("Form", bound=BaseModel)
+FinishReason = dict[str, str | int | None]  # of SGLang: "type" says which other keys there are
+ABORTED: FinishReason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+# its answer lacks prompt_tokens and cached_tokens
+ABORTED_WAITING: FinishReason = {"type": "abort", "message": "Abort in waiting queue"}
 
 
-class RequestRefused(ValueError):
-    """A request that no engine could serve: answered with 400, in the shape that SGLang gives to a value out of bounds."""
+class BadRequest(ValueError):
+    """A request that is answered with 400. SGLang gives three shapes: to a value out of bounds, to a field of the wrong type or
+    that nobody knows, to a body that is no JSON or not of the route's form."""
 
-    def body(self) -> JsonDict:
-        return {"error": {"message": str(self)}}
+    def __init__(self, message: str, fault: Literal["value", "type", "body"] = "value") -> None:
+        super().__init__(message)
+        self.fault = fault
 
-
-class WrongType(RequestRefused):
-    """A field of the wrong type, or one that nobody knows: SGLang has another shape for these."""
-
-    def body(self) -> JsonDict:
-        return {"error": str(self)}
-
-
-class MalformedBody(RequestRefused):
-    """A body that is no JSON, or not of the route's form: SGLang's third shape."""
-
-    def body(self) -> JsonDict:
-        return {"object": "error", "message": str(self), "type": "Bad Request", "param": None, "code": 400}
+    def as_json(self) -> dict[str, object]:
+        if self.fault == "body":
+            return {"object": "error", "message": str(self), "type": "Bad Request", "param": None, "code": 400}
+        return {"error": str(self) if self.fault == "type" else {"message": str(self)}}
 
 
-class Sampling(BaseModel):
+class SamplingBody(BaseModel):
     """How one completion is sampled; the field names are the protocol's."""
 
     model_config = STRICT
@@ -57,7 +54,7 @@ class Sampling(BaseModel):
     min_new_tokens: NonNegativeInt = 0
 
     @model_validator(mode="after")
-    def _check(self) -> Sampling:
+    def _check(self) -> SamplingBody:
         if self.top_k == 0:
             raise ValueError("top_k=0: give -1 for all tokens")
         if self.min_new_tokens > self.max_new_tokens:
@@ -72,9 +69,10 @@ class GenerateBody(BaseModel):
 
     # the first wrong entry is enough: to describe a million of them takes seconds, and gigabytes
     input_ids: list[Annotated[list[int], Field(min_length=1, fail_fast=True)]] = Field(fail_fast=True)
-    sampling_params: list[Sampling] = Field(fail_fast=True)
+    sampling_params: list[SamplingBody] = Field(fail_fast=True)
     return_logprob: bool = False
     logprob_start_len: int = Field(default=-1, ge=-1)
+    stream: bool = False
     rid: str | Annotated[list[str], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="before")
@@ -86,11 +84,8 @@ class GenerateBody(BaseModel):
             return body
         prompts = prompts if prompts and isinstance(prompts[0], list) else [prompts]
         params = body.get("sampling_params", {})
-        return {
-            **body,
-            "input_ids": prompts,
-            "sampling_params": params if isinstance(params, list) else [params] * len(prompts),
-        }
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        return {**body, "input_ids": prompts, "sampling_params": params}
 
     @model_validator(mode="after")
     def _check(self) -> GenerateBody:
@@ -101,9 +96,35 @@ class GenerateBody(BaseModel):
         return self
 
 
+class PauseBody(BaseModel):
+    """What /pause_generation takes."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class AbortBody(BaseModel):
+    """What /abort_request takes."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class UpdateBody(BaseModel):
+    """What /update_weights_from_disk takes. The cache is flushed, whatever `flush_cache` says: it belongs to the old weights."""
+
+    model_path: str
+    weight_version: str | None = None
+
+
+class CheckBody(BaseModel):
+    """What /weights_checker takes."""
+
+    action: str = "checksum"
+
+
 @dataclass(frozen=True)
-class Limits:
-    """What the served model can take. Example: Limits(vocab_size=320, context_tokens_max=512, eos_token_ids=(2,))."""
+class ModelLimits:
+    """What the served model can take. Example: ModelLimits(vocab_size=320, context_tokens_max=512, eos_token_ids=(2,))."""
 
     vocab_size: int
     context_tokens_max: int
@@ -111,118 +132,140 @@ class Limits:
 
 
 @dataclass(eq=False)
-class Job:
-    """One completion in the making. `spans`: [weight version, number of tokens] in order of sampling."""
+class SamplingJob:
+    """One completion in the making. `versions`: the weight version under which each token was sampled."""
 
     rid: str
     call: Call
     prompt: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingBody
     stop_token_ids: tuple[int, ...]
     seed: int
     score_from: int | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[list[Any]] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
     input_logprobs: list[float] | None = None
     cached_tokens: int | None = None
-    finish_reason: JsonDict | None = None
+    finish_reason: FinishReason | None = None
     weight_version: str = ""
     arrival: int = 0
 
     @property
-    def tokens_max(self) -> int:
-        return len(self.prompt) + self.sampling.max_new_tokens
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """What its next token is sampled after."""
+        return (*self.prompt, *self.tokens)
+
+    def reason_to_finish(self) -> FinishReason | None:
+        """The finish reason of a job that is complete; None when it goes on."""
+        last = self.tokens[-1] if self.tokens else None
+        if last not in self.stop_token_ids and len(self.tokens) < self.sampling.max_new_tokens:
+            return None
+        if not all(map(math.isfinite, self.logprobs)):
+            return {"type": "abort", "message": "the model's logits are not finite", "status_code": 500}
+        if last in self.stop_token_ids:
+            return {"type": "stop", "matched": last}
+        return {"type": "length", "length": len(self.tokens)}
 
 
 @dataclass(eq=False)
 class Call:
-    """One HTTP request: its jobs, answered together."""
+    """One HTTP request: its jobs, answered together or each in a stream. `on_finish`: told of each that ends."""
 
     return_logprob: bool
     many: bool
-    jobs: list[Job] = field(default_factory=list)
+    stream: bool = False
+    on_finish: Callable[[], object] = lambda: None
+    jobs: list[SamplingJob] = field(default_factory=list)
     started_at_s: float = field(default_factory=time.monotonic)
     num_finished: int = 0
-    answered: Event = field(default_factory=Event)
+    answered: Future[None] = field(default_factory=Future)
 
 
-def settle(jobs: list[Job]) -> None:
-    """Counts finished jobs; wakes the calls that have all of theirs. On the event loop."""
-    for job in jobs:
-        job.call.num_finished += 1
-        if job.call.num_finished == len(job.call.jobs):
-            job.call.answered.set()
-
-
-def parse_generate(body: Any, limits: Limits, new_id: str, new_seed: int) -> Call:
-    """A checked request; RequestRefused with field and value otherwise. `new_id` and `new_seed` stand in for missing ones."""
+def parse_body(form: type[Form], body: Any) -> Form:
+    """A body as what its route takes; BadRequest with field, value and what is wrong with it otherwise."""
     try:
-        asked = GenerateBody.model_validate(body)
+        return form.model_validate(body)
     except ValidationError as error:
-        raise _kind_of(error)(first_fault(error)) from error
+        fault = error.errors()[0]
+        field_name = ".".join(map(str, fault["loc"])) or "the body"
+        message = f"{field_name}={fault['input']!r:.{VALUE_CHARS_MAX}}: {fault['msg']}"
+        if form is not GenerateBody or fault["type"] == "model_type" or fault["loc"][:1] == ("rid",):
+            raise BadRequest(message, "body") from error
+        wrong_type = fault["type"].endswith(("_type", "extra_forbidden"))
+        raise BadRequest(message, "type" if wrong_type else "value") from error
+
+
+def parse_generate(body: Any, limits: ModelLimits, new_id: str, new_seed: int) -> Call:
+    """A checked request; BadRequest with field and value otherwise. `new_id` and `new_seed` stand in for missing ones."""
+    request = parse_body(GenerateBody, body)
     batch = isinstance(body["input_ids"][0], list)
-    call = Call(asked.return_logprob, batch or asked.sampling_params[0].n > 1)
-    score_from = asked.logprob_start_len if asked.return_logprob and asked.logprob_start_len >= 0 else None
-    name = asked.rid or new_id
-    rids = name if isinstance(name, list) else [f"{name}_{index}" for index in range(len(asked.input_ids))] if batch else [name]
-    for index, (prompt, sampling) in enumerate(zip(asked.input_ids, asked.sampling_params, strict=True)):
+    call = Call(request.return_logprob, batch or request.sampling_params[0].n > 1, request.stream)
+    score_from = request.logprob_start_len if request.return_logprob and request.logprob_start_len >= 0 else None
+    rids = request.rid or new_id
+    if isinstance(rids, str):
+        rids = [f"{rids}_{index}" for index in range(len(request.input_ids))] if batch else [rids]
+    for index, (prompt, sampling) in enumerate(zip(request.input_ids, request.sampling_params, strict=True)):
         _check_prompt(f"input_ids[{index}]", prompt, sampling, limits)
         if score_from is not None and score_from > len(prompt):
-            raise RequestRefused(f"logprob_start_len={score_from}: input_ids[{index}] has {len(prompt)} tokens")
+            raise BadRequest(f"logprob_start_len={score_from}: input_ids[{index}] has {len(prompt)} tokens")
         stops = _stop_token_ids(sampling, limits)
         seed = sampling.sampling_seed if sampling.sampling_seed is not None else new_seed + index
         for copy in range(sampling.n):
             # as in SGLang, the completions of n > 1 have names that the caller does not know
             rid = rids[index] if sampling.n == 1 else f"{new_id}_{index}_{copy}"
             job_seed = (seed + copy * SEED_STEP) & SEED_MASK
-            call.jobs.append(Job(rid, call, tuple(prompt), sampling, stops, job_seed, score_from))
+            call.jobs.append(SamplingJob(rid, call, tuple(prompt), sampling, stops, job_seed, score_from))
     assert len({job.rid for job in call.jobs}) == len(call.jobs) > 0, "each completion has a name of its own"
     return call
 
 
-def first_fault(error: ValidationError) -> str:
-    """Field, value and what is wrong with it."""
-    fault = error.errors()[0]
-    field_name = ".".join(map(str, fault["loc"])) or "the body"
-    return f"{field_name}={fault['input']!r:.{VALUE_CHARS_MAX}}: {fault['msg']}"
-
-
-def _kind_of(error: ValidationError) -> type[RequestRefused]:
-    fault = error.errors()[0]
-    if fault["type"] == "model_type" or fault["loc"][:1] == ("rid",):
-        return MalformedBody
-    return WrongType if fault["type"].endswith(("_type", "extra_forbidden")) else RequestRefused
-
-
-def _check_prompt(name: str, prompt: list[int], sampling: Sampling, limits: Limits) -> None:
+def _check_prompt(name: str, prompt: list[int], sampling: SamplingBody, limits: ModelLimits) -> None:
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
-        raise RequestRefused(f"{name} holds token {max(prompt, key=abs)}, outside the vocabulary of {limits.vocab_size}")
+        raise BadRequest(f"{name} holds token {max(prompt, key=abs)}, outside the vocabulary of {limits.vocab_size}")
     if len(prompt) + sampling.max_new_tokens > limits.context_tokens_max:
-        raise RequestRefused(
+        raise BadRequest(
             f"{name} has {len(prompt)} tokens, with max_new_tokens={sampling.max_new_tokens}"
             f" more than the context of {limits.context_tokens_max}"
         )
 
 
-def _stop_token_ids(sampling: Sampling, limits: Limits) -> tuple[int, ...]:
+def _stop_token_ids(sampling: SamplingBody, limits: ModelLimits) -> tuple[int, ...]:
     # as in SGLang, ignore_eos ignores stop_token_ids too
     merged = dict.fromkeys(() if sampling.ignore_eos else (*sampling.stop_token_ids, *limits.eos_token_ids))
     if len(merged) > STOP_TOKEN_IDS_MAX:
-        raise RequestRefused(f"{len(merged)} stop tokens: at most {STOP_TOKEN_IDS_MAX} are supported")
+        raise BadRequest(f"{len(merged)} stop tokens: at most {STOP_TOKEN_IDS_MAX} are supported")
     return tuple(token for token in merged if token < limits.vocab_size)
 
 
-def answer(call: Call) -> JsonDict | list[JsonDict]:
-    """What /generate answers: one object, or a list for a batch or n > 1."""
-    answers = [_answer_one(job) for job in call.jobs]
+def answer(call: Call) -> object:
+    """What /generate answers, as JSON: one object, or a list for a batch or n > 1."""
+    answers = [{"output_ids": job.tokens, "meta_info": _meta_info(job)} for job in call.jobs]
     return answers if call.many else answers[0]
 
 
-def _answer_one(job: Job) -> JsonDict:
+def news(call: Call, num_said: dict[SamplingJob, int]) -> Iterator[dict[str, Any]]:
+    """What is new of each job, as SGLang with --incremental-streaming-output. `num_said`: tokens that were said before; -1: all is."""
+    for index, job in enumerate(call.jobs):
+        # the scheduler goes on meanwhile: the reason is set last of all, a version after its token and logprob
+        reason, start, end = job.finish_reason, num_said.get(job, 0), len(job.versions)
+        if start >= 0 and (reason is not None or end > start):
+            meta = _meta_info(job) if reason else {"id": job.rid, "finish_reason": None, "weight_version": job.versions[-1]}
+            if call.return_logprob:
+                pairs = zip(job.logprobs[start:end], job.tokens[start:end], strict=True)
+                meta["output_token_logprobs"] = [[*pair, None] for pair in pairs]
+            num_said[job] = end if reason is None else -1
+            yield {"output_ids": job.tokens[start:end], "meta_info": meta} | ({"index": index} if call.many else {})
+
+
+def _meta_info(job: SamplingJob) -> dict[str, object]:
     assert job.finish_reason is not None, f"{job.rid} is not finished"
     assert len(job.tokens) == len(job.logprobs) <= job.sampling.max_new_tokens, f"{job.rid}: tokens and logprobs differ"
-    meta: JsonDict = {
+    meta: dict[str, object] = {
         "id": job.rid,
         "finish_reason": job.finish_reason,
         "completion_tokens": len(job.tokens),
@@ -235,21 +278,20 @@ def _answer_one(job: Job) -> JsonDict:
     if job.call.return_logprob:
         meta["output_token_logprobs"] = [[*pair, None] for pair in zip(job.logprobs, job.tokens, strict=True)]
         meta["input_token_logprobs"] = _input_logprobs(job)
-    return {"output_ids": job.tokens, "meta_info": meta}
+    return meta
 
 
-def _weight_versions(job: Job) -> list[JsonDict]:
+def _weight_versions(job: SamplingJob) -> list[dict[str, str | int]]:
     """Which tokens were sampled under which weight version, in order; an empty span when there are none."""
-    versions: list[JsonDict] = []
-    end = 0
-    for version, count in job.spans or [[job.weight_version, 0]]:
-        versions.append({"version": version, "start": end, "end": end + count})
-        end += count
+    spans, end = [], 0
+    for version, tokens in groupby(job.versions):
+        start, end = end, end + len(list(tokens))
+        spans.append({"version": version, "start": start, "end": end})
     assert end == len(job.tokens), f"{job.rid}: spans and tokens differ"
-    return versions
+    return spans or [{"version": job.weight_version, "start": 0, "end": 0}]
 
 
-def _input_logprobs(job: Job) -> list[list[Any]]:
+def _input_logprobs(job: SamplingJob) -> list[list[Any]]:
     """Triples from logprob_start_len on; the first has no logprob, as in SGLang."""
     if job.score_from is None or job.input_logprobs is None:
         return []

@@ -1,19 +1,25 @@
-"""The slots of one bucket: requests that decode together.
+"""The slots of one bucket: requests that decode together, and how a token of each is sampled.
 
-Legend: S slots, V vocabulary (padded with -inf), K stop tokens, L bucket length.
+The uniform of a token depends only on the request's seed and the token's index in its completion.
+
+Legend: S slots, V vocabulary (padded with -inf), P padded prompt length.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rlpipe.engines.local.kvcache import PrefixBlock
-from rlpipe.engines.local.model import LocalModel, round_up
-from rlpipe.engines.local.protocol import STOP_TOKEN_IDS_MAX, Job
-from rlpipe.engines.local.sampling import SlotSampling, sample, uniforms
+from rlpipe.engines.local.model import LocalModel, PrefixBlock, SlotCache, round_up, slot_count
+from rlpipe.engines.local.protocol import SamplingJob
 
 VOCAB_STEP = 64  # with a multiple of 64, every row of the sampler starts on a vector's border
+GREEDY_BELOW = 1e-6
+# slots that are sampled together: with a large vocabulary, larger tensors would be new pages of the kernel every time, 4 times slower
+ROWS = 16
+TOP_K_OFF = 1 << 62
+SETTINGS = np.dtype([("seed", np.uint64), ("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64)])
 
 
 class SlotPool:
@@ -22,108 +28,109 @@ class SlotPool:
     def __init__(self, model: LocalModel, bucket: int) -> None:
         self.model = model
         self.bucket = bucket
-        slots = model.slots(bucket)
-        self.cache = model.new_slots(bucket)
-        self.jobs: list[Job | None] = [None] * slots
-        self.free = list(range(slots - 1, -1, -1))
-        padded_vocab = round_up(model.vocab_size + 1, VOCAB_STEP)  # +1: a column that is never sampled
-        self.logits_SV = torch.full((slots, padded_vocab), -torch.inf, device=model.device)
+        num_slots = slot_count(bucket, model.requests_max)
+        self.cache = SlotCache(model, num_slots, bucket)
+        self.slots: dict[SamplingJob, int] = {}
+        self.free = list(range(num_slots))
+        padded_vocab = round_up(model.vocab_size + 1, VOCAB_STEP)  # +1: the bits of a logprob depend on this width
+        self.logits_SV = torch.full((num_slots, padded_vocab), -torch.inf, device=model.device)
         self.logits_SV[:, : model.vocab_size] = 0
-        self.how = SlotSampling.empty(slots)
-        self.active_S = np.zeros(slots, dtype=bool)
-        self.seed_S = np.zeros(slots, dtype=np.uint64)
-        self.before_S = np.zeros(slots, dtype=np.int64)  # tokens sampled before this stay
-        self.count_S = np.zeros(slots, dtype=np.int64)  # tokens sampled in this stay
-        self.budget_S = np.zeros(slots, dtype=np.int64)
-        self.min_new_S = np.zeros(slots, dtype=np.int64)
-        self.length_S = np.zeros(slots, dtype=np.int64)  # tokens before the next one
-        self.stop_SK = np.full((slots, STOP_TOKEN_IDS_MAX), padded_vocab - 1, dtype=np.int64)
-        self.tokens_SL = np.zeros((slots, bucket), dtype=np.int64)
-        self.logprobs_SL = np.zeros((slots, bucket))
+        self.settings_S = no_settings(num_slots)
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.active_S.any())
+    def admit(self, job: SamplingJob, block: PrefixBlock, row: int) -> None:
+        """Gives a job a free slot, its prompt's keys, values and logits copied from a computed block."""
+        padded = block.kv_N2RHPD.shape[4]
+        assert padded <= self.bucket, "a prompt longer than its bucket"
+        assert job not in self.slots and len(job.tokens) < job.sampling.max_new_tokens, f"{job.rid} has nothing left to sample"
+        slot = self.slots[job] = self.free.pop()
+        self.cache.kv_N2SHLD[:, :, slot, :, :padded] = block.kv_N2RHPD[:, :, row]
+        self.logits_SV[slot, : self.model.vocab_size] = block.logits_RV[row]
+        sampling = job.sampling
+        top_k = sampling.top_k if sampling.top_k > 0 else TOP_K_OFF
+        self.settings_S[slot] = (job.seed, sampling.temperature, sampling.top_p, top_k)
 
-    def admit(self, jobs: list[Job], block: PrefixBlock, rows: list[int]) -> None:
-        """Gives jobs free slots, their prompts' keys, values and logits copied from a computed block."""
-        assert len(jobs) == len(rows) <= len(self.free), "more jobs than free slots"
-        slots = [self.free.pop() for _ in jobs]
-        self.cache.fill(slots, block, rows)
-        self.logits_SV[slots, : self.model.vocab_size] = block.logits_RV[rows]
-        for slot, job in zip(slots, jobs, strict=True):
-            self._set(slot, job)
+    def release(self, job: SamplingJob) -> None:
+        """Frees the slot of a job."""
+        slot = self.slots.pop(job)
+        self.settings_S[slot] = no_settings(1)
+        self.free.append(slot)
 
-    def _set(self, slot: int, job: Job) -> None:
-        done = len(job.tokens)
-        assert self.jobs[slot] is None and done < job.sampling.max_new_tokens, f"{job.rid} has nothing left to sample"
-        self.jobs[slot] = job
-        self.active_S[slot] = True
-        self.seed_S[slot] = job.seed
-        self.before_S[slot], self.count_S[slot] = done, 0
-        self.budget_S[slot] = job.sampling.max_new_tokens - done
-        self.min_new_S[slot] = job.sampling.min_new_tokens
-        self.length_S[slot] = len(job.prompt) + done
-        self.stop_SK[slot] = self.logits_SV.shape[1] - 1
-        self.stop_SK[slot, : len(job.stop_token_ids)] = job.stop_token_ids
-        self.how.temperature_S[slot] = job.sampling.temperature
-        self.how.top_p_S[slot] = job.sampling.top_p
-        self.how.top_k_S[slot] = job.sampling.top_k if job.sampling.top_k > 0 else self.logits_SV.shape[1]
-
-    def sample(self) -> list[tuple[int, int | None]]:
-        """Samples one token in every busy slot; (slot, matched stop token or None for length) of those that are finished."""
-        index_S = self.before_S + self.count_S
-        early = np.flatnonzero(self.active_S & (index_S < self.min_new_S))
-        if len(early):
-            # the dead column is among the stop tokens and is -inf anyway
-            self.logits_SV[early] = self.logits_SV[early].scatter(
-                1, torch.from_numpy(self.stop_SK[early]).to(self.model.device), -torch.inf
-            )
-        tokens_S, logprobs_S = sample(self.logits_SV, self.how, uniforms(self.seed_S, index_S.astype(np.uint64)))
-        rows = np.flatnonzero(self.active_S)
-        self.tokens_SL[rows, self.count_S[rows]] = tokens_S[rows]
-        self.logprobs_SL[rows, self.count_S[rows]] = logprobs_S[rows]
-        self.count_S[rows] += 1
-        stopped_S = (self.stop_SK == tokens_S[:, None]).any(1)
-        ended = np.flatnonzero(self.active_S & (stopped_S | (self.count_S >= self.budget_S)))
-        return [(int(slot), int(tokens_S[slot]) if stopped_S[slot] else None) for slot in ended]
+    def sample(self, weight_version: str) -> None:
+        """Samples one token for every job."""
+        index_S = np.zeros(len(self.settings_S), dtype=np.uint64)
+        for job, slot in self.slots.items():
+            index_S[slot] = len(job.tokens)
+            if len(job.tokens) < job.sampling.min_new_tokens:
+                self.logits_SV[slot, torch.tensor(job.stop_token_ids, dtype=torch.long)] = -torch.inf
+        tokens_S, logprobs_S = sample(self.logits_SV, self.settings_S, uniforms(self.settings_S["seed"], index_S))
+        tokens, logprobs = tokens_S.tolist(), logprobs_S.tolist()
+        for job, slot in self.slots.items():
+            job.tokens.append(tokens[slot])
+            job.logprobs.append(logprobs[slot])
+            job.versions.append(weight_version)
 
     def decode(self) -> None:
         """Computes the logits after the tokens sampled last; padding runs at position 0 of free slots."""
-        last_S = np.where(self.active_S, self.tokens_SL[np.arange(len(self.jobs)), np.maximum(self.count_S - 1, 0)], 0)
-        position_S = np.where(self.active_S, self.length_S, 0)
-        assert position_S.max() < self.bucket, "a row outgrew its bucket"
+        last, position = [0] * len(self.settings_S), [0] * len(self.settings_S)
+        for job, slot in self.slots.items():
+            last[slot] = job.tokens[-1]
+            position[slot] = job.num_tokens - 1
+        assert max(position) < self.bucket, "a row outgrew its bucket"
         device = self.model.device
-        logits_SV = self.model.decode(self.cache, torch.from_numpy(last_S).to(device), torch.from_numpy(position_S).to(device))
-        self.logits_SV[:, : self.model.vocab_size] = logits_SV
-        self.length_S[self.active_S] += 1
+        last_S, position_S = torch.tensor(last, device=device), torch.tensor(position, device=device)
+        self.logits_SV[:, : self.model.vocab_size] = self.model.decode(self.cache, last_S, position_S)
 
-    def stamp(self, slot: int, version: str) -> None:
-        """Moves what a slot sampled since the last stamp to its job, as one span of a weight version."""
-        job, count = self.jobs[slot], int(self.count_S[slot])
-        assert job is not None, f"slot {slot} is free"
-        stamped = len(job.tokens) - int(self.before_S[slot])
-        if count == stamped:
-            return
-        job.tokens += self.tokens_SL[slot, stamped:count].tolist()
-        job.logprobs += self.logprobs_SL[slot, stamped:count].tolist()
-        if job.spans and job.spans[-1][0] == version:
-            job.spans[-1][1] += count - stamped
-        else:
-            job.spans.append([version, count - stamped])
-        assert sum(span[1] for span in job.spans) == len(job.tokens), f"{job.rid}: spans and tokens differ"
 
-    def release(self, slot: int, version: str) -> Job:
-        """Frees a slot; its job carries everything that it sampled."""
-        self.stamp(slot, version)
-        job = self.jobs[slot]
-        assert job is not None
-        self.jobs[slot] = None
-        self.active_S[slot] = False
-        self.how.top_p_S[slot], self.how.top_k_S[slot] = 1.0, self.logits_SV.shape[1]
-        self.free.append(slot)
-        return job
+def no_settings(num_slots: int) -> np.ndarray:
+    """How slots sample when nothing is asked of them: every token at temperature 1."""
+    return np.full(num_slots, np.array((0, 1.0, 1.0, TOP_K_OFF), dtype=SETTINGS))
 
-    def running(self) -> list[int]:
-        """Slots that hold a job, oldest job first."""
-        return sorted(np.flatnonzero(self.active_S).tolist(), key=lambda slot: self.jobs[slot].arrival)  # type: ignore[union-attr]
+
+def uniforms(seeds_S: np.ndarray, token_index_S: np.ndarray) -> np.ndarray:
+    """Float64 in [0, 1 - 2^-52], a counter-based hash (splitmix64's finaliser, twice) of (seed, index), both uint64."""
+    assert seeds_S.dtype == np.uint64 and token_index_S.dtype == np.uint64, "the hash needs wrapping 64-bit products"
+    mixed_S = _mix(_mix(seeds_S + np.uint64(0x9E3779B97F4A7C15)) + token_index_S * np.uint64(0x9E3779B97F4A7C15))
+    # 52 bits: u * total stays below total in float64
+    return (mixed_S >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(x_S: np.ndarray) -> np.ndarray:
+    x_S = (x_S ^ (x_S >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x_S = (x_S ^ (x_S >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x_S ^ (x_S >> np.uint64(31))
+
+
+def sample(logits_SV: Tensor, settings_S: np.ndarray, uniform_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and logprobs of all slots. Logprobs are of the temperature-scaled distribution, before top-k and top-p."""
+    assert logits_SV.shape[0] == len(settings_S) == len(uniform_S) and logits_SV.dtype == torch.float32
+    borders = [(first, first + ROWS) for first in range(0, len(uniform_S), ROWS)]
+    parts = [_sample_rows(logits_SV[first:end], settings_S[first:end], uniform_S[first:end]) for first, end in borders]
+    return np.concatenate([tokens for tokens, _ in parts]), np.concatenate([logprobs for _, logprobs in parts])
+
+
+def _sample_rows(logits_SV: Tensor, settings_S: np.ndarray, uniform_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    device = logits_SV.device
+    temperature_S, top_p_S, top_k_S = (
+        torch.tensor(settings_S[name], device=device) for name in ("temperature", "top_p", "top_k")
+    )
+    greedy_S = temperature_S < GREEDY_BELOW
+    logprobs_SV = torch.log_softmax(logits_SV.double() / temperature_S.masked_fill(greedy_S, 1.0)[:, None], dim=-1)
+    probs_SV = logprobs_SV.exp()
+    if (settings_S["top_p"] < 1).any() or (settings_S["top_k"] < logits_SV.shape[1]).any():
+        probs_SV = _filtered(probs_SV, top_p_S, top_k_S)
+    cdf_SV = probs_SV.cumsum(-1)
+    target_S1 = torch.from_numpy(uniform_S).to(device)[:, None] * cdf_SV[:, -1:]
+    drawn_S = (cdf_SV <= target_S1).sum(-1).clamp_(max=logits_SV.shape[1] - 1)
+    tokens_S = torch.where(greedy_S, logits_SV.argmax(-1), drawn_S)
+    chosen_S = logprobs_SV.gather(1, tokens_S[:, None])[:, 0]
+    return tokens_S.cpu().numpy(), chosen_S.cpu().numpy()
+
+
+def _filtered(probs_SV: Tensor, top_p_S: Tensor, top_k_S: Tensor) -> Tensor:
+    """Zeroes what top-k and top-p leave out; a slot without either keeps its exact bits."""
+    sorted_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
+    before_SV = sorted_SV.cumsum(-1) - sorted_SV
+    rank_V = torch.arange(probs_SV.shape[1], device=probs_SV.device)
+    # rounding may push the sum past 1, so top_p = 1 must not be compared with it
+    keep_SV = (rank_V < top_k_S[:, None]) & ((before_SV <= top_p_S[:, None]) | (top_p_S[:, None] >= 1))
+    return torch.where(torch.zeros_like(keep_SV).scatter(1, order_SV, keep_SV), probs_SV, 0.0)

@@ -1,58 +1,40 @@
-"""Our side of the sandbox: finds out what this system allows, starts the supervisor, reads its answers."""
+"""Our side of the sandbox: plans what of tests runs, says what this system lacks, starts the supervisor, reads its answers."""
 
 from __future__ import annotations
 
-import base64
+import ast
 import contextlib
 import json
-import logging
 import os
-import platform
+import random
 import select
 import socket
 import subprocess
-import tempfile
-from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rlpipe
-from rlpipe.rewards.sandbox import child, jail, linux, seccomp
-from rlpipe.rewards.sandbox.jail import Limits, Plan
+from rlpipe.rewards.sandbox import confinement, supervisor
+from rlpipe.rewards.sandbox.confinement import ProgramLimits
 from rlpipe.types import UserError, canonical_json
 
-logger = logging.getLogger(__name__)
-
-START = f"import sys; sys.path.insert(0, {str(Path(rlpipe.__file__).parent.parent)!r}); from rlpipe.rewards.sandbox.child import main; main()"
+ROOT = Path(rlpipe.__file__).parent.parent
+START = "import sys; sys.path.insert(0, sys.argv[1]); from rlpipe.rewards.sandbox.supervisor import main; main()"
 # nothing of ours; the same hash seed always, so that a program scores the same again
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
 }  # fmt: skip
-STOP_S = child.SWEEP_S + 1.0
+STOP_S = supervisor.SWEEP_S + 1.0
 GRACE_S = 30.0  # of the supervisor beyond a run's own time: it is ours, and busy machines are slow
-CHUNK_BYTES = 1 << 16
-PROBE_LIMITS = Limits(time_s=10.0, total_s=10.0, memory_mb=512, processes=4, files_mb=16)
-PROBE = """
-import colorsys, errno, json, os, socket, sys
-
-def works(act):
-    try:
-        act()
-    except OSError:
-        return False
-    return True
-
-port, secret, parent = json.loads(input())
-tried = {
-    "programs reach the network": lambda: socket.create_connection(("127.0.0.1", port), 5),
-    "programs read what this user may read": lambda: open(secret).read(),
-    "programs can signal this user's processes": lambda: os.kill(parent, 0),
-}
-print(json.dumps([what for what, act in tried.items() if works(act)]))
-"""
+UIDS_TRIED = 100
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FAILING_CALLS = {"fail", "raises", "exit", "_exit", "quit"}
+HEARING = {"AssertionError", "Exception", "BaseException"}  # who catches these has caught a failing assertion
+SETUPS = ("setup_class", "setup_method")  # of pytest's classes
 
 
 class SandboxError(RuntimeError):
@@ -71,48 +53,43 @@ class Outcome:
     output: str
 
 
-@dataclass(frozen=True)
-class Run:
-    """One start of the program: with `stdin` given, or with `tests` (the JSON of a check) calling its functions."""
+class Confinement(NamedTuple):
+    """What programs are confined by: in words, and whether that is all there is."""
 
-    stdin: str | None = None
-    tests: dict[str, Any] | None = None
+    name: str
+    is_full: bool
 
 
-def run(python: str, plan: Plan, limits: Limits, source: str, runs: list[Run]) -> Generator[Outcome]:
-    """Runs `source` once for each of `runs`; the outcomes as they come. Closing the generator ends the sandbox.
+def run(python: str, limits: ProgramLimits, source: str, starts: list[tuple[str, Any]]) -> Generator[Outcome]:
+    """Runs `source` once for each of `starts`; the outcomes as they come. Closing the generator ends the sandbox.
 
-    SandboxError when the sandbox could not be set up or did not answer.
+    A start is ("stdin", its input), or its tests as a JSON value: ("function", ...) or ("asserts", ...).
+    ValueError for tests that JSON has no number for (NaN); SandboxError when the sandbox could not be set up or did not answer.
     """
+    path, readable = _interpreter(python)
     with contextlib.ExitStack() as files:
-        described = [_describe(files, one) for one in runs]
-        path, readable = _interpreter(python)
-        config = {
-            "plan": asdict(plan), "limits": asdict(limits), "source": source, "path": path, "readable": readable,
-            "runs": described, "parent": os.getpid(),
-        }  # fmt: skip
-        config_fd = _memory_file(files, canonical_json(config))
+        uid, claim = _claimed_uid(files)
+        texts = [start.encode(errors="replace") if kind == "stdin" else canonical_json(start) for kind, start in starts]
+        given = [_memory_file(files, text) for text in texts]
+        runs = [(kind, fd) for (kind, _), fd in zip(starts, given, strict=True)]
         process = subprocess.Popen(
-            [python, "-P", "-s", "-S", "-c", START, str(config_fd)],
-            stdin=subprocess.DEVNULL,
+            [python, "-P", "-s", "-S", "-c", START, ROOT],
+            stdin=_memory_file(files, canonical_json(supervisor.ProgramJob(limits, source, path, readable, uid, runs))),
             stdout=subprocess.PIPE,
             env=ENVIRONMENT,
             cwd="/",
             start_new_session=True,  # a kill of our group leaves it the time to end what it has started
-            pass_fds=[config_fd, *(fd for one in described for name, fd in one.items() if name != "prelude")],
+            pass_fds=[claim, *given],
         )
     assert process.stdout is not None
     try:
-        lines = _lines(process.stdout.fileno(), limits.time_s + GRACE_S)
-        for _ in runs:
-            told = json.loads(next(lines))
-            outcome = Outcome(told["status"], base64.b64decode(told["output"]).decode(errors="replace"))
+        for line in _lines(process.stdout.fileno(), limits.time_s + GRACE_S, len(starts)):
+            outcome = Outcome(**json.loads(line))
             if outcome.status == "sandbox":
                 raise SandboxError(outcome.output)
             yield outcome
     finally:
-        process.stdout.close()
-        process.terminate()  # it ends everything below it
+        process.stdout.close()  # it ends everything below it, and itself
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -120,77 +97,48 @@ def run(python: str, plan: Plan, limits: Limits, source: str, runs: list[Run]) -
             process.wait()
 
 
-def _lines(fd: int, timeout_s: float) -> Iterator[bytes]:
-    """The lines of a pipe; SandboxError when it ends, or is silent for `timeout_s`."""
-    buffer = b""
-    while True:
-        *whole, rest = buffer.split(b"\n")
-        yield from whole
-        buffer = rest
-        chunks = [buffer]
-        while b"\n" not in chunks[-1]:
-            chunks.append(_chunk(fd, timeout_s))
-        buffer = b"".join(chunks)
-
-
-def _chunk(fd: int, timeout_s: float) -> bytes:
-    if not select.select([fd], [], [], timeout_s)[0]:
-        raise SandboxError(f"the supervisor did not answer in {timeout_s:.0f} s")
-    if not (chunk := os.read(fd, CHUNK_BYTES)):
-        raise SandboxError("the supervisor has ended; what it said is on stderr")
-    return chunk
-
-
 @lru_cache(maxsize=8)
-def strongest_plan(python: str) -> Plan:
-    """The strongest plan that works on this system with this interpreter. Warns once of what programs can do in spite of it.
-
-    UserError when programs cannot be run at all.
-    """
-    if platform.system() != "Linux":
-        raise UserError("reward code: programs are confined with Linux' own means; this system has none of them, run on Linux")
-    refused: list[str] = []
-    for plan in _plans():
-        try:
-            reached = _probe(python, plan)
-        except SandboxError as error:
-            refused.append(f"namespaces {plan.namespaces}: {error}")
-            continue
-        if reached:
-            logger.warning("reward code: %s (the system allows no more; see docs/rewards-code.md)", "; ".join(reached))
-        return plan
-    raise UserError(
-        f"reward code: no program can be run with {python!r} ({'; '.join(refused)}). Its folder must be readable by every user, "
-        "or the process allowed to make mount namespaces; or give another interpreter: rl.reward_args = {code = {python = ...}}"
-    )
-
-
-def _plans() -> Iterator[Plan]:
-    """From strong to weak."""
-    drop = jail.can_have_uids()
-    filters = [True, False] if seccomp.supported() else [False]
-    landlock = min(linux.landlock_version(), 7)
-    for namespaces in ("full", "partial", "none"):
-        for use_filter in filters:
-            plan = Plan(drop, not drop and namespaces != "none", namespaces, landlock, use_filter)
-            yield plan if namespaces != "full" else replace(plan, landlock=0)  # there is no other file to see
+def check_interpreter(python: str) -> Confinement:
+    """How a program was confined that was tried with this interpreter; UserError when it did not run, or was not confined."""
+    if reason := confinement.missing():
+        raise UserError(
+            f"reward code: this system cannot confine programs: {reason}. Run where it can, or score with a service of yours: "
+            "rl.rewards = {remote = 1.0} (docs/rewards-code.md)"
+        )
+    try:
+        (outcome,) = run(python, confinement.TRIAL_LIMITS, confinement.TRIAL, [("stdin", "")])
+        if outcome.status != "ok" or outcome.output not in ("True\n", "False\n"):
+            raise SandboxError(outcome.output.strip() or f"a program of the standard library ended with {outcome.status}")
+    except SandboxError as error:
+        raise UserError(
+            f"reward code: no program can be run with {python!r} ({error}). Its folder must be readable by every user, "
+            "or the process allowed to make mount namespaces; or give another interpreter: rl.reward_args = {code = {python = ...}}"
+        ) from error
+    has_uid, has_namespace = bool(confinement.free_uids()), outcome.output == "True\n"
+    extras = f"{'a' if has_uid else 'no'} uid of their own, {'a' if has_namespace else 'no'} process namespace"
+    name = f"Landlock (version {confinement.landlock_version()}), seccomp, limits, {extras}"
+    return Confinement(name, has_uid and has_namespace)
 
 
-def _probe(python: str, plan: Plan) -> list[str]:
-    """What a program that tries can still reach; SandboxError where the plan does not work."""
-    with tempfile.NamedTemporaryFile("w") as secret, socket.create_server(("127.0.0.1", 0)) as server:
-        secret.write("secret")
-        secret.flush()
-        question = json.dumps([server.getsockname()[1], secret.name, os.getpid()])
-        (outcome,) = run(python, plan, PROBE_LIMITS, PROBE, [Run(stdin=question)])
-    if outcome.status != "ok":
-        raise SandboxError(f"a program of the standard library ended with {outcome.status}")
-    return json.loads(outcome.output)
+def _lines(fd: int, timeout_s: float, count: int) -> Iterator[bytes]:
+    """`count` lines of a pipe; SandboxError when it ends before, or is silent for `timeout_s`."""
+    parts: list[bytes] = []
+    while count:
+        if not select.select([fd], [], [], timeout_s)[0]:
+            raise SandboxError(f"the supervisor did not answer in {timeout_s:.0f} s")
+        if not (chunk := os.read(fd, supervisor.CHUNK_BYTES)):
+            raise SandboxError("the supervisor has ended; what it said is on stderr")
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            count -= 1
+            yield b"".join([*parts, end])
+            parts = []
+        parts.append(rest)
 
 
 @lru_cache(maxsize=8)
 def _interpreter(python: str) -> tuple[list[str], list[str]]:
-    """Where programs import from, and the folders they may read."""
+    """Where programs import from, and what they may read: the system's libraries and the interpreter's folders."""
     ask = "import json, sys; print(json.dumps([sys.path, [sys.prefix, sys.base_prefix]]))"
     try:
         answer = subprocess.run(
@@ -202,21 +150,151 @@ def _interpreter(python: str) -> tuple[list[str], list[str]]:
         ) from error
     path, prefixes = json.loads(answer.stdout)
     path = [entry for entry in path if os.path.exists(entry)]
-    return path, jail.readable_paths([*prefixes, *path])
+    folders = {entry for entry in [*prefixes, *path, *map(os.path.realpath, [*prefixes, *path])] if os.path.isdir(entry)}
+    return path, [*confinement.SYSTEM, *sorted(folders - {"/"})]
 
 
-def _describe(files: contextlib.ExitStack, one: Run) -> dict[str, Any]:
-    if one.stdin is not None:
-        return {"stdin": _memory_file(files, one.stdin.encode(errors="replace"))}
-    assert one.tests is not None
-    return {"tests": _memory_file(files, canonical_json(one.tests)), "prelude": "function" in one.tests}
+def _claimed_uid(files: contextlib.ExitStack) -> tuple[int, int]:
+    """A uid that no other sandbox has as long as a socket is open, and that socket; for an ordinary user its own uid."""
+    uids = confinement.free_uids()
+    claim = files.enter_context(socket.socket(socket.AF_UNIX))
+    for uid in random.Random().sample(uids, min(len(uids), UIDS_TRIED)):
+        with contextlib.suppress(OSError):  # it is taken
+            claim.bind(f"\0rlpipe-sandbox-{uid}")
+            return uid, claim.fileno()
+    if uids:
+        raise SandboxError(f"of {UIDS_TRIED} uids none is free")
+    return os.getuid(), claim.fileno()
 
 
 def _memory_file(files: contextlib.ExitStack, content: bytes) -> int:
-    """A file without a name, at its start; closed here when the sandbox has it."""
-    fd = os.memfd_create("rlpipe")
-    files.callback(os.close, fd)
-    with os.fdopen(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
+    """A file without a name, at its start."""
+    file = files.enter_context(os.fdopen(os.memfd_create("rlpipe"), "w+b"))
+    file.write(content)
+    file.seek(0)
+    return file.fileno()
+
+
+class NoAssertion(ValueError):
+    """Tests that can fail no program."""
+
+
+class Plan(NamedTuple):
+    """What of tests written in Python runs: they are the module `name`; then check(entry_point), the calls, unittest's cases."""
+
+    name: str
+    entry_point: str
+    calls: str
+    cases: list[str]
+
+
+def planned(tree: ast.Module, entry_point: str | None) -> Plan:
+    """What has to be run of tests so that all their assertions are: also those in functions that the module itself never calls.
+
+    NoAssertion when none can run; ValueError for tests that want a runner with more to give, as pytest's fixtures.
+    """
+    definitions = _definitions(tree)
+    guarded = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
+    asserts, reached = _reached([node for node in tree.body if node not in guarded], definitions)
+    guarded_asserts, guarded_reached = _reached([part for node in guarded for part in node.body], definitions)
+    if guarded_asserts:
+        reached |= guarded_reached
+    calls, cases, roots, entry = [], [], [], ""
+    for node in tree.body:
+        if isinstance(node, FUNCTIONS) and node.name.startswith("test") and node.name not in reached:
+            calls.append(_call(node, 0))
+            roots.append(node.name)
+        elif isinstance(node, FUNCTIONS) and node.name == "check" and entry_point and "check" not in reached:
+            entry = entry_point
+            roots.append("check")
+        elif isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or _is_case(node, tree)):
+            methods = [part for part in node.body if isinstance(part, FUNCTIONS) and part.name.startswith("test")]
+            tests = [_call(method, 1) for method in methods]
+            if tests and _is_case(node, tree):
+                cases.append(node.name)
+            elif tests and node.name not in reached:
+                setups = [f"_case.{part.name}()" for part in node.body if isinstance(part, FUNCTIONS) and part.name in SETUPS]
+                calls += ["\n".join([f"_case = {node.name}()", *setups, f"_case.{test}"]) for test in tests]
+            roots += [node.name] if tests else []
+    asserts |= guarded_asserts or _reached([part for name in roots for part in definitions[name]], definitions)[0]
+    if not asserts and "check" in definitions and not entry_point:
+        raise NoAssertion("nothing says which function its tests' `check` is for: name it in the row's entry_point")
+    if not asserts:
+        raise NoAssertion(
+            "no assertion of its tests can run, so any program would pass; write asserts, test_* functions or TestCases"
+        )
+    return Plan("__main__" if guarded_asserts else "tests", entry, "\n".join(calls), cases)
+
+
+def _definitions(tree: ast.Module) -> dict[str, list[ast.AST]]:
+    """What may run when a name is used: a function's body, the methods of a class."""
+    definitions: dict[str, list[ast.AST]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS):
+            definitions.setdefault(node.name, []).extend(node.body)
+        elif isinstance(node, ast.ClassDef):
+            bodies = [line for part in node.body if isinstance(part, FUNCTIONS) for line in part.body]
+            definitions.setdefault(node.name, []).extend([*bodies, *node.bases])
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            raise ValueError("a relative import in its tests; they get the program by `from solution import ...`")
+    return definitions
+
+
+def _reached(roots: Sequence[ast.AST], definitions: dict[str, list[ast.AST]]) -> tuple[bool, set[str]]:
+    """Whether running these nodes may run an assertion that is heard, and which functions and classes they may use."""
+    asserts, seen = False, set[tuple[str, bool]]()
+    pending = [(node, True) for node in roots]
+    while pending:
+        node, is_heard = pending.pop()
+        asserts |= is_heard and _is_assertion(node)
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+        if name in definitions and (name, is_heard) not in seen:
+            seen.add((name, is_heard))
+            pending += [(part, is_heard) for part in definitions[name]]
+        if isinstance(node, (ast.Try, ast.TryStar)):
+            is_caught = any(map(_swallows, node.handlers))
+            pending += [(part, is_heard and not is_caught) for part in node.body]
+            parts: list[ast.AST] = [*node.handlers, *node.orelse, *node.finalbody]
+        elif isinstance(node, FUNCTIONS):  # its body runs when it is used
+            parts = [*node.decorator_list, *node.args.defaults]
+        else:
+            parts = [*node.decorator_list, *node.body] if isinstance(node, ast.ClassDef) else [*ast.iter_child_nodes(node)]
+        pending += [(part, is_heard) for part in parts]
+    return asserts, {name for name, _ in seen}
+
+
+def _is_assertion(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assert):
+        return not (
+            isinstance(node.test, (ast.Constant, ast.Tuple)) and ast.unparse(node.test) not in ("False", "0", "None", "()")
+        )
+    name = _last_name(node.func) if isinstance(node, ast.Call) else ""
+    return isinstance(node, ast.Raise) or name.startswith("assert") or name in FAILING_CALLS
+
+
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    """Whether an `except` catches a failed assertion and goes on."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    catches = any(kind is None or _last_name(kind) in HEARING for kind in kinds)
+    return catches and not any(_is_assertion(node) for part in handler.body for node in ast.walk(part))
+
+
+def _last_name(node: ast.AST | None) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _is_case(node: ast.ClassDef, tree: ast.Module) -> bool:
+    """Whether a class is one of unittest's TestCases, by its name or that of a base."""
+    names = {_last_name(base) for base in node.bases} - {node.name}
+    bases = [part for part in tree.body if isinstance(part, ast.ClassDef) and part.name in names and part.lineno < node.lineno]
+    return any(name.endswith("TestCase") for name in names) or any(_is_case(part, tree) for part in bases)
+
+
+def _call(function: ast.FunctionDef | ast.AsyncFunctionDef, num_given: int) -> str:
+    """The call of a test function; ValueError where it needs more than that."""
+    num_needed = len(function.args.posonlyargs) + len(function.args.args) - len(function.args.defaults) - num_given
+    if num_needed > 0 or isinstance(function, ast.AsyncFunctionDef):
+        raise ValueError(
+            f"its test function {function.name} is async, or has parameters that only pytest fills: write it plainly"
+        )
+    return f"{function.name}()"

@@ -1,0 +1,131 @@
+"""One RL iteration's training on a CPU: rlpipe's trainer beside a plain loop over transformers that does the same passes.
+
+    .venv/bin/python benchmarks/trainer.py [--pairs 5] [--threads 1 2] [--steps 4]
+
+512 rollouts of the preset `tiny`'s shape. Both compute proximal logprobs of every step, then forward, backward, gradient norm and AdamW per step, with
+the clipped loss over all tokens, the entropy and deterministic kernels, in float32. The plain loop pads its batch to the longest sequence and
+runs it at once. They are done in turns, in one process. What is read from the store, and the proofs, are not timed on either side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as all processes of rlpipe
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlpipe.models.causal import hf_config
+from rlpipe.trainer.server import Trainer
+from rlpipe.types import JsonDict
+from tests import trainer_world as world
+
+GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 64, 8, 17, 16
+TINY: JsonDict = {
+    **world.MODEL, "vocab_size": 400, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def rows(mixed: bool) -> list[JsonDict]:
+    random = np.random.default_rng(0)
+    made = []
+    for group in range(GROUPS):
+        prompt = random.integers(2, 400, random.integers(PROMPT - 6, PROMPT + 7) if mixed else PROMPT).tolist()
+        for _ in range(GROUP_SIZE):
+            length = int(random.integers(2, COMPLETION + 1)) if mixed else COMPLETION
+            made.append(
+                {
+                    "group_index": group, "prompt_tokens": prompt, "completion_tokens": random.integers(2, 400, length).tolist(),
+                    "loss_mask": [1] * length, "rollout_logprobs": (-6 + 0.1 * random.standard_normal(length)).tolist(),
+                    "reward": float(random.random() < 0.5),
+                }
+            )  # fmt: skip
+    return made
+
+
+class PlainLoop:
+    """What one would write by hand: a padded batch a step, transformers' own forward pass."""
+
+    def __init__(self, steps: int, rows: list[JsonDict]) -> None:
+        torch.manual_seed(0)
+        self.lm = AutoModelForCausalLM.from_config(hf_config(TINY), dtype=torch.float32).train()
+        self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=1e-4, fused=True)
+        self.batches = [self._batch([row for row in rows if row["group_index"] % steps == step]) for step in range(steps)]
+
+    def _batch(self, chosen: list[JsonDict]) -> tuple[torch.Tensor, ...]:
+        whole = [row["prompt_tokens"] + row["completion_tokens"] for row in chosen]
+        longest = max(map(len, whole))
+        ids, mask, old = torch.zeros(len(chosen), longest, dtype=torch.long), *torch.zeros(2, len(chosen), longest)
+        for index, (tokens, row) in enumerate(zip(whole, chosen, strict=True)):
+            first, end = len(row["prompt_tokens"]), len(tokens)
+            ids[index, :end], mask[index, first:end] = torch.tensor(tokens), 1.0
+            old[index, first:end] = torch.tensor(row["rollout_logprobs"])
+        rewards = torch.tensor([row["reward"] for row in chosen]).view(-1, GROUP_SIZE)
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+        return ids, mask[:, 1:], old[:, 1:], advantages.view(-1, 1)
+
+    def logprobs(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = torch.log_softmax(self.lm(ids[:, :-1], use_cache=False).logits, -1)
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1), entropy
+
+    def iteration(self) -> None:
+        with torch.no_grad():
+            proximal = [self.logprobs(ids)[0] for ids, *_ in self.batches]
+        for (ids, mask, old, advantages), before in zip(self.batches, proximal, strict=True):
+            logprobs, entropy = self.logprobs(ids)
+            ratio, weight = (logprobs - before).exp(), (before - old).exp().clamp(max=2.0)
+            losses = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages) * weight
+            ((losses * mask).sum() / mask.sum()).backward()
+            float((entropy * mask).sum())
+            torch.nn.utils.clip_grad_norm_(self.lm.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def measure(threads: int, mixed: bool, pairs: int, steps: int, folder: Path) -> None:
+    torch.set_num_threads(threads)
+    trainer = Trainer(world.solo_gang(folder, threads=threads, tokens_max=8192))
+    made = rows(mixed)
+    batch = world.batch(trainer.gang.store, f"batch-{threads}-{mixed}-{steps}", made)
+    world.run(trainer, "load", world.load_new("0", model=TINY))
+    settings = {"num_steps": steps, "learning_rate": 1e-4, "clip_high": 0.28}
+    plain, own, spent = PlainLoop(steps, made), [], []
+    metrics: JsonDict = {}
+    for turn in range(pairs + 1):
+        started = time.perf_counter()
+        plain.iteration()
+        spent.append(time.perf_counter() - started)
+        metrics = world.run(trainer, "train", world.train(str(turn), str(turn + 1), "rl", batch, settings))["metrics"]
+        own.append(metrics["train_s"])
+    tokens = metrics["train/num_tokens_processed"]
+    ratios = [ours / theirs for ours, theirs in zip(own[1:], spent[1:], strict=True)]  # the first pair warms up
+    print(
+        f"{'mixed' if mixed else 'equal'} lengths, {steps} steps, {threads} threads: plain {statistics.median(spent[1:]):.2f} s, rlpipe "
+        f"{statistics.median(own[1:]):.2f} s ({tokens / statistics.median(own[1:]):,.0f} tokens/s, rows {metrics['train/packing_efficiency']:.0%} full): "
+        f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--steps", type=int, default=4)
+    arguments = parser.parse_args()
+    torch.use_deterministic_algorithms(True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for threads in arguments.threads:
+            for mixed in (False, True):
+                measure(threads, mixed, arguments.pairs, arguments.steps, Path(scratch))

@@ -1,0 +1,72 @@
+"""What the terminal shows of a run: a bar, a line per segment or iteration, and warnings and errors. The log folder has all of it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from prefect.logging import get_run_logger
+from prefect.runtime import deployment
+from tqdm import tqdm
+
+from rlpipe.types import IterationRecord, Metrics
+
+LOG_NAME = "flows.log"
+# Prefect logs these for the failed task and for every flow around it; the last line of `rlpipe run` says it once, with the advice
+SAID_AT_THE_END = ("Encountered exception during execution", "Finished in state", "Crash detected!")
+
+
+class OneLine(logging.Formatter):
+    """Level and message, without the traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname} {record.getMessage()}".rstrip()
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    return not (record.name.startswith("prefect.") and record.getMessage().startswith(SAID_AT_THE_END))
+
+
+def log_to(folder: Path) -> None:
+    """Sends what is logged from now on to the terminal, without tracebacks, and with them to `flows.log` in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    terminal, file = logging.StreamHandler(sys.stderr), logging.FileHandler(folder / LOG_NAME, delay=True)
+    terminal.setFormatter(OneLine())
+    terminal.addFilter(_is_shown)
+    terminal.setLevel(logging.WARNING)  # flow runs log more than that, for the UI
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[terminal, file], force=True)
+
+
+def bar(title: str, total: int, done: int, unit: str) -> tqdm[Any]:
+    """A progress bar on stderr; a log that is no terminal gets the lines only."""
+    # disable=None: only where stderr is no terminal
+    return tqdm(total=total, initial=done, desc=title, unit=unit, disable=None, leave=False, dynamic_ncols=True)
+
+
+def say(progress: tqdm[Any], line: str) -> None:
+    """A line above the bar, and in the log of the flow run; a worker's terminal has it from the log."""
+    if not deployment.id:
+        progress.write(line)
+    get_run_logger().info(line)
+
+
+def segment_line(segment: int, step: int, metrics: Metrics) -> str:
+    line = f"SFT segment {segment:3d}  step {step:5d}  loss {metrics['train/loss']:.4f}  grad norm {metrics['train/grad_norm']:.3f}"
+    validation = metrics.get("train/validation_loss")
+    return line if validation is None else f"{line}  validation loss {validation:.4f}"
+
+
+def iteration_line(record: IterationRecord) -> str:
+    """One line of what somebody watching wants to know."""
+    metrics = record.metrics
+    line = (
+        f"RL iteration {record.iteration:3d}  reward {metrics['rollout/reward_mean']:.3f}  pass {metrics['rollout/pass_rate']:.3f}"
+        f"  groups {metrics['rollout/groups_kept']:3d}  length {metrics['rollout/length_tokens_mean']:5.1f}"
+        f"  mismatch {metrics['train/mismatch_abs_mean']:.1e}  {metrics['time/iteration_s']:.1f} s"
+    )
+    evaluated = [name for name in record.evaluation if name.endswith(("_greedy", "_pass_at_1"))]
+    evaluation = "  ".join(f"{name} {record.evaluation[name]:.3f}" for name in evaluated)
+    return f"{line}  | {evaluation}" if evaluation else line

@@ -1,0 +1,185 @@
+"""What a person sees of a run in Prefect: artifacts of its flow runs, the states that they end in, and the report. It never costs the run."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypedDict
+from uuid import UUID
+
+import httpx
+from prefect import get_client
+from prefect.artifacts import acreate_markdown_artifact
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.exceptions import PrefectException
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.states import Completed
+
+from flows.terminal import bar, iteration_line, say
+from rlpipe.report.curves import BEFORE_RL, before_after, draw_curves, evaluations, policy_tags, reward_svg
+from rlpipe.report.show import TrainedGroup, parts_text, trained_groups
+from rlpipe.report.tracking import ROLLOUTS
+from rlpipe.stages.session import Session
+from rlpipe.types import IterationRecord
+
+ROLLOUTS_SHOWN = 16
+TEXT_MAX = 2000  # characters of a prompt or completion; the whole is in the store
+PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # all that a backslash before it makes literal
+CONTROL = {code: chr(0x2400 + code) for code in range(32)} | {ord("\n"): " ⏎ "}  # NUL, which Postgres refuses, reads ␀
+
+
+@contextlib.contextmanager
+def only_shown() -> Iterator[None]:
+    """The body tells the Prefect server something to look at. What the server does not take costs a warning."""
+    try:
+        yield
+    except (PrefectException, httpx.HTTPError, OSError) as error:
+        get_run_logger().warning("the UI lacks something: %s: %s", type(error).__name__, error)
+
+
+async def publish_iteration(session: Session, record: IterationRecord) -> None:
+    """Artifacts of the iteration's flow run: the reward so far and all metrics, and some of its rollouts."""
+    name, title = f"{_key(session)}-{record.iteration:05d}", f"# {session.run.name}, iteration {record.iteration}"
+    metrics = [f"| {metric} | {value:.6g} |" for metric, value in sorted(record.metrics.items())]
+    line = _preformatted([iteration_line(record)])
+    lines = [title, "", _curve(record), "", *line, "| metric | value |", "|---|---|", *metrics]
+    rollouts = await asyncio.to_thread(_rollout_tables, session, record)
+    await asyncio.gather(
+        _show(f"{name}-metrics", lines, "Reward so far, metrics of the iteration"),
+        _show(f"{name}-rollouts", rollouts, "Some of the rollouts that were trained on"),
+    )
+
+
+@contextlib.contextmanager
+def watch(session: Session, num_committed: int) -> Iterator[Callable[[IterationRecord], Awaitable[None]]]:
+    """What a person sees while iterations are committed: a bar, a line each, the curve; and the tracker's metrics.
+
+    Gives what is to be called with the record of every further iteration. The curve is one artifact on the page of the RL phase.
+    """
+    run, total, artifact = session.run, session.config.rl.num_iterations, None
+    session.tracker.committed(BEFORE_RL, 1)
+    for use in ("rl", "evaluation"):
+        session.track_data(use)
+    for source in ("rl", ROLLOUTS):
+        session.tracker.committed(source, num_committed)
+    with bar("RL", total, num_committed, "iteration") as progress:
+
+        async def committed(record: IterationRecord) -> None:
+            nonlocal artifact
+            for source in ("rl", ROLLOUTS):
+                session.tracker.committed(source, record.iteration + 1)
+            say(progress, iteration_line(record))
+            progress.update()
+            lines = [f"# {run.name}, {record.iteration + 1} of {total} iterations", "", _curve(record)]
+            artifact = await _show(f"{_key(session)}-reward", lines, "Reward so far", artifact)
+
+        yield committed
+
+
+async def _show(key: str, markdown: list[str], description: str, before: UUID | None = None) -> UUID | None:
+    """The id of an artifact of the flow run: `before`, drawn again, or a new one; None where the server did not take it."""
+    text = "\n".join(markdown)
+    with only_shown():
+        if before is None:
+            return await acreate_markdown_artifact(text, key=key, description=description)
+        async with get_client() as client:
+            await client.update_artifact(before, ArtifactUpdate(data=text))
+        return before
+    return None
+
+
+def _curve(record: IterationRecord) -> str:
+    return _image("svg+xml", reward_svg(record.curve).encode())
+
+
+def _rollout_tables(session: Session, record: IterationRecord) -> list[str]:
+    """Groups from all over the batch, each with its prompt, its reference answer and a table of its rollouts.
+
+    It is markdown: of the two UIs of Prefect one reads the cells of a table artifact as markdown and hides tags, one does not.
+    """
+    groups = trained_groups(session.run, record)
+    count = max(1, ROLLOUTS_SHOWN // len(groups[0].rollouts)) if groups else 1
+    shown = groups[:: max(1, len(groups) // count)][:count]
+    title = f"# {session.run.name}, iteration {record.iteration}: {len(shown)} of {len(groups)} groups"
+    return [title, *(line for group in shown for line in _group_table(group))]
+
+
+def _group_table(group: TrainedGroup) -> list[str]:
+    first = group.rollouts[0]
+    lines = ["", f"### group {first.group_index}", ""]
+    lines += [f"prompt: {_literal(first.prompt)}", "", f"answer: {_literal(group.answer)}", ""]
+    lines += ["| reward | advantage | reward parts | finish | completion |", "|---|---|---|---|---|"]
+    for rollout in group.rollouts[:ROLLOUTS_SHOWN]:
+        texts = " | ".join(_literal(text) for text in (parts_text(rollout), rollout.finish_reason, rollout.completion))
+        lines.append(f"| {rollout.reward:.4g} | {rollout.advantage:.4g} | {texts} |")
+    return lines
+
+
+def _literal(text: str) -> str:
+    """Markdown that shows a text as it is, tags and stars included, on one line; of a long one the beginning and the end."""
+    if len(text) > TEXT_MAX:
+        text = f"{text[: TEXT_MAX // 2]} ... {text[-TEXT_MAX // 2 :]}"
+    return PUNCTUATION.sub(r"\\\g<0>", text.translate(CONTROL))
+
+
+class RunReport(TypedDict, total=False):
+    """What `post-train` returns: where everything is, and why the run was stopped, where it was. A run stopped in SFT has no policy."""
+
+    run: str
+    policy: str
+    curves: str
+    before_after: list[str]
+    stopped: str
+
+
+async def publish_report(session: Session, total: int) -> RunReport:
+    """Draws the curves of `total` committed iterations, tracks and registers their policy; returns where everything is."""
+    run = session.run
+    curve = Path.cwd() / f"{run.name}-curves.png"
+    await asyncio.to_thread(draw_curves, run, total, curve)
+    ref, manifest = run.policy(total)
+    folder = run.store.address(f"{ref.folder}/{manifest.file('config.json').name.split('/')[0]}")
+    compared, evaluated = before_after(run, total), evaluations(run, total)
+    lineage = await asyncio.to_thread(policy_tags, run, total)
+    session.tracker.publish(folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage)
+    lines = [f"# {run.name}, {total} iterations", "", f"The policy: `{folder}`", "", *_preformatted(compared)]
+    await _show(f"{_key(session)}-report", [*lines, _image("png", curve.read_bytes())], "Before and after RL, curves")
+    return {"run": run.name, "policy": folder, "curves": str(curve), "before_after": compared}
+
+
+async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: str = "") -> Any:
+    """What a flow returns at its end: its data, in a state that says why there is no more, or that there was nothing to do.
+
+    `Stopped`: a budget or a stop rule ended the phases, for `reason`. `NothingToTrain`: all of them was committed before this start.
+    """
+    session.tracker.stopped = reason
+    if reason:
+        return Completed(name="Stopped", message=reason, data=data)
+    counts = await asyncio.to_thread(lambda: {phase: session.num_committed(phase) for phase in phases})
+    # an earlier start of this flow run, or its part before a gate, may have trained
+    maybe_trained = flow_run.run_count > 1 or session.config.approval
+    if maybe_trained or any(session.committed_before[phase] != count for phase, count in counts.items()):
+        return data
+    units = {"sft": "SFT segments", "rl": "RL iterations"}
+    committed = " and ".join(f"{count} {units[phase]}" for phase, count in counts.items())
+    message = f"run {session.run.name} was complete: {committed} were committed before this start"
+    return Completed(name="NothingToTrain", message=message, data=data)
+
+
+def _key(session: Session) -> str:
+    """The run's name as Prefect takes it in keys of artifacts."""
+    return session.run.name.lower().replace("_", "-").replace(".", "-")
+
+
+def _preformatted(lines: list[str]) -> list[str]:
+    return ["```text", *lines, "```", ""] if lines else []
+
+
+def _image(kind: str, data: bytes) -> str:
+    """An image inside markdown: an artifact of type image shows its whole address beside itself."""
+    return f"![curves](data:image/{kind};base64,{base64.b64encode(data).decode()})"

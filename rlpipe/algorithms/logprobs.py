@@ -1,0 +1,59 @@
+"""Log-probabilities of chosen tokens, in chunks, so that the full logits never exist at once.
+
+Legend: N positions whose next token is scored, H hidden size, V vocabulary, C positions of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rlpipe.algorithms.losses import entropy
+
+LOGITS_MAX = 2**26  # elements of a chunk's logits: 256 MiB in fp32
+LOGITS_KEPT = 2**22  # so few, 16 MiB, are kept for the backward pass rather than made again
+
+
+def chunk_size(vocab_size: int, elements_max: int = LOGITS_MAX) -> int:
+    """Positions whose logits are at most so many elements."""
+    return max(1, elements_max // vocab_size)
+
+
+def chunked_logprobs(
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    project: Callable[[Tensor], Tensor],
+    *,
+    temperature: float = 1.0,
+    chunk: int,
+    kept: int = 0,
+    entropy_trained: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of `targets_N` and entropies at N positions, fp32, of the temperature-scaled distribution.
+
+    `project` maps hidden states to logits (the lm_head). Each chunk's logits are made again in the backward pass, unless N is at most `kept`.
+    `entropy_trained`: whether the loss has the entropies in it. What is made again for a part that the backward pass never asks for
+    would stay until the end of the step, so that the logits of all chunks existed at once after all.
+    """
+    assert hidden_NH.ndim == 2 and hidden_NH.shape[0] == targets_N.shape[0], "one target a position"
+    assert temperature > 0 and chunk > 0, f"temperature={temperature}, chunk={chunk}"
+
+    def of_chunk(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        logits_CV = project(hidden_CH).float() / temperature
+        logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
+        # before the gather: the order in which gradients add up is part of a result
+        entropy_C = entropy(logprobs_CV if entropy_trained else logprobs_CV.detach())
+        return logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1), entropy_C
+
+    parts = [
+        checkpoint(of_chunk, hidden_CH, targets_C, use_reentrant=False, preserve_rng_state=False)
+        if torch.is_grad_enabled() and len(targets_N) > kept
+        else of_chunk(hidden_CH, targets_C)
+        for hidden_CH, targets_C in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
+    ]
+    logprobs_N = torch.cat([part[0] for part in parts])
+    assert logprobs_N.shape == targets_N.shape, "a position was lost"
+    return logprobs_N, torch.cat([part[1] for part in parts])

@@ -1,0 +1,124 @@
+"""The sections of the config that say where, how fast and how far: they may change between two starts. And what all sections share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LOCAL_THREADS = (1, 2, 4, 8, 16)  # rows are split evenly over threads, else the same row could be computed by another code path
+FIRST = {  # what a form shows first, because people change it, by class; the own fields of a section follow, then the inherited ones
+    "SftConfig": ["num_steps", "batch_size", "learning_rate"],
+    "RlConfig": [
+        "rewards", "num_iterations", "num_prompts", "group_size", "completion_tokens_max", "learning_rate", "temperature", "filters"
+    ],
+    "TrainerConfig": ["place", "deployment", "ranks", "nodes", "gpu_ids", "tokens_max", "threads"],
+    "EnginesConfig": ["place", "deployment", "kind", "count", "nodes", "gpu_ids", "threads"],
+}  # fmt: skip
+
+
+def _positions(schema: dict[str, Any], section: type[Any]) -> None:
+    """Says in what order a form shows the fields. Postgres keeps no order of keys, Prefect's UI reads `position`."""
+    order = [*FIRST.get(section.__name__, []), *section.__annotations__]
+    names = sorted(schema["properties"], key=lambda name: order.index(name) if name in order else len(order))
+    for position, name in enumerate(names):
+        schema["properties"][name]["position"] = position
+
+
+def _title(name: str, _field: object) -> str:
+    """A form names a field as errors, docs and `changes` do."""
+    return name
+
+
+STRICT = ConfigDict(  # unknown fields are refused, and numbers that JSON cannot carry
+    extra="forbid",
+    frozen=True,
+    validate_default=True,
+    allow_inf_nan=False,
+    json_schema_extra=_positions,
+    field_title_generator=_title,
+)
+TOKENS_MAX = 1 << 24  # of one context
+Bound = Annotated[float, Field(ge=0)]
+Timeout = Annotated[float, Field(gt=0, le=10_000_000)]  # seconds; at most some months, which every timer can wait
+
+
+class BudgetConfig(BaseModel, **STRICT):
+    """What a run may spend. It ends at the first segment or iteration boundary at which a budget is used up."""
+
+    wall_clock_h: Bound = Field(default=0.0, description="Hours of committed SFT segments and RL iterations; 0: no bound")
+    rollout_tokens: int = Field(default=0, ge=0, description="Tokens sampled for training; 0: no bound")
+    gpu_h: Bound = Field(default=0.0, description="Committed GPU hours: the trainer's, in RL the engines' too; 0: no bound")
+
+
+class StopConfig(BaseModel, **STRICT):
+    """Rules that end RL at an iteration boundary. The rule on engine-trainer mismatch is rl.on_mismatch = "stop"."""
+
+    reward_plateau: int = Field(default=0, ge=0, description="Iterations without a new best mean reward; 0: no rule")
+    kl_max: Bound = Field(default=0.0, description="Largest KL to the reference (train/kl; needs rl.kl); 0: no rule")
+    proximal_kl_max: Bound = Field(
+        default=0.0, description="Largest KL to the policy that the iteration started from (train/proximal_kl); 0: no rule"
+    )
+
+
+class ServiceConfig(BaseModel, **STRICT):
+    """Where the trainer gang or the engines are; the parent of the two sections, which say how fast they are, too."""
+
+    place: Literal["process", "deployment", "elsewhere"] = Field(
+        default="process",
+        description="Where it runs: child processes of the flow, runs of a Prefect deployment, or elsewhere (`rlpipe trainer`, `rlpipe host`)",
+    )
+    deployment: str = Field(
+        default="",
+        description="The deployment that serves a node; empty: serve-trainer/serve-trainer or serve-engines/serve-engines",
+    )
+    nodes: int = Field(default=1, ge=1, le=1024, description="Nodes of the gang, or of the engines")
+    gpu_ids: list[int] = Field(
+        default_factory=list, description="GPUs of a node: one a rank, an equal share an engine; empty: a CPU"
+    )
+    threads: int = Field(default=1, ge=1, le=256, description="CPU threads per rank or engine")
+
+    def deployment_of(self, kind: str) -> str:
+        """The name of the deployment. `kind`: trainer or engines."""
+        return self.deployment or f"serve-{kind}/serve-{kind}"
+
+
+class TrainerConfig(ServiceConfig):
+    """The trainer gang: where and how fast, not what."""
+
+    ranks: int = Field(default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)")
+    tokens_max: int = Field(default=4096, ge=64, le=TOKENS_MAX, description="Tokens of a microbatch, per rank")
+    activation_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass: less memory")
+
+
+class EnginesConfig(ServiceConfig):
+    """The engines: where and how fast, not what."""
+
+    kind: Literal["local", "sglang", "vllm"] = Field(default="local", description="rlpipe's own (transformers), SGLang or vLLM")
+    count: int = Field(default=1, ge=1, le=1024, description="Engines per node")
+    python: str = Field(default="", description="Interpreter that has SGLang or vLLM installed; empty: this one")
+    flags: list[str] = Field(default_factory=list, description="More flags for SGLang's or vLLM's server")
+    environment: dict[str, str] = Field(default_factory=dict, description="More environment variables for the engines")
+    in_flight_max: int = Field(
+        default=256,
+        ge=1,
+        le=65_536,
+        description="Rollouts in flight per engine; the local one computes as many (16 to 128) at every step",
+    )
+    progress_timeout_s: Timeout = Field(default=600, description="An engine that samples no token for so long is given up, s")
+    hung_timeout_s: Timeout = Field(default=60, description="An engine that is unwell for so long is restarted, s")
+
+
+class TrackingConfig(BaseModel, **STRICT):
+    """Where metrics go."""
+
+    uri: str = Field(
+        default="sqlite:///mlflow.db",
+        description="MLflow tracking URI; where it is left as it is, MLFLOW_TRACKING_URI of the environment goes before; empty: not tracked",
+    )
+    project: str = Field(
+        default="rlpipe",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$",
+        max_length=80,
+        description="MLflow experiment of the run's metrics, and registered model of its policies: what is compared has one",
+    )

@@ -1,0 +1,238 @@
+"""The config: one pydantic tree, two levels deep. Every field says what it is, its unit and its bounds.
+
+`model`, `data`, `sft`, `rl`, `evaluation` and `seed` say *what* is computed: they are fixed for a run. The sections and fields in
+`OPERATIONAL` and `OPERATIONAL_FIELDS` say *where, how fast and how far*: they may change between two starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationInfo, model_validator
+
+from rlpipe.config.operational import STRICT, TOKENS_MAX, BudgetConfig, EnginesConfig, StopConfig, TrackingConfig, TrainerConfig
+from rlpipe.config.rules import broken_layout, broken_rules
+from rlpipe.config.secrecy import refuse_secrets
+from rlpipe.config.training import BETA1, RlConfig, SftConfig
+from rlpipe.types import JsonDict
+
+OPERATIONAL = {"run", "store", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
+OPERATIONAL_FIELDS = {
+    "rl.num_iterations",
+    "rl.reward_workers",
+    "rl.reward_timeout_s",
+    "rl.environment_timeout_s",
+    "rl.on_mismatch",
+    "rl.mismatch_max",
+}
+STORED = "stored"  # the context in which pydantic reads what is in a store
+# fields of older versions, by section, with the value that every run now works with
+RETIRED: dict[str, dict[str, float]] = {
+    "sft": {"beta1": BETA1},
+    "rl": {"beta1": BETA1, "top_k": -1},
+    "trainer": {"port": 0, "job_timeout_s": 7200.0},
+    "engines": {"port": 0, "restarts_max": 5, "request_timeout_s": 600.0},
+}
+
+
+class ModelConfig(BaseModel, **STRICT):
+    """The model that training starts from: a folder in HF format, or a new Qwen3 of the given shape."""
+
+    path: str = Field(default="", description="Folder or hub name of a model in HF format; empty: a new Qwen3 and tokenizer")
+    context_tokens_max: int = Field(
+        default=512,
+        ge=16,
+        le=TOKENS_MAX,
+        description="Longest prompt + completion or conversation, tokens; longer: truncated and counted",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Number type of the forward and backward pass")
+    hidden_size: int = Field(
+        default=128, ge=8, le=65_536, description="Width of a new model (plan also uses the shape for estimates)"
+    )
+    intermediate_size: int = Field(default=384, ge=8, le=1 << 20, description="Width of a new model's MLP")
+    num_layers: int = Field(default=4, ge=1, le=1024, description="Layers of a new model")
+    num_heads: int = Field(default=4, ge=1, le=1024, description="Attention heads of a new model")
+    num_kv_heads: int = Field(default=2, ge=1, le=1024, description="Key-value heads of a new model")
+    init_std: float = Field(default=0.02, gt=0, le=1, description="Standard deviation of a new model's initial weights")
+    vocab_size: int = Field(
+        default=0, ge=0, le=TOKENS_MAX, description="Vocabulary for plan's estimates; 0: the tokenizer's own"
+    )
+    chat_template: str = Field(default="", description="Jinja chat template that replaces the tokenizer's; empty keeps it")
+    chat_template_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description='More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas',
+    )
+
+
+class DataConfig(BaseModel, **STRICT):
+    """One data set and what it is used for."""
+
+    name: str = Field(description="Name in metrics and prompt ids", pattern=r"^[a-z0-9_]+$")
+    use: Literal["sft", "rl", "evaluation"] = Field(description="Which phase reads it")
+    source: str = Field(
+        description="reasoning_gym:NAME, datasets:PATH, a path to .jsonl or .parquet, or package.module:function that gives rows",
+        min_length=1,
+    )
+    weight: float = Field(default=1.0, gt=0, description="Share in the mixture, relative to the other sets of the same use")
+    rows_max: int = Field(default=0, ge=0, le=10**9, description="Rows read (0: all); for a generator the number of items made")
+    part: Literal["all", "train", "heldout"] = Field(default="all", description="Which side of the split by prompt hash")
+    heldout_fraction: float = Field(default=0.1, gt=0, lt=1, description="Share of prompts that are held out")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of a generator, a function or `datasets`")
+    prompt_field: str = Field(default="prompt", description="Column of the prompt: text or messages")
+    answer_field: str = Field(default="answer", description="Column of the reference answer")
+    on_too_long: Literal["drop", "fail"] | None = Field(
+        default=None,
+        description="What becomes of rows that are longer than the context leaves room for; none: prompts fail, conversations of sft are truncated",
+    )
+    completion_template: str = Field(default="{answer}", description="SFT completion made from the answer")
+    system_prompt: str = Field(default="", description="System message put before every prompt; empty: none")
+
+
+class EvaluationConfig(BaseModel, **STRICT):
+    """When and how policies are evaluated."""
+
+    every: int = Field(
+        default=10, ge=0, le=100_000, description="Iterations between evaluations; 0: only at the start and at the end"
+    )
+    prompts_max: int = Field(default=200, ge=1, le=10**6, description="Prompts of each evaluation set")
+    num_completions: int = Field(
+        default=1, ge=1, le=64, description="Sampled completions per prompt, n: for pass@1, pass@k up to n, and maj@n"
+    )
+    completion_tokens_max: int | None = Field(
+        default=None, ge=1, le=TOKENS_MAX, description="Longest completion, tokens; none: rl.completion_tokens_max"
+    )
+    temperature: float = Field(
+        default=1.0, ge=0.01, le=2, description="Temperature of the sampled completions; one more of each prompt is greedy"
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling; none: rl.top_p")
+    rewards: dict[str, float] = Field(
+        default_factory=dict, description="Reward -> weight; empty: rl.rewards. Their arguments are in rl.reward_args too"
+    )
+    pass_threshold: float = Field(default=1.0, description="A rollout passes when its reward is at least this")
+
+
+class CheckpointConfig(BaseModel, **STRICT):
+    """What is kept to go on from."""
+
+    state_every: int = Field(
+        default=5, ge=1, le=100_000, description="Iterations between training states: the most that resume replays"
+    )
+
+
+class PipelineConfig(BaseModel, **STRICT):
+    """SFT and RL of one model, from data to a registered policy."""
+
+    run: str = Field(default="", description="Name of the run in the store: the same name continues it", max_length=80)
+    model: ModelConfig = Field(default_factory=ModelConfig, description="What training starts from")
+    data: list[DataConfig] = Field(default_factory=list, description="The data sets")
+    sft: SftConfig = Field(default_factory=SftConfig, description="Supervised fine-tuning")
+    rl: RlConfig = Field(default_factory=RlConfig, description="Reinforcement learning")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluations on held-out prompts")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The one seed; all randomness derives from it")
+    store: str = Field(
+        default="./rlpipe-store", description="Where everything is kept: file:///path or s3://bucket/prefix", min_length=1
+    )
+    budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What the run may spend")
+    stop: StopConfig = Field(default_factory=StopConfig, description="Rules that end RL early")
+    approval: list[Literal["rl", "register"]] = Field(
+        default_factory=list, description="Where post-train waits until a person presses Resume: before RL, before registration"
+    )
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Where and how fast it trains")
+    engines: EnginesConfig = Field(default_factory=EnginesConfig, description="Where and how fast it samples")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="How often training states are kept")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_kept(cls, tree: Any) -> Any:
+        refuse_secrets(tree)
+        for section, name, value in _retired(tree):
+            if value != RETIRED[section][name]:
+                raise ValueError(
+                    f"{section}.{name}={value!r}: this field is gone, it is always {RETIRED[section][name]}; remove it"
+                )
+        return from_stored(tree)
+
+    @model_validator(mode="after")
+    def _fits_together(self, info: ValidationInfo) -> PipelineConfig:
+        lines = [*broken_rules(self), *([] if info.context == STORED else broken_layout(self))]
+        if lines:
+            raise ValueError("\n".join(lines))
+        return self
+
+    @property
+    def engines_here(self) -> bool:
+        """Whether the engines are child processes of the flow."""
+        return self.engines.place == "process"
+
+    @property
+    def samples(self) -> bool:
+        """Whether the run needs an engine."""
+        return not self.rl.rollouts_from or bool(self.sets("evaluation"))
+
+    def completion_tokens_max(self, use: str) -> int:
+        """The longest completion of a prompt of use rl or evaluation."""
+        own = self.evaluation.completion_tokens_max if use == "evaluation" else None
+        return self.rl.completion_tokens_max if own is None else own
+
+    def rewards(self, use: str) -> dict[str, float]:
+        """What scores a rollout of use rl or evaluation, with weights."""
+        return (use == "evaluation" and self.evaluation.rewards) or self.rl.rewards
+
+    def reward_args(self, use: str) -> dict[str, dict[str, Any]]:
+        """The arguments of those rewards; for rl also those that name no reward at all, which is a fault."""
+        rewards, others = self.rewards(use), self.evaluation.rewards
+        return {
+            name: args for name, args in self.rl.reward_args.items() if name in rewards or (use == "rl" and name not in others)
+        }
+
+    def drops(self, use: str) -> bool:
+        """Whether rows of one use are left out when they are too long."""
+        return any(data.on_too_long == "drop" for data in self.sets(use))
+
+    def sets(self, use: str) -> list[DataConfig]:
+        """The data sets of one use, in the order of the config."""
+        return [data for data in self.data if data.use == use]
+
+
+def stored_tree(config: PipelineConfig) -> JsonDict:
+    """The config as the store keeps it: with the retired fields, so that the settings of old runs and new ones are the same bytes."""
+    tree = config.model_dump(mode="json")
+    for data in tree["data"]:
+        if data["on_too_long"] is None:  # as before there was such a choice
+            del data["on_too_long"]
+    return tree | {section: tree[section] | fields for section, fields in RETIRED.items()}
+
+
+def from_stored(tree: Any) -> Any:
+    """The tree of a config of any age, without the retired fields; one that said what is computed stays where it said another thing."""
+    for section, name, value in list(_retired(tree)):
+        if section in OPERATIONAL or value == RETIRED[section][name]:
+            tree = tree | {section: {key: entry for key, entry in tree[section].items() if key != name}}
+    return tree
+
+
+def as_begun(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
+    """The config of a run that goes on. `rl.reward_fallback` was 0.0 where it was not given, and is "left_out" today: one that is not
+    given is what the run was begun with."""
+    if "reward_fallback" in config.rl.model_fields_set:
+        return config
+    rl = config.rl.model_copy(update={"reward_fallback": begun.rl.reward_fallback})
+    return config.model_copy(update={"rl": rl})
+
+
+def _retired(tree: Any) -> Iterator[tuple[str, str, Any]]:
+    """Section, name and value of each retired field in the tree."""
+    for section, fields in RETIRED.items():
+        entries = tree.get(section) if isinstance(tree, dict) else None
+        if isinstance(entries, dict):
+            yield from ((section, name, entries[name]) for name in fields if name in entries)
+
+
+def identity(config: PipelineConfig) -> JsonDict:
+    """The flat fields that say what is computed: two starts of one run must agree on them."""
+    tree = config.model_dump(mode="json", exclude=OPERATIONAL)
+    sections = {section: value if isinstance(value, dict) else {"": value} for section, value in tree.items()}
+    flat = {f"{section}.{key}".rstrip("."): value for section, fields in sections.items() for key, value in fields.items()}
+    return {key: value for key, value in flat.items() if key not in OPERATIONAL_FIELDS}

@@ -1,0 +1,274 @@
+"""The rules between fields. A rule is a condition and, for whoever broke it, a line that begins with the field as a user writes it.
+
+A config is checked against all of them, and all that it breaks are reported together. The bounds of one field are declared with it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from rlpipe.config.operational import LOCAL_THREADS
+
+if TYPE_CHECKING:
+    from rlpipe.config.operational import EnginesConfig
+    from rlpipe.config.pipeline import ModelConfig, PipelineConfig
+    from rlpipe.config.training import RlConfig
+
+NUMBER_MAX, FLOAT_MAX = 1 << 53, 1e30
+# flags of SGLang's and vLLM's servers by which one engine takes several GPUs: tensor, pipeline and data parallelism
+PARALLEL_FLAGS = (
+    ("--tp-size", "--tp", "--tensor-parallel-size", "-tp"),
+    ("--pp-size", "--pp", "--pipeline-parallel-size", "-pp"),
+    ("--dp-size", "--dp", "--data-parallel-size", "-dp"),
+)
+
+
+def is_run_name(name: str) -> bool:
+    """Whether it can be the name of a run, which is the name of its folder."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None
+
+
+def broken_rules(config: PipelineConfig) -> Iterator[str]:
+    """One line for each rule that the config breaks. Example: "rl.group_size=1: the filter nonzero_std drops ..."."""
+    yield from _of_numbers("", config.model_dump())
+    yield from _of_model(config.model)
+    yield from _of_data(config)
+    yield from _of_sampling(config)
+    yield from _of_advantages(config.rl)
+    yield from _of_losses(config.rl)
+    yield from _of_overlap(config.rl)
+    yield from _of_stored_rollouts(config)
+    yield from _of_places_and_limits(config)
+
+
+def _of_numbers(name: str, value: object) -> Iterator[str]:
+    """What arguments hold: a run is kept as JSON, and its numbers are to be the same wherever they are read."""
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield from _of_numbers(f"{name}.{key}".lstrip("."), entry)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{name}={value}: is no finite number"
+    elif isinstance(value, int | float) and abs(value) > (largest := NUMBER_MAX if isinstance(value, int) else FLOAT_MAX):
+        yield f"{name}={value}: is beyond {largest:g}"
+
+
+def _of_model(model: ModelConfig) -> Iterator[str]:
+    if model.path:
+        if "context_tokens_max" not in model.model_fields_set:
+            yield f"model.context_tokens_max is not given: with {model.path=} it has no default, as what is longer is cut off; say how long"
+        return
+    if model.hidden_size % (2 * model.num_heads):
+        yield f"{model.hidden_size=}: each of {model.num_heads=} heads needs an even share of it; use a multiple of {2 * model.num_heads}"
+    if model.num_heads % model.num_kv_heads:
+        yield f"{model.num_heads=}: are not shared evenly by {model.num_kv_heads=} key-value heads; use a multiple of {model.num_kv_heads}"
+
+
+def _of_data(config: PipelineConfig) -> Iterator[str]:
+    model, sft, rl, uses = config.model, config.sft, config.rl, {data.use for data in config.data}
+    if config.run and not is_run_name(config.run):
+        yield f"run={config.run!r}: a run name is a folder name: letters, digits, '.', '_' and '-', and no slash"
+    if taken := {"messages", "add_generation_prompt"} & set(model.chat_template_args):
+        yield f"model.chat_template_args: {min(taken)} comes from data and stage; remove it (for a system message: system_prompt)"
+    if sft.num_steps and "sft" not in uses:
+        yield f"{sft.num_steps=}: no data set has use = 'sft'; add a [[data]] table, or set sft.num_steps = 0"
+    if rl.num_iterations and not (rl.rollouts_from or "rl" in uses):
+        yield f"{rl.num_iterations=}: no data set has use = 'rl'; add a [[data]] table, or set rl.num_iterations = 0"
+    if not model.path and not uses & {"rl", "evaluation"}:
+        yield f"{model.path=}: a new tokenizer is made of prompts; add a data set of use rl or evaluation"
+    for (name, use), count in Counter((data.name, data.use) for data in config.data).items():
+        if count > 1:
+            yield f"data.{name}.name={name!r}: {count} data sets of use {use}; names end up in metrics, so make them differ"
+    for data in config.data:
+        if data.on_too_long == "drop" and rl.environment and data.use != "sft":
+            yield (
+                f"data.{data.name}.on_too_long='drop': what rl.environment={rl.environment!r} asks is known when a prompt is drawn, and then "
+                "none is left out any more; remove it, and bound the environment's text"
+            )
+    fractions = {f"{data.heldout_fraction:g} of {data.name}" for data in config.data if data.part != "all"}
+    if len({data.heldout_fraction for data in config.data if data.part != "all"}) > 1:
+        yield f"data.NAME.heldout_fraction: {', '.join(sorted(fractions))} differ, so that one would train on what another holds out"
+    if rl.completion_tokens_max >= model.context_tokens_max:
+        yield f"{model.context_tokens_max=}: leaves no room for a prompt beside {rl.completion_tokens_max=}; use more"
+    if (own := config.evaluation.completion_tokens_max) and own >= model.context_tokens_max:
+        yield f"{model.context_tokens_max=}: leaves no room for a prompt beside evaluation.completion_tokens_max={own}; use more"
+    for name, part in (("sft", sft), ("rl", rl)):
+        if part.schedule != "constant" and part.decay_steps <= part.warmup_steps:
+            needs = f"decay_steps ({part.decay_steps}) above warmup_steps ({part.warmup_steps})"
+            yield f"{name}.schedule={part.schedule!r}: needs {needs}"
+    if sft.patience and not sft.validation_fraction:
+        yield f"{sft.patience=}: waits for a better validation loss; set sft.validation_fraction above 0, to have one"
+
+
+def _of_sampling(config: PipelineConfig) -> Iterator[str]:
+    rl = config.rl
+    if rl.environment and rl.oversampling > 1:
+        yield (
+            f"{rl.oversampling=}: a rollout that is cut short would go on in the next iteration, and the state of its environment "
+            f"({rl.environment}) is not carried there; use oversampling = 1"
+        )
+    if rl.environment_args and not rl.environment:
+        yield "rl.environment_args without an environment: name one as rl.environment, or leave them out"
+    if "environment" in rl.rewards and not (rl.environment or rl.rollouts_from):
+        yield "rl.rewards: 'environment' is the sum of an environment's step rewards; name one as rl.environment"
+    if "environment" in config.evaluation.rewards and not rl.environment:
+        yield "evaluation.rewards: 'environment' is the sum of an environment's step rewards; name one as rl.environment"
+    if not rl.rewards:
+        yield "rl.rewards is empty: name at least one, for example rewards = {math = 1.0}"
+    if rl.pass_rate_low > rl.pass_rate_high:
+        yield f"{rl.pass_rate_low=}: is above {rl.pass_rate_high=}, and no prompt lies between them; lower it"
+
+
+def _of_advantages(rl: RlConfig) -> Iterator[str]:
+    in_groups = rl.estimator != "reinforce_plus_plus"
+    if rl.group_size == 1 and in_groups:
+        yield (
+            f"{rl.group_size=}: estimator {rl.estimator} compares the rollouts of a group; use group_size of 2 or more, "
+            "or estimator reinforce_plus_plus, which compares those of the whole batch"
+        )
+    if rl.group_size == 1 and "nonzero_std" in rl.filters:
+        yield f"{rl.group_size=}: the filter nonzero_std drops every group of one, whose rewards are equal; use filters = {{}}"
+    if rl.gamma < 1 and in_groups:
+        yield (
+            f"{rl.gamma=}: estimator {rl.estimator} gives all tokens of a rollout one advantage and discounts nothing; "
+            "use gamma = 1, or estimator reinforce_plus_plus"
+        )
+    if rl.kl == "reward" and rl.estimator == "maxrl":
+        yield f"{rl.kl=}: estimator maxrl divides by the mean reward, which a KL can make negative; use kl = 'loss', or another one"
+    if rl.kl == "none" and rl.kl_coef:
+        yield f"{rl.kl_coef=}: the weight of a KL that is not computed; set rl.kl to its place, loss or reward"
+    if rl.kl == "none" and rl.reference:
+        yield f"{rl.reference=}: no KL to a reference is computed; set rl.kl (with rl.kl_coef = 0 it is only logged), or leave it away"
+
+
+def _of_losses(rl: RlConfig) -> Iterator[str]:
+    if rl.kl == "loss" and rl.kl_coef and rl.kl_estimator == "k1":
+        yield (
+            f"{rl.kl_estimator=}: its expected gradient is zero on-policy, so with kl = 'loss' it would hold nothing back; "
+            "use k2 or k3, or kl = 'reward'"
+        )
+    if rl.dual_clip is not None and rl.objective not in ("ppo", "gspo"):
+        yield f"{rl.dual_clip=}: objective {rl.objective} has no such clip; use dual_clip = none, or ppo or gspo"
+    if rl.objective == "dppo" and rl.importance != "none":
+        yield (
+            f"{rl.importance=}: objective dppo divides by the rollout's probability already, and would be corrected twice; "
+            "use importance = 'none'"
+        )
+    if rl.objective == "dppo" and rl.clip_high >= 1:
+        yield f"{rl.clip_high=}: objective dppo bounds a difference of probabilities, which is below 1; use clip_high below 1"
+    if rl.importance_low >= rl.importance_high:
+        yield f"{rl.importance_low=}: leaves no weight below {rl.importance_high=}; use importance_low below importance_high"
+    if rl.importance_low > 0 and not rl.importance.startswith("token"):
+        yield f"{rl.importance_low=}: importance {rl.importance} has no lower bound; use 0, or token_truncate or token_mask"
+    if rl.on_mismatch != "warn" and rl.off_policy:
+        yield (
+            f"{rl.on_mismatch=}: of tokens that older policies sampled (oversampling above 1 with train_stale_tokens, rollouts_from, or "
+            "overlap) the mismatch holds the policy's own change and is not checked; use on_mismatch = 'warn'"
+        )
+
+
+def _of_overlap(rl: RlConfig) -> Iterator[str]:
+    if rl.overlap == "none":
+        return
+    if rl.importance == "none" and rl.objective != "dppo":
+        yield (
+            f"{rl.overlap=}: what is trained was sampled by the version before, and nothing would correct that; set rl.importance, for "
+            "example to token_truncate"
+        )
+    if not rl.train_stale_tokens:
+        yield f"{rl.overlap=}: all that is trained is older than the policy, and rl.train_stale_tokens=False asks for none of it; leave it true"
+    if rl.oversampling > 1:
+        yield f"{rl.overlap=}: what an over-sampled round leaves would be older still when it is trained; use oversampling = 1"
+    if rl.rollouts_from:
+        yield f"{rl.overlap=}: rollouts from {rl.rollouts_from} are not sampled, and there is nothing to overlap; use overlap = 'none'"
+
+
+def _of_stored_rollouts(config: PipelineConfig) -> Iterator[str]:
+    rl, source = config.rl, config.rl.rollouts_from
+    if source == "run:" or "://" in source:
+        yield f"{rl.rollouts_from=}: use run:NAME, or a local path of a Parquet file or folder"
+    if rl.reference == "run:" or (config.run and rl.reference == f"run:{config.run}"):
+        yield f"{rl.reference=}: name another run, as run:NAME"
+    if config.run and source == f"run:{config.run}":
+        yield f"{rl.rollouts_from=}: a run cannot be fed from itself; name another one"
+    for name, value, neutral in (("oversampling", rl.oversampling, 1), ("curriculum", rl.curriculum, "none")):
+        if source and value != neutral:
+            yield f"rl.{name}={value!r}: chooses what is sampled, and {rl.rollouts_from=} samples nothing; set {name} = {neutral!r}"
+    if (
+        source
+        and "environment" in rl.rewards
+        and not (rl.environment or config.evaluation.rewards)
+        and config.sets("evaluation")
+    ):
+        yield "rl.rewards: evaluations sample, and 'environment' needs one; name an rl.environment for them, or drop them"
+
+
+def _of_places_and_limits(config: PipelineConfig) -> Iterator[str]:
+    trainer, engines, stop, budget = config.trainer, config.engines, config.stop, config.budget
+    for name, part in (("trainer", trainer), ("engines", engines)):
+        if part.nodes > 1 and part.place == "process":
+            yield f"{name}.nodes={part.nodes}: child processes are on one node; set {name}.place = 'deployment'"
+    if engines.kind == "local" and engines.threads not in LOCAL_THREADS:
+        yield f"{engines.threads=}: choose one of {LOCAL_THREADS} for the local engine: results must not depend on the batch"
+    if stop.kl_max and config.rl.kl == "none":
+        yield f"{stop.kl_max=}: no KL to a reference is computed; set rl.kl (with rl.kl_coef = 0 it changes nothing), or use stop.proximal_kl_max"
+    if budget.gpu_h and not (trainer.gpu_ids or engines.gpu_ids):
+        yield f"{budget.gpu_h=}: no GPU is in trainer.gpu_ids or engines.gpu_ids, so none is ever spent; use budget.wall_clock_h"
+
+
+def broken_layout(config: PipelineConfig) -> Iterator[str]:
+    """One line for each way in which what is to run cannot run where it is put. A stored config is not asked: its run may be over, and
+    the next start of it may put everything elsewhere."""
+    model, trainer, engines = config.model, config.trainer, config.engines
+    for name, gpu_ids in (("trainer", trainer.gpu_ids), ("engines", engines.gpu_ids)):
+        if len({*gpu_ids}) < len(gpu_ids) or min(gpu_ids, default=0) < 0:
+            yield f"{name}.{gpu_ids=}: these are numbers of a node's GPUs, from 0; name each once"
+    if (num_gpus := len(trainer.gpu_ids)) and trainer.ranks != num_gpus:
+        yield f"{trainer.ranks=}: a rank has one GPU, and trainer.gpu_ids names {num_gpus}; set trainer.ranks = {num_gpus}, or name others"
+    if engines.gpu_ids:
+        yield from _of_engine_gpus(engines)
+    if trainer.place == engines.place == "process" and (both := {*trainer.gpu_ids} & {*engines.gpu_ids}):
+        yield (
+            f"{engines.gpu_ids=}: the trainer has {sorted(both)} of the same machine, and keeps them while engines sample; "
+            "give each GPU to one of them"
+        )
+    if (trainer.gpu_ids or engines.gpu_ids) and "dtype" not in model.model_fields_set:
+        yield (
+            f"model.dtype is not given: on GPUs {model.dtype} takes twice the memory of bfloat16 and several times its time; set "
+            "model.dtype = 'bfloat16' (a run that has begun keeps what it has: 'float32' if it was never given)"
+        )
+    if trainer.tokens_max < model.context_tokens_max:
+        yield (
+            f"{trainer.tokens_max=}: a sequence may have {model.context_tokens_max=} tokens, and is never split; "
+            f"set trainer.tokens_max = {model.context_tokens_max} or more"
+        )
+
+
+def _of_engine_gpus(engines: EnginesConfig) -> Iterator[str]:
+    num_gpus, (share, rest) = len(engines.gpu_ids), divmod(len(engines.gpu_ids), engines.count)
+    if rest or not share:
+        fitting = max(count for count in range(1, min(engines.count, num_gpus) + 1) if num_gpus % count == 0)
+        yield f"{engines.count=}: {num_gpus} GPUs in engines.gpu_ids are not shared evenly; set engines.count = {fitting}, or name others"
+    elif engines.kind == "local" and share > 1:
+        yield f"{engines.count=}: the local engine runs on one GPU, and each would have {share}; set engines.count = {num_gpus}"
+    elif (taken := _gpus_taken(engines.flags, share)) != share:
+        yield (
+            f"{engines.flags=}: an engine would take {taken} GPUs, and has {share} ({num_gpus} in engines.gpu_ids for "
+            f"{engines.count=}); without such flags it takes all that it has"
+        )
+
+
+def _gpus_taken(flags: list[str], share: int) -> int:
+    """How many GPUs an engine takes that is told to take `share` of them, and then these flags."""
+    assert share > 0, "an engine without a GPU was refused before"
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    tensor, pipeline, data = (
+        next((int(value) for name, value in reversed([*pairwise(words)]) if name in names and value.isdecimal()), default)
+        for names, default in zip(PARALLEL_FLAGS, (share, 1, 1), strict=True)
+    )
+    return tensor * pipeline * (1 if "--enable-dp-attention" in flags else data)

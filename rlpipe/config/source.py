@@ -1,0 +1,143 @@
+"""From a preset's name or a TOML file, and `--set a.b=c` overrides, to a checked `PipelineConfig`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rlpipe.config.fields import config_sections, did_you_mean, near_names
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.secrecy import without_passwords
+from rlpipe.types import JsonDict, UserError
+
+LINE_CHARS_MAX = 800
+Change = tuple[str, Any, str]  # a field, its value, and how the change was asked for, for errors
+# how TOML begins: an array, a string, or a table, which a template such as `{answer}` or `{% if x = y %}` is not
+AS_TOML = re.compile(r"""\s*([\["']|\{\s*[\w."'-]+\s*=)""")
+
+
+def read_config(source: str, overrides: list[str], presets: Path) -> PipelineConfig:
+    """The config of a preset (a TOML file in `presets`) or file; UserError names the field, the value and the fix."""
+    path = Path(source) if source.endswith(".toml") else presets / f"{source}.toml"
+    if not path.is_file() and path.parent != presets:
+        raise UserError(f"{source}: there is no such file")
+    if not path.is_file():
+        known = sorted(preset.stem for preset in presets.glob("*.toml"))
+        near = did_you_mean(difflib.get_close_matches(source.removesuffix(".toml"), known, cutoff=0.5))
+        raise UserError(f"{source!r} is neither a preset ({', '.join(known)}) nor a file that ends in .toml{near}")
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:  # also of a great many digits, or brackets
+        raise UserError(f"{path}: not TOML ({error})") from error
+    return _changed(tree, map(_override, overrides))
+
+
+def check(tree: JsonDict, context: str = "") -> PipelineConfig:
+    """The config of a JSON tree; UserError with one line per fault. `context`: STORED of a run's record."""
+    try:
+        return PipelineConfig.model_validate(tree, context=context)
+    except ValidationError as error:
+        texts = (_fault_line(_dotted(tree, fault["loc"]), fault) for fault in error.errors())
+        raise UserError("\n".join(dict.fromkeys(_short(line) for text in texts for line in text.splitlines()))) from error
+
+
+def _short(line: str) -> str:
+    """A line without the middle of a long value: its field and what is wrong with it stand at the ends."""
+    return line if len(line) <= LINE_CHARS_MAX else f"{line[: LINE_CHARS_MAX // 4]} ... {line[-LINE_CHARS_MAX // 2 :]}"
+
+
+def _fault_line(name: str, fault: ErrorDetails) -> str:
+    """A fault in words: the field of this name, its value, what is wrong with it, and what may be meant."""
+    message = fault["msg"].removeprefix("Value error, ")
+    if not fault["loc"]:  # of the whole config: such a message begins with the field
+        return message
+    section, is_table = name.split(".", 1)[0], isinstance(fault["input"], dict)
+    listed = f"`rlpipe fields {section if section in config_sections() else ''}".rstrip() + "` lists them"
+    if fault["type"] == "extra_forbidden":
+        kind = "section" if "." not in name and is_table else "field"
+        message = f"no such {kind}{did_you_mean(near_names(name)) or f' ({listed})'}"
+    elif fault["type"] == "model_type":
+        message = f"this is a section, and a value is for one of its fields ({listed})"
+    return f"{name}: {message}" if is_table else f"{name}={without_passwords(repr(fault['input']))}: {message}"
+
+
+def _dotted(tree: JsonDict, location: tuple[int | str, ...]) -> str:
+    """The name of a field as `--set` takes it: a data set is named, not numbered."""
+    parts = [str(part) for part in location]
+    if parts[:1] == ["data"] and len(parts) > 1 and isinstance(entry := tree["data"][int(parts[1])], dict):
+        parts[1] = str(entry.get("name", parts[1]))
+    return ".".join(parts)
+
+
+def _override(override: str) -> Change:
+    """The change that `a.b=c` asks for. c is TOML, or plain text, such as `{answer}`; UserError when it begins as TOML and is not."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"--set {override}: write it as section.field=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError) as error:
+        if AS_TOML.match(text):
+            raise UserError(f"--set {override}: the value is not TOML ({error})") from error
+        value = None if text == "none" else text
+    return key.strip(), value, f"--set {override}"
+
+
+def _changed(tree: JsonDict, changes: Iterable[Change]) -> PipelineConfig:
+    """The config with these changes. `data.NAME.field` reaches every data set of that name."""
+    for change in changes:
+        _change(tree, *change)
+    return check(tree)
+
+
+def _change(tree: JsonDict, key: str, value: Any, origin: str) -> None:
+    """Sets `a.b` in the tree."""
+    *sections, field = key.split(".")
+    nodes: list[Any] = [tree]
+    for section in sections:
+        nodes = [child for node in nodes for child in _descend(node, section, origin)]
+    for node in nodes:
+        if isinstance(node, list):
+            raise UserError(
+                f"{origin}: {'.'.join(sections)} is a list; write {'.'.join(sections)}.NAME.{field} ({_names(node)})"
+            )
+        if not isinstance(node, dict):
+            raise UserError(f"{origin}: {'.'.join(sections)} is no section")
+        node[field] = value
+
+
+def _descend(node: Any, section: str, origin: str) -> list[Any]:
+    if isinstance(node, list):
+        matches = [entry for entry in node if isinstance(entry, dict) and entry.get("name") == section]
+        if not matches:
+            raise UserError(f"{origin}: no data set named {section!r} ({_names(node)})")
+        return matches
+    if not isinstance(node, dict):
+        raise UserError(f"{origin}: {section} is no section")
+    return [node.setdefault(section, {})]
+
+
+def _names(entries: list[Any]) -> str:
+    names = dict.fromkeys(str(entry.get("name")) for entry in entries if isinstance(entry, dict))
+    return f"there are: {', '.join(names) or 'none'}"
+
+
+def override_config(config: PipelineConfig, overrides: list[str]) -> PipelineConfig:
+    """The config with `a.b=c` overrides; UserError as `read_config`."""
+    return _changed(config.model_dump(mode="json"), map(_override, overrides))
+
+
+def change_config(config: PipelineConfig, changes: Mapping[str, Any]) -> PipelineConfig:
+    """The config with other values, `{"a.b": value}`; UserError as `read_config`."""
+    return _changed(
+        config.model_dump(mode="json"), [(key, value, f"changes: {key} = {value!r}") for key, value in changes.items()]
+    )

@@ -1,0 +1,210 @@
+"""The two training sections of the config: what SFT and RL compute."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+
+from rlpipe.config.operational import STRICT, TOKENS_MAX, Timeout
+
+BETA1 = 0.9  # of AdamW
+STEPS_MAX = 10**8
+ROWS_MAX = 10**6  # of one batch
+
+
+class OptimizerConfig(BaseModel, **STRICT):
+    """AdamW and its schedule; the parent of the two training sections."""
+
+    learning_rate: float = Field(default=1e-4, gt=0, le=1, description="Peak learning rate")
+    schedule: Literal["constant", "cosine", "linear"] = Field(default="constant", description="Learning rate after the warm-up")
+    warmup_steps: int = Field(default=0, ge=0, le=STEPS_MAX, description="Optimizer steps of linear warm-up")
+    decay_steps: int = Field(
+        default=0, ge=0, le=STEPS_MAX, description="Optimizer steps from start to zero learning rate (cosine, linear)"
+    )
+    beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW beta 2 (beta 1 is 0.9)")
+    weight_decay: float = Field(default=0.0, ge=0, le=1, description="AdamW weight decay")
+    grad_clip: float = Field(default=1.0, gt=0, description="Largest norm of the gradient")
+
+
+class SftConfig(OptimizerConfig):
+    """Supervised fine-tuning: what is computed."""
+
+    num_steps: int = Field(default=0, ge=0, le=STEPS_MAX, description="Optimizer steps of SFT; 0 skips it")
+    batch_size: int = Field(default=64, ge=1, le=ROWS_MAX, description="Conversations per step")
+    segment_steps: int = Field(default=50, ge=1, le=STEPS_MAX, description="Steps per committed segment: the unit of resume")
+    validation_fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of conversations that validate each segment; the best segment is the result"
+    )
+    patience: int = Field(default=0, ge=0, description="Segments without a better validation loss that end SFT early; 0: never")
+
+    @property
+    def validated(self) -> bool:
+        """Whether there is a validation split, and so a choice among the segments."""
+        return self.num_steps > 0 and self.validation_fraction > 0
+
+
+class RlConfig(OptimizerConfig):
+    """Reinforcement learning: what is computed."""
+
+    num_iterations: int = Field(default=10, ge=0, le=100_000, description="Iterations of RL; 0 skips it")
+    num_prompts: int = Field(
+        default=64,
+        ge=1,
+        le=ROWS_MAX,
+        description="Prompts per sampling round, and groups that an iteration trains on (groups_min if that is more)",
+    )
+    group_size: int = Field(default=8, ge=1, le=1024, description="Rollouts per prompt")
+    shard_prompts: int = Field(
+        default=32, ge=1, le=ROWS_MAX, description="Prompts per shard of generate: the unit of its retry"
+    )
+    completion_tokens_max: int = Field(
+        default=256,
+        ge=1,
+        le=TOKENS_MAX,
+        description="Longest completion, tokens; in an environment the whole rollout after its prompt",
+    )
+    temperature: float = Field(default=1.0, ge=0.01, le=2, description="Sampling temperature")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1 is off (and what training assumes)")
+    rewards: dict[str, float] = Field(
+        default_factory=lambda: {"math": 1.0}, description="Reward -> weight; by name or package.module:function"
+    )
+    reward_args: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description='Reward -> its arguments, such as `{"format": {"pattern": "<answer>.+</answer>"}}`'
+    )
+    reward_timeout_s: Timeout = Field(default=10.0, description="Longest time to score one rollout, s")
+    reward_workers: int = Field(default=1, ge=1, le=64, description="Processes that score, and as many for environments")
+    reward_fallback: float | Literal["left_out"] | None = Field(
+        default="left_out",
+        description="Reward of a rollout whose scoring or environment failed; left_out: it has none, and is in no group's mean and "
+        "no loss; none: the run stops",
+    )
+    filters: dict[str, float] = Field(
+        default_factory=lambda: {"nonzero_std": 0.0}, description="Filter -> threshold; by name or package.module:function"
+    )
+    rounds_max: int = Field(default=1, ge=1, le=100, description="Sampling rounds until enough groups survive the filters")
+    groups_min: int = Field(default=1, ge=0, description="Groups that are enough to train")
+    on_too_few: Literal["train", "fail"] = Field(default="train", description="When rounds_max rounds left too few groups")
+    oversampling: float = Field(
+        default=1.0,
+        ge=1,
+        le=16,
+        description="Groups started per sampling round, as a multiple of num_prompts. Above 1 a round ends when num_prompts (or "
+        "groups_min) groups have survived the filters; the next iteration continues the rest. Which those are depends on timing",
+    )
+    staleness_max: int = Field(
+        default=1, ge=0, description="Oldest tokens, in weight versions back, of a rollout that continues; else it starts again"
+    )
+    train_stale_tokens: bool = Field(
+        default=True, description="Whether tokens sampled by older weight versions carry loss; if not, they are context only"
+    )
+    mask_truncated: bool = Field(default=False, description="Whether rollouts cut off by the token limit carry no loss")
+    curriculum: Literal["none", "band", "weight"] = Field(
+        default="none", description="Prompts by pass rate: only from pass_rate_low to high, or more of those near one half"
+    )
+    pass_rate_low: float = Field(default=0.1, ge=0, le=1, description="Lower edge of curriculum band")
+    pass_rate_high: float = Field(default=0.9, ge=0, le=1, description="Upper edge of curriculum band")
+    rollouts_from: str = Field(
+        default="", description="Train on stored rollouts: run:NAME, or a Parquet file or folder of that schema; empty: sample"
+    )
+    environment: str = Field(
+        default="", description="Multi-turn environment, by name or package.module:Class; empty: one completion a rollout"
+    )
+    environment_args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment")
+    environment_timeout_s: Timeout = Field(default=10.0, description="Longest single step of an environment, s")
+    turns_max: int = Field(default=4, ge=1, le=10_000, description="Completions per rollout in an environment")
+    overlap: Literal["none", "iteration"] = Field(
+        default="none",
+        description="What runs side by side; iteration: iteration k + 1 is sampled by weight version k while version k + 1 is trained, so "
+        "what is trained is one version old",
+    )
+    estimator: Literal["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
+        Field(default="grpo", description="Advantages from rewards")
+    )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per token (reinforce_plus_plus)")
+    num_steps: int = Field(default=4, ge=1, le=10_000, description="Optimizer steps per iteration")
+    objective: Literal["ppo", "gspo", "cispo", "sapo", "dppo", "reinforce"] = Field(default="ppo", description="Policy loss")
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="Clip of the ratio below 1")
+    clip_high: float = Field(default=0.28, gt=0, description="Clip of the ratio above 1")
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="Bound of the ratio for negative advantages (ppo, gspo); none: unbounded"
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = Field(
+        default="token_mean", description="How token losses become one"
+    )
+    kl: Literal["none", "loss", "reward"] = Field(
+        default="none",
+        description="Where the KL to the reference enters: added to the loss, or subtracted from rewards; none: it is not computed",
+    )
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="Weight of that KL; 0: it is computed and logged, and changes nothing"
+    )
+    reference: str = Field(
+        default="",
+        description="Model of that KL, with the same vocabulary: a folder or hub name, or run:NAME (its newest policy when this run "
+        "begins); empty: the policy RL starts from",
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field(default="k3", description="Estimator of that KL")
+    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus")
+    importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        default="token_truncate", description="Correction of engine-trainer mismatch"
+    )
+    importance_low: float = Field(default=0.0, ge=0, description="Lower bound of the importance weight")
+    importance_high: float = Field(default=2.0, gt=0, description="Upper bound of the importance weight")
+    mismatch_max: float = Field(default=0.05, gt=0, description="Largest expected mean |proximal - rollout logprobs|")
+    on_mismatch: Literal["warn", "stop", "fail"] = Field(
+        default="warn", description="Above mismatch_max: warn, end the run after the iteration, or refuse its policy"
+    )
+
+    @field_validator("kl", "importance", "curriculum", "overlap", mode="before")
+    @classmethod
+    def _none_is_a_choice(cls, value: Any) -> Any:
+        return "none" if value is None else value  # what `--set rl.kl=none` reads as
+
+    @field_validator("reward_fallback", mode="wrap")
+    @classmethod
+    def _is_a_fallback(cls, value: Any, checked: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return checked(value)
+        except ValidationError:  # one line, where each part of the choice would have its own
+            raise ValueError("use left_out, a finite number, or none") from None
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a rollout with a fault is left out of its group and of the loss."""
+        return self.reward_fallback == "left_out"
+
+    @property
+    def fault_reward(self) -> float | None:
+        """The reward in the record of a rollout with a fault: 0 where it is left out, as evaluations count it. None: the run stops."""
+        return 0.0 if self.reward_fallback == "left_out" else self.reward_fallback
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether tokens are trained that an older policy sampled."""
+        return bool(self.rollouts_from) or self.overlap != "none" or (self.oversampling > 1 and self.train_stale_tokens)
+
+    def sampled_by(self, iteration: int) -> int:
+        """The weight version that samples an iteration."""
+        return max(0, iteration - 1) if self.overlap == "iteration" else iteration
+
+    @property
+    def rollouts_min(self) -> int:
+        """Rollouts of a group that can be compared."""
+        return 1 if self.estimator == "reinforce_plus_plus" else 2
+
+    @property
+    def batch_groups(self) -> int:
+        """Groups that an iteration trains on, where so many are kept."""
+        return max(self.num_prompts, self.groups_min)
+
+    @property
+    def carries_surplus(self) -> bool:
+        """Whether kept groups beyond those can be trained in the next iteration, whose policy is not the one that sampled them."""
+        return self.oversampling > 1 and self.train_stale_tokens
+
+    @property
+    def round_groups(self) -> int:
+        """Groups started in a sampling round."""
+        return math.ceil(round(self.num_prompts * self.oversampling, 6))  # 10 x 1.1 is a little more than 11

@@ -1,0 +1,121 @@
+"""A tokenizer and its chat template, tried in a process of their own (`python -m rlpipe.data.trial`) before a run depends on them.
+
+They come from anywhere: a template may never end or ask for all memory, a damaged tokenizer.json may end the process that reads it.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
+from rlpipe.processes.user_code import CodeRaised, Loaded, Record, cause_of, serve, user_code
+from rlpipe.records.prompt import Messages
+from rlpipe.types import JsonDict, UserError
+
+MEMORY_BYTES = 4 << 30  # of the process: far more than any tokenizer takes
+START_TIMEOUT_S = 60.0
+BATCH, BATCH_TIMEOUT_S = 64, 60.0
+# a template that never ends mostly does so with any prompt: it need not cost the time of a batch
+FIRST, FIRST_TIMEOUT_S = [{"role": "user", "content": "hi"}], 5.0
+
+
+class TokenizerTrial:
+    """The tokenizer of a folder with its template, from here to `close`. What it cannot do is a UserError."""
+
+    def __init__(self, folder: Path, chat_template: str, variables: Mapping[str, Any]) -> None:
+        self._where = "model.chat_template" if chat_template else f"model.path={folder}: its chat template"
+        hello = {"folder": str(folder), "chat_template": chat_template, "variables": dict(variables)}
+        self._children = ChildPool(f"the tokenizer of {folder}", "rlpipe.data.trial", hello, start_timeout_s=START_TIMEOUT_S)
+        (self._child,) = self._children.children
+        (ready,) = self._children.on_all(Child.start)
+        self.vocab_size: int = ready["vocab_size"]
+        assert self.vocab_size > 0, "a tokenizer without tokens"
+        try:
+            self._ask({"first": FIRST}, FIRST_TIMEOUT_S)
+        except UserError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._children.close()
+
+    def prompt_lengths(self, prompts: Iterable[Messages]) -> Iterator[int]:
+        """Tokens of each prompt, with the head of the assistant's turn."""
+        for part in _batched(prompts):
+            lengths = self._ask({"prompts": part})["lengths"]
+            assert len(lengths) == len(part), "a prompt was lost"
+            yield from lengths
+
+    def conversation_lengths(self, conversations: Iterable[Messages]) -> Iterator[int]:
+        """Tokens of each conversation, whose template shows where the assistant's turns lie."""
+        for part in _batched(conversations):
+            yield from self._ask({"conversations": part})["lengths"]
+
+    def try_continuations(self, messages: Iterable[Messages]) -> None:
+        """The template lets a conversation go on with these, each by itself."""
+        self._ask({"continuations": list(messages)})
+
+    def _ask(self, request: Record, timeout_s: float | None = None) -> JsonDict:
+        timeout_s = timeout_s or BATCH_TIMEOUT_S
+
+        def asked(child: Child) -> JsonDict:
+            return child.ask(request, timeout_s)
+
+        try:
+            (answer,) = self._children.on_all(asked)
+        except TimeoutError as error:
+            raise UserError(
+                f"{self._where} took more than {timeout_s:g} s for {'a prompt' if 'first' in request else f'{BATCH} conversations'}"
+            ) from error
+        except ProcessEnded as error:
+            raise UserError(f"{self._where} ended the process that tried it; what it said is above") from error
+        if "error" in answer:
+            raise UserError(answer["error"])
+        return answer
+
+
+def _batched(messages: Iterable[Messages]) -> Iterator[list[Messages]]:
+    rest = iter(messages)
+    while part := list(islice(rest, BATCH)):
+        yield part
+
+
+def load(hello: JsonDict) -> Loaded:
+    """In the process: the tokenizer, within bounds."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    where = f"model.path={hello['folder']}"
+    try:
+        with user_code():
+            tokenizer = ChatTokenizer.from_folder(hello["folder"], hello["chat_template"], hello["variables"])
+    except CodeRaised as error:
+        message = cause_of(error, "its tokenizer does not load")
+        raise UserError(message if hello["folder"] in message else f"{where}: {message}") from error
+
+    def answer(request: JsonDict) -> Record:
+        try:
+            with user_code():
+                return _answer(tokenizer, request)
+        except CodeRaised as error:
+            return {"error": f"{'model.chat_template' if hello['chat_template'] else where}: {cause_of(error, 'it fails')}"}
+
+    return {"vocab_size": tokenizer.vocab_size}, answer
+
+
+def _answer(tokenizer: ChatTokenizer, request: JsonDict) -> Record:
+    if "first" in request:
+        with suppress(UserError):  # of a template for other conversations
+            tokenizer.encode_prompt(request["first"])
+    lengths = [len(tokenizer.encode_conversation(conversation)[0]) for conversation in request.get("conversations", [])]
+    for messages in request.get("continuations", []):
+        tokenizer.encode_continuation(messages)
+    return {"lengths": lengths + [len(tokenizer.encode_prompt(prompt)) for prompt in request.get("prompts", [])]}
+
+
+if __name__ == "__main__":
+    serve(load)

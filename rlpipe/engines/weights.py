@@ -1,0 +1,114 @@
+"""A policy's files on local disk, and whether they fit what an engine serves: read from the headers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import StrictFloat, StrictInt
+from safetensors import safe_open
+
+from rlpipe.models.folder import INDEX, file_shapes, tensor_shapes
+from rlpipe.types import StoreError
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the trainer's own forward pass says of a fixed text: the logprobs (temperature 1) of its last tokens.
+
+    Kept with each policy. Example: Probe([5, 17, 200], [-7.2, -8.2])
+    """
+
+    tokens: list[StrictInt]
+    logprobs: list[StrictFloat]
+
+    def __post_init__(self) -> None:
+        assert 0 < len(self.logprobs) < len(self.tokens), "the first token is predicted by nothing"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A policy that an engine can load: a local folder in HF format, its weight version, and how to prove that it is served."""
+
+    folder: Path
+    version: int
+    probe: Probe
+
+
+def check_compatible(serving: Path, candidate: Path) -> None:
+    """StoreError naming the folder and tensors when `candidate` cannot replace what engines serve from `serving`.
+
+    Number types may differ (engines cast), and what a model does not train: a copied tied head, rotary frequencies.
+    """
+    old, new = tensor_shapes(serving), tensor_shapes(candidate)
+    untrained = {name for name in old.keys() ^ new.keys() if name == HEAD or name.endswith("inv_freq")}
+    differ = sorted(name for name in {*old, *new} - untrained if old.get(name) != new.get(name))
+    if differ:
+        raise StoreError(f"{candidate} does not fit the model that is served: {len(differ)} tensors differ, first {differ[:3]}")
+
+
+def untied(folder: Path) -> Path:
+    """`folder`, or beside it an export whose `lm_head.weight` is its own where `folder` has it tied to the embedding.
+
+    vLLM 0.32 reloads a tied model without an error and then samples from the old lm_head. The other tensors are hard links. An export
+    that is there is whole: it gets its name last.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    shapes = tensor_shapes(folder)
+    if not config.get("tie_word_embeddings", HEAD not in shapes):
+        return folder
+    export = folder.with_name(f"{folder.name}-untied")
+    if export.exists():
+        return export
+    if HEAD in shapes or EMBEDDING not in shapes:
+        raise StoreError(f"{folder} ties its embeddings: it should have a {EMBEDDING} and no {HEAD}")
+    building = Path(tempfile.mkdtemp(prefix=f".{export.name}-", dir=folder.parent))
+    try:
+        (building / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
+        _build_untied(folder, building)
+        building.rename(export)
+    except OSError:
+        if not export.exists():  # else another process built the same at the same time
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return export
+
+
+def _build_untied(folder: Path, building: Path) -> None:
+    rewritten = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "config.json")
+    shutil.copytree(folder, building, copy_function=_link, ignore=rewritten, dirs_exist_ok=True)
+    parts = sorted(folder.glob("*.safetensors"))
+    # transformers reads no index beside a file named model.safetensors
+    names = [f"model-{index + 1:05d}-of-{len(parts) + 1:05d}.safetensors" for index in range(len(parts) + 1)]
+    weight_map = {HEAD: names[-1]}
+    for part, name in zip(parts, names, strict=False):
+        shapes = file_shapes(part)
+        weight_map |= dict.fromkeys(shapes, name)
+        _link(part, building / name)
+        if EMBEDDING in shapes:
+            _copy_as_head(part, building / names[-1])
+    total = sum((building / name).stat().st_size for name in names)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (building / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _copy_as_head(part: Path, path: Path) -> None:
+    """A safetensors file with one tensor: the embedding of `part`, named lm_head.weight."""
+    from safetensors.torch import save_file  # numpy has no bfloat16; here, as only this needs torch
+
+    with safe_open(part, framework="pt") as source:
+        save_file({HEAD: source.get_tensor(EMBEDDING)}, path, {"format": "pt"})
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)

@@ -1,0 +1,211 @@
+"""Child processes that die with their parent, are restarted within a budget, and leave no orphan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlpipe.types import UserError
+
+PARENT_POLL_S = 0.5
+STOP_GRACE_S = 5.0
+KILL_TIMEOUT_S = 60.0  # the kernel may need a while to free what a process had
+READY_TIMEOUT_S = 600.0  # large weights take minutes to load
+LOG_LINES = 15
+OPEN_FILES_MAX = 1 << 20
+DEVICES = Path("/dev")
+OTHER_DEVICES = ("dxg", "kfd")  # of WSL and of AMD, which number no GPUs there
+PARENT_VARIABLE = "RLPIPE_PARENT_PID"
+
+
+def raise_file_limit() -> None:
+    """Lets this process, and those it starts, open as many files as the system allows: each rollout in flight is a socket."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard, "the hard limit could not be had again"
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port_free(field_name: str, port: int) -> None:
+    """UserError (with the config field's name) when another process listens on 127.0.0.1:`port`."""
+    with socket.socket() as probe:
+        # a port in TIME_WAIT after our own last server is free for us
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(f"{field_name}={port}: the port is taken ({error.strerror}); choose a free one, or 0") from error
+
+
+def check_gpus(field_name: str, gpu_ids: list[int]) -> None:
+    """UserError (with the config field's name) when this machine has not so many GPUs. Where a driver has no files of its own, nothing is known."""
+    if gpu_ids and not any((DEVICES / name).exists() for name in OTHER_DEVICES):
+        count = sum(1 for path in DEVICES.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal())
+        if max(gpu_ids) >= count:
+            here = f"its GPUs are 0 to {count - 1}" if count else "it has none"
+            raise UserError(
+                f"{field_name}={gpu_ids}: not all of them are of this machine ({here}); name others, or run it on another place"
+            )
+
+
+def answers(url: str, key: str = "", timeout_s: float = 2.0) -> bool:
+    """Whether a GET with this bearer key is answered with 200."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return answer.status == 200
+    except OSError:  # an URLError is one
+        return False
+
+
+def _parent() -> int:
+    """The process to die with: named by whoever started us, as it may be gone before we can ask; else our parent."""
+    return int(os.environ.get(PARENT_VARIABLE) or os.getppid())
+
+
+def die_with_parent() -> None:
+    """Kills this process (SIGKILL) within a second of its parent's end, however the parent ended.
+
+    Polling getppid is portable and, unlike PR_SET_PDEATHSIG, not bound to the thread that forked. Children of this process that call
+    it die with this process.
+    """
+    parent = _parent()
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="die-with-parent").start()
+
+
+def run_and_die_with_parent(argv: list[str]) -> int:
+    """Runs a program that knows nothing of its parent (Prefect's server, SGLang) and kills its process group with us.
+
+    SIGTERM is passed on; what is left shortly before our own SIGKILL would come is killed, grandchildren too.
+    """
+    parent, deadline = _parent(), float("inf")
+    child: subprocess.Popen[bytes] | None = None
+
+    def stop(*_: object) -> None:
+        nonlocal deadline
+        deadline = min(deadline, time.monotonic() + STOP_GRACE_S - 2 * PARENT_POLL_S)
+        signal_group(child, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)  # before the child: a SIGTERM in between must not orphan it
+    child = subprocess.Popen(argv, start_new_session=True)
+    while True:
+        try:
+            code = child.wait(timeout=PARENT_POLL_S)
+            signal_group(child, signal.SIGKILL)
+            return code
+        except subprocess.TimeoutExpired:
+            if os.getppid() != parent or time.monotonic() > deadline:
+                signal_group(child, signal.SIGKILL)
+
+
+def signal_group(process: subprocess.Popen[bytes] | None, number: int) -> None:
+    """To a process that was started in a session of its own, and to all that it started."""
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+
+
+def wrapped(argv: list[str]) -> list[str]:
+    """The command that runs `argv` under `run_and_die_with_parent`."""
+    return [sys.executable, "-m", "rlpipe.processes.launch", *argv]
+
+
+@dataclass
+class Service:
+    """One child process: started, watched, restarted within `restarts_max`, stopped.
+
+    `ready` returns False until the process can serve; it is asked every 0.1 s up to READY_TIMEOUT_S.
+    """
+
+    name: str
+    argv: list[str]
+    log_path: Path
+    ready: Callable[[], bool]
+    environment: dict[str, str] = field(default_factory=dict)
+    restarts_max: int = 5
+    restarts: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts the process (without waiting until it is ready)."""
+        assert self.process is None or self.process.poll() is not None, f"{self.name} already runs"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # passive: threads that look for work for tenths of a millisecond gain a third on quiet cores, and lose three quarters on busy ones
+        defaults = {"OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(os.getpid())}
+        environment = {**os.environ, **defaults, **self.environment}
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def ensure(self) -> bool:
+        """Restarts the process if it ended; True when it did. RuntimeError once the restart budget is spent."""
+        if self.alive():
+            return False
+        if self.process is not None:
+            if self.restarts >= self.restarts_max:
+                raise self._fault(f"ended {self.restarts + 1} times")
+            self.restarts += 1
+        self.start()
+        return True
+
+    def wait_ready(self) -> None:
+        """Returns when `ready` says so; RuntimeError with the end of the log when it ends or takes too long."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if not self.alive():
+                raise self._fault("ended while starting")
+            if self.ready():
+                return
+            time.sleep(0.1)
+        raise self._fault(f"was not ready after {READY_TIMEOUT_S:g} s")
+
+    def stop(self) -> None:
+        """SIGTERM to the process group, SIGKILL after a grace."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        signal_group(self.process, signal.SIGTERM)
+        try:
+            self.process.wait(timeout=STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            signal_group(self.process, signal.SIGKILL)
+            self.process.wait(timeout=KILL_TIMEOUT_S)
+
+    def _fault(self, what: str) -> RuntimeError:
+        """What happened, and the end of the log."""
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        tail = "\n".join(text.splitlines()[-LOG_LINES:])
+        return RuntimeError(f"{self.name} {what}; its log: {self.log_path}\n{tail}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_and_die_with_parent(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""The pool of processes that run a user's code: each is asked one request at a time, with a deadline, and replaced when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from rlpipe.processes.launch import signal_group
+from rlpipe.processes.user_code import Record
+from rlpipe.types import EngineError, JsonDict, UserError
+
+START_TIMEOUT_S = 120.0
+CHUNK_BYTES = 1 << 16
+POLL_S = 0.5
+ONE_THREAD = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}  # many processes share the machine
+LATE_S = 60.0  # that an answer may take to be read which was begun before the deadline
+
+T = TypeVar("T")
+
+
+class ProcessEnded(Exception):
+    """The process died before it answered."""
+
+
+class ChildPool:
+    """`workers` processes, `python -m <module>`, which all load the same code, from here to `close`."""
+
+    def __init__(
+        self, field: str, module: str, hello: Record, *, workers: int = 1, start_timeout_s: float = START_TIMEOUT_S,
+        environment: Mapping[str, str] = ONE_THREAD,
+    ) -> None:  # fmt: skip
+        """`field` is what errors name. The module calls `serve`; `hello` is the first request, which says what to load."""
+        assert workers > 0
+        self.children = [Child(field, module, hello, start_timeout_s, environment) for _ in range(workers)]
+
+    def on_all(self, function: Callable[[Child], T]) -> list[T]:
+        """Calls the function with every child, each in the child's thread; the first error once all have ended."""
+        calls = [child.thread.submit(function, child) for child in self.children]
+        wait(calls)
+        return [call.result() for call in calls]
+
+    def close(self) -> None:
+        """Kills the processes: whoever waits for one, or asks later, gets an EngineError."""
+        for child in self.children:
+            child.close()
+        self.on_all(Child.end)
+
+
+class Child:
+    """One process of a pool, replaced by a new one when it has ended. Only its `thread` starts and asks it: one call after the other."""
+
+    def __init__(self, field: str, module: str, hello: Record, start_timeout_s: float, environment: Mapping[str, str]) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=field)
+        self.num_started = 0  # processes so far, so that a new one can be told from the one before
+        self._field = field
+        self._module = module
+        self._hello = hello
+        self._start_timeout_s = start_timeout_s
+        self._environment = environment
+        self._ready: JsonDict = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # of the two above: `close` misses no process
+
+    def start(self) -> JsonDict:
+        """What the process says when it is ready; a new one is started where there is none. UserError when it cannot load the code."""
+        if self._process is not None and not _has_ended(self._process):
+            return self._ready
+        self.end()
+        with self._lock:
+            self._check_open()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                env={**os.environ, **self._environment},
+                start_new_session=True,  # a kill takes the code's own children too
+            )
+        self.num_started += 1
+        try:
+            self._ready = self.ask(self._hello, self._start_timeout_s)
+        except (TimeoutError, ProcessEnded) as error:
+            is_late = isinstance(error, TimeoutError)
+            what = (
+                f"did not answer in {self._start_timeout_s:.0f} s" if is_late else f"ended with code {self._process.returncode}"
+            )
+            raise UserError(f"{self._field}: the process that loads it {what}; its output is above") from error
+        if "error" in self._ready:
+            self.end()
+            raise UserError(self._ready["error"])
+        return self._ready
+
+    def ask(self, request: Record, timeout_s: float) -> JsonDict:
+        """The answer; ProcessEnded, or TimeoutError. The process is dead after either."""
+        assert self._process is not None, "it was never started"
+        answer = None
+        try:
+            answer = _exchange(self._process, {"request": request, "timeout_s": timeout_s}, timeout_s)
+            return answer
+        finally:
+            if answer is None:
+                self.end()  # what is left of this exchange would be read as the next answer
+                self._check_open()
+
+    def end(self) -> None:
+        """Kills the process and its children; returns when it is gone."""
+        if self._process is not None:
+            with self._process:  # closes the pipes and waits
+                self._kill()
+
+    def close(self) -> None:
+        """Kills the process, from any thread, and lets no other start."""
+        with self._lock:
+            self._closed = True
+            self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:  # once reaped, the pid may be someone else's
+            signal_group(self._process, signal.SIGKILL)
+
+    def _check_open(self) -> None:
+        if self._closed:  # what is at work may outlive the run's session: it must record no fault
+            raise EngineError(f"{self._field}: its processes were closed")
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Does not reap it: until then its process group is its own, so that a kill reaches its children."""
+    if process.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _exchange(process: subprocess.Popen[bytes], line: Record, timeout_s: float) -> JsonDict:
+    """Writes a line and reads one; ProcessEnded or TimeoutError."""
+    deadline_s = time.monotonic() + timeout_s
+    outgoing = memoryview(json.dumps(line).encode() + b"\n")
+    answer = bytearray()
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
+    os.set_blocking(stdin.fileno(), False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(stdout, selectors.EVENT_READ)
+        selector.register(stdin, selectors.EVENT_WRITE)
+        while not answer.endswith(b"\n"):
+            left_s = deadline_s - time.monotonic()
+            ready = {key.fileobj for key, _ in selector.select(max(0.0, min(left_s, POLL_S)))}
+            # an answer that is here is in time, when it is this process that was stopped or had no processor
+            if left_s <= 0 and (stdout not in ready or left_s < -LATE_S):
+                raise TimeoutError
+            if stdin in ready:
+                try:
+                    outgoing = outgoing[os.write(stdin.fileno(), outgoing[:CHUNK_BYTES]) :]
+                except BrokenPipeError as error:
+                    raise ProcessEnded("its process died") from error
+                if not outgoing:
+                    selector.unregister(stdin)
+            if stdout in ready:
+                chunk = os.read(stdout.fileno(), CHUNK_BYTES)
+                answer += chunk
+                if not chunk:  # at the deadline its own alarm was quicker than this loop
+                    raise ProcessEnded("its process died") if time.monotonic() < deadline_s else TimeoutError
+            elif not ready and _has_ended(process):  # a child of its own may hold the pipe
+                raise ProcessEnded("its process died")
+    return json.loads(answer)

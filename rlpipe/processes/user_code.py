@@ -1,0 +1,179 @@
+"""A user's code: found by its path, run so that whatever it raises is one exception of ours, and served by a process of its own.
+
+Such a process, in which it may crash, print or never return, answers its owner (`pool`) in JSON lines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from types import ModuleType, TracebackType
+from typing import Any, BinaryIO
+
+from rlpipe.types import JsonDict, UserError
+
+MESSAGE_CHARS_MAX = 1000
+IDLE_S = 15.0  # an import that does nothing for so long hangs; libraries wait 10 s for a hub that does not answer
+IDLE_CPU_S = 0.005
+SHARED_CPU_S = 0.1  # where others work in the process too: an idle flow was seen to take 10 ms in IDLE_S
+ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns
+
+Record = Mapping[str, object]  # what JSON can carry
+Loaded = tuple[Record, Callable[[JsonDict], Record]]  # what the owner learns when it is ready, and what answers its requests
+
+
+class CodeRaised(Exception):
+    """A user's code raised: the message says what, and where."""
+
+
+class InvalidAnswer(Exception):
+    """A user's code, or a service, gave an answer that cannot be used."""
+
+
+@contextmanager
+def user_code() -> Iterator[None]:
+    """For code that is not ours: whatever it raises is CodeRaised; an InvalidAnswer of ours passes."""
+    try:
+        yield
+    except InvalidAnswer:
+        raise
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        places = traceback.extract_tb(error.__traceback__)
+        place = next((place for place in reversed(places) if place.filename != __file__), places[-1])
+        message = f"{type(error).__name__}: {str(error)[:MESSAGE_CHARS_MAX]} ({place.filename}:{place.lineno})"
+        raise CodeRaised(message) from error
+
+
+def cause_of(error: CodeRaised, what: str) -> str:
+    """One line: what a UserError of ours says, else `what` and what was raised."""
+    text = str(error.__cause__) if isinstance(error.__cause__, UserError) else f"{what}: {error}"
+    return " ".join(text.split())[:MESSAGE_CHARS_MAX]
+
+
+def _import(name: str) -> ModuleType:
+    """Imports a module; TimeoutError where it waits. The main thread, in which a process that runs a user's code loads it, is
+    interrupted. For any other (preflight's, in a flow) a thread imports that is left behind when it waits: nobody can interrupt it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        with _alarms(_idle_check(IDLE_CPU_S)):
+            return importlib.import_module(name)
+    loaded: Future[ModuleType] = Future()
+
+    def load() -> None:
+        try:
+            loaded.set_result(importlib.import_module(name))
+        except BaseException as error:  # for the thread that waits
+            loaded.set_exception(error)
+
+    thread = threading.Thread(target=load, daemon=True, name=f"import {name}")
+    thread.start()
+    check = _idle_check(SHARED_CPU_S)
+    while wait([loaded], IDLE_S / 15).not_done:
+        try:
+            check()
+        except TimeoutError as error:
+            if (frame := sys._current_frames().get(thread.ident or 0)) is not None:
+                raise error.with_traceback(TracebackType(None, frame, frame.f_lasti, frame.f_lineno)) from None
+    return loaded.result()
+
+
+def _idle_check(cpu_s_min: float) -> Callable[..., None]:
+    """What, called every now and then, raises TimeoutError once code has waited: for IDLE_S no processor time was used, no module added,
+    and no child process there that was not there before."""
+    num_modules, cpu_s, since_s, had_children = 0, 0.0, time.monotonic(), _has_children()
+
+    def check(*_: object) -> None:
+        nonlocal num_modules, cpu_s, since_s
+        works = len(sys.modules) != num_modules or time.process_time() > cpu_s + cpu_s_min
+        if works or (_has_children() and not had_children):
+            num_modules, cpu_s, since_s = len(sys.modules), time.process_time(), time.monotonic()
+        elif time.monotonic() > since_s + IDLE_S:
+            raise TimeoutError(f"it has waited for {IDLE_S:g} s")
+
+    return check
+
+
+@contextmanager
+def _alarms(check: Callable[..., None]) -> Iterator[None]:
+    """Calls `check` in the main thread, again and again."""
+    before = signal.signal(signal.SIGALRM, check)
+    signal.setitimer(signal.ITIMER_REAL, IDLE_S / 15, IDLE_S / 15)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
+def _has_children() -> bool:
+    with suppress(ChildProcessError):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return True
+    return False
+
+
+def load_function(field: str, path: str) -> Callable[..., Any]:
+    """The function at `path`; the working directory is importable. UserError names `field` and what was tried."""
+    module_name, colon, function_name = path.partition(":")
+    if not (colon and module_name and function_name):
+        raise UserError(f"{field}: {path!r} is no path; write it as package.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        with user_code():  # importing runs the module
+            module = _import(module_name)
+    except CodeRaised as error:
+        raise UserError(
+            f"{field}: {path!r} does not import ({error}); tried module {module_name!r} from {os.getcwd()} and the installed packages"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        what = "has no" if function is None else "has something that cannot be called named"
+        raise UserError(f"{field}: {path!r}: {module.__file__} {what} {function_name!r}; write it as package.module:function")
+    return function
+
+
+def serve(load: Callable[[JsonDict], Loaded]) -> None:
+    """The life of a process that runs a user's code, until its stdin closes.
+
+    `load` gets the owner's first request; UserError when the code cannot be loaded.
+    """
+    requests, answers = _take_pipes()
+    try:
+        ready, answer = load(json.loads(requests.readline())["request"])
+    except UserError as error:
+        _send(answers, {"error": str(error)})
+        return
+    _send(answers, ready)
+    for line in requests:
+        message = json.loads(line)
+        # if the owner is gone too, the kernel ends code that never returns, even when it holds the GIL
+        signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + ORPHAN_GRACE_S)
+        value = answer(message["request"])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(answers, value)
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes (from, to) the owner, out of reach of code that prints or reads: it gets stderr and an empty stdin."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return requests, answers
+
+
+def _send(answers: BinaryIO, value: Record) -> None:
+    answers.write(json.dumps(value).encode() + b"\n")
+    answers.flush()

@@ -1,0 +1,133 @@
+"""Records as Arrow tables and back. Arrays move in bulk: no Python object is made for a token.
+
+The columns of a record are its annotated fields, so its Arrow schema is derived from the dataclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlpipe.records.kinds import Json, Kind, Span, column_kinds
+from rlpipe.types import JsonDict
+
+Record = TypeVar("Record")
+ITEMS_MAX = 2**31 - 1  # of one column of lists: Arrow's offsets are 32 bits wide
+NUMPY = {pa.int32(): np.int32, pa.int8(): np.int8, pa.float32(): np.float32}
+ARROW: dict[Kind, pa.DataType] = {
+    "int32": pa.int32(), "int64": pa.int64(), "text": pa.string(), "float64": pa.float64(), "tokens": pa.list_(pa.int32()),
+    "mask": pa.list_(pa.int8()), "logprobs": pa.list_(pa.float32()),
+    "spans": pa.list_(pa.struct([("version", pa.int32()), ("num_tokens", pa.int32())])),
+}  # fmt: skip
+DICTIONARY = {"prompt_id", "prompt", "finish_reason", "engine", "source"}  # texts that repeat
+
+
+@cache
+def _columns(record: type[Any]) -> dict[str, Any]:
+    """Column -> its Arrow type, or Json."""
+    return {name: kind if isinstance(kind, Json) else ARROW[kind] for name, kind in column_kinds(record).items()}
+
+
+def schema_of(record: type[Any], names: Sequence[str] | None = None) -> pa.Schema:
+    """The Arrow schema of a record, of all its columns or of these."""
+    columns = _columns(record)
+    kinds = {name: pa.string() if isinstance(columns[name], Json) else columns[name] for name in names or columns}
+    return pa.schema(list(kinds.items()))
+
+
+def to_table(records: Sequence[Any], record: type[Any], names: Sequence[str] | None = None) -> pa.Table:
+    """The records as a table with the columns of `record`, all or these."""
+    columns = _columns(record)
+    arrays = [_encoded([getattr(entry, name) for entry in records], columns[name]) for name in names or columns]
+    return pa.Table.from_arrays(arrays, schema=schema_of(record, names))
+
+
+def from_table(table: pa.Table, record: type[Record]) -> list[Record]:
+    """The records of a table; a column that it lacks has the field's default, one that the record lacks is not read."""
+    columns = {name: kind for name, kind in _columns(record).items() if name in table.column_names}
+    values = [_decoded(table.column(name), kind) for name, kind in columns.items()]
+    return [record(**dict(zip(columns, row, strict=True))) for row in zip(*values, strict=True)]
+
+
+def as_row(record: Any) -> JsonDict:
+    """A record as users' functions get it: a dict of plain values, as DuckDB or pandas would read it."""
+    return to_table([record], type(record)).to_pylist()[0]
+
+
+def _encoded(values: list[Any], kind: Any) -> pa.Array:
+    if isinstance(kind, Json):
+        return pa.array([_as_text(value, kind) for value in values], pa.string())
+    if not _is_array(kind):
+        rows = [[span._asdict() for span in spans] for spans in values] if pa.types.is_list(kind) else values
+        return pa.array(rows, kind)
+    offsets = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    assert offsets[-1] <= ITEMS_MAX, f"{offsets[-1]} items in one column of a file"
+    items = np.concatenate(values or [np.zeros(0)]).astype(NUMPY[kind.value_type], copy=False)
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(items, kind.value_type))
+
+
+def _decoded(column: pa.ChunkedArray, kind: Any) -> list[Any]:
+    if isinstance(kind, Json):
+        return [_from_text(text, kind) for text in column.to_pylist()]
+    if not _is_array(kind):
+        rows = column.to_pylist()
+        return [tuple(Span(**span) for span in spans or ()) for spans in rows] if pa.types.is_list(kind) else rows
+    if column.null_count or any(chunk.values.null_count for chunk in column.chunks):
+        raise pa.ArrowInvalid("a list or an entry of one is missing")
+    return [array for chunk in column.chunks for array in _arrays(chunk)]
+
+
+def _arrays(chunk: Any) -> list[np.ndarray]:
+    """Views of the rows of one list array; read-only."""
+    items, offsets = chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
+    return [items[start:end] for start, end in itertools.pairwise(offsets)]
+
+
+def _is_array(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) and not pa.types.is_struct(kind.value_type)
+
+
+def _as_text(value: Any, kind: Json) -> str:
+    return "" if value is None else json.dumps(value, sort_keys=kind.sort_keys, default=dataclasses.asdict)
+
+
+def _from_text(text: str | None, kind: Json) -> Any:
+    if not text:
+        return None
+    value = json.loads(text)
+    if kind.record is None:
+        return value
+    names = {field.name for field in dataclasses.fields(kind.record)}
+    return kind.record(**{name: entry for name, entry in value.items() if name in names})
+
+
+def to_parquet(table: pa.Table) -> bytes:
+    """The table as zstd Parquet, logprobs split by byte stream. Deterministic: equal tables give equal bytes."""
+    sink, names = io.BytesIO(), table.column_names
+    split = {"rollout_logprobs.list.element": "BYTE_STREAM_SPLIT"} if "rollout_logprobs" in names else None
+    repeating = [name for name in names if name in DICTIONARY]
+    pq.write_table(table, sink, compression="zstd", use_dictionary=repeating, column_encoding=split)  # pyright: ignore[reportArgumentType]
+    data = sink.getvalue()
+    assert pq.read_metadata(io.BytesIO(data)).num_rows == table.num_rows, "rows were lost in writing"
+    return data
+
+
+def read_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """Parquet bytes as a table, of all columns or of these; KeyError for one that is missing.
+
+    Everything is read in the calling thread. A thread of pyarrow can still hold the bytes when the interpreter ends; to release
+    them it then waits for Python's lock, and the process aborts ("terminate called without an active exception").
+    """
+    names = None if columns is None else list(columns)
+    table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(names, use_threads=False)
+    return table if names is None else table.select(names)

@@ -1,0 +1,45 @@
+"""How the fields of records are stored, as their annotations say it. Imports no Arrow: child processes that score need none."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+Kind = Literal["int32", "int64", "text", "float64", "tokens", "mask", "logprobs", "spans"]
+
+
+class Span(NamedTuple):
+    """Tokens of a completion, side by side, that one weight version sampled. Example: Span(version=3, num_tokens=17)."""
+
+    version: int
+    num_tokens: int
+
+
+class Json(NamedTuple):
+    """The annotation of a field that is stored as JSON text; None is stored as no text. `record`: the dataclass it is read as."""
+
+    sort_keys: bool = False
+    record: type[Any] | None = None
+
+
+Int32 = Annotated[int, "int32"]
+Int64 = Annotated[int, "int64"]
+Text = Annotated[str, "text"]
+OptionalText = Annotated[str | None, "text"]
+Float = Annotated[float, "float64"]
+OptionalFloat = Annotated[float | None, "float64"]
+Tokens = Annotated[np.ndarray, "tokens"]  # int32
+Mask = Annotated[np.ndarray, "mask"]  # int8
+Logprobs = Annotated[np.ndarray, "logprobs"]  # float32
+Spans = Annotated[tuple[Span, ...], "spans"]
+
+
+@cache
+def column_kinds(record: type[Any]) -> dict[str, Kind | Json]:
+    """The columns of a record: its annotated fields, in order."""
+    hints = get_type_hints(record, include_extras=True)
+    names = [field.name for field in dataclasses.fields(record) if get_origin(hints[field.name]) is Annotated]
+    return {name: get_args(hints[name])[1] for name in names}

@@ -1,0 +1,61 @@
+"""What the policy is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypedDict
+
+import numpy as np
+
+from rlpipe.records.kinds import Json, OptionalText, Text, Tokens
+from rlpipe.types import JsonDict
+
+Message = dict[str, Any]
+Messages = list[Message]
+AS_JSON = ("prompt_id", "source", "messages", "answer", "metadata")
+
+
+class RewardPrompt(TypedDict):
+    """What a reward or an environment gets of a prompt."""
+
+    prompt_id: str
+    messages: Messages
+    answer: str | None
+    metadata: JsonDict
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt and what its reward needs.
+
+    Example: Prompt("words/17", "words", [{"role": "user", "content": "Spell this word backward: sun"}], "nus", {}).
+    """
+
+    prompt_id: Text  # "<set name>/<row>": the same row has the same id in every part of the split
+    source: Text  # the set's name
+    messages: Annotated[Messages, Json()]
+    answer: OptionalText
+    metadata: Annotated[JsonDict, Json()] = field(default_factory=dict)
+    # of what the policy is asked
+    prompt_tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32), compare=False, repr=False)
+
+    def as_json(self) -> JsonDict:
+        """The prompt as the data set has it."""
+        return {name: value for name, value in vars(self).items() if name in AS_JSON}
+
+    def for_reward(self) -> RewardPrompt:
+        """What a reward function or an environment gets."""
+        return {"prompt_id": self.prompt_id, "messages": self.messages, "answer": self.answer, "metadata": self.metadata}
+
+
+def is_message(value: Any) -> bool:
+    """Whether it has a role and a content, both text."""
+    return isinstance(value, dict) and is_text(value.get("role")) and is_text(value.get("content"))
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is text that can be stored."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:  # JSON can hold halves of surrogate pairs, which no tokenizer takes
+        return False

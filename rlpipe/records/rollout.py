@@ -1,0 +1,125 @@
+"""A rollout: what was sampled for a prompt, then its reward, then its advantage. And the files that rollouts are kept in.
+
+Legend of the shapes: P tokens of the prompt, L tokens of the completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import numpy as np
+
+from rlpipe.records.kinds import Float, Int32, Int64, Json, Logprobs, Mask, OptionalFloat, Spans, Text, Tokens, column_kinds
+from rlpipe.records.prompt import Message, Prompt
+
+CUT_SHORT = "abort"  # the finish_reason of a completion that was ended before its end
+TRUNCATED = "length"  # and of one that reached its longest length
+UNRECORDED = float("inf")  # the rollout logprob of a token of which nobody recorded it; no engine says that, and nan is a fault
+
+
+@dataclass(frozen=True)
+class EnvironmentOutcome:
+    """What an environment made of a rollout. Example: EnvironmentOutcome(1.0, 2, "", {"tool_calls": 1.0}, [...])."""
+
+    reward: float
+    num_turns: int
+    fault: str  # empty without one
+    metrics: dict[str, float] = field(default_factory=dict)
+    messages: list[list[Message]] = field(default_factory=list)  # its answers, turn by turn
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One completion of a prompt. The stage score adds the reward, the stage filter the advantage.
+
+    Example: Rollout("words/17", group_index=0, rollout_index=3, prompt="Spell sun", prompt_tokens=[5, 9],
+    completion="nus", completion_tokens=[7, 2], loss_mask=[1, 1], rollout_logprobs=[-0.1, -2.3], weight_version=12,
+    weight_versions=(Span(12, 2),), finish_reason="stop", seed=81, engine="engine-0").
+    """
+
+    prompt_id: Text
+    group_index: Int32  # in the iteration
+    rollout_index: Int32  # in the group
+    prompt: Text  # the text of its last message
+    prompt_tokens: Tokens  # [P]
+    completion: Text
+    completion_tokens: Tokens  # [L]
+    loss_mask: Mask  # [L], 1 where a token is trained
+    rollout_logprobs: Logprobs  # [L], of the temperature-scaled distribution
+    weight_version: Int32  # of the last token
+    weight_versions: Spans  # in order; they add up to L
+    finish_reason: Text  # stop, length or abort; in an environment also turns and fault
+    seed: Int64
+    engine: Text
+    environment: Annotated[EnvironmentOutcome | None, Json(sort_keys=True, record=EnvironmentOutcome)] = None
+    reward: OptionalFloat = None  # none until it is scored
+    reward_parts: Annotated[dict[str, float], Json(sort_keys=True)] = field(default_factory=dict)
+    reward_fault: Text = ""  # why it could not be scored; then the reward is the fallback
+    advantage: Float = 0.0
+
+    @property
+    def is_cut_short(self) -> bool:
+        return self.finish_reason == CUT_SHORT
+
+    def num_tokens_of(self, version: int) -> int:
+        """Tokens that one weight version sampled."""
+        return sum(span.num_tokens for span in self.weight_versions if span.version == version)
+
+    def num_sampled_by(self, version: int) -> int:
+        """Tokens that the policy of this version wrote. What an environment said is in no loss, and its rollouts have one version."""
+        return int(np.count_nonzero(self.loss_mask)) if self.environment else self.num_tokens_of(version)
+
+    def continues_in(self, version: int) -> bool:
+        """Whether it came into the iteration of this version with tokens."""
+        return any(span.version < version for span in self.weight_versions)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CarriedRollout(Prompt):
+    """A rollout that an iteration hands to the next, with its prompt: as it is continued, or to start again (no tokens)."""
+
+    group_index: Int32
+    rollout_index: Int32
+    completion_tokens: Tokens
+    rollout_logprobs: Logprobs
+    weight_versions: Spans
+    finish_reason: Text
+    seed: Int64
+    engine: Text
+    num_tokens_expired: Int32  # that were too old to go on from
+
+    @property
+    def as_prompt(self) -> Prompt:
+        return Prompt(**{name: getattr(self, name) for name in PROMPTS})
+
+
+@dataclass(frozen=True, eq=False)
+class Conversation:
+    """A conversation of SFT as tokens [T]; the mask [T] is 1 on those of the assistant."""
+
+    tokens: Tokens
+    loss_mask: Mask
+
+
+Group = list[Rollout]
+SCORE_COLUMNS = ["reward", "reward_parts", "reward_fault"]
+BATCH = list(column_kinds(Rollout))
+SCORES = [name for name in BATCH if name != "advantage"]
+ROLLOUTS = [name for name in SCORES if name not in SCORE_COLUMNS]
+PROMPTS = list(column_kinds(Prompt))
+
+
+def grouped(rollouts: Iterable[Rollout]) -> list[Group]:
+    """Rollouts by `group_index`, in the order in which the groups come."""
+    groups: dict[int, Group] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group_index, []).append(rollout)
+    return list(groups.values())
+
+
+def is_finished(group: Group) -> bool:
+    """Whether every rollout of the group came to its end."""
+    assert group, "a group has rollouts"
+    return not any(rollout.is_cut_short for rollout in group)

@@ -1,0 +1,228 @@
+"""What a person looks at: the curves of a run as a PNG, the reward so far as a small SVG, and the summary at the end."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.pipeline import DataConfig
+from rlpipe.store.audit import by_number
+from rlpipe.store.run import BEFORE_SFT, Run
+from rlpipe.store.run_record import code_version
+from rlpipe.types import Manifest, Metrics, moment_of
+
+STAGES = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines", "evaluate", "orchestration")
+PASS_AT = re.compile(r"(.*)_pass_at_(\d+)")
+BEFORE_RL, EVALUATION = "before_rl", "evaluation/"
+BEFORE = {BEFORE_SFT: "before_sft", 0: BEFORE_RL}  # what a phase starts from -> what MLflow calls its evaluation
+Evaluations = list[tuple[int, Metrics]]  # (weight version, metrics)
+DRAWN = re.compile(r"_(greedy|maj_at_\d+|format_rate)$")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Metrics at one step. `time_ms` is when they were committed: logging a point twice is logging the same point."""
+
+    step: int
+    time_ms: int
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set as MLflow knows it. `digest`: of all its rows, in order."""
+
+    name: str
+    digest: str
+    source_type: str
+    source: str  # JSON that mlflow.data reads
+    profile: str
+
+    @classmethod
+    def of(cls, data: DataConfig, digest: str, num_rows: int) -> DataSet:
+        """A set of the config with what was read of it; MLflow keeps 36 characters of a digest."""
+        is_file = Path(data.source).expanduser().exists()
+        source = {"uri": str(Path(data.source).expanduser().absolute())} if is_file else {"tags": {"source": data.source}}
+        profile = {"num_rows": num_rows, "part": data.part, "weight": data.weight}
+        return cls(data.name, digest[:32], "local" if is_file else "code", json.dumps(source), json.dumps(profile))
+
+
+def code_tags(run: Run) -> dict[str, str]:
+    """Tags that say which code works on a run, and what it was forked from."""
+    tags = {"rlpipe.code_version": code_version()}
+    if re.fullmatch("[0-9a-f]{12}", code_version()):
+        tags["mlflow.source.git.commit"] = code_version()
+    if run.parent is not None:
+        tags["rlpipe.parent"] = run.forked_from
+    return tags
+
+
+def policy_tags(run: Run, version: int) -> dict[str, str]:
+    """What a policy was made of, each as the sha256 of its manifest: the policy before it, the base model, SFT's data, the KL's reference;
+    the prompts of RL as the sha256 of their rows."""
+    rl, (ref, manifest) = run.config.rl, run.policy(version)
+    tags = {"rlpipe.version": str(version), "rlpipe.policy_sha256": ref.sha256}
+    if "previous" in manifest.inputs:
+        tags["rlpipe.parent_policy_sha256"] = manifest.inputs["previous"]
+    for name, place in (("base", ("base", 0, "policy")), ("data_sft", ("data", 0, "data"))):
+        if artifact := run.artifact(*place):
+            tags[f"rlpipe.{name}_sha256"] = artifact[0].sha256
+    if prompts := run.artifact("rl", version - 1, "prompts/round-0") if version > 0 else None:
+        tags["rlpipe.data_rl_sha256"] = prompts[1].metrics.get("data_sha256", "")
+    if version > 0 and rl.kl != "none":
+        reference = run.committed("base", 0, "reference") if rl.reference else run.policy(0)
+        tags |= {"rlpipe.reference": rl.reference or "version 0", "rlpipe.reference_sha256": reference[0].sha256}
+    return tags
+
+
+def fetch_points(run: Run, source: str, unit: int) -> list[Point]:
+    """Of one unit of a source: an SFT segment, an RL iteration, or the evaluation before RL."""
+    if source == BEFORE_RL:
+        return evaluation_points(run, 0)
+    return sft_points(run, unit) if source == "sft" else rl_points(run, unit)
+
+
+def sft_points(run: Run, segment: int) -> list[Point]:
+    """One committed SFT segment: the loss of every step, the rest once."""
+    _, manifest = run.committed("sft", segment, "policy")
+    first, time_ms = segment * run.config.sft.segment_steps, _milliseconds(manifest.ended_at)
+    points = [Point(first + offset, time_ms, {"sft/loss": loss}) for offset, loss in enumerate(manifest.metrics["losses"])]
+    rest = {name.replace("train/", "sft/"): value for name, value in manifest.metrics.items() if name.startswith("train/")}
+    del rest["sft/loss"]
+    return [*points, Point(points[-1].step, time_ms, rest)]
+
+
+def rl_points(run: Run, iteration: int) -> list[Point]:
+    """One committed iteration: its metrics at the iteration, the evaluation of the policy that it made at that weight version."""
+    record = run.record(iteration)
+    time_ms = _milliseconds(record.ended_at)
+    rest = {name: value for name, value in record.metrics.items() if not name.startswith(EVALUATION)}
+    evaluation = {f"{EVALUATION}{name}": value for name, value in record.evaluation.items()}
+    return [Point(iteration, time_ms, rest), Point(record.weight_version, time_ms, evaluation)]
+
+
+def evaluation_points(run: Run, version: int) -> list[Point]:
+    """The evaluation of a weight version, where the record of its iteration has none: at that version, and of what a phase starts
+    from once more under a name of its own."""
+    manifest = _evaluation(run, version)
+    record = run.iteration(version - 1) if version > 0 else None
+    if manifest is None or (record is not None and record.evaluation):
+        return []
+    start = BEFORE.get(version) if version < 0 or run.config.rl.num_iterations else None
+    prefixes = [EVALUATION, *([f"{start}/"] if start else [])]
+    metrics = {f"{prefix}{name}": value for name, value in manifest.metrics.items() for prefix in prefixes}
+    return [Point(version, _milliseconds(manifest.ended_at), metrics)]
+
+
+def _milliseconds(moment: str) -> int:
+    return int(moment_of(moment, "a manifest or record").timestamp() * 1000)
+
+
+def evaluations(run: Run, num_iterations: int) -> Evaluations:
+    """[(weight version, metrics)] of every evaluation, the one at the start of RL first; without RL the base model's, then SFT's."""
+    starts = [0] if num_iterations or not run.num_segments else [BEFORE_SFT, 0]
+    evaluated = [(version, manifest.metrics) for version in starts if (manifest := _evaluation(run, version))]
+    return evaluated + [
+        (record.weight_version, record.evaluation) for record in run.iterations(num_iterations) if record.evaluation
+    ]
+
+
+def _evaluation(run: Run, version: int) -> Manifest | None:
+    if version >= 0 and not run.sft_complete:
+        return None
+    artifact = run.artifact(*run.policy_place(version), "evaluation")
+    return artifact[1] if artifact else None
+
+
+def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
+    """A PNG of reward, evaluation, length, KL and time per stage over the iterations."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    metrics = [record.metrics for record in run.iterations(num_iterations)]
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 3).flatten()
+    _draw_losses(axes[0], run)
+    environment = sorted({name for values in metrics for name in values if name.startswith("rollout/environment_")})
+    for axis, title, names in (
+        (axes[1], "reward of rollouts", ("rollout/reward_mean", "rollout/pass_rate", *environment)),
+        (axes[3], "completion length, tokens", ("rollout/length_tokens_mean",)),
+        (axes[4], "KL of the step (and to the reference)", ("train/proximal_kl", "train/kl")),
+    ):
+        for name in names:
+            axis.plot([values.get(name, float("nan")) for values in metrics], label=name)
+        _finish_axis(axis, title, "RL iteration")
+    points = evaluations(run, num_iterations)
+    drawn = _drawn({name for _, values in points for name in values})
+    for name in drawn:
+        line = [(version, values[name]) for version, values in points if name in values]
+        axes[2].plot(*zip(*line, strict=True), marker="o", label=name)
+    _finish_axis(axes[2], "held-out prompts", "weight version", legend=bool(drawn))
+    seconds = [[values.get(f"time/{verb}_s", 0.0) for values in metrics] for verb in STAGES]
+    axes[5].stackplot(range(num_iterations), seconds, labels=STAGES)
+    _finish_axis(axes[5], "seconds per stage", "RL iteration")
+    figure.suptitle(f"rlpipe run {run.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80)
+
+
+def _draw_losses(axis: Any, run: Run) -> None:
+    chosen, trained = run.sft_result()
+    segments = [sft_points(run, segment) for segment in range(trained)]
+    points = [point for segment in segments for point in segment[:-1]]
+    axis.plot([point.step for point in points], [point.metrics["sft/loss"] for point in points], label="sft/loss")
+    name = "sft/validation_loss"
+    validated = [(segment[-1].step, segment[-1].metrics[name]) for segment in segments if name in segment[-1].metrics]
+    if validated:
+        axis.plot(*zip(*validated, strict=True), marker="o", label=name)
+        axis.axvline(validated[chosen][0], linestyle=":", label="the result")
+    _finish_axis(axis, "SFT loss", "SFT step", legend=bool(validated))
+
+
+def _drawn(names: set[str]) -> list[str]:
+    """What is drawn of the evaluation: of pass@k the first and the last k, so that a set has a few lines and not ten."""
+    sets: dict[str, list[int]] = {}
+    for name in names:
+        if match := PASS_AT.fullmatch(name):
+            sets.setdefault(match[1], []).append(int(match[2]))
+    passes = {f"{name}_pass_at_{k}" for name, counts in sets.items() for k in (min(counts), max(counts))}
+    return sorted((name for name in names if name in passes or DRAWN.search(name)), key=by_number)
+
+
+def _finish_axis(axis: Any, title: str, x_label: str, legend: bool = True) -> None:
+    axis.set_title(title)
+    axis.set_xlabel(x_label)
+    axis.grid(alpha=0.3)
+    if legend:
+        axis.legend(fontsize=7)
+
+
+def reward_svg(curve: list[list[float]], width: int = 480, height: int = 120) -> str:
+    """The reward so far as an SVG polyline, for the workflow's UI."""
+    last = max((point[0] for point in curve), default=0) or 1
+    low = min((point[1] for point in curve), default=0.0)
+    high = max((point[1] for point in curve), default=1.0)
+    span = (high - low) or 1.0
+    places = [f"{8 + (width - 16) * x / last:.1f},{height - 8 - (height - 32) * (y - low) / span:.1f}" for x, y in curve]
+    dots = " ".join(places + places[-1:])  # twice: one point alone would be no line
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"><rect width="100%" height="100%" fill="white"/>'
+        f'<polyline points="{dots}" fill="none" stroke="#1f77b4" stroke-width="3" stroke-linecap="round"/>'
+        f'<text x="8" y="16" font-size="11">reward {low:.3f} to {high:.3f}</text></svg>'
+    )
+
+
+def evaluation_changes(points: Evaluations) -> dict[str, str]:
+    """Of each metric of the evaluations: the first and the last value. Example: {"words_greedy": "0.250 -> 0.500"}."""
+    before, after = (points[0][1], points[-1][1]) if points else ({}, {})
+    return {name: f"{before[name]:.3f} -> {after[name]:.3f}" for name in sorted(before, key=by_number) if name in after}
+
+
+def before_after(run: Run, num_iterations: int) -> list[str]:
+    """One line per evaluation metric: at the start of RL (without RL: before SFT), and at the end."""
+    points = evaluations(run, num_iterations)
+    return [f"  {name:32s} {change}" for name, change in evaluation_changes(points).items()] if len(points) > 1 else []

@@ -1,0 +1,127 @@
+"""What a config would start where, and what it would cost: derived sizes, of the config and of its model's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlpipe.config.pipeline import PipelineConfig
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2}
+CPU_TOKENS_MAX = 32768  # of the local engine, in all places of a bucket
+SHARDED_BYTES = 16  # a parameter: fp32 weight and gradient, and AdamW's two moments, each rank its rows
+GATHERED_LAYERS = 2  # the one that computes and the one that comes next
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a model takes, counted on its shapes as transformers builds them. Example: ModelSizes(5_000, 1_000, 1_000, 512, 70_000)."""
+
+    parameters: int
+    layer: int  # parameters of the largest layer
+    rest: int  # and of what is in no layer: embeddings, head
+    kv_token: int  # numbers that an engine keeps for a token
+    microbatch: int | None  # bytes that one takes beside weights, at the most; None where shapes alone do not say it
+
+
+def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
+    """Estimated memory per training process and per engine."""
+    trainer, dtype = config.trainer, config.model.dtype
+    sharded, gathered, microbatch = (part / GIB for part in training_bytes(config, sizes))
+    how = "recomputed" if trainer.activation_checkpointing else "kept"
+    activations = "not known" if sizes.microbatch is None else f"{microbatch:.2f}"
+    return [
+        f"model: {sizes.parameters / 1e6:,.1f}M parameters, {dtype}",
+        f"memory per training rank, estimated: its rows of weights, gradients and optimizer {sharded:.2f} + gathered layers {gathered:.2f}"
+        f" + a microbatch of {trainer.tokens_max} tokens {activations} (activations are {how}) = {sharded + gathered + microbatch:.2f} GiB",
+        *([_engine_line(config, sizes)] if config.samples else []),
+    ]
+
+
+def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, int, int]:
+    """What a training rank takes for its rows, for layers that are gathered, and for a microbatch."""
+    width = BYTES[config.model.dtype]
+    sharded = sizes.parameters * SHARDED_BYTES / (config.trainer.ranks * config.trainer.nodes)
+    # a layer's gradient is whole, and in fp32, until it is reduced
+    gathered = (sizes.rest + GATHERED_LAYERS * sizes.layer) * width + sizes.layer * BYTES["float32"]
+    return sharded, gathered, sizes.microbatch or 0
+
+
+def _engine_line(config: PipelineConfig, sizes: ModelSizes) -> str:
+    engines = config.engines
+    if engines.gpu_ids:
+        share, width = len(engines.gpu_ids) // engines.count, BYTES[config.model.dtype]
+        assert share > 0, "the rules refuse an engine without a GPU"
+        weights, token = sizes.parameters * width / share / GIB, sizes.kv_token * width / share / 2**10
+        return f"memory per engine GPU, estimated: weights {weights:.2f} GiB, the rest is KV cache, {token:.1f} KiB a token"
+    # float32 weights, and keys and values of all places at the longest context
+    weights, token = (part * BYTES["float32"] / GIB for part in (sizes.parameters, sizes.kv_token))
+    cache = min(engines.in_flight_max * config.model.context_tokens_max, CPU_TOKENS_MAX) * token
+    return f"memory per engine, estimated: weights {weights:.2f} + keys and values {cache:.2f} = {weights + cache:.2f} GiB"
+
+
+def process_lines(config: PipelineConfig) -> list[str]:
+    """Every process: where it runs, on which GPUs."""
+
+    def device(gpu_ids: list[int], threads: int) -> str:
+        return f"GPU {', '.join(map(str, gpu_ids))}" if gpu_ids else f"CPU, {threads} threads"
+
+    trainer, engines = config.trainer, config.engines
+    lines = []
+    for rank in range(trainer.nodes * trainer.ranks):
+        gpu_ids = trainer.gpu_ids and [trainer.gpu_ids[rank % trainer.ranks]]
+        lines.append(f"  train node {rank // trainer.ranks}: trainer rank {rank} on {device(gpu_ids, trainer.threads)}")
+    if not config.samples:
+        return lines
+    share = len(engines.gpu_ids) // engines.count
+    first_node = 0 if config.engines_here and trainer.nodes == 1 else trainer.nodes
+    for engine in range(engines.nodes * engines.count):
+        node, index = divmod(engine, engines.count)
+        place = device(engines.gpu_ids[index * share : (index + 1) * share], engines.threads)
+        lines.append(f"  sampling node {first_node + node}: {engines.kind} engine {engine} on {place}")
+    return lines if config.engines_here else [*lines, "  on each sampling node: rlpipe host --store STORE --run RUN"]
+
+
+def plan_lines(config: PipelineConfig) -> list[str]:
+    """The whole plan as lines of text."""
+    sft, rl = config.sft, config.rl
+    rollouts, started = rl.num_prompts * rl.group_size, rl.round_groups * rl.group_size
+    segments = -(-sft.num_steps // sft.segment_steps)
+    shards = -(-rl.round_groups // rl.shard_prompts)
+    tokens = started * rl.completion_tokens_max
+    sampled = []
+    if rl.rollouts_from:
+        but = " but evaluations" if config.sets("evaluation") else ""
+        iteration = f"rollouts from {rl.rollouts_from}; nothing is sampled{but}"
+    else:
+        iteration = f"rollouts in {shards} shards, {started:,} started, at most {tokens:,} tokens sampled a round, {rl.rounds_max} rounds at most"
+        sampled = [f"in all: at most {tokens * rl.num_iterations * rl.rounds_max:,} tokens sampled"]
+    engines = config.engines.count * config.engines.nodes if config.samples else 0
+    return [
+        f"processes: 1 flow, {config.trainer.ranks * config.trainer.nodes} trainer ranks, "
+        f"{engines} engines, {rl.reward_workers} reward workers"
+        + (f", {rl.reward_workers} environment workers" if rl.environment else ""),
+        *process_lines(config),
+        f"SFT: {sft.num_steps} steps x {sft.batch_size} conversations, {segments} segments of {sft.segment_steps}",
+        f"RL: {rl.num_iterations} iterations x {rl.num_steps} steps = {rl.num_iterations * rl.num_steps} optimizer steps",
+        f"  an iteration: {rl.num_prompts} prompts x {rl.group_size} = {rollouts:,} {iteration}",
+        f"  a step: {rollouts // rl.num_steps:,} rollouts; training state every {config.checkpoint.state_every} iterations",
+        *(
+            ["  iteration k + 1 is sampled while k is trained, by the policy that k starts from"]
+            if rl.overlap == "iteration"
+            else []
+        ),
+        *sampled,
+        *(f"WARNING {line}" for line in warning_lines(config)),
+    ]
+
+
+def warning_lines(config: PipelineConfig) -> list[str]:
+    """What is allowed and will hardly be meant."""
+    samples_rewards = config.rl.num_iterations and not config.rl.rollouts_from
+    if config.model.path or config.sft.num_steps or not samples_rewards:
+        return []
+    return [
+        "RL of a new model without SFT: random weights write noise, no rollout gets a reward, and there is nothing to learn from; "
+        "set sft.num_steps and give SFT data, or name a trained model as model.path"
+    ]

@@ -1,0 +1,182 @@
+"""Runs, iterations and rollouts of a store as lines of text; two runs side by side."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from typing import Any, NamedTuple
+
+from rlpipe.config.pipeline import identity
+from rlpipe.records.columns import read_table
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import Group, Rollout, grouped
+from rlpipe.report.curves import before_after, evaluation_changes, evaluations
+from rlpipe.store.artifacts import read_file, read_manifest, read_records
+from rlpipe.store.backend import Store
+from rlpipe.store.lease import held_by
+from rlpipe.store.limits import reason_to_stop
+from rlpipe.store.run import Run, open_existing, run_names
+from rlpipe.types import IterationRecord, StoreError, UserError, moment_of
+
+NOTHING = "-"
+REWARD, SHOWN = "rollout/reward_mean", ("rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean")
+TABLE_ROWS, TEXT_CHARS_MAX = 32, 2000
+TABLE_COLUMNS = [
+    "prompt_id", "group_index", "rollout_index", "prompt", "completion", "finish_reason", "reward", "reward_parts", "advantage",
+]  # fmt: skip
+
+
+def run_lines(store: Store) -> list[str]:
+    """One line a run: how far it is, its newest reward and commit, its state, and what it was forked from."""
+    lines = []
+    for name in run_names(store):
+        try:
+            line = _run_line(open_existing(store, name))
+        except (UserError, StoreError, OSError) as error:  # of another version, or damaged: the others are listed all the same
+            line = str(error)
+        lines.append(f"{name:32s} {line}")
+    return lines or [f"no runs in {store.url}"]
+
+
+def _run_line(run: Run) -> str:
+    """A few reads of the store, however long the run is."""
+    segments, complete = run.num_committed("sft", run.num_segments), run.sft_complete
+    num_segments = run.sft_result()[1] if complete else run.num_segments
+    committed, planned = run.num_iterations, run.config.rl.num_iterations
+    record = run.iteration(committed - 1) if committed else None
+    newest = record or (run.committed("sft", segments - 1, "policy")[1] if segments else None)
+    ended_at = f"{moment_of(newest.ended_at, f'run {run.name}').astimezone():%Y-%m-%d %H:%M}" if newest else NOTHING
+    reward = f"{record.metrics.get(REWARD, math.nan):.3f}" if record else NOTHING
+    ended = "complete" if complete and committed >= planned else ""
+    state = held_by(run.store, run.root) or ended or _stopped(run, segments, committed)
+    return (
+        f"SFT segments {segments}/{num_segments}  RL iterations {committed}/{planned}  "
+        f"reward {reward}  {ended_at}  {state}" + (f"  forked from {run.forked_from}" if run.parent else "")
+    )
+
+
+def _stopped(run: Run, segments: int, committed: int) -> str:
+    """Why nobody works on a run that is not complete."""
+    phase, done = ("rl", committed) if run.sft_complete else ("sft", segments)
+    limited = committed or any(run.config.budget.model_dump().values())  # else it would read every segment for nothing
+    reason = reason_to_stop(run, phase, done) if limited else ""
+    return f"stopped by {reason.split('=')[0]}" if reason else "unfinished"
+
+
+def show_lines(run: Run) -> list[str]:
+    """The iterations of a run, one line each, and before/after."""
+    records = run.iterations(run.num_iterations)
+    lines = [
+        f"run {run.name} in {run.store.url}: {len(records)} iterations committed",
+        "iteration  reward   pass  groups  length  version",
+    ]
+    for record in records:
+        reward, passed, kept, length = (record.metrics.get(name, math.nan) for name in (REWARD, *SHOWN))
+        lines.append(
+            f"{record.iteration:9d}  {reward:6.3f} {passed:6.3f}  {kept:6.0f}  {length:6.1f}  {record.weight_version:7d}"
+        )
+    if run.config.sft.validated and run.sft_complete:
+        segment, trained = run.sft_result()
+        lines.append(f"SFT: of {trained} segments number {segment} has the lowest validation loss, and is what RL starts from")
+    return lines + before_after(run, len(records))
+
+
+def iteration_lines(run: Run, iteration: int, rows_max: int) -> list[str]:
+    """The metrics of one iteration, and its rollouts group by group."""
+    record = run.iteration(iteration)
+    if record is None:
+        raise UserError(f"--iteration {iteration}: not committed in run {run.name}; rlpipe show {run.name} lists what is")
+    lines = [f"{name:40s} {value:.6g}" for name, value in sorted(record.metrics.items())]
+    lines += ["", "reward  advantage  finish  completion  (reward parts)"]
+    rows_left = rows_max
+    for answer, group in trained_groups(run, record):
+        if rows_left <= 0:
+            break
+        lines.append(f"group {group[0].group_index}: {group[0].prompt!r}, answer {answer!r}")
+        for rollout in group[:rows_left]:
+            scored = f"{rollout.reward:6.3f}  {rollout.advantage:9.3f}  {rollout.finish_reason:6s}"
+            lines.append(f"{scored}  {rollout.completion!r}  ({parts_text(rollout)})")
+        rows_left -= len(group)
+    return lines
+
+
+class TrainedGroup(NamedTuple):
+    """A group that an iteration trained on, and the reference answer of its prompt; empty without one."""
+
+    answer: str
+    rollouts: Group
+
+
+def trained_groups(run: Run, record: IterationRecord) -> list[TrainedGroup]:
+    """The groups that a committed iteration trained on."""
+    answers: dict[str, str | None] = {}
+    for index in range(record.last_round + 1):
+        prompts, _ = run.committed("rl", record.iteration, f"prompts/round-{index}")
+        answers |= {prompt.prompt_id: prompt.answer for prompt in read_records(run.store, prompts, "prompts.parquet", Prompt)}
+    groups = grouped(read_records(run.store, record.artifact("batch"), "batch.parquet", Rollout))
+    return [TrainedGroup(answers.get(group[0].prompt_id) or "", group) for group in groups]
+
+
+def rollout_table(run: Run, iteration: int) -> str:
+    """Rollouts from all over the batch that a committed iteration trained on, as CSV: at most TABLE_ROWS, long texts cut."""
+    record = run.iteration(iteration)
+    assert record is not None, f"iteration {iteration} is not committed"
+    batch = record.artifacts["batch"]
+    file = read_manifest(run.store, batch.folder, batch.sha256).file("batch.parquet")
+    table = read_table(read_file(run.store, batch.folder, file), TABLE_COLUMNS)
+    step = max(1, -(-table.num_rows // TABLE_ROWS))
+    rows = table.take(list(range(0, table.num_rows, step))).to_pylist()
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(TABLE_COLUMNS)
+    writer.writerows([str(row[name])[:TEXT_CHARS_MAX] for name in TABLE_COLUMNS] for row in rows)
+    return text.getvalue()
+
+
+def parts_text(rollout: Rollout) -> str:
+    """The parts of a rollout's reward. Example: exact 1, format 0.5."""
+    parts = [f"{name} {value:g}" for name, value in rollout.reward_parts.items()]
+    return ", ".join(parts + ([f"fault {rollout.reward_fault}"] if rollout.reward_fault else []))
+
+
+def compare_lines(first: Run, second: Run) -> list[str]:
+    """A table with a column a run: settings that differ, metrics of the newest iterations, evaluations before and after RL."""
+    runs = [first, second]
+    settings = _rows([_flat(identity(run.config)) for run in runs])
+    rows = [
+        ["", first.name, second.name],
+        ["forked from", *(run.forked_from if run.parent else NOTHING for run in runs)],
+        ["iterations committed", *(str(run.num_iterations) for run in runs)],
+        [],
+        ["settings that differ"],
+        *(row for row in settings if row[1] != row[2]),
+        [],
+        ["metrics of the newest iteration"],
+        *_rows([_newest_metrics(run) for run in runs]),
+        [],
+        ["evaluation, before -> after RL"],
+        *_rows([evaluation_changes(evaluations(run, run.num_iterations)) for run in runs]),
+    ]
+    widths = [max(len(row[column]) for row in rows if len(row) > 1) for column in range(3)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
+
+
+def _rows(sides: list[dict[str, str]]) -> list[list[str]]:
+    return [[f"  {name}", *(side.get(name, NOTHING) for side in sides)] for name in sorted({*sides[0], *sides[1]})]
+
+
+def _newest_metrics(run: Run) -> dict[str, str]:
+    """Without the evaluation, which not every iteration has, and without what the clock decides."""
+    record = run.iteration(run.num_iterations - 1) if run.num_iterations else None
+    metrics = record.metrics if record else {}
+    return {name: f"{value:.6g}" for name, value in metrics.items() if name.startswith(("rollout/", "train/", "spent/"))}
+
+
+def _flat(value: Any, name: str = "") -> dict[str, str]:
+    """Nested settings by their dotted names, entries of lists by their number. Example: data.2.rows_max."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict) or not value:
+        return {name: str(value)}
+    return {key: text for part, inner in value.items() for key, text in _flat(inner, f"{name}.{part}".lstrip(".")).items()}

@@ -1,0 +1,300 @@
+"""MLflow, in a thread of its own and failing open: an outage costs a warning, never the run. docs/tracking.md says what is where.
+
+The store is the truth: what MLflow missed is read from there and sent later, each step once, by whoever runs next.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpipe.config.operational import TrackingConfig
+from rlpipe.config.pipeline import PipelineConfig, identity
+from rlpipe.config.secrecy import with_password_aside, without_passwords
+from rlpipe.report.curves import BEFORE_RL, DataSet, Point, code_tags, evaluation_points
+from rlpipe.report.show import rollout_table
+from rlpipe.store.run import Run
+from rlpipe.types import RunWaits, StoreError, UserError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+log = logging.getLogger(__name__)
+FINISH_TIMEOUT_S = 30.0
+PARENT = "post-train"  # the phase tag of the MLflow run that those of the phases are nested in
+SENT_TAG = "rlpipe.sent_"
+STOPPED_TAG = "rlpipe.stopped"
+POLICY_TAG = "rlpipe.policy"
+ROLLOUTS = "rollouts"  # the source of tables: of each iteration some of the rollouts that it trained on
+PHASE_OF = {"sft": "sft", BEFORE_RL: "rl", "rl": "rl", ROLLOUTS: "rl"}  # the source of points -> the MLflow run that has them
+COMPARED = re.compile(
+    rf"evaluation/|before_sft/|{BEFORE_RL}/|rollout/reward_mean$|sft/validation_loss$"
+)  # what the parent has too
+VALUE_CHARACTERS_MAX = 6000  # of a parameter; this and the next two are MLflow's limits
+PARAMS_MAX = 100  # in one request
+METRICS_MAX = 1000  # in one request
+ENVIRONMENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_LOGGING_LEVEL": "WARNING"}
+
+
+def tracking_uri(config: PipelineConfig) -> str:
+    """Where MLflow is. The environment's address may hold a password: show it only through `without_passwords`."""
+    uri = config.tracking.uri
+    return os.environ.get("MLFLOW_TRACKING_URI", uri) if uri == TrackingConfig().uri else uri
+
+
+def status_of(error: BaseException) -> str:
+    """What MLflow calls a run that this exception ended: FAILED; KILLED by a signal or a cancellation; SCHEDULED to go on later."""
+    if isinstance(error, RunWaits):
+        return "SCHEDULED"
+    return "FAILED" if isinstance(error, Exception) else "KILLED"
+
+
+@dataclass
+class MlflowRun:
+    """An MLflow run as this process knows it."""
+
+    run_id: str
+    status: str
+    tags: dict[str, str]
+
+
+class Tracker:
+    """Follows one pipeline run. `fetch` reads the points of one unit of a source: an SFT segment, an RL iteration, the evaluation before RL."""
+
+    def __init__(self, run: Run, fetch: Callable[[str, int], list[Point]]) -> None:
+        self.run = run
+        self.status = "FINISHED"  # how the pipeline run ended; read by `close`
+        self.stopped = ""  # the budget or rule that ended it; read by `close`
+        self._fetch = fetch
+        self._uri = tracking_uri(run.config)
+        self._project = run.config.tracking.project
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._phase = ""  # what is worked on
+        self._runs: dict[str, MlflowRun] = {}
+        self._sent: dict[str, int] = {}  # of each source the units that MLflow has
+
+    def begin(self, phase: str) -> None:
+        """Says that a phase is worked on from now on."""
+        self._phase = phase
+        self._submit(self._show_phase)
+
+    def committed(self, source: str, units: int) -> None:
+        """Says that so many units of the source are in the store now: first when it begins, or is continued."""
+        self._submit(lambda: self._send(source, units))
+
+    def evaluated(self, version: int) -> None:
+        """Says that a weight version was evaluated; what MLflow has already it keeps once."""
+        phase = "rl" if version > 0 or (version == 0 and self.run.config.rl.num_iterations) else "sft"
+        self._submit(lambda: self._log_points(self._open(phase), evaluation_points(self.run, version)))
+
+    def reads(self, use: str, data_sets: Callable[[], list[DataSet]]) -> None:
+        """Says that the data sets of a use are read. They are asked for only where MLflow does not have them."""
+        self._submit(lambda: self._log_data(use, data_sets))
+
+    def publish(
+        self, policy_url: str, num_iterations: int, evaluation: dict[str, float], curves: Path, lineage: dict[str, str]
+    ) -> None:
+        """Attaches the curves and registers the final policy by the URL of its folder (a path where it is on a disk), without copying it.
+
+        `evaluation`: the metrics of the last evaluation, by name; `lineage`: tags that say what the policy was made of.
+        """
+        tags = lineage | {POLICY_TAG: policy_url, "rlpipe.run": self.run.name, "rlpipe.iterations": str(num_iterations)}
+        tags |= {f"evaluation/{name}": f"{value:.6g}" for name, value in evaluation.items()}
+        self._submit(lambda: self._client.log_artifact(self._open(PARENT).run_id, str(curves)))
+        self._submit(lambda: self._register(policy_url, tags))
+
+    def close(self) -> None:
+        """Tells MLflow how the run ended, and gives it a bounded time to take what is left."""
+        if self._thread is None:
+            return
+        self._queue.put(self._end)
+        self._queue.put(None)
+        self._thread.join(timeout=FINISH_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("MLflow at %s is slow; what it missed is sent at the next start", without_passwords(self._uri))
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        if not self._uri:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True, name="tracking")
+            self._thread.start()
+        self._queue.put(job)
+
+    def _work(self) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        has_warned = False
+        while (job := self._queue.get()) is not None:
+            try:
+                job()
+                has_warned = False
+            except Exception as error:  # an outage, a full disk, a wrong URI, a missing driver, any cloud's client: whatever it is, it fails open
+                if not has_warned:
+                    uri, message = without_passwords(self._uri), without_passwords(str(error))[:200]
+                    log.warning("MLflow at %s cannot be reached (%s); the run goes on", uri, message)
+                has_warned = True
+
+    def _open(self, phase: str) -> MlflowRun:
+        """The MLflow run of a phase: found by its tags, or created; with all parameters and tags."""
+        if phase in self._runs:
+            return self._runs[phase]
+        nested = {} if phase == PARENT else {"mlflow.parentRunId": self._open(PARENT).run_id}
+        client, name = self._client, self.run.name
+        tags = {"rlpipe.run": name, "rlpipe.store": self.run.store.url, "rlpipe.phase": phase}
+        clause = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+        known = client.search_runs([self._experiment], clause, max_results=1)
+        run_name = f"{name} {phase}" if nested else name
+        entity = known[0] if known else client.create_run(self._experiment, run_name=run_name, tags=tags | nested)
+        self._describe(entity)
+        self._runs[phase] = MlflowRun(entity.info.run_id, entity.info.status, entity.data.tags)
+        return self._runs[phase]
+
+    @cached_property
+    def _client(self) -> MlflowClient:
+        from mlflow import MlflowClient
+
+        return MlflowClient(tracking_uri=with_password_aside(self._uri))
+
+    @cached_property
+    def _experiment(self) -> str:
+        experiment = self._client.get_experiment_by_name(self._project)
+        return experiment.experiment_id if experiment else self._client.create_experiment(self._project)
+
+    def _describe(self, entity: Any) -> None:
+        """Adds the parameters and tags that an MLflow run lacks: all where it is new, the rest where a process died between."""
+        from mlflow.entities import Param
+
+        for key, value in code_tags(self.run).items():
+            self._client.set_tag(entity.info.run_id, key, value)
+        values = {key: str(value)[:VALUE_CHARACTERS_MAX] for key, value in identity(self.run.config).items()}
+        assert len(values) <= PARAMS_MAX, "send them in several requests"
+        params = [Param(key, value) for key, value in values.items() if key not in entity.data.params]
+        self._client.log_batch(entity.info.run_id, params=params)
+
+    def _show_phase(self) -> None:
+        """The phase that is worked on is RUNNING, and so is the parent; one before it is FINISHED."""
+        if not self._phase:
+            return
+        for phase in (PARENT, self._phase):
+            self._set_status(phase, "RUNNING")
+        for phase in set(self._runs) - {PARENT, self._phase}:
+            self._set_status(phase, "FINISHED")
+
+    def _set_status(self, phase: str, status: str) -> None:
+        mlflow_run = self._open(phase)
+        if status == "RUNNING" and STOPPED_TAG in mlflow_run.tags:
+            self._client.delete_tag(mlflow_run.run_id, STOPPED_TAG)
+            del mlflow_run.tags[STOPPED_TAG]
+        if mlflow_run.status == status:
+            return
+        if status in ("RUNNING", "SCHEDULED"):
+            self._client.update_run(mlflow_run.run_id, status)
+        else:
+            self._client.set_terminated(mlflow_run.run_id, status)
+        mlflow_run.status = status
+
+    def _send(self, source: str, units: int) -> None:
+        """Sends every unit that MLflow does not have, oldest first, and remembers how far it got."""
+        phase, tag = self._open(PHASE_OF[source]), SENT_TAG + source
+        self._show_phase()
+        for unit in range(self._sent.setdefault(source, int(phase.tags.get(tag, 0))), units):
+            if source == ROLLOUTS:  # the same file again where the process dies before the tag
+                self._client.log_text(phase.run_id, rollout_table(self.run, unit), f"rollouts/{unit:05d}.csv")
+            else:
+                self._log_points(phase, self._fetch(source, unit))
+            # dying before the tag sends the unit again: the same points, which MLflow's database keeps once
+            self._client.set_tag(phase.run_id, tag, str(unit + 1))
+            self._sent[source] = unit + 1
+
+    def _log_points(self, phase: MlflowRun, points: list[Point]) -> None:
+        metrics = _metrics(points)
+        self._log(self._open(PARENT), [metric for metric in metrics if COMPARED.match(metric.key)])
+        self._log(phase, metrics)
+
+    def _log(self, mlflow_run: MlflowRun, metrics: list[Any]) -> None:
+        for first in range(0, len(metrics), METRICS_MAX):
+            self._client.log_batch(mlflow_run.run_id, metrics=metrics[first : first + METRICS_MAX])
+
+    def _log_data(self, use: str, data_sets: Callable[[], list[DataSet]]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        phase = self._open("sft" if use == "sft" or not self.run.config.rl.num_iterations else "rl")
+        tag = f"{SENT_TAG}data_{use}"
+        if tag in phase.tags:
+            return
+        try:
+            read = data_sets()
+        except (UserError, StoreError, OSError) as error:
+            log.warning("MLflow does not get the data sets of use %s: %s", use, error)
+            return
+        context = [InputTag("mlflow.data.context", use)]
+        entities = [Dataset(data.name, data.digest, data.source_type, data.source, profile=data.profile) for data in read]
+        inputs = [DatasetInput(entity, context) for entity in entities]
+        for run_id in (phase.run_id, self._open(PARENT).run_id) if inputs else ():
+            self._client.log_inputs(run_id, inputs)
+        self._client.set_tag(phase.run_id, tag, str(len(inputs)))
+        phase.tags[tag] = str(len(inputs))
+
+    def _register(self, policy_url: str, tags: dict[str, str]) -> None:
+        from mlflow.exceptions import MlflowException
+
+        parent = self._open(PARENT)
+        for key, value in tags.items():
+            self._client.set_tag(parent.run_id, key, value)
+        try:
+            self._client.create_registered_model(self._project)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self._client.search_model_versions(f"name = '{self._project}'")
+        if any(version.tags.get(POLICY_TAG) == policy_url for version in versions):
+            return
+        # a server refuses a folder of this machine: there the source is the MLflow run, and the tag has the folder
+        refused = policy_url.startswith("/") and self._uri.startswith("http")
+        self._client.create_model_version(
+            self._project,
+            source=f"runs:/{parent.run_id}/policy" if refused else policy_url,
+            run_id=parent.run_id,
+            tags=tags,
+            description=_description(policy_url, tags),
+        )
+
+    def _end(self) -> None:
+        """What is RUNNING ends; a run that waits for a person waits between two phases, so its phases are FINISHED."""
+        if self.stopped and self.status == "FINISHED" and PARENT in self._runs:
+            self._client.set_tag(self._runs[PARENT].run_id, STOPPED_TAG, self.stopped)
+        for phase, mlflow_run in self._runs.items():
+            if mlflow_run.status == "RUNNING":
+                waits = phase != PARENT and self.status == "SCHEDULED"
+                self._set_status(phase, "FINISHED" if waits else self.status)
+
+
+def _metrics(points: list[Point]) -> list[Any]:
+    from mlflow.entities import Metric
+
+    return [
+        Metric(re.sub(r"[^\w\-. :/]", "_", name), float(value), point.time_ms, point.step)
+        for point in points
+        for name, value in point.metrics.items()
+    ]
+
+
+def _description(policy_url: str, tags: dict[str, str]) -> str:
+    local = policy_url.startswith("/")
+    return (
+        f"The policy of run `{tags['rlpipe.run']}` after {tags['rlpipe.iterations']} RL iterations: `{policy_url}`\n\n"
+        f"It is a folder in Hugging Face's format{'' if local else '; once it is copied to a disk,'} "
+        f"`AutoModelForCausalLM.from_pretrained('{policy_url if local else 'FOLDER'}')` loads it. It has no MLmodel file: "
+        "`mlflow.transformers` and `mlflow.pyfunc` cannot load it."
+    )

@@ -1,0 +1,61 @@
+"""One HTTP call with a bearer key: to engines, to services and to the gang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+KEEPALIVE_S = 2.0
+
+
+def new_session() -> aiohttp.ClientSession:
+    """Connections: bounded by the requests in flight, and dropped before a server drops them (uvicorn after 5 s idle)."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
+
+
+async def http_call(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    key: str,
+    body: object,
+    timeout_s: float,
+    connect_s: float | None = None,
+) -> tuple[int, bytes]:
+    """Status and body of the answer. `body`: a JSON value, None for no body; `connect_s`: within it there must be a connection.
+
+    ConnectionError, which names the URL, when there is no answer in time.
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        async with session.request(method, url, json=body, headers=headers, timeout=timeout) as response:
+            return response.status, await response.read()
+    except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+        raise ConnectionError(f"{url}: {type(error).__name__} {error}") from error
+
+
+@contextlib.asynccontextmanager
+async def http_stream(
+    session: aiohttp.ClientSession, url: str, key: str, body: object, connect_s: float
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The answer to a POST while it is still being written, for as long as that takes. ConnectionError, as for `http_call`."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        async with session.post(url, json=body, headers=headers, timeout=timeout) as response:
+            yield response
+    except (aiohttp.ClientError, OSError) as error:
+        raise ConnectionError(f"{url}: {type(error).__name__} {error}") from error
+
+
+def json_of(url: str, status: int, content: bytes) -> Any:
+    """The JSON of an answer; ConnectionError for any other: it comes from somebody else, a proxy perhaps."""
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise ConnectionError(f"{url}: answered {status} without JSON ({content[:80]!r})") from error

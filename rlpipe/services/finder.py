@@ -1,0 +1,147 @@
+"""The services of a run as its flow sees them: who is registered, who of them answers, who is missing and has to be started."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rlpipe.services.calls import http_call, json_of, new_session
+from rlpipe.services.registration import ENGINES, TRAINER, ServiceRecord, dismiss, node_name, registered, service_key
+from rlpipe.store.run import Run
+from rlpipe.types import EngineError, JsonDict, TrainerError, UserError
+
+log = logging.getLogger(__name__)
+LOST_S = 45.0  # what is registered and cannot be reached for so long is lost: a restart on its own node is quicker
+QUEUE_WAIT_S = 24 * 3600.0  # a work pool may be full for a night; who wants to wait less sets a timeout of the flow
+LOOK_AGAIN_S = 1.0
+CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 3.0, 5.0
+REST_FIRST_S, REST_MAX_S = 1.0, 60.0  # what cannot be reached is left alone for so long, doubled each time
+WANTED = {
+    TRAINER: (TrainerError, "no gang of the run answered", "on the node that trains run `rlpipe trainer"),
+    ENGINES: (EngineError, "no engine host could be reached", "on each node that samples run `rlpipe host"),
+}
+
+# (kind, node, whether what is registered there is lost): sees to it that one is started, unless one is on its way
+StartService = Callable[[str, int, bool], Awaitable[None]]
+
+
+async def nobody_starts(kind: str, node: int, lost: bool) -> None:
+    """Of a process without Prefect: UserError."""
+    raise UserError(f"{kind}.place='deployment': only a flow starts deployments; use place = 'process' or 'elsewhere'")
+
+
+@dataclass(eq=False, repr=False)
+class Peer:
+    """A registered service, and since when it cannot be reached."""
+
+    record: ServiceRecord
+    key: str
+    lost_at: float | None = None  # when it could not be reached for the first time since it last was
+    _rest_s: float = 0.0
+    _rest_until: float = 0.0
+
+    @property
+    def lost(self) -> bool:
+        """Whether it could not be reached for LOST_S, as far as somebody tried."""
+        return self.lost_at is not None and time.monotonic() - self.lost_at > LOST_S
+
+    @property
+    def resting(self) -> bool:
+        """Whether it is better not called now: it could not be reached a moment ago."""
+        return time.monotonic() < self._rest_until
+
+    async def answers(self) -> bool:
+        """Whether it can be reached now, and takes the key, whatever it has to say."""
+        if not self.record.url:
+            self.lost_at = None  # a gang that is only being started
+            return False
+        try:
+            return (await self.call("GET", "/status"))[0] in (200, 409)
+        except ConnectionError:
+            return False
+
+    async def call(
+        self, method: str, path: str, body: object = None, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> tuple[int, JsonDict]:
+        """Status and JSON of an HTTP call; ConnectionError when the service cannot be reached."""
+        try:
+            async with new_session() as session:
+                url = self.record.url + path
+                status, content = await http_call(session, method, url, self.key, body, timeout_s, CONNECT_TIMEOUT_S)
+            answer = json_of(url, status, content)
+        except ConnectionError as error:
+            self.lost_at = self.lost_at or time.monotonic()
+            if not self.resting:  # calls that fail together are one fault
+                self._rest_s = min(max(2 * self._rest_s, REST_FIRST_S), REST_MAX_S)
+                self._rest_until = time.monotonic() + self._rest_s
+            raise ConnectionError(f"{self.record.name} at {error}") from error
+        self._rest_s, self.lost_at = 0.0, None
+        return status, answer
+
+
+class ServiceFinder:
+    """The services of one kind that a run has; they may come and go while it runs."""
+
+    def __init__(self, run: Run, kind: str, start_service: StartService) -> None:
+        self._run = run
+        self._kind = kind
+        self._start_service = start_service
+        self._settings = run.config.trainer if kind == TRAINER else run.config.engines
+        self._started_here = self._settings.place == "deployment"
+        self._peers: dict[str, Peer] = {}  # by the start of the service
+
+    async def current(self) -> list[Peer]:
+        """Those that have joined and not left."""
+        services = await asyncio.to_thread(registered, self._run.store, self._run.root, self._kind)
+        records = {record.start: record for record in services}
+        for start in records.keys() - self._peers.keys():
+            log.warning("%s: %s has joined", self._kind, records[start].name)
+            self._peers[start] = Peer(records[start], service_key())
+        for start in self._peers.keys() - records.keys():
+            log.warning("%s: %s has left", self._kind, self._peers.pop(start).record.name)
+        for start, record in records.items():
+            self._peers[start].record = record  # a gang changes its own
+        return list(self._peers.values())
+
+    async def find(self, wait_s: float) -> list[Peer]:
+        """Those that are registered, as soon as one of them answers. A run that starts its services has missing and lost ones started.
+
+        EngineError or TrainerError past `wait_s`, past QUEUE_WAIT_S where they are started.
+        """
+        wait_s = QUEUE_WAIT_S if self._started_here else wait_s
+        deadline = time.monotonic() + wait_s
+        while True:
+            peers = await self.current()
+            answers = await asyncio.gather(*(peer.answers() for peer in peers))
+            if self._started_here:
+                await self._start_missing({peer.record.name for peer, answered in zip(peers, answers, strict=True) if answered})
+            if any(answers):
+                return peers
+            if time.monotonic() > deadline:
+                raise self._fault(wait_s)
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def close(self) -> None:
+        """Dismisses those that were started for the run."""
+        for peer in await self.current() if self._started_here else ():
+            await asyncio.to_thread(dismiss, self._run.store, self._run.root, self._kind, peer.record.name)
+
+    async def _start_missing(self, answering: set[str]) -> None:
+        """Asks for a service on each node where none answers. The nodes of a gang are one: node 0 answers for all."""
+        lost = {peer.record.name: peer for peer in self._peers.values() if peer.lost}
+        for node in range(self._settings.nodes):
+            name = node_name(0 if self._kind == TRAINER else node)
+            if name not in answering:
+                await self._start_service(self._kind, node, name in lost)
+        for peer in lost.values():
+            peer.lost_at = None  # replaced once: what replaces it may have to wait for room
+
+    def _fault(self, wait_s: float) -> Exception:
+        fault, what, command = WANTED[self._kind]
+        advice = f"{command} --store {self._run.store.url} --run {self._run.name}`"
+        if self._started_here:
+            advice = f"does a worker serve the pool of {self._kind}.deployment={self._settings.deployment_of(self._kind)!r}?"
+        return fault(f"{what} within {wait_s:g} s; {advice}")

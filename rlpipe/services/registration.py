@@ -1,0 +1,193 @@
+"""Services: trainer gangs and engine hosts in processes of their own, elsewhere. What they leave in the store, and when they end.
+
+A service leaves a record in `runs/<run>/services/<kind>/<name>.json`, and is the run's for as long as that record is its own: who
+deletes it, or puts another in its place, dismisses the service. Nobody has to reach it for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Never, Protocol
+
+from pydantic import BaseModel
+
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.processes.launch import raise_file_limit
+from rlpipe.store.backend import Store
+from rlpipe.store.documents import read_document, sealed
+from rlpipe.store.run import open_existing
+from rlpipe.types import StoreError, UserError
+
+log = logging.getLogger(__name__)
+KEY_VARIABLE, ADDRESS_VARIABLE = "RLPIPE_SERVICE_KEY", "RLPIPE_ADDRESS"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+WATCH_S = 2.0
+RUN_WAIT_S, RUN_POLL_S = 600.0, 5.0
+TRAINER, ENGINES = "trainer", "engines"
+
+
+@dataclass(frozen=True)
+class ServiceRecord:
+    """What a service leaves in the store. `engine`: the kind of its engines; `rendezvous`: host:port of a gang of several nodes."""
+
+    name: str
+    url: str
+    engine: str = ""
+    rendezvous: str = ""
+    start: str = field(default_factory=lambda: secrets.token_hex(8))  # no two starts leave the same record
+
+
+def node_name(node: int) -> str:
+    """The name of the service that a run starts for one of its nodes: a second start of it takes the first one's place."""
+    return f"node-{node}"
+
+
+def service_key() -> str:
+    """The bearer key that flow, gangs and hosts share; empty: none is asked for. UserError when a header cannot carry it."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{KEY_VARIABLE} has characters that an HTTP header cannot carry; make one with `openssl rand -hex 32`")
+    return key
+
+
+def own_address(address: str = "") -> str:
+    """The address to listen at: the given one, else this node's ($RLPIPE_ADDRESS), else loopback.
+
+    UserError when others could reach it without a key.
+    """
+    address = address or os.environ.get(ADDRESS_VARIABLE, "") or LOOPBACK[0]
+    if address not in LOOPBACK and not service_key():
+        raise UserError(
+            f"address={address}: beyond loopback a service needs a key: set {KEY_VARIABLE} here and where the flow runs"
+        )
+    return address
+
+
+def services_folder(run_root: str, kind: str) -> str:
+    assert kind in (TRAINER, ENGINES), kind
+    return f"{run_root}/services/{kind}"
+
+
+def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
+    """The records of a kind, in the order of their names."""
+    records = []
+    for key in store.list(services_folder(run_root, kind)):
+        if key.rsplit("/", 1)[-1].startswith("."):
+            continue  # being written
+        with contextlib.suppress(StoreError):  # gone between the two calls, or of another version
+            records.append(read_document(store, key, ServiceRecord))
+    return records
+
+
+def dismiss(store: Store, run_root: str, kind: str, name: str) -> None:
+    """Ends a service, wherever it is, within a few seconds."""
+    with contextlib.suppress(FileNotFoundError):  # it left, or another dismissed it
+        store.delete(f"{services_folder(run_root, kind)}/{name}.json")
+
+
+@dataclass
+class Registration:
+    """A service's own record, from the first `enter` on."""
+
+    store: Store
+    run_root: str
+    kind: str
+    record: ServiceRecord
+
+    def work_dir(self) -> Path:
+        """Its own folder for logs and scratch below the working directory; scratch of earlier starts, which were killed, is removed."""
+        folder = Path.cwd() / ".rlpipe" / f"{self.kind}-{self.run_root.rsplit('/', 1)[-1]}-{self.record.name}"
+        for scratch in folder.glob("*/*/"):
+            shutil.rmtree(scratch, ignore_errors=True)
+        return folder / self.record.start
+
+    async def enter(self) -> None:
+        """Leaves the record: whoever was in its place is dismissed."""
+        key = f"{services_folder(self.run_root, self.kind)}/{self.record.name}.json"
+        await asyncio.to_thread(self.store.put, key, sealed(self.record))
+
+    async def change(self, **fields: str) -> None:
+        """Says something else in the record, while it stands: a dismissed service must not bring itself back."""
+        self.record = replace(self.record, **fields)
+        if await self.stands():
+            await self.enter()
+
+    async def stands(self) -> bool:
+        """Whether the record is still this service's own."""
+        records = await asyncio.to_thread(registered, self.store, self.run_root, self.kind)
+        return self.record.start in (record.start for record in records)
+
+    async def leave(self) -> None:
+        """Takes the record away, unless another service has taken the place."""
+        if await self.stands():
+            await asyncio.to_thread(dismiss, self.store, self.run_root, self.kind, self.record.name)
+
+
+class RunService(Protocol):
+    """What `serve` keeps registered: HostService, GangService."""
+
+    registration: Registration
+
+    async def work(self) -> Never:
+        """Serves until it is cancelled, or raises why it cannot go on."""
+        ...
+
+    async def idle_s(self) -> float:
+        """For how many seconds the run has asked for nothing."""
+        ...
+
+    async def close(self) -> None:
+        """Ends what `work` has started."""
+
+
+async def serve(service: RunService, idle_timeout_s: float, ended: asyncio.Event) -> str:
+    """Serves a run until that is over, leaves the run, and returns why: told to end, dismissed, or without work for `idle_timeout_s`
+    (0: never). A fault that ends the work is raised."""
+    raise_file_limit()
+    registration = service.registration
+    await registration.enter()  # before there is anything to change in it: two writes at once would have no order
+    working, ending = asyncio.create_task(service.work()), asyncio.create_task(ended.wait())
+    try:
+        while True:
+            await asyncio.wait({working, ending}, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
+            if ended.is_set():
+                return "it was told to end"
+            try:
+                if not await registration.stands():
+                    return "the run dismissed it"
+            except (OSError, StoreError) as error:
+                log.warning("the store does not answer: %s", error)  # who is asked for work goes on working
+            if 0 < idle_timeout_s < (idle_s := await service.idle_s()):
+                return f"it had no work for {idle_s:.0f} s"
+    finally:
+        working.cancel()
+        ending.cancel()
+        await asyncio.gather(working, ending, return_exceptions=True)
+        try:
+            await registration.leave()
+        finally:
+            await service.close()
+
+
+async def config_of(store: Store, run: str, **sections: BaseModel | None) -> PipelineConfig:
+    """The config of a run with other operational sections, waiting until somebody has started it; UserError after RUN_WAIT_S."""
+    deadline = time.monotonic() + RUN_WAIT_S
+    while True:
+        try:
+            config = (await asyncio.to_thread(open_existing, store, run)).config
+            return config.model_copy(update={"store": store.url, **{name: given for name, given in sections.items() if given}})
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+            log.info("waiting for run %s to be started", run)
+            await asyncio.sleep(RUN_POLL_S)

@@ -1,0 +1,224 @@
+"""What a config names, looked at before a run depends on it: its model, data, tokenizer, rewards, filters, machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from tqdm import tqdm
+
+from rlpipe.algorithms.filters import apply_filters, check_thresholds, resolve_filters, trial_group
+from rlpipe.config.pipeline import DataConfig, PipelineConfig
+from rlpipe.data.sources import fitting, load_conversations, load_prompts, question, room_for, split_validation
+from rlpipe.data.trial import TokenizerTrial
+from rlpipe.engines.commands import check_python
+from rlpipe.environments.pool import check_environment
+from rlpipe.models.folder import folder_config
+from rlpipe.processes.launch import check_gpus
+from rlpipe.records.prompt import Messages, Prompt
+from rlpipe.report.plan import ModelSizes, memory_lines
+from rlpipe.rewards.pool import ROWS_MAX, check_rewards
+from rlpipe.rewards.score import label as part_of
+from rlpipe.stages.base import (
+    RUN,
+    check_reference,
+    model_folder,
+    new_config,
+    place_of_model,
+    reference_folder,
+    tokenizer_folder,
+    try_model,
+)
+from rlpipe.stages.sampling import check_room
+from rlpipe.stages.sft import check_fits
+from rlpipe.store.run import Run
+from rlpipe.types import UserError, data_seed
+
+TEXT_CHARS_MAX = 60
+NEW_VOCABULARY = 320  # about: where a new tokenizer could not be made
+CONVERSATIONS_MAX = 64  # of each set of SFT are tried: a template treats the others alike
+BAR_DELAY_S = 2.0
+
+
+class Content:
+    """What a config names. Each method looks at one thing, and returns what it read as a line of text; UserError when it cannot be used."""
+
+    def __init__(self, config: PipelineConfig, runs: bool) -> None:
+        self.config = config
+        self.runs = runs
+        self.hub_folder: Path | None = None  # with the config of a model that is not here
+        self.sizes: ModelSizes | None = None
+        self.vocab_size = config.model.vocab_size or NEW_VOCABULARY
+        self.prompts: dict[str, list[Prompt]] = {}  # the rows that could be read, by label, of RL and evaluation
+        self.conversations: dict[str, list[Messages]] = {}  # and of SFT
+        self.roles: list[str] = []  # of the environment's messages
+
+    def model(self) -> str:
+        """The model's files are whole, and its config makes a model that they fit."""
+        model = self.config.model
+        if not self.runs and not Path(model.path).expanduser().is_dir():
+            place, self.hub_folder = place_of_model(model)
+            return f"model: {place}"
+        line, self.sizes = self._tried("model.path", model_folder(model))
+        return f"model: {line}"
+
+    def _tried(self, field: str, folder: Path) -> tuple[str, ModelSizes | None]:
+        """What a model's folder holds, tried in a process of its own; for a plan with its sizes."""
+        tried = try_model(self.config, {"where": f"{field}={folder}", "folder": str(folder)}, sized=not self.runs)
+        return f"{folder}, {tried.num_parameters:,} parameters; rows of training: {tried.rows}", tried.sizes
+
+    def reference(self, run: Run | None) -> str:
+        """The reference is a model that loads, with the vocabulary of the run; for a plan, as far as it is here."""
+        config, name = self.config, self.config.rl.reference
+        folders = [Path(path).expanduser() for path in (name, config.model.path or ".")]
+        if (run is None and not all(folder.is_dir() for folder in folders)) or not (config.model.path or self.prompts):
+            return f"reference: {name}, not tried"
+        label = name if name.startswith(RUN) else self._tried("rl.reference", reference_folder(config))[0]
+        with tempfile.TemporaryDirectory() as scratch:
+            check_reference(config, run, self._prompts_of, Path(scratch))
+        return f"reference: {label}"
+
+    def memory(self) -> str:
+        """What it takes, by the model's shapes: of its folder, of the hub's config.json, or of the config where neither is here."""
+        model = self.config.model
+        stands_in = model.path and self.sizes is None and self.hub_folder is None
+        if stands_in and ("hidden_size" not in model.model_fields_set or Path(model.path).expanduser().is_dir()):
+            return f"memory: not estimated, as {model.path} has no config.json that can be read from here"
+        if self.sizes is None:
+            made = new_config(model, self.vocab_size) | {"tie_word_embeddings": not stands_in}
+            named = folder_config(self.hub_folder) if self.hub_folder else made
+            self.sizes = try_model(self.config, {"where": "memory", "config": named}, sized=True).sizes
+        assert self.sizes is not None, "a plan asks for sizes"
+        lines = memory_lines(self.config, self.sizes)
+        return "\n".join([*lines, *(["  (by the shape in [model]: the model itself is not here)"] if stands_in else [])])
+
+    def trainer(self) -> str:
+        """The GPUs that child processes would train on are here."""
+        trainer = self.config.trainer
+        if trainer.place == "process":
+            check_gpus("trainer.gpu_ids", trainer.gpu_ids)
+        return ""
+
+    def engines(self) -> str:
+        """The GPUs of child processes that sample are here, and their interpreter has what they run."""
+        engines = self.config.engines
+        if not (self.config.samples and self.config.engines_here):
+            return ""
+        check_gpus("engines.gpu_ids", engines.gpu_ids)
+        return check_python(engines)
+
+    def data_set(self, data: DataConfig) -> str:
+        """Reads one set, and keeps its rows for what is looked at after it."""
+        name, own_seed = label(data), data_seed(self.config.seed, data.name)
+        if data.use == "sft":
+            rows = self.conversations[name] = load_conversations(data, own_seed)
+            first = next((message for message in rows[0] if message["role"] != "system"), rows[0][0])
+            example = f"{_short(first['content'])} -> {_short(rows[0][-1]['content'])}"
+        else:
+            rows = self.prompts[name] = load_prompts(data, own_seed)
+            answer = "" if rows[0].answer is None else f", answer {_short(rows[0].answer)}"
+            example = f"{_short(rows[0].messages[-1]['content'])}{answer}"
+        return f"{name}: {len(rows):,} rows of {data.source}, for example {example}"
+
+    def leaks(self) -> Iterator[str]:
+        """A line for each evaluation set whose prompts are trained on."""
+        trained = {question(messages) for rows in self.conversations.values() for messages in rows}
+        trained |= {question(row.messages) for rows in self._prompts_of("rl") for row in rows}
+        for data in self.config.sets("evaluation"):
+            rows = self.prompts.get(label(data), [])
+            num_leaked = sum(question(row.messages) in trained for row in rows)
+            if num_leaked:
+                yield (
+                    f"{label(data)}: {num_leaked:,} of its {len(rows):,} prompts are trained on too, so it measures what was learnt by heart; "
+                    "use part = 'train' for the one and part = 'heldout' for the other"
+                )
+
+    def validation(self) -> str:
+        if len(self.conversations) < len(self.config.sets("sft")):
+            return ""  # the fault of a set that could not be read is known
+        _, kept = split_validation(self.conversations, self.config.sft.validation_fraction)
+        return f"sft.validation_fraction: {len(kept):,} conversations are kept for validation"
+
+    def tokenizer(self) -> str:
+        """The tokenizer loads, its template takes the data, and every prompt leaves room for a completion."""
+        config, model = self.config, self.config.model
+        if model.path and not self.runs and not Path(model.path).expanduser().is_dir():
+            return "tokenizer: not tried, the model is not here"
+        if not model.path and not self.prompts:
+            return ""  # it is made of prompts: the fault of each set is known
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = tokenizer_folder(config, self._prompts_of, Path(scratch))
+            with closing(TokenizerTrial(folder, model.chat_template, model.chat_template_args)) as trial:
+                for data in config.sets("sft"):
+                    rows = self.conversations.get(label(data), [])
+                    rows = rows if data.on_too_long else rows[:CONVERSATIONS_MAX]
+                    check_fits(config, data, list(trial.conversation_lengths(rows)))
+                trial.try_continuations([[{"role": role, "content": "an answer"}] for role in self.roles])
+                tried = [] if config.rl.environment else [row for _, rows in self._prompt_sets() for row in rows]
+                counted = tqdm(tried, "prompts", disable=None, leave=False, delay=BAR_DELAY_S)
+                lengths = dict(zip(map(id, tried), trial.prompt_lengths(row.messages for row in counted), strict=True))
+        self.vocab_size = trial.vocab_size
+        return f"tokenizer: {trial.vocab_size:,} tokens{self._room(lengths)}"
+
+    def _room(self, lengths: dict[int, int]) -> str:
+        """Drops the prompts that are too long where a set says so, and says how long the others are. `lengths`: tokens, by id of the row."""
+        config, kept = self.config, []
+        for use in ("rl", "evaluation"):
+            for data in config.sets(use) if lengths else []:
+                rows = self.prompts.get(label(data), [])
+                if data.on_too_long == "drop" and rows:
+                    self.prompts[label(data)] = fitting(data, rows, (lengths[id(row)] for row in rows), room_for(config, use))
+            of_use = [row for rows in self._prompts_of(use) for row in rows] if lengths else []
+            check_room(config, use, of_use, [lengths[id(row)] for row in of_use])
+            kept += of_use
+        longest = f"; the longest of {len(kept):,} prompts has {max(lengths[id(row)] for row in kept):,} tokens" if kept else ""
+        return longest + (f"; {len(lengths) - len(kept):,} more are too long and left out" if len(kept) < len(lengths) else "")
+
+    def _prompt_sets(self) -> list[tuple[DataConfig, list[Prompt]]]:
+        """What could be read of the sets of RL and evaluation; the fault of the others is known."""
+        return [(data, self.prompts[label(data)]) for data in self.config.data if label(data) in self.prompts]
+
+    def _prompts_of(self, use: str) -> list[list[Prompt]]:
+        """The same of one use, nothing in place of a set that could not be read."""
+        return [self.prompts.get(label(data), []) for data in self.config.sets(use)]
+
+    def environment(self) -> str:
+        """The environment loads; whether the chat template can put its messages is tried with the tokenizer."""
+        rl = self.config.rl
+        self.roles = check_environment(rl.environment, rl.environment_args)
+        return f"environment: {rl.environment}"
+
+    def rewards(self, uses: list[str], tried: bool) -> str:
+        """The rewards of these uses load, and score something of each set; not where an environment, or stored rollouts, would have to
+        be made up. `uses`: one or both; both are scored by the rewards of the first."""
+        config, rl = self.config, self.config.rl
+        sets = self._prompt_sets() if tried and not (rl.environment or rl.rollouts_from) else []
+        rows = {label(data): [row.for_reward() for row in read[:ROWS_MAX]] for data, read in sets if data.use in uses}
+        written = [read[0][-1]["content"] for read in self.conversations.values()] if tried else []
+        rewards, args = config.rewards(uses[0]), config.reward_args(uses[0])
+        try:
+            check_rewards(rewards, args, rl.reward_timeout_s, rows, written)
+        except UserError as error:
+            own = uses[0] == "evaluation" and config.evaluation.rewards
+            raise UserError(str(error).replace("rl.rewards", "evaluation.rewards")) if own else error from error
+        return f"rewards: {', '.join(rewards)}; tried on {', '.join(rows) or 'no data'}"
+
+    def filters(self, tried: bool) -> str:
+        """The filters load, and answer as they must; not tried where an environment's answers would have to be made up."""
+        rl = self.config.rl
+        filters = resolve_filters(rl.filters)
+        if tried:
+            check_thresholds(rl.filters)
+        for resolved in filters if tried and not rl.environment else []:
+            apply_filters([trial_group(rl.group_size, map(part_of, rl.rewards))], [resolved])
+        return f"filters: {', '.join(f'{name} {threshold:g}' for name, threshold in rl.filters.items()) or 'none'}"
+
+
+def label(data: DataConfig) -> str:
+    return f"data.{data.name} ({data.use})"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= TEXT_CHARS_MAX else f"{text[:TEXT_CHARS_MAX]}...")

@@ -1,0 +1,287 @@
+"""The stage filter: groups are kept or dropped, what is kept becomes the batch, and what was cut short goes on in the next iteration.
+
+A group that was cut short is carried as a whole. Each of its rollouts keeps its tokens, unless the oldest of them are too old.
+A batch has as many groups as were asked for: what finished beyond them is carried too, or dropped.
+
+A sampling round that is over-sampled ends when enough of its groups have survived the filters (`Survivors`). Its shards share the
+count. It is a cache: a process that takes over a round counts the committed shards again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from rlpipe.algorithms.advantages import rollout_means, token_advantages
+from rlpipe.algorithms.filters import apply_filters, resolve_filters
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.training import RlConfig
+from rlpipe.engines.client import NOTHING_YET
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import BATCH, CUT_SHORT, SCORES, TRUNCATED, CarriedRollout, Group, Rollout, grouped, is_finished
+from rlpipe.stages.iteration import account, staleness
+from rlpipe.stages.sampling import prompts_by_id, write_pass_rates
+from rlpipe.stages.scoring import Scores, rewarded
+from rlpipe.stages.session import Session
+from rlpipe.stages.stage import Attempt, Produced, stage
+from rlpipe.store.artifacts import read_records
+from rlpipe.types import ArtifactRef, UserError
+
+FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max", "rl.on_too_few", "rl.staleness_max",
+               "rl.mask_truncated"]  # fmt: skip
+RATED_BY = ["rl.curriculum", "evaluation.pass_threshold"]  # the pass rates beside the batch, where there is a curriculum
+
+
+def filtered_by(config: PipelineConfig) -> list[str]:
+    """The fields that a batch depends on. Batches of older runs, which left nothing out, name no fallback."""
+    rl = config.rl
+    return FILTERED_BY + (RATED_BY if rl.curriculum != "none" else []) + (["rl.reward_fallback"] if rl.leaves_out else [])
+
+
+def trainable(group: Group, rl: RlConfig) -> Group:
+    """The rollouts of a group that may be trained: without those that have a fault, where these are left out."""
+    return [rollout for rollout in group if not (rl.leaves_out and rollout.reward_fault)]
+
+
+def kept_groups(session: Session, groups: list[Group]) -> tuple[list[int], dict[int, str]]:
+    """Positions of the groups that are kept, and the reason of each dropped one. `groups`: what can be trained of each.
+
+    One of which nothing is left, or nothing to compare a rollout with, is dropped before the filters are asked.
+    """
+    rl = session.config.rl
+    return apply_filters(groups, resolve_filters(rl.filters, size_min=rl.rollouts_min, mask_truncated=rl.mask_truncated))
+
+
+class Sorted(NamedTuple):
+    """Where the groups of an iteration go, in the order in which they come: each is in one list."""
+
+    trained: list[Group]  # without what is left out of them, as the dropped ones are
+    dropped: list[Group]
+    carried: list[Group]  # whole, to the next iteration: unfinished ones, and finished ones beyond what this one trains
+    ended: list[Group]  # those that are trained or dropped, whole
+    reasons: dict[int, str]  # of each dropped one, by its group_index
+
+
+def sort_groups(session: Session, sampled: list[Group], iteration: int) -> Sorted:
+    """The first groups that the filters keep are trained, as many as were asked for (`batch_groups`).
+
+    The others are surplus. Where rounds are over-sampled the next iteration takes them before what it samples, as many as it starts
+    groups and as are not too old by then. Others are dropped.
+    """
+    rl = session.config.rl
+    finished = [group for group in sampled if is_finished(group)]
+    groups = [trainable(group, rl) for group in finished]
+    kept, reasons = kept_groups(session, groups)
+    surplus = kept[rl.batch_groups :]
+    room = max(0, rl.round_groups - (len(sampled) - len(finished))) if rl.carries_surplus else 0
+    waiting = [index for index in surplus if not goes_stale(finished[index], iteration + 1, rl.staleness_max)][:room]
+    reasons |= dict.fromkeys({*surplus} - {*waiting}, "surplus")
+    ended = [index for index in range(len(groups)) if index not in waiting]
+    carried = {id(finished[index]) for index in waiting}
+    result = Sorted(
+        [groups[index] for index in kept[: rl.batch_groups]],
+        [groups[index] for index in ended if index in reasons],
+        [group for group in sampled if id(group) in carried or not is_finished(group)],
+        [finished[index] for index in ended],
+        {finished[index][0].group_index: reason for index, reason in reasons.items()},
+    )
+    assert len(result.trained) + len(result.dropped) + len(result.carried) == len(sampled), "a group was lost or counted twice"
+    return result
+
+
+def goes_stale(group: Group, version: int, staleness_max: int) -> bool:
+    """Whether a finished group has a rollout that iteration `version` would have to sample once more."""
+    spans = [span for rollout in group for span in rollout.weight_versions]
+    return any(version - span.version > staleness_max for span in spans) or not all(len(one.completion_tokens) for one in group)
+
+
+@stage("rl", "batch/round-{round_index}", settings=filtered_by, verb="filter")
+def filter_groups(
+    session: Session,
+    attempt: Attempt,
+    *,
+    iteration: int,
+    round_index: int,
+    prompts: list[ArtifactRef],
+    scores: list[ArtifactRef],
+    pass_rates: ArtifactRef | None = None,
+    last: bool = False,
+) -> Produced:
+    """The groups to train of all rounds so far, with advantages, and those to be carried: both lists have one artifact a round.
+
+    The metrics say whether another round is needed, and where every rollout went. `pass_rates`, for a curriculum, is the batch
+    of the iteration before: its rates, brought up to date, lie beside this batch. `last`: there is no other round to be had.
+    """
+    rl, store = session.config.rl, session.run.store
+    sampled = grouped(rollout for ref in scores for rollout in read_records(store, ref, "scores.parquet", Rollout, SCORES))
+    trained, dropped, handed, ended, reasons = sort_groups(session, sampled, iteration)
+    counts = Counter(reasons.values())
+    needs_more = len(trained) < rl.groups_min and round_index + 1 < rl.rounds_max and not last
+    if len(trained) < rl.groups_min and not needs_more and rl.on_too_few == "fail":
+        raise UserError(
+            f"rl.groups_min={rl.groups_min}: only {len(trained)} groups survived {round_index + 1} rounds "
+            f"(dropped: {dict(counts)}); loosen rl.filters or set rl.on_too_few = 'train'"
+        )
+    batch = [rollout for group in trained for rollout in group]
+    if rl.overlap != "none" and not session.run.redoes(iteration):  # what is redone has the versions that it has
+        assert {rollout.weight_version for rollout in batch} <= {rl.sampled_by(iteration)}, (
+            f"iteration {iteration}: another staleness"
+        )
+    filtered = [rollout for group in dropped for rollout in group]
+    carried = _carried(session, iteration, prompts, handed)
+    masked = without_truncated(batch) if rl.mask_truncated else batch
+    files = [attempt.write("batch.parquet", with_advantages(masked, rl.estimator, rl.gamma), Rollout, BATCH)]
+    if carried:
+        files.append(attempt.write("carried.parquet", carried, CarriedRollout))
+    rates, known = write_pass_rates(session, attempt, pass_rates, ended)
+    num_left_out = sum(map(len, ended)) - len(batch) - len(filtered)
+    metrics = {
+        "rollout/groups_kept": len(trained),
+        "rollout/rounds": round_index + 1,
+        **{f"rollout/groups_dropped_{reason}": count for reason, count in counts.items()},
+        **account(sampled, batch, filtered, carried, iteration, session.run.sampled_by(iteration), num_left_out),
+        **staleness(batch, iteration),
+        **known,
+        "rollout/groups_carried": len(handed),
+        "rollout/num_masked": sum(new is not old for new, old in zip(masked, batch, strict=True)),
+        "needs_more": needs_more,
+        "dropped": {str(index): reason for index, reason in reasons.items()},
+    }
+    return Produced(files + rates, metrics)
+
+
+def _carried(session: Session, iteration: int, prompts: list[ArtifactRef], groups: list[Group]) -> list[CarriedRollout]:
+    """What the next iteration takes up."""
+    by_id = prompts_by_id(session.run.store, prompts if groups else [])
+    return [
+        rollout
+        for group in groups
+        for rollout in carried_rollouts(group, by_id[group[0].prompt_id], iteration + 1, session.config.rl.staleness_max)
+    ]
+
+
+def without_truncated(rollouts: list[Rollout]) -> list[Rollout]:
+    """The rollouts, with no token trained in those that the token limit cut off; the others are the same objects."""
+    return [
+        replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
+        if rollout.finish_reason == TRUNCATED and rollout.loss_mask.any()
+        else rollout
+        for rollout in rollouts
+    ]
+
+
+def with_advantages(rollouts: list[Rollout], estimator: str, gamma: float) -> list[Rollout]:
+    """The rollouts with `advantage`: the mean over the rollout's scored tokens of what the trainer computes, without a KL term."""
+    rewards_B = np.array([rollout.reward for rollout in rollouts])
+    group_index_B = np.array([rollout.group_index for rollout in rollouts], dtype=np.int64)
+    lengths_B = np.array([np.count_nonzero(rollout.loss_mask) for rollout in rollouts], dtype=np.int64)
+    advantages_N = token_advantages(rewards_B, group_index_B, lengths_B, estimator=estimator, gamma=gamma)
+    advantages_B = rollout_means(advantages_N, lengths_B)
+    return [replace(rollout, advantage=float(advantage)) for rollout, advantage in zip(rollouts, advantages_B, strict=True)]
+
+
+def carried_rollouts(group: Group, prompt: Prompt, version: int, staleness_max: int) -> list[CarriedRollout]:
+    """An unfinished group as iteration `version` takes it up: a rollout with tokens too old for that starts again, empty."""
+    carried = []
+    for rollout in group:
+        expired = any(version - span.version > staleness_max for span in rollout.weight_versions)
+        kept = slice(0, 0) if expired else slice(None)
+        carried.append(
+            CarriedRollout(
+                **vars(prompt),
+                group_index=rollout.group_index,
+                rollout_index=rollout.rollout_index,
+                completion_tokens=rollout.completion_tokens[kept],
+                rollout_logprobs=rollout.rollout_logprobs[kept],
+                weight_versions=rollout.weight_versions[kept],
+                finish_reason=CUT_SHORT if expired else rollout.finish_reason,
+                seed=rollout.seed,
+                engine=NOTHING_YET.engine if expired else rollout.engine,
+                num_tokens_expired=len(rollout.completion_tokens) if expired else 0,
+            )
+        )
+    return carried
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A group that waits to be scored, and whether it survives, once that is known."""
+
+    prompt: Prompt
+    group: Group
+    survives: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Survivors:
+    """The groups of one round that finished and were kept by the filters, and the scores that said so.
+
+    `wanted` of them end the round. Example: `enough = survivors.begin(range(4))`, then `await survivors.judge(...)` until it is set.
+    """
+
+    def __init__(self, session: Session, key: tuple[int, int], wanted: int) -> None:
+        assert wanted > 0, "a round that needs no groups is not sampled"
+        self.key = key  # iteration, round
+        self.wanted = wanted
+        self.scores: Scores = {}  # for the stage score: a rollout is scored once
+        self.recounting = asyncio.Lock()
+        self.recounted = False  # the shards that were committed before this process are counted
+        self._session = session
+        self._judging = asyncio.Lock()  # the scorers are shared: the groups that finish meanwhile are scored together, next
+        self._waiting: list[_Waiting] = []
+        self._groups: set[int] = set()
+        self._events: list[asyncio.Event] = []
+
+    def begin(self, group_indices: Iterable[int]) -> asyncio.Event:
+        """A shard starts, perhaps once more: its groups are not counted yet. The event is set when there is enough."""
+        self._groups.difference_update(group_indices)
+        # each attempt has its own: one that is winding down must not see its event cleared
+        enough = asyncio.Event()
+        self._events.append(enough)
+        self._set_events()
+        return enough
+
+    async def judge(self, prompt: Prompt, group: Group) -> None:
+        """Scores and filters one group while others are still sampled, and counts it when it survives; counted twice it counts once.
+
+        The groups that finish while others are scored are scored together. The scores are kept for the stage score, which also
+        decides what to do about a rollout that cannot be scored.
+        """
+        if not is_finished(group):
+            return
+        waiting = _Waiting(prompt, group)
+        self._waiting.append(waiting)
+        try:
+            async with self._judging:
+                if not waiting.survives.done():  # else the one who had the lock before has judged it too
+                    ready = [entry for entry in self._waiting if not entry.survives.done()]
+                    survivals = await asyncio.to_thread(self._survive, ready)
+                    for entry, survives in zip(ready, survivals, strict=True):
+                        entry.survives.set_result(survives)
+        finally:  # also when this failed or is not wanted any more: the others then judge themselves
+            self._waiting.remove(waiting)
+        if waiting.survives.result():
+            self._groups.add(group[0].group_index)
+            self._set_events()
+
+    def _survive(self, ready: list[_Waiting]) -> list[bool]:
+        """Which of the groups are kept, each by itself: filters may look at one group only."""
+        rollouts = [rollout for entry in ready for rollout in entry.group]
+        prompts = {entry.prompt.prompt_id: entry.prompt for entry in ready}
+        scored = iter(rewarded(self._session, prompts, rollouts, self.scores, self._session.rewards))
+        # not `grouped`: a group may be there twice, after a retry
+        groups: list[list[Rollout]] = [[next(scored) for _ in entry.group] for entry in ready]
+        return [
+            all(rollout.reward is not None for rollout in group)
+            and bool(kept_groups(self._session, [trainable(group, self._session.config.rl)])[0])
+            for group in groups
+        ]
+
+    def _set_events(self) -> None:
+        if len(self._groups) >= self.wanted:
+            for enough in self._events:
+                enough.set()

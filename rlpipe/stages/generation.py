@@ -1,0 +1,264 @@
+"""The stage generate: the rollouts of one shard of a round's prompts, on the pool of engines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
+from rlpipe.engines.pool import GroupRequest
+from rlpipe.records.kinds import Span
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import CUT_SHORT, ROLLOUTS, TRUNCATED, CarriedRollout, Group, Rollout, grouped
+from rlpipe.stages.filtering import Survivors
+from rlpipe.stages.sampling import carried_groups
+from rlpipe.stages.scoring import SCORING
+from rlpipe.stages.session import Session
+from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
+from rlpipe.stages.turns import PlayedCompletion, play
+from rlpipe.store.artifacts import read_manifest, read_records
+from rlpipe.types import ArtifactRef, EngineError, UserError, rollout_seed
+
+log = logging.getLogger(__name__)
+POLL_S = 2.0
+ENVIRONMENT = ["rl.environment", "rl.environment_args", "rl.turns_max"]
+SAMPLING = ["rl.completion_tokens_max", "rl.top_p", "rl.top_k"]
+SAMPLED_BY = ["rl.group_size", "rl.temperature", "rl.shard_prompts", "rl.oversampling", "rl.train_stale_tokens", "rl.rollouts_from",
+              *SAMPLING, *ENVIRONMENT]  # fmt: skip
+ENDED_BY = ["rl.num_prompts", "rl.groups_min", *SCORING, "rl.filters", "rl.mask_truncated"]  # a round that is over-sampled
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """One group of a sampling round: its prompt, and what an earlier iteration sampled of it already."""
+
+    slot: int  # in the round
+    group_index: int  # in the iteration
+    prompt: Prompt
+    carried: list[CarriedRollout]
+
+
+@stage(
+    "rl",
+    "rollouts/round-{round_index}/shard-{shard:03d}",
+    settings=lambda config: SAMPLED_BY + (ENDED_BY if config.rl.oversampling > 1 else []),
+)
+async def generate(
+    session: Session,
+    attempt: Attempt,
+    *,
+    iteration: int,
+    round_index: int,
+    shard: int,
+    prompts: ArtifactRef,
+    policy: ArtifactRef,
+    num_kept: int = 0,
+) -> Produced:
+    """The rollouts of one shard of a round's prompts, sampled by `policy`: the version that `rl.overlap` says.
+
+    `num_kept`: groups that survived the earlier rounds. When enough have survived of a round that is over-sampled, what is under way is
+    cut short; it is committed all the same.
+    """
+    groups = await asyncio.to_thread(prompt_groups, session, prompts)
+    keys = [
+        generate.key(session, iteration=iteration, round_index=round_index, shard=index)
+        for index in range(num_shards(session, len(groups)))
+    ]
+    session.unanswered.discard(keys[shard])
+    size = session.config.rl.shard_prompts
+    shard_groups = groups[shard * size : (shard + 1) * size]
+    requests = [_request(session, group, iteration, round_index) for group in shard_groups]
+    version = session.config.rl.sampled_by(iteration)
+    await session.serve(policy, version)
+    if session.config.rl.oversampling > 1:
+        survivors = await _survivors(session, (iteration, round_index), num_kept, groups, keys)
+        completions = await _until_enough(session, survivors, iteration, shard_groups, requests)
+    else:
+        completions = await sample(session, requests, [group.prompt for group in shard_groups])
+    rollouts = [
+        rollout
+        for group, request, completed in zip(shard_groups, requests, completions, strict=True)
+        for rollout in rollouts_of(session, group, request, completed, version)
+    ]
+    await _check_answered(session, keys, shard, rollouts)
+    file = await asyncio.to_thread(attempt.write, "rollouts.parquet", rollouts, Rollout, ROLLOUTS)
+    num_tokens = sum(rollout.num_sampled_by(version) for rollout in rollouts)
+    return Produced([file], {"num_rollouts": len(rollouts), "num_tokens": num_tokens}, weight_version=version)
+
+
+def num_shards(session: Session, num_prompts: int) -> int:
+    """Shards of a sampling round."""
+    return -(-num_prompts // session.config.rl.shard_prompts)
+
+
+def prompt_groups(session: Session, prompts: ArtifactRef) -> list[PromptGroup]:
+    """The groups of a round, the carried ones first."""
+    store = session.run.store
+    first = read_manifest(store, prompts.folder, prompts.sha256).metrics["first_group"]
+    carried = dict(enumerate(carried_groups(store, prompts)))
+    drawn = read_records(store, prompts, "prompts.parquet", Prompt)
+    return [PromptGroup(slot, first + slot, prompt, carried.get(slot, [])) for slot, prompt in enumerate(drawn)]
+
+
+def _request(session: Session, group: PromptGroup, iteration: int, round_index: int) -> GroupRequest:
+    """What the pool is given. A carried group keeps its size; a rollout that goes on does so with a seed of this iteration."""
+    rl, prompt_id = session.config.rl, group.prompt.prompt_id
+    prior = [prior_of(rollout, rl.completion_tokens_max) for rollout in group.carried] or [NOTHING_YET] * rl.group_size
+    seeds = [
+        group.carried[index].seed
+        if completion.finished
+        else rollout_seed(session.config.seed, iteration, round_index, group.slot, prompt_id, index)
+        for index, completion in enumerate(prior)
+    ]
+    params = [sampling_params(session, "rl", rl.temperature, seed) for seed in seeds]
+    return GroupRequest(prompt_id, group.prompt.prompt_tokens.tolist(), params, prior)
+
+
+async def sample(session: Session, requests: list[GroupRequest], prompts: list[Prompt]) -> list[list[Completion]]:
+    """The completions of every group, whole; in the environment where there is one."""
+    if session.config.rl.environment:
+        return await play(session, requests, prompts)
+    return await session.pool.generate(requests)
+
+
+def sampling_params(session: Session, use: str, temperature: float, seed: int) -> Sampling:
+    """How one completion of use rl or evaluation is sampled."""
+    config, own = session.config, session.config.evaluation.top_p if use == "evaluation" else None
+    top_p, stops = config.rl.top_p if own is None else own, tuple(session.tokenizer.stop_token_ids)
+    return Sampling(config.completion_tokens_max(use), temperature, top_p, seed=seed, stop_token_ids=stops)
+
+
+def rollouts_of(
+    session: Session, group: PromptGroup, request: GroupRequest, completions: list[Completion], version: int
+) -> Group:
+    """The completions of one group as rollouts; `version` is the newest that sampled them."""
+    prompt, train_stale_tokens = group.prompt, session.config.rl.train_stale_tokens
+    assert len(completions) == len(request.params), f"{prompt.prompt_id}: a completion was lost or came twice"
+    for prior, completion in zip(request.prior, completions, strict=True):
+        assert completion.tokens[: len(prior.tokens)] == prior.tokens, f"{prompt.prompt_id}: a rollout did not go on as it was"
+    rollouts = []
+    for index, (params, completion) in enumerate(zip(request.params, completions, strict=True)):
+        mask = loss_mask(completion.spans, version, train_stale_tokens)
+        outcome = None
+        if isinstance(completion, PlayedCompletion):
+            mask, outcome = mask * np.array(completion.policy_mask, dtype=np.int8), completion.outcome
+        rollouts.append(
+            Rollout(
+                prompt_id=prompt.prompt_id,
+                group_index=group.group_index,
+                rollout_index=index,
+                prompt=str(prompt.messages[-1]["content"]),
+                prompt_tokens=prompt.prompt_tokens,
+                completion=session.tokenizer.decode(completion.tokens),
+                completion_tokens=np.array(completion.tokens, dtype=np.int32),
+                loss_mask=mask,
+                rollout_logprobs=np.array(completion.rollout_logprobs, dtype=np.float32),
+                weight_version=completion.spans[-1][0] if completion.spans else version,
+                weight_versions=tuple(Span(*span) for span in completion.spans),
+                finish_reason=completion.finish_reason,
+                seed=params.seed,
+                engine=completion.engine,
+                environment=outcome,
+            )
+        )
+    return rollouts
+
+
+def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bool) -> np.ndarray:
+    """Per completion token, whether it carries loss where `version` is the one that samples: int8 [L]."""
+    assert all(sampled_by <= version for sampled_by, _ in spans), f"spans {spans} of a rollout of version {version}"
+    trained = [train_stale_tokens or sampled_by == version for sampled_by, _ in spans]
+    return np.repeat(np.array(trained, dtype=np.int8), [num_tokens for _, num_tokens in spans])
+
+
+def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:
+    """What there is already of a carried rollout. One that has all its tokens is finished (a fork may allow fewer)."""
+    tokens, reason = carried.completion_tokens.tolist(), carried.finish_reason
+    if reason == CUT_SHORT and len(tokens) >= tokens_max:
+        reason = TRUNCATED
+    spans = [(span.version, span.num_tokens) for span in carried.weight_versions]
+    return Completion(tokens, carried.rollout_logprobs.tolist(), reason, spans, carried.engine)
+
+
+async def _survivors(
+    session: Session, sampling_round: tuple[int, int], num_kept: int, groups: list[PromptGroup], keys: list[StageKey]
+) -> Survivors:
+    """Those of this round (iteration, round), shared by its shards; the first shard counts what an earlier process committed of it."""
+    rl = session.config.rl
+    if session.survivors is None or session.survivors.key != sampling_round:
+        session.survivors = Survivors(session, sampling_round, rl.batch_groups - num_kept)
+    survivors = session.survivors
+    async with survivors.recounting:
+        if not survivors.recounted:
+            prompts = {group.group_index: group.prompt for group in groups}
+            for key in keys:
+                for rollouts in await asyncio.to_thread(committed_groups, session, key):
+                    await survivors.judge(prompts[rollouts[0].group_index], rollouts)
+            survivors.recounted = True
+    return survivors
+
+
+def committed_groups(session: Session, key: StageKey) -> list[Group]:
+    """The groups of a shard; none where it is not committed."""
+    artifact = session.run.artifact(*key)
+    return grouped(read_records(session.run.store, artifact[0], "rollouts.parquet", Rollout, ROLLOUTS)) if artifact else []
+
+
+async def _until_enough(
+    session: Session, survivors: Survivors, iteration: int, groups: list[PromptGroup], requests: list[GroupRequest]
+) -> list[list[Completion]]:
+    """The completions of a shard, cut short once enough groups of the round have survived."""
+    enough = survivors.begin(group.group_index for group in groups)
+
+    async def on_group(index: int, completions: list[Completion]) -> None:
+        if not enough.is_set():
+            rollouts = rollouts_of(session, groups[index], requests[index], completions, iteration)
+            await survivors.judge(groups[index].prompt, rollouts)
+
+    return await session.pool.generate(requests, on_group, enough)
+
+
+async def _check_answered(session: Session, keys: list[StageKey], shard: int, rollouts: Group) -> None:
+    """Returns when the rollouts of a shard may be committed: what is committed is not sampled again. `keys`: all shards of the round.
+
+    A shard that has rollouts which their environment failed, and none that it answered, waits until another shard of its round has
+    committed an answered one. So a round that is committed holds a rollout that can be scored, and an environment that works for
+    nobody spoils none. UserError when it has answered no rollout of the round. EngineError when the other shards do not end: none
+    within `rl.turns_max` times `engines.progress_timeout_s` after the last token of any engine.
+    """
+    key, faults = keys[shard], Counter(rollout.environment.fault for rollout in rollouts if rollout.environment)
+    del faults[""]
+    if not faults or _any_answered(rollouts):
+        return
+    log.warning("%s: the environment failed all that it heard, %s; waiting for the other shards", key.stage, dict(faults))
+    session.unanswered.add(key)
+    patience_s = session.config.rl.turns_max * session.config.engines.progress_timeout_s
+    since, waiting = time.monotonic(), [other for other in keys if other != key]
+    while time.monotonic() < max(since, session.pool.heard_at) + patience_s:
+        session.check_open()
+        for other in list(waiting):
+            groups = await asyncio.to_thread(committed_groups, session, other)
+            if any(_any_answered(group) for group in groups):
+                return
+            if groups:
+                waiting.remove(other)
+                since = time.monotonic()
+        if all(other in session.unanswered for other in waiting):
+            raise UserError(
+                f"rl.environment={session.config.rl.environment!r} has answered no rollout of iteration {key.iteration} without a fault; "
+                f"{key.stage}: {faults.total()} of {len(rollouts)} rollouts had one ({dict(faults)}; the log says which). These are not "
+                "committed: mend the environment and start again, and they are sampled again"
+            )
+        await asyncio.sleep(POLL_S)
+    raise EngineError(f"{key.stage}: its environment failed all that it heard, and no other shard ended in {patience_s:g} s")
+
+
+def _any_answered(rollouts: Group) -> bool:
+    """Whether the environment took part in one of these rollouts to its end: one that the policy did not end was never heard."""
+    outcomes = (rollout.environment for rollout in rollouts if rollout.environment)
+    return any(outcome.messages and not outcome.fault for outcome in outcomes)

@@ -1,0 +1,185 @@
+"""How a stage becomes a fact: answer from its manifest, or compute, then commit.
+
+A stage is one function, declared once. Its key, inputs, settings hash and commit, and its Prefect task (tasks/stages.py), follow from
+the declaration:
+
+    @stage("rl", "scores/round-{round_index}", settings=["rl.rewards", "rl.reward_args", "rl.reward_fallback"])
+    def score(session, attempt, *, iteration, round_index, prompts, rollouts) -> Produced: ...
+
+    result = await score(session, iteration=12, round_index=0, prompts=..., rollouts=[...])
+
+Arguments that are references (or lists of them) are its inputs. An ordinary function runs in a thread; one that talks to engines or
+to the trainer is `async`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, TypeVar
+
+from rlpipe.config.pipeline import PipelineConfig, stored_tree
+from rlpipe.records.columns import to_parquet, to_table
+from rlpipe.stages.session import Session
+from rlpipe.store.artifacts import check_same, commit, new_attempt, write_bytes
+from rlpipe.store.backend import Store
+from rlpipe.store.run_record import code_version
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Manifest, StageResult, UserError, sha256_of
+
+
+class StageKey(NamedTuple):
+    """Which stage of which iteration. Example: StageKey("rl", 12, "rollouts/round-0/shard-003")."""
+
+    phase: str  # "base", "data", "sft" or "rl"
+    iteration: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at a stage, and where it writes: no other attempt has its files."""
+
+    store: Store
+    folder: str
+    name: str
+
+    def write(self, file: str, records: Sequence[Any], record: type[Any], columns: Sequence[str] | None = None) -> FileRecord:
+        """Writes records as one Parquet file, with all columns of `record` or these."""
+        return write_bytes(self.store, self.folder, self.name, file, to_parquet(to_table(records, record, columns)))
+
+
+@dataclass(frozen=True)
+class Produced:
+    """What a stage wrote, before it is committed."""
+
+    files: list[FileRecord]
+    metrics: JsonDict = field(default_factory=dict)
+    weight_version: int | None = None
+
+
+Result = TypeVar("Result")
+Produce = Callable[[Attempt], Produced | Awaitable[Produced]]
+Fields = Sequence[str] | Callable[[PipelineConfig], Sequence[str]]
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A declared stage: called with the session and the function's other arguments, it answers with what is committed."""
+
+    function: Callable[..., Any]
+    phase: str
+    name: str
+    fields: Fields
+    verb: str  # in the UI and in time metrics
+    numbered: str
+
+    async def __call__(self, session: Session, **arguments: Any) -> StageResult:
+        def produce(attempt: Attempt) -> Produced | Awaitable[Produced]:
+            return self.function(session, attempt, **arguments)
+
+        key, settings = self.key(session, **arguments), self.settings(session.config)
+        return await run_stage(session, key, self._inputs(arguments), settings, produce)
+
+    def key(self, session: Session, **arguments: Any) -> StageKey:
+        """The artifact of these arguments; what is made of a policy, by its `version`, lies beside it."""
+        if not self.phase:
+            return StageKey(*session.run.policy_place(arguments["version"]), self.name)
+        iteration = arguments.get("iteration", arguments.get("segment", 0))
+        return StageKey(self.phase, iteration, self.name.format(**arguments))
+
+    def settings(self, config: PipelineConfig) -> JsonDict:
+        """What the result depends on, flat. Example: {"seed": 0, "rl.num_prompts": 64, ...}."""
+        fields = self.fields(config) if callable(self.fields) else self.fields
+        return stage_settings(config, fields)
+
+    def _inputs(self, arguments: dict[str, Any]) -> dict[str, ArtifactRef]:
+        inputs: dict[str, ArtifactRef] = {}
+        for name, value in arguments.items():
+            if isinstance(value, ArtifactRef):
+                inputs[name] = value
+            elif isinstance(value, list):
+                inputs |= {self.numbered.format(name=name, index=index): ref for index, ref in enumerate(value)}
+        return inputs
+
+
+def stage(
+    phase: str, name: str, *, settings: Fields = (), verb: str = "", numbered: str = "{name}-{index}"
+) -> Callable[[Callable[..., Any]], Stage]:
+    """Declares a stage of a phase. An empty phase: beside the policy. `name`: its key, filled with the arguments; `settings`: the config fields that its result depends on;
+    `verb`: its name for people, where it is not the function's; `numbered`: how the inputs of a list are called."""
+    return lambda function: Stage(function, phase, name, settings, verb or function.__name__, numbered)
+
+
+def stage_settings(config: PipelineConfig, fields: Sequence[str]) -> JsonDict:
+    """The seed and these fields of the config. `data.USE` is all data sets of that use, `model.*` a whole section."""
+    tree = stored_tree(config)
+    settings: JsonDict = {"seed": config.seed}
+    for name in fields:
+        section, field_name = name.split(".")
+        if section == "data":
+            settings["data"] = [entry for entry in tree["data"] if entry["use"] == field_name]
+        elif field_name == "*":
+            settings |= {f"{section}.{key}": value for key, value in tree[section].items()}
+        else:
+            settings[name] = tree[section][field_name]
+    return settings
+
+
+async def run_stage(
+    session: Session, key: StageKey, inputs: dict[str, ArtifactRef], settings: JsonDict, produce: Produce
+) -> StageResult:
+    """Answers from the stage's manifest if it has one, else produces and commits it. `produce` is called in a thread.
+
+    UserError when the manifest records other inputs or settings than these.
+    """
+    run = session.run
+    hashes = {name: ref.sha256 for name, ref in inputs.items()}
+    standing = await asyncio.to_thread(run.artifact, *key)
+    if standing is not None:
+        ref, manifest = standing
+        check_same(ref.folder, manifest, hashes, settings)
+        return StageResult(ref, manifest.metrics, cached=True)
+    owner = run.owner(*key)
+    if owner is not run:
+        raise UserError(
+            f"{key.phase}/{key.iteration:05d}/{key.stage} belongs to run {owner.name}, which this was forked from: do it there"
+        )
+    started_at, attempt = now(), Attempt(run.store, run.folder(*key), new_attempt())
+    produced = await asyncio.to_thread(produce, attempt)
+    if inspect.isawaitable(produced):
+        produced = await produced
+    assert all(file.name.count("/") == 1 for file in produced.files), f"{key}: a file outside of its attempt: {produced.files}"
+    manifest = Manifest(
+        run=run.name,
+        phase=key.phase,
+        iteration=key.iteration,
+        stage=key.stage,
+        inputs=hashes,
+        settings_sha256=sha256_of(settings),
+        settings=settings,
+        files=produced.files,
+        metrics=produced.metrics,
+        weight_version=produced.weight_version,
+        code_version=code_version(),
+        started_at=started_at,
+        ended_at=now(),
+    )
+    ref, manifest = await asyncio.to_thread(commit, run.store, attempt.folder, manifest)
+    return StageResult(ref, manifest.metrics, cached=False)
+
+
+async def all_ended(calls: list[Awaitable[Result]]) -> list[Result]:
+    """The results of all calls, in order, once every one has ended; the first fault among them is raised."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+
+def now() -> str:
+    """The time as manifests and records say it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

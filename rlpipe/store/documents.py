@@ -1,0 +1,61 @@
+"""The JSON documents of a run (run.json, manifests, iteration.json, leases, services): written with a seal, parsed in one place.
+
+The seal is the sha256 of the rest: a document that was cut, edited or damaged is known without another that names it. Those that older
+versions wrote have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlpipe.store.backend import Store
+from rlpipe.types import StoreError, canonical_json, sha256_of
+
+Document = TypeVar("Document")
+SEAL = "seal"
+
+
+def sealed(document: Any) -> bytes:
+    """The bytes of a document, a dataclass."""
+    tree = dataclasses.asdict(document)
+    assert SEAL not in tree, f"{type(document).__name__} has a field of that name"
+    data = canonical_json(tree | {SEAL: sha256_of(tree)})
+    assert parse_document("memory", data, type(document)) is not None, "what is written can be read"
+    return data
+
+
+def read_document(store: Store, key: str, kind: type[Document]) -> Document:
+    """The document of `key`; StoreError naming the file when it is missing, or not what was written."""
+    assert key.endswith(".json"), f"{key} is no document"
+    return parse_document(store.address(key), store.read(key), kind)
+
+
+def parse_document(address: str, data: bytes, kind: type[Document]) -> Document:
+    """The document that `data` holds; StoreError naming its address and the fault."""
+    try:
+        tree = json.loads(data)
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds {str(tree)[:40]!r}, not an object")
+        seal = tree.pop(SEAL, None)
+        if seal not in (None, sha256_of(tree)):
+            raise ValueError("it was changed after it was written")
+        return _adapter(kind).validate_python(tree, extra="forbid")
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{address} is damaged, or of another version: {_fault(error)}; restore it from a copy") from error
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _fault(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

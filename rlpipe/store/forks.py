@@ -1,0 +1,81 @@
+"""What two configs compute differently, and where a run can be forked, by what it has committed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlpipe.config.pipeline import DataConfig, PipelineConfig, identity
+from rlpipe.types import UserError
+
+if TYPE_CHECKING:
+    from rlpipe.store.run import Run
+
+AT_SFT = -1  # where a fork branches off that shares the base model and SFT, and no RL iteration
+CHANGEABLE = ("rl.", "evaluation.")  # in a fork
+
+
+def differences(new: PipelineConfig, old: PipelineConfig) -> list[str]:
+    """What two configs compute differently, one text a field: "rl.clip_high: 0.28 -> 0.4"."""
+    after, before = identity(new), identity(old)
+    data = _data_differences(new.data, old.data)
+    return data + [
+        f"{name}: {before[name]!r} -> {after[name]!r}" for name in after if name != "data" and after[name] != before[name]
+    ]
+
+
+def fixed_differences(new: PipelineConfig, old: PipelineConfig, at: int) -> list[str]:
+    """Those of the differences that a fork at iteration `at` cannot have, because it shares what was computed with them.
+
+    Before the first iteration (`at` is AT_SFT) no prompt of RL was drawn: its data may change, and that of evaluations.
+    """
+    if at == AT_SFT:
+        new, old = (config.model_copy(update={"data": config.sets("sft")}) for config in (new, old))
+    return [line for line in differences(new, old) if not line.startswith(CHANGEABLE)]
+
+
+def _data_differences(new: list[DataConfig], old: list[DataConfig]) -> list[str]:
+    """Field by field where the sets have the same names, in the same order; else the names."""
+    names_after, names_before = ([f"{data.name} ({data.use})" for data in sets] for sets in (new, old))
+    if names_after != names_before:
+        return [f"data: {', '.join(names_before) or 'none'} -> {', '.join(names_after) or 'none'}"]
+    return [
+        f"data.{label}.{name}: {getattr(before, name)!r:.80} -> {value!r:.80}"
+        for label, after, before in zip(names_after, new, old, strict=True)
+        for name, value in after
+        if value != getattr(before, name)
+    ]
+
+
+def way_to_change(run: Run, config: PipelineConfig | None = None) -> str:
+    """How to go on from what a run has with other settings: the command, as far as `config` (None: any) can be had that way."""
+    count = run.num_iterations
+    points = ([count - 1] if count else []) + ([AT_SFT] if run.starts_rl else [])
+    at = next((point for point in points if config is None or not fixed_differences(config, run.config, point)), None)
+    if at is not None:
+        kept, changed = ("its SFT", ", evaluation.* or their data") if at == AT_SFT else ("all it has", " or evaluation.*")
+        name = "sft" if at == AT_SFT else at
+        return f"keep {kept} and change rl.*{changed} in a fork: rlpipe fork {run.name} --at {name} --run NEW --set ..."
+    if points:
+        return "start a run of another name (--run): no fork can change them"
+    return f"start a run of another name (--run): {run.name} has nothing to fork from before its SFT is complete"
+
+
+def check_committed(run: Run, at: int, redo: str = "") -> None:
+    """UserError when there is no iteration `at` to fork at, or for AT_SFT no SFT that is complete."""
+    get_there = f"let `rlpipe run ... --run {run.name}` get there first"
+    if at == AT_SFT:
+        if redo:
+            raise UserError(f"--at sft --redo {redo}: what is redone is an iteration; name it by its number")
+        if not run.starts_rl:
+            raise UserError(f"--at sft: the SFT of run {run.name} is not complete; {get_there}")
+        return
+    assert at >= 0, at
+    count = run.num_iterations
+    if at < count:
+        return
+    has = f"iterations 0 to {count - 1}" if count else "none"
+    ways = [f"choose K from 0 to {count - 1}"] if count else []
+    ways += ["share its SFT only: --at sft"] if run.starts_rl and not redo else []
+    raise UserError(
+        f"--at {at}: iteration {at} of run {run.name} is not committed (committed: {has}); {', or '.join([*ways, get_there])}"
+    )

@@ -1,0 +1,114 @@
+"""Budgets and stop rules: when a run ends before its last iteration, and why.
+
+Everything is counted from what is committed, so a resume counts what was spent before, and whoever asks gets the same answer. What
+an attempt that died had not committed is not counted. An iteration's record carries the counts of the run up to it: to ask
+costs one read at iteration 1,000 as at iteration 10. A fork counts its own iterations, not its parent's.
+"""
+
+from __future__ import annotations
+
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.store.run import Run
+from rlpipe.types import BestReward, IterationRecord, Metrics, moment_of
+
+SECONDS, TOKENS, GPU_SECONDS = "spent/wall_clock_s", "spent/rollout_tokens", "spent/gpu_s"
+HOUR_S = 3600.0
+
+
+def gpus_held(config: PipelineConfig, phase: str) -> int:
+    """GPUs a phase ("sft" or "rl") holds while it runs: the trainer's, and during RL the engines', which stay up between stages."""
+    trainer = config.trainer.nodes * len(config.trainer.gpu_ids)
+    engines = config.engines.nodes * len(config.engines.gpu_ids)
+    return trainer + (engines if phase == "rl" and config.samples else 0)
+
+
+def spent_on_sft(run: Run, segments: int) -> Metrics:
+    """What the first `segments` committed segments cost a run; nothing where they are a parent's."""
+    seconds = 0.0
+    for segment in range(segments if run.parent is None else 0):
+        manifest = run.committed("sft", segment, "policy")[1]
+        began, ended = (
+            moment_of(text, f"SFT segment {segment} of run {run.name}") for text in (manifest.started_at, manifest.ended_at)
+        )
+        seconds += (ended - began).total_seconds()
+    seconds = max(seconds, 0.0)  # a clock may be set back
+    return {SECONDS: round(seconds, 3), TOKENS: 0, GPU_SECONDS: round(seconds * gpus_held(run.config, "sft"), 3)}
+
+
+def spent_before(run: Run, iteration: int) -> Metrics:
+    """What the run spent before an RL iteration, by the record of the one before it."""
+    previous = own_record(run, iteration - 1)
+    if previous is None:
+        return spent_on_sft(run, run.sft_result()[1])
+    return {name: previous.metrics.get(name, 0) for name in (SECONDS, TOKENS, GPU_SECONDS)}
+
+
+def add_iteration(before: Metrics, metrics: Metrics, gpus: int) -> Metrics:
+    """What was spent once an iteration of these metrics is committed, on `gpus` GPUs. The start of RL's evaluation is not in it."""
+    seconds = metrics["time/iteration_s"]
+    return {
+        SECONDS: round(before[SECONDS] + seconds, 3),
+        TOKENS: before[TOKENS] + metrics["rollout/num_tokens"],
+        GPU_SECONDS: round(before[GPU_SECONDS] + seconds * gpus, 3),
+    }
+
+
+def best_so_far(previous: IterationRecord | None, iteration: int, reward: float) -> BestReward:
+    """The best mean reward up to an iteration, and where it was. `previous`: the record before; its equal is no better one."""
+    return previous.best if previous and previous.best.reward >= reward else BestReward(iteration, reward)
+
+
+def own_record(run: Run, iteration: int) -> IterationRecord | None:
+    """The record of an iteration that this run committed itself; None before its first one (a fork counts from there)."""
+    if iteration < 0 or run.owner("rl", iteration) is not run:
+        return None
+    return run.iteration(iteration)
+
+
+def reason_to_stop(run: Run, phase: str, done: int) -> str:
+    """Why a run does not go on after `done` committed segments ("sft") or iterations ("rl"); empty: it does, or is complete.
+
+    The same for everybody who asks: it depends on the store and the config only.
+    """
+    total, unit = (run.num_segments, "SFT segments") if phase == "sft" else (run.config.rl.num_iterations, "iterations")
+    if done >= total:
+        return ""
+    reason = over_budget(run.config, spent_on_sft(run, done) if phase == "sft" else spent_before(run, done))
+    if not reason and phase == "rl" and (record := own_record(run, done - 1)):
+        reason = broken_rule(run.config, record)
+    return f"{reason} {done} of {total} {unit} are committed" if reason else ""
+
+
+def over_budget(config: PipelineConfig, spent: Metrics) -> str:
+    """The first budget that is used up, and what to do; empty: none is."""
+    budget = config.budget
+    for name, limit, used, unit in (
+        ("wall_clock_h", budget.wall_clock_h, spent[SECONDS] / HOUR_S, "h"),
+        ("rollout_tokens", budget.rollout_tokens, spent[TOKENS], "tokens"),
+        ("gpu_h", budget.gpu_h, spent[GPU_SECONDS] / HOUR_S, "GPU hours"),
+    ):
+        if limit and used >= limit:
+            return f"budget.{name}={limit:g} is spent ({used:.6g} {unit}); raise it and start the run again."
+    return ""
+
+
+def broken_rule(config: PipelineConfig, record: IterationRecord) -> str:
+    """The first stop rule that the newest iteration breaks, and what to do; empty: none."""
+    stop, rl, metrics, iteration, best = config.stop, config.rl, record.metrics, record.iteration, record.best
+    since = iteration - best.iteration
+    if stop.reward_plateau and since >= stop.reward_plateau:
+        return (
+            f"stop.reward_plateau={stop.reward_plateau}: no mean reward above {best.reward:.4g} of iteration {best.iteration} "
+            f"in {since} iterations; raise it, or set it to 0, and start the run again."
+        )
+    for name, limit, metric in (
+        ("stop.kl_max", stop.kl_max, "train/kl"),
+        ("stop.proximal_kl_max", stop.proximal_kl_max, "train/proximal_kl"),
+        ("rl.mismatch_max", rl.mismatch_max if rl.on_mismatch == "stop" else 0.0, "train/mismatch_abs_mean"),
+    ):
+        if limit and metrics.get(metric, 0.0) > limit:
+            return (
+                f"{name}={limit:g}: {metric} is {metrics[metric]:.4g} in iteration {iteration}; look at what the policy does "
+                f"(rlpipe show {config.run} --iteration {iteration}), then raise the bound and start the run again, or fork it before."
+            )
+    return ""

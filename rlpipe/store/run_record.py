@@ -1,0 +1,84 @@
+"""`run.json`: the config a run was created with, by which code, and what it was forked from. And the name of a run, which is its folder."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from rlpipe.config.pipeline import STORED, PipelineConfig, from_stored, stored_tree
+from rlpipe.config.rules import is_run_name
+from rlpipe.config.source import check
+from rlpipe.store.backend import Store
+from rlpipe.store.documents import read_document, sealed
+from rlpipe.types import JsonDict, StoreError, UserError
+
+LIBRARIES = ("torch", "transformers", "prefect", "mlflow", "reasoning-gym", "tokenizers", "pyarrow")
+
+
+class ConfigRefused(UserError):
+    """The config of a run's record is none that this version takes."""
+
+
+@dataclass(frozen=True)
+class ForkRecord:
+    """What a fork shares: iterations 0..at of which run; with `redo` those before `at`, and of `at` what comes before that stage."""
+
+    run: str
+    at: int
+    redo: str = ""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What run.json says."""
+
+    config: JsonDict
+    fork: ForkRecord | None
+    code_version: str
+    libraries: dict[str, str]
+    schema_version: int = 1
+
+
+@cache
+def code_version() -> str:
+    """The commit this code is at, or the installed version."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return version("rlpipe")
+
+
+def record_key(name: str) -> str:
+    """UserError for what is no name of a run: it would lead to another folder."""
+    if not is_run_name(name):
+        raise UserError(f"run {name!r:.200}: a run name is a folder name: letters, digits, '.', '_' and '-', and no slash")
+    return f"runs/{name}/run.json"
+
+
+def create_record(store: Store, config: PipelineConfig, fork: ForkRecord | None) -> None:
+    """Writes run.json, unless another process was first."""
+    assert config.run, "a run without a name has no folder"
+    libraries = {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()}
+    store.create(record_key(config.run), sealed(RunRecord(stored_tree(config), fork, code_version(), libraries)))
+
+
+def read_record(store: Store, name: str) -> tuple[PipelineConfig, ForkRecord | None]:
+    """The config of run.json, and of a fork what it shares. StoreError when it is damaged or of another run; ConfigRefused for another version's."""
+    key = record_key(name)
+    record = read_document(store, key, RunRecord)
+    if record.config.get("run") != name:  # what was read and deleted would be another run's
+        raise StoreError(
+            f"{store.address(key)} is the record of run {record.config.get('run')!r:.100}, so this folder is a copy, or was renamed; "
+            "give it that name again in a store of its own"
+        )
+    try:
+        return check(from_stored(record.config), STORED), record.fork
+    except UserError as error:
+        raise ConfigRefused(
+            f"{store.address(key)} was written by rlpipe {record.code_version}; this version refuses {error}"
+        ) from error

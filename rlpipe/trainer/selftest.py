@@ -1,0 +1,196 @@
+"""Whether the policy's forward pass gives what the language model itself gives for each text alone: tried at every load, on the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from rlpipe.models.causal import MODEL_FAULTS, WINDOW_TESTED, other_windows, small_windows
+from rlpipe.trainer.batches import collate
+from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.packing import Rows, TrainSequence, text_tokens
+from rlpipe.types import UserError
+
+log = logging.getLogger(__name__)
+LENGTHS = (29, 17, 5, 3)  # longest first; the longer ones exceed any window while it is tried
+PROMPT = 11  # that they share
+ROOM = 8  # of padding
+assert min(LENGTHS[1], PROMPT) > WINDOW_TESTED
+# arithmetic in another order stays below: far for one text computed in two shapes, near for one shape with other tokens elsewhere in it,
+# which changes nothing but how many tokens an expert has
+FAR = {"float32": 1e-4, "bfloat16": 0.3}
+FAR_PACKED = {"float32": 1e-5, "bfloat16": 0.3}  # or TIMES what single rows differ by
+NEAR = {"float32": 1e-5, "bfloat16": 0.02}
+EXACT, TIMES = 1e-6, 4.0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Mean |difference| of the logprobs of tokens. `single`, `packed`, `shared`: to the model's own forward pass of each text alone. `ahead`: of
+    single rows, when what comes later changes; `aside`, `leak`, `branch_leak`: of single, packed and shared rows, when the other sequences change."""
+
+    single: float
+    packed: float
+    ahead: float
+    aside: float
+    leak: float
+    shared: float = math.inf  # of a model that takes no mask of ours
+    branch_leak: float = math.inf
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, (self.single, self.packed, self.ahead, self.aside, self.leak)))
+
+    def rows(self, family: str, dtype: str) -> Rows:
+        """Packed rows and shared prompts where they change nothing, else a row for each sequence. UserError naming the family when that is wrong too."""
+        if not self.is_finite:
+            raise UserError(f"model: {family}: its logprobs are not finite; its weights are damaged, or too large for {dtype}")
+        if self.ahead > NEAR[dtype] or self.single > FAR[dtype]:
+            what = "it looks ahead" if self.ahead > NEAR[dtype] else "a row is computed in another way than a text alone"
+            raise UserError(
+                f"model: {family} cannot be trained here: its logprobs in a batch differ by {max(self.ahead, self.single):.2g} per token "
+                f"({what}); use a causal language model"
+            )
+        far, leak_max = max(FAR_PACKED[dtype], TIMES * self.single), max(EXACT, TIMES * self.aside)
+        if self.packed > far or self.leak > leak_max:
+            return Rows.SINGLE
+        return Rows.SHARED if self.shared <= far and self.branch_leak <= leak_max else Rows.PACKED
+
+
+def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
+    """How sequences may be put into rows, tried on the weights of a gang: all ranks try, and agree. UserError as `Proof.rows`."""
+    family = policy.lm.config.model_type
+    try:
+        own = asdict(prove(policy, gang.device))
+    except MODEL_FAULTS as error:
+        raise UserError(f"model: {family} cannot be trained here: its forward pass fails ({error!s:.300})") from error
+    of_ranks = gang.gather(own)
+    proof = Proof(**{name: float(np.max([values[name] for values in of_ranks])) for name in own})  # a nan of any rank stays
+    rows = proof.rows(family, gang.options.dtype)
+    if rows is Rows.SINGLE and gang.rank == 0:
+        log.warning(
+            "%s: sequences are trained one a row: packed ones would see each other (%.2g per token)", family, proof.leak
+        )
+    # packed rows take a mask of L x L, which keeps a GPU from its fast kernels; on a CPU padding costs more than the mask
+    return Rows.SINGLE if gang.device.type == "cuda" else rows
+
+
+def prove(policy: PolicyModel, device: torch.device) -> Proof:
+    """Runs the sequences alone, one a row, packed, and as completions of one prompt; and with other tokens where they must not matter."""
+    vocab_size = policy.lm.config.get_text_config().vocab_size
+    texts, others = ([sequence(length, vocab_size, salt) for length in LENGTHS] for salt in (0, 1))
+    later = [
+        replace(text, tokens=np.append(text.tokens[:-1], other.tokens[-1])) for text, other in zip(texts, others, strict=True)
+    ]
+    with small_windows(policy.lm.config):
+        own = torch.cat(own_logprobs(policy, texts, device))
+        single, aside = tried(policy, texts, others, Rows.SINGLE, device)
+        packed, leak = tried(policy, texts, others, Rows.PACKED, device)
+        changed = row_logprobs(policy, later, Rows.SINGLE, device, padding=vocab_size // 2)
+        # on a GPU rows hold one sequence, and layers that count places in a row, not positions, would not show in short texts
+        shareable = device.type == "cpu" and not other_windows(policy.lm.config)
+        shared, branch_leak = _prove_shared(policy, texts, others, device) if shareable else (math.inf, math.inf)
+    return Proof(
+        single=_mean(torch.cat(single), own),
+        packed=_mean(torch.cat(packed), own),
+        ahead=_mean(torch.cat([part[:-1] for part in single]), torch.cat([part[:-1] for part in changed])),
+        aside=aside,
+        leak=leak,
+        shared=shared,
+        branch_leak=branch_leak,
+    )
+
+
+def _prove_shared(
+    policy: PolicyModel, texts: list[TrainSequence], others: list[TrainSequence], device: torch.device
+) -> tuple[float, float]:
+    """`shared` and `branch_leak` of the sequences behind one prompt; infinite where the model does not take the mask."""
+    prompt = sequence(PROMPT, policy.lm.config.get_text_config().vocab_size, 2).tokens
+    texts, others = [behind(prompt, text) for text in texts], [behind(prompt, text) for text in others]
+    own = [part[PROMPT - 1 :] for part in own_logprobs(policy, texts, device)]
+    try:
+        shared, leak = tried(policy, texts, others, Rows.SHARED, device)
+    except MODEL_FAULTS as error:
+        log.info("%s: prompts are not shared: %.300s", policy.lm.config.model_type, error)
+        own_logprobs(
+            policy, texts[-1:], device
+        )  # a forward pass that comes to its end: without, FSDP would stay in the middle of one
+        return math.inf, math.inf
+    return _mean(torch.cat(shared), torch.cat(own)), leak
+
+
+def tried(
+    policy: PolicyModel, texts: list[TrainSequence], others: list[TrainSequence], rows: Rows, device: torch.device
+) -> tuple[list[Tensor], float]:
+    """The logprobs of sequences in such rows, and the largest mean |difference| of one's when every other one becomes another."""
+    given = row_logprobs(policy, texts, rows, device)
+    halves = [
+        [other if index % 2 == half else text for index, (text, other) in enumerate(zip(texts, others, strict=True))]
+        for half in (0, 1)
+    ]
+    beside = [row_logprobs(policy, half, rows, device) for half in halves]
+    return given, float(np.max([_mean(part, beside[1 - index % 2][index]) for index, part in enumerate(given)]))
+
+
+@torch.no_grad()
+def own_logprobs(policy: PolicyModel, sequences: Sequence[TrainSequence], device: torch.device) -> list[Tensor]:
+    """Of every token but the first, by the model's own forward pass of each sequence."""
+    logprobs = [policy.plain_logprobs(torch.from_numpy(sequence.tokens).to(device)).cpu() for sequence in sequences]
+    _reshard(policy)
+    return logprobs
+
+
+@torch.no_grad()
+def row_logprobs(
+    policy: PolicyModel, sequences: list[TrainSequence], rows: Rows, device: torch.device, padding: int = 0
+) -> list[Tensor]:
+    """Of the scored tokens, by the policy's forward pass of rows, in which `padding` is the token behind the sequences."""
+    texts = [sequences] if rows is Rows.SHARED else [[sequence] for sequence in sequences]
+    lengths = list(map(text_tokens, texts))
+    planned = [[index] for index in range(len(texts))] if rows is Rows.SINGLE else [[*range(len(texts))]]
+    # rows of one sequence have no padding but behind the shorter ones: as they are trained
+    microbatch = collate(texts, planned, 0 if rows is Rows.SINGLE else ROOM)
+    for tokens_L, row in zip(microbatch.tokens_RL, planned, strict=True):
+        tokens_L[sum(lengths[index] for index in row) :] = padding
+    microbatch = microbatch.to(device)
+    logprobs_N, _ = policy(
+        microbatch.tokens_RL,
+        microbatch.positions_RL,
+        microbatch.source_N,
+        microbatch.target_N,
+        temperature=1.0,
+        branch_RL=microbatch.branch_RL,
+    )
+    _reshard(policy)
+    return list(logprobs_N.cpu().split([len(sequence.scored) for sequence in sequences]))
+
+
+def _reshard(policy: PolicyModel) -> None:
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
+
+
+def _mean(one_N: Tensor, other_N: Tensor) -> float:
+    return float((one_N.double() - other_N.double()).abs().mean())
+
+
+def behind(prompt: np.ndarray, text: TrainSequence) -> TrainSequence:
+    """A text as the completion of a prompt."""
+    tokens, count = np.concatenate([prompt, text.tokens]), len(text.tokens)
+    return TrainSequence(tokens, np.arange(len(prompt), len(tokens)), np.zeros(count, dtype=np.float32), num_shared=len(prompt))
+
+
+def sequence(length: int, vocab_size: int, salt: int) -> TrainSequence:
+    """Tokens that look random, the same everywhere."""
+    digest = hashlib.shake_128(bytes([length, salt])).digest(4 * length)
+    tokens = np.frombuffer(digest, dtype="<u4").astype(np.int64) % vocab_size
+    return TrainSequence(tokens, np.arange(1, length), np.zeros(length - 1, dtype=np.float32))

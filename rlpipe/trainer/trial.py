@@ -1,0 +1,160 @@
+"""A model's config and its tensors' names and shapes, tried without its weights (`python -m rlpipe.trainer.trial`) before a run depends
+on them.
+
+First line in: {"where", "folder" or "config", "context_tokens_max", "training": {"dtype", "tokens_max", "activation_checkpointing"} for a
+plan}; out: {"num_parameters", "rows": how sequences are put into them, "sizes": what a plan counts with} or {"error"}.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from rlpipe.models.causal import empty_model, hf_config
+from rlpipe.models.checkpoint import Checkpoint, local_files
+from rlpipe.models.folder import check_generation_config, folder_config
+from rlpipe.models.small import small_config, small_model
+from rlpipe.processes.user_code import CodeRaised, Loaded, cause_of, serve, user_code
+from rlpipe.report.plan import ModelSizes
+from rlpipe.trainer.model import PolicyModel, layers_of, recompute
+from rlpipe.trainer.packing import Rows
+from rlpipe.trainer.selftest import prove
+from rlpipe.types import JsonDict, UserError
+
+TOKENS = 8  # of the forward pass, which is of shapes only
+# what a family's code raises that asks for values where there are only shapes
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+def try_model(hello: JsonDict) -> JsonDict:
+    """What the process answers. UserError when the config makes no model, its parts do not fit, it has too few positions, or its weights
+    are others."""
+    folder, context_tokens_max = Path(hello.get("folder", "")), hello["context_tokens_max"]
+    config = hf_config(hello.get("config") or folder_config(folder))
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < context_tokens_max:
+        raise UserError(f"it has {positions} positions, and model.context_tokens_max={context_tokens_max} is more; lower it")
+    lm = empty_model(config)
+    _try_shapes(config)
+    if "folder" in hello:
+        check_generation_config(folder)
+        if faults := Checkpoint(str(folder), local_files(folder), lm).faults():
+            raise UserError(
+                f"{len(faults)} of its tensors are not as config.json says ({type(lm).__name__}): {'; '.join(faults[:3])}"
+            )
+    sizes = asdict(sizes_of(lm, context_tokens_max, hello["training"])) if "training" in hello else None
+    return {"num_parameters": sum(parameter.numel() for parameter in lm.parameters()), "rows": rows_of(config), "sizes": sizes}
+
+
+def _try_shapes(config: PretrainedConfig) -> None:
+    """A forward pass of shapes only. What fails is the config's fault, unless the family's code asks for values."""
+    try:
+        with FakeTensorMode(), torch.inference_mode():
+            # bfloat16: the experts' product of other numbers has no shapes-only form
+            lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            row = torch.zeros((1, TOKENS), dtype=torch.long)
+            PolicyModel(lm).eval()(row, row, row[0], row[0], 1.0)
+    except NEEDS_VALUES:
+        return
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make while it is on, and that are not gone yet. `known`: not counted."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._counted = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._counted:
+                self._counted.add(key)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._forget, key, storage.nbytes())
+        return out
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._counted.discard(key)
+        self.now -= num_bytes
+        assert self.now >= 0, "a tensor was forgotten twice"
+
+
+def sizes_of(lm: Any, context_tokens_max: int, training: Mapping[str, Any]) -> ModelSizes:
+    """What a plan counts with, of a model without weights."""
+    text, layers = lm.config.get_text_config(), layers_of(lm)
+    of_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    total = sum(parameter.numel() for parameter in lm.parameters())
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, getattr(text, "num_attention_heads", 1))
+    length = min(context_tokens_max, training["tokens_max"])
+    rows = training["tokens_max"] // length
+    taken = microbatch_bytes(lm.config, getattr(torch, training["dtype"]), rows, length, training["activation_checkpointing"])
+    return ModelSizes(
+        parameters=total,
+        layer=max(of_layers, default=0),
+        rest=total - sum(of_layers),
+        kv_token=2 * text.num_hidden_layers * heads * head_dim,
+        microbatch=None if taken is None else round(taken * training["tokens_max"] / (rows * length)),
+    )
+
+
+def microbatch_bytes(config: PretrainedConfig, dtype: torch.dtype, rows: int, length: int, recomputed: bool) -> int | None:
+    """The most bytes that activations, logits and gradients take at once in the forward and backward pass of a microbatch, found by
+    running both on shapes; None where the family's code asks for values. Each gradient goes when it is whole, as it is reduced at once."""
+    try:
+        with FakeTensorMode():
+            policy = PolicyModel(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
+            for layer in layers_of(policy.lm) if recomputed else []:
+                recompute(layer)
+            for parameter in policy.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda whole: setattr(whole, "grad", None))
+            row = torch.zeros((rows, length), dtype=torch.long)
+            with LiveBytes([*policy.parameters(), *policy.buffers()]) as live:
+                logprobs_N, _ = policy(row, row, row.flatten(), row.flatten(), 1.0, entropy_trained=False)
+                logprobs_N.sum().backward()
+            assert live.most > 0, "a pass that makes no tensor"
+            return live.most
+    except NEEDS_VALUES:
+        return None
+
+
+def rows_of(config: PretrainedConfig) -> str:
+    """How the trainer will put sequences into rows, by a small model of the family; UserError when it will not train it at all."""
+    try:
+        proof = prove(PolicyModel(small_model(small_config(config))), torch.device("cpu"))
+        assert proof.is_finite, "small numbers that do not go together"
+    except Exception as error:  # a family's numbers go together in its own way; its weights are tried when they are loaded
+        return f"not tried ({error!r:.80})"
+    return "packed" if proof.rows(config.model_type, "float32") >= Rows.PACKED else "one sequence a row"
+
+
+def load(hello: JsonDict) -> Loaded:
+    """What the process says once it has tried the model."""
+    try:
+        with user_code():
+            answer = try_model(hello)
+    except CodeRaised as error:
+        raise UserError(f"{hello['where']}: {cause_of(error, 'config.json makes no model that runs')}") from error
+    return answer, lambda request: request
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,205 @@
+"""The first run on a machine with GPUs: SFT and RL of a small model, killed in the middle, resumed, verified, and measured.
+
+usage: .venv/bin/python scripts/gpu_smoke.py [--gpus 1 2] [--engines-python VENV/bin/python] [--preset smollm2|tiny] [--device cpu]
+
+On every number of GPUs, trainer and engines share them (`engines.place = "elsewhere"`, a host that this script starts). `--device cpu` does
+the same with so many ranks and engines on this processor. Prints a table to paste. See docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from rlpipe.models.folder import tensor_shapes
+from rlpipe.store.backend import open_store
+from rlpipe.store.run import Run, open_existing
+
+ROOT = Path(__file__).parent.parent
+DEADLINE_S = 3600.0
+ITERATIONS = 4
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}  # dense bf16, by the makers
+SMALL = [
+    "sft.num_steps=8", "sft.segment_steps=4", "sft.decay_steps=8", "sft.warmup_steps=2", f"rl.num_iterations={ITERATIONS}", "rl.num_steps=2",
+    "rl.warmup_steps=2", "rl.filters={}", "evaluation.every=0", "evaluation.prompts_max=16", "checkpoint.state_every=2", "tracking.uri=",
+    "trainer.threads=1", "engines.threads=1", "engines.place=elsewhere",
+]  # fmt: skip
+OF_DEVICE = {
+    "cpu": ["sft.batch_size=8", "rl.num_prompts=4", "rl.group_size=4", "rl.shard_prompts=4", "trainer.tokens_max=512"],
+    "gpu": [
+        "sft.batch_size=64", "rl.num_prompts=64", "rl.group_size=8", "rl.shard_prompts=16", "trainer.tokens_max=16384", "model.dtype=bfloat16",
+        "trainer.activation_checkpointing=true",
+    ],
+}  # fmt: skip
+COLUMNS = (
+    "GPUs", "mismatch (mean / worst)", "train tokens/s, SFT", "train tokens/s, RL", "rollout tokens/s", "MFU, SFT", "peak memory a rank, GiB",
+    "killed after", "resumed in s", "verify",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """What was asked for. `peak_tflops`: of one device; 0 when it is not known."""
+
+    preset: str
+    device: str
+    engines_python: str
+    peak_tflops: float
+    folder: Path
+
+    def sets(self, count: int) -> list[str]:
+        """What differs from the preset with so many devices."""
+        sets = [
+            f"trainer.ranks={count}",
+            f"engines.count={count}",
+            *SMALL,
+            *OF_DEVICE[self.device],
+            f"store={self.folder}/store",
+        ]
+        if self.device == "gpu":
+            ids = json.dumps(list(range(count)))
+            sets += [f"trainer.gpu_ids={ids}", f"engines.gpu_ids={ids}"]
+        if self.engines_python:  # they leave the trainer its half
+            sets += ["engines.kind=sglang", f"engines.python={self.engines_python}"]
+            sets += ['engines.flags=["--mem-fraction-static", "0.4"]'] if self.device == "gpu" else []
+        return sets
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """`rlpipe ARGUMENTS` in a process group of its own."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PREFECT_HOME": str(self.folder / "prefect")}
+        with (self.folder / "output.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "flows.cli", *arguments],
+                cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def fail(self, what: str) -> SystemExit:
+        return SystemExit(
+            f"gpu_smoke: {what}; the log: {self.folder}/output.log\n{(self.folder / 'output.log').read_text()[-3000:]}"
+        )
+
+    @contextmanager
+    def running(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """A process that is killed with all that it started, however this ends."""
+        process = self.start(*arguments)
+        try:
+            yield process
+        finally:
+            kill(process)
+
+    def row(self, count: int) -> dict[str, str]:
+        """Runs with so many devices; what the table says of it."""
+        run, store = f"smoke-{self.device}-{count}", f"{self.folder}/store"
+        arguments = ["run", self.preset, "--run", run, *[part for entry in self.sets(count) for part in ("--set", entry)]]
+        with self.running("host", "--run", run, "--store", store):
+            with self.running(*arguments) as flow:
+                self._until_committed(flow, f"runs/{run}/rl/00001/iteration.json")
+                kill(flow)
+            began = time.monotonic()
+            with self.running(*arguments) as flow:
+                if flow.wait(timeout=DEADLINE_S) != 0:
+                    raise self.fail(f"the resumed run {run} failed")
+        resumed_s = time.monotonic() - began
+        with self.running("verify", run, "--store", store) as verify:
+            verified = "0 faults" if verify.wait(timeout=DEADLINE_S) == 0 else "FAULTS"
+        return self._measured(open_existing(open_store(store), run), count) | {
+            "killed after": "iteration 1", "resumed in s": f"{resumed_s:.0f}", "verify": verified
+        }  # fmt: skip
+
+    def _until_committed(self, flow: subprocess.Popen[bytes], key: str) -> None:
+        store, deadline = open_store(f"{self.folder}/store"), time.monotonic() + DEADLINE_S
+        while not store.exists(key):
+            if flow.poll() is not None or time.monotonic() > deadline:
+                raise self.fail(f"{key} was not committed")
+            time.sleep(0.2)
+
+    def _measured(self, run: Run, count: int) -> dict[str, str]:
+        records = [record for index in range(ITERATIONS) if (record := run.iteration(index)) is not None]
+        mismatches = [record.metrics["train/mismatch_abs_mean"] for record in records]
+        rollout = [record.metrics.get("throughput/rollout_tokens_per_s", 0.0) for record in records]
+        sft = [run.committed("sft", segment, "policy")[1].metrics for segment in range(run.num_segments)]
+        rl = [run.policy(version)[1].metrics for version in range(1, len(records) + 1)]
+        ref, manifest = run.policy(len(records))
+        weights = next(file for file in manifest.files if file.plain_name.endswith(".safetensors"))
+        shapes = tensor_shapes(Path(run.store.address(f"{ref.folder}/{weights.name}")).parent)
+        parameters = sum(prod(shape) for shape in shapes.values())
+        sft_per_s, rl_per_s = (
+            sum(part["train/num_tokens_processed"] for part in parts) / sum(part["train_s"] for part in parts)
+            for parts in (sft, rl)
+        )
+        mfu = 6 * parameters * sft_per_s / (self.peak_tflops * 1e12 * count) if self.peak_tflops else None
+        return {
+            "GPUs": f"{count}" if self.device == "gpu" else f"{count} (CPU)",
+            "mismatch (mean / worst)": f"{sum(mismatches) / len(mismatches):.2g} / {max(mismatches):.2g}",
+            "train tokens/s, SFT": f"{sft_per_s:.0f}",
+            "train tokens/s, RL": f"{rl_per_s:.0f}",
+            "rollout tokens/s": f"{max(rollout):.0f}",
+            "MFU, SFT": "-" if mfu is None else f"{mfu:.1%}",
+            "peak memory a rank, GiB": f"{max(part['train/peak_memory_gib'] for part in [*sft, *rl]):.2f}",
+        }
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a process and its group, as a machine that loses its power."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def gpus_here() -> list[str]:
+    """The names of this machine's GPUs."""
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def main() -> None:
+    """Exits with 1 when something failed, with 2 when what is asked for is not there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
+    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs to try; with --device cpu of ranks")
+    parser.add_argument("--preset", choices=["smollm2", "tiny"], default="smollm2", help="smollm2 needs `make smollm2` first")
+    parser.add_argument(
+        "--engines-python", default="", help="of a virtual environment with SGLang; without it the local engine samples"
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, default=0.0, help="of one device in bf16, for MFU; known for: " + ", ".join(PEAK_TFLOPS)
+    )
+    parser.add_argument("--folder", type=Path, help="for store and logs; a new one without it")
+    asked = parser.parse_args()
+    names = gpus_here() if asked.device == "gpu" else []
+    counts = asked.gpus or [count for count in (1, 2) if asked.device == "cpu" or count <= max(len(names), 1)]
+    if min(counts) < 1 or (asked.device == "gpu" and max(counts) > len(names)):
+        print(
+            f"gpu_smoke: --gpus {max(counts)}: this machine has {len(names)} GPUs that torch sees; ask for fewer, or for --device cpu",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    folder = (asked.folder or Path(tempfile.mkdtemp(prefix="gpu-smoke-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    peak = asked.peak_tflops or next((value for name, value in PEAK_TFLOPS.items() if names and name in names[0]), 0.0)
+    smoke = Smoke(asked.preset, asked.device, asked.engines_python, peak, folder)
+    print(
+        f"{names[0] if names else 'CPU'}, preset {smoke.preset}, engines: {'SGLang' if smoke.engines_python else 'local'}; store and logs: {folder}",
+        flush=True,
+    )
+    rows = [smoke.row(count) for count in counts]
+    print("| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS), sep="\n")
+    for row in rows:
+        print("| " + " | ".join(row[column] for column in COLUMNS) + " |")
+    raise SystemExit(any(row["verify"] != "0 faults" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

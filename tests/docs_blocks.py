@@ -1,0 +1,74 @@
+"""The shell and Python blocks of README and docs: where they are, and which of them cannot run here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+# page -> how a block begins -> why test_e2e_docs.py does not run it
+NOT_HERE: dict[str, dict[str, str]] = {
+    "README.md": {
+        "make demo": "minutes of training: test_e2e_learning.py trains the same preset to its end; `make test` is what runs this test",
+        "export AWS_ACCESS_KEY_ID": "a bucket of the user's own: every end-to-end test of crashes has a store on S3",
+    },
+    "docs/benchmarks.md": {
+        ".venv/bin/python benchmarks/compare_trl.py": "TRL's own environment (1.6 GB), and many minutes of training",
+        ".venv/bin/python benchmarks/trainer.py": "minutes of measuring, on a machine that does nothing else",
+    },
+    "docs/cluster.md": dict.fromkeys(
+        ("install -m 600", "for kind in", "docker", "scripts/install.sh", "(scrontab", "PATH=", "RLPIPE_ADDRESS="),
+        "test_docs_cluster.py holds each command of the page to a test, or to why it cannot run here",
+    ),
+    "docs/engines.md": {
+        ".venv/bin/rlpipe run tiny --run on-sglang": "SGLang is installed by `make test-sglang`, whose suites run against it"
+    },
+    "docs/models.md": {
+        "make smollm2": "minutes with a real model: test_e2e_smollm2.py runs the same preset, shortened",
+        ".venv/bin/python speak.py": "asks what the block above trained: test_e2e_smollm2.py does it with its own run",
+        ".venv/bin/python -m pip": "the user's own GGUF file: test_gguf.py and test_e2e_smollm2.py import real ones",
+    },
+    "docs/nights.md": {
+        ".venv/bin/rlpipe automations": "a notification block of the user's own: test_e2e_nights.py applies them with one"
+    },
+    "docs/overlap.md": {
+        ".venv/bin/rlpipe run tiny": "minutes of training: test_e2e_overlap.py runs the same, shortened, and kills it"
+    },
+    "docs/tracking.md": {".venv/bin/mlflow ui": "a server that stays up: test_e2e_mlflow.py starts one and looks at its pages"},
+    "docs/services.md": {
+        "export RLPIPE_SERVICE_KEY": "the address of another machine: test_e2e_services.py and test_e2e_topology.py start hosts"
+    },
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. A Python block that begins with a comment `# name.py` is the file of that name, which a shell block uses."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def why_not(self) -> str:
+        """Why it cannot run here; empty: it can."""
+        reasons = [reason for start, reason in NOT_HERE.get(self.page, {}).items() if self.text.startswith(start)]
+        return reasons[0] if reasons else ""
+
+    @property
+    def file_name(self) -> str:
+        """Of a Python block; empty: it has no name, and runs where it stands."""
+        match = re.match(r"# (\w+\.py)\b", self.text)
+        return match[1] if match else ""
+
+
+def blocks(page: str) -> list[Block]:
+    """The shell and Python blocks of a page, in order."""
+    text = (ROOT / page).read_text()
+    return [
+        Block(page, text[: match.start()].count("\n") + 1, match[1], match[2])
+        for match in re.finditer(r"^```(bash|sh|shell|console|python|py)\n(.*?)^```", text, re.S | re.M)
+    ]

@@ -1,0 +1,47 @@
+"""What one optimizer step really takes, in a process of its own: prints the bytes of resident memory that it adds at its peak.
+
+Arguments: a folder, whether activations are recomputed (0 or 1), and the model's config as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from rlpipe.config.training import SftConfig
+from rlpipe.trainer.jobs import LoadJob, job_of
+from rlpipe.trainer.packing import TrainSequence
+from rlpipe.trainer.sft import _cross_entropy
+from rlpipe.trainer.state import load
+from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
+from tests import trainer_world as world
+
+TOKENS, LENGTH = 1024, 256
+
+
+def resident(field: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
+
+
+def main(folder: str, recomputed: str, model: str) -> None:
+    gang = world.solo_gang(Path(folder), tokens_max=TOKENS, activation_checkpointing=recomputed == "1")
+    before = resident("VmRSS")
+    job = job_of("load", json.dumps(world.load_new(model=json.loads(model))).encode())
+    assert isinstance(job, LoadJob)
+    held, _ = load(gang, job)
+    tokens, scored = np.arange(LENGTH) % 1000, np.arange(1, LENGTH)
+    sequences = [TrainSequence(tokens, scored, np.zeros(0, dtype=np.float32)) for _ in range(TOKENS // LENGTH)]
+    batch = plan_batch(gang, held.rows, sequences)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    how = StepSettings(SftConfig(learning_rate=1e-4), 0, 1.0, "memory", entropy_trained=False)
+    optimizer_step(gang, held, batch, partial(_cross_entropy, batch.num_tokens), how)
+    print(resident("VmHWM") - before)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,59 @@
+"""A program for torchrun: one optimizer step of several microbatches, and how many numbers of whole gradients a rank ever kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rlpipe.config.training import RlConfig
+from rlpipe.trainer.batches import Microbatch, read_rl_batch
+from rlpipe.trainer.gang import join_gang
+from rlpipe.trainer.packing import Rows
+from rlpipe.trainer.rl import advantages, loss_part, with_advantages, with_frozen
+from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
+from tests import trainer_world as world
+
+
+def whole_gradients(policy: Any) -> int:
+    """Numbers of gradients that are kept unsharded between two microbatches."""
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in policy.modules() if hasattr(module, "_get_fsdp_state")]
+    parameters = [parameter for group in groups if group for parameter in group.fsdp_params]
+    kept = [parameter.unsharded_accumulated_grad for parameter in parameters]
+    kept += [parameter._unsharded_param.grad for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+    return sum(gradient.numel() for gradient in kept if gradient is not None)
+
+
+def main(folder: Path) -> None:
+    gang = join_gang(world.options(folder, tokens_max=128, ranks=2))
+    trainer = Trainer(gang)
+    trainer.run(world.job_of("load", json.dumps(world.load_new()).encode()))
+    resident = trainer.resident
+    assert resident is not None
+    with gang.together():
+        data = world.batch(gang.store, f"batch-{gang.rank}", world.rollout_rows(6, 4))
+    rollouts = read_rl_batch(gang.store, data, 1)
+    settings = RlConfig.model_validate(world.RL)
+    batch = with_frozen(plan_batch(gang, Rows.PACKED, rollouts.steps[0]), resident.policy, None, 1.0)
+    batch = with_advantages(batch, advantages(gang, rollouts, [batch], settings))
+    part, kept = loss_part(batch, settings), []
+
+    def watched(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        kept.append(whole_gradients(resident.policy))
+        return part(microbatch, logprobs_BT, entropy_BT)
+
+    optimizer_step(gang, resident, batch, watched, StepSettings(settings, 0, 1.0, "test"))
+    if gang.rank == 0:
+        (folder / "kept.json").write_text(
+            json.dumps({"ranks": gang.size, "microbatches": len(batch.microbatches), "kept": kept})
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

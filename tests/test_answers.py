@@ -1,0 +1,96 @@
+"""Evaluation metrics: pass@k against drawing every subset, the majority's answer, names that MLflow can keep."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpipe.algorithms.answers import answer_text, majority_passes, pass_at_k, set_metrics
+from rlpipe.records.rollout import Group
+from rlpipe.report.curves import _drawn
+from rlpipe.store.audit import by_number
+from rlpipe.types import JsonDict
+from tests.rows import rollout
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_mean_over_all_subsets(passed: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(passed)))
+    subsets = list(itertools.combinations(passed, k))
+    assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("a <answer>1</answer> b <answer>\n 2 </answer>", "2"),
+        (r"so \boxed{3} and <answer>4</answer>", "4"),
+        (r"first \boxed{1}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{5} and \boxed{never closed", "5"),
+        ("two\n#### 7\nthree\n####  8 \nend", "8"),
+        ("  plain\n", "plain"),
+        ("<answer>cut off", "<answer>cut off"),
+        ("", ""),
+    ],
+)
+def test_which_text_is_the_answer(completion: str, answer: str) -> None:
+    assert answer_text(completion) == answer
+
+
+def test_the_most_frequent_answer_counts_and_of_equals_the_first() -> None:
+    assert majority_passes(["a", "b", "b"], [False, True, False])  # one completion with that answer passed
+    assert not majority_passes(["a", "b", "b"], [True, False, False])
+    assert majority_passes(["a", "b", "b", "a"], [True, False, False, True])
+    assert not majority_passes(["b", "a", "b", "a"], [False, True, False, True])
+
+
+def rows_of(rewards: dict[str, list[float]], answers: dict[str, list[str]], parts: JsonDict) -> Group:
+    """Rollout 0 (greedy) first."""
+    return [
+        rollout({"prompt_id": prompt, "rollout_index": index, "reward": reward, "completion": answers[prompt][index],
+                 "completion_tokens": [1] * (index + 1), "reward_parts": json.dumps(parts)})
+        for prompt, told in rewards.items() for index, reward in enumerate(told)
+    ]  # fmt: skip
+
+
+def test_the_metrics_of_a_set_by_hand() -> None:
+    rewards = {"p": [1.0, 0.0, 1.0, 0.0, 0.0], "q": [0.0, 1.0, 1.0, 1.0, 0.5]}
+    answers = {"p": ["2", "1", "2", "1", "3"], "q": ["x", "y", "y", "<answer>y</answer>", "z"]}
+    assert set_metrics("s", rows_of(rewards, answers, {"format": 0.5}), 1.0) == {
+        "s_greedy": 0.5,
+        "s_pass_at_1": 0.5,
+        "s_reward_mean": 4.5 / 8,
+        "s_length_tokens_mean": 3.5,
+        "s_pass_at_2": pytest.approx((1 - 3 / 6 + 1) / 2),  # p: 3 of its 6 pairs have no pass
+        "s_pass_at_4": 1.0,
+        "s_maj_at_4": 0.5,
+        "s_format_rate": 0.5,
+    }
+
+
+@given(st.integers(1, 64), st.lists(st.from_regex(r"[a-z0-9_]{1,6}", fullmatch=True), min_size=1, max_size=4, unique=True))
+def test_no_name_is_lost_or_the_path_of_another(num_completions: int, sets: list[str]) -> None:
+    told = {"p": [0.0] * (num_completions + 1)}
+    rows = rows_of(told, {"p": ["a"] * (num_completions + 1)}, {"format": 1.0})
+    names = [f"evaluation/{name}" for each in sets for name in set_metrics(each, rows, 1.0)]
+    assert len(set(names)) == len(names)
+    assert not [(one, other) for one in names for other in names if other.startswith(f"{one}/")]
+    powers = [int(name.rsplit("_", 1)[1]) for name in names if name.startswith(f"evaluation/{sets[0]}_pass_at_")]
+    assert powers[0] == 1
+    assert all(k <= num_completions for k in powers)
+    assert 2 * powers[-1] > num_completions
+
+
+def test_what_is_drawn_of_many_k() -> None:
+    names = {f"s_pass_at_{2**power}" for power in range(7)} | {"s_greedy", "s_maj_at_64", "s_reward_mean", "t_pass_at_1"}
+    assert _drawn(names) == ["s_greedy", "s_maj_at_64", "s_pass_at_1", "s_pass_at_64", "t_pass_at_1"]
+    assert sorted(["s_pass_at_16", "s_pass_at_2"], key=by_number) == ["s_pass_at_2", "s_pass_at_16"]
+
+
+@pytest.mark.parametrize("mark", ["\\boxed{", "<answer>", "####", "{", "}"])
+def test_a_megabyte_of_one_mark_is_read_in_one_pass(mark: str) -> None:
+    assert answer_text(mark * (1_000_000 // len(mark)) + " \\boxed{7}").endswith("7")

@@ -1,0 +1,98 @@
+"""What preflight says of a damaged model folder, and what of a folder is copied. The damages one by one are in tests/fuzz."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import read_config
+from rlpipe.models.folder import tensor_shapes, weight_files
+from rlpipe.stages.base import base_policy, base_tokenizer
+from rlpipe.stages.preflight import preflight
+from rlpipe.stages.stage import Attempt
+from rlpipe.store.backend import open_store
+from rlpipe.types import ArtifactRef, StoreError, UserError
+from tests.fuzz.models import change, make_folder
+
+PRESETS = Path(__file__).parent.parent / "flows" / "presets"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "m"))
+
+
+def with_model(folder: Path, *sets: str) -> PipelineConfig:
+    rows = folder.parent / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": "What is it? " * (1 + 30 * (n == 7)), "answer": "it"}) + "\n" for n in range(20))
+    )
+    words = [f"data.words.source={rows}", "data.words.part=all", "rl.rewards={exact = 1.0}"]
+    base = ["run=a", f"store=file://{folder.parent}/store", f"model.path={folder}", *words, "sft.num_steps=0"]
+    return read_config("tiny", [*base, "model.context_tokens_max=200", "rl.completion_tokens_max=20", *sets], PRESETS)
+
+
+def test_faults_of_the_model_its_tokenizer_and_the_prompts_are_said_at_once(folder: Path) -> None:
+    preflight(with_model(folder, "model.context_tokens_max=512"))
+    with pytest.raises(UserError, match=r"data set words: prompt words/7 has \d+ tokens; .*a larger context"):
+        preflight(with_model(folder))
+    change(folder, "config.json", num_attention_heads=3)
+    with pytest.raises(UserError) as refused:
+        preflight(with_model(folder, "model.chat_template='{{ 1 / 0 }}'"))
+    first, second = str(refused.value).splitlines()
+    assert f"model.path={folder}: " in first and "the chat template refuses a conversation (ZeroDivisionError" in second
+    assert not (folder.parent / "store").exists()
+
+
+async def test_only_the_files_of_a_model_and_a_tokenizer_are_copied(folder: Path, tmp_path: Path) -> None:
+    for name in (".env", ".netrc", "pytorch_model.bin", "code.py", "README.md", "adapter_model.safetensors", "secrets.json"):
+        (folder / name).write_text("planted")
+    session: Any = SimpleNamespace(config=with_model(folder), prompts=None)
+    attempt = Attempt(open_store(f"file://{tmp_path}/store"), "base", "a1")
+    tokenizer = base_tokenizer.function(session, attempt)
+    policy = await base_policy.function(session, attempt, tokenizer=ArtifactRef("base", "0" * 64))
+    of_tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert {record.plain_name for record in tokenizer.files} == of_tokenizer
+    assert {record.plain_name for record in policy.files} == {
+        *of_tokenizer,
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file() and b"planted" in path.read_bytes()]
+
+
+def test_weights_are_those_of_the_index(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    halves = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    for number, half in enumerate(halves):
+        save_file(half, folder / f"model-{number}.safetensors", {"format": "pt"})
+    save_file({"other": torch.zeros(1)}, folder / "consolidated.safetensors")
+    weight_map = {name: f"model-{number}.safetensors" for number, half in enumerate(halves) for name in half}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert tensor_shapes(folder).keys() == tensors.keys()
+    for odd in (
+        {},
+        {"weight_map": []},
+        {"weight_map": {"x": "../secret.safetensors"}},
+        {"weight_map": {"x": "gone.safetensors"}},
+        [],
+    ):
+        index.write_text(json.dumps(odd))
+        with pytest.raises(StoreError, match=r"is no index of weights|has no "):
+            weight_files(folder)

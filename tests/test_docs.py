@@ -1,0 +1,75 @@
+"""README and docs, read: every block has a language, runs in test_e2e_docs.py or is listed with why not, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.docs_blocks import NOT_HERE, PAGES, ROOT, blocks
+
+LANGUAGES = {"bash", "python", "toml", "json", "text", "mermaid"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_has_a_language(page: str) -> None:
+    fences = re.findall(r"^```(.*)$", (ROOT / page).read_text(), re.M)
+    assert len(fences) % 2 == 0 and set(fences[::2]) <= LANGUAGES and set(fences[1::2]) <= {""}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_called_alike(page: str) -> None:
+    for block in blocks(page):
+        if block.language == "bash":
+            bare = re.findall(r"^(?:rlpipe|prefect|mlflow|python3?)\s.*", block.text, re.M)
+            assert not bare, f"{page}:{block.line}: as everywhere, .venv/bin/{bare[0]}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_file_of_a_page_is_used_by_a_command(page: str) -> None:
+    shell = "".join(block.text for block in blocks(page) if block.language == "bash")
+    for block in blocks(page):
+        assert not block.file_name or block.file_name.removesuffix(".py") in shell, f"{page}:{block.line}"
+
+
+def test_what_cannot_run_is_there() -> None:
+    for page, starts in NOT_HERE.items():
+        for start in starts:
+            assert any(block.text.startswith(start) for block in blocks(page)), f"{page}: no block begins with {start!r}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), f"{page}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}, (
+                f"{page}: {target}"
+            )
+
+
+def test_the_ways_of_the_architecture_lead_through_the_code() -> None:
+    """Each way has at most 12 stops, none twice, and what a stop names is defined in its file."""
+    ways = (ROOT / "docs" / "architecture.md").read_text().split("## The way of a ")[1:]
+    assert len(ways) == 2
+    for way in ways:
+        stops = re.findall(r"^\d+\. `([\w/.]+)`: `(\w+)`", way, re.M)
+        assert 0 < len(stops) <= 12 and len(set(stops)) == len(stops)
+        for file, name in stops:
+            nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+            defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+            assert name in defined, f"docs/architecture.md: {file} has no {name}"
+
+
+def test_every_file_of_the_repository_that_a_page_names_is_there() -> None:
+    for page in (*PAGES, "CONTRIBUTING.md"):
+        for path in re.findall(
+            r"`((?:rlpipe|flows|tasks|tests|scripts|benchmarks|docs|infra)/[\w/.-]*\.\w+)`", (ROOT / page).read_text()
+        ):
+            assert (ROOT / path).exists(), f"{page}: there is no {path}"

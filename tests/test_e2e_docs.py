@@ -1,0 +1,127 @@
+"""Every shell and Python block of README and docs runs as written, page by page, in a checkout of its own.
+
+A prefix shortens runs: `rlpipe run tiny ...` gets a few settings before the page's own, which win. Before that its settings have to be
+valid as they are on the page. All runs have one Prefect server, which is what takes most of the time to start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlpipe.processes.launch import free_port
+from tests.docs_blocks import PAGES, ROOT, Block, blocks
+from tests.pipeline import BIN, MINI
+from tests.prefect_stand import Stand, kill_tree, running_server
+
+pytestmark = pytest.mark.e2e
+SHORT = [*(part for part in MINI if not part.startswith("rl.num_iterations")), "rl.num_iterations=6"]
+PAGE_TIMEOUT_S = 900
+WORKER_READY = re.compile(r"^Worker .* started!$", re.M)  # the end of a block that goes on until Ctrl-C
+RLPIPE = f"""#!{sys.executable}
+import os, pathlib, sys
+from rlpipe.config.source import read_config
+rlpipe, arguments = {str(BIN / "rlpipe")!r}, sys.argv[1:]
+if arguments[:2] == ["run", "tiny"]:  # a page's own config is short
+    sets = [part for name, part in zip([""] + arguments, arguments) if part != "--run" and name != "--run"][2:]
+    read_config("tiny", [part for part in sets if part != "--set"], pathlib.Path({str(ROOT / "flows" / "presets")!r}))
+    arguments[2:2] = {[part for setting in SHORT for part in ("--set", setting)]!r}
+os.execv(rlpipe, [rlpipe, *arguments])
+"""
+
+
+def runnable(page: str) -> list[Block]:
+    return [block for block in blocks(page) if not block.why_not]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of this repository, the commands in .venv/bin, and a config of the user's own. Where a page runs `a` again, it is there."""
+    tmp_path = tmp_path_factory.mktemp("checkout")
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(lambda name: (ROOT / name).is_file(), files.stdout.splitlines()):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    commands = tmp_path / ".venv" / "bin"
+    commands.mkdir(parents=True)
+    for name in ("python", "prefect", "mlflow"):
+        (commands / name).write_text(f'#!/bin/sh\nexec {BIN / name} "$@"\n')
+    (commands / "rlpipe").write_text(RLPIPE)
+    for command in commands.iterdir():
+        command.chmod(0o755)
+    shutil.copy(ROOT / "flows" / "presets" / "tiny.toml", tmp_path / "my.toml")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    """What the pages about a standing Prefect server have."""
+    with running_server(tmp_path_factory.mktemp("server")) as stand:
+        yield stand
+
+
+def script(page: str) -> str:
+    """All blocks of a page as one shell session; a Python block is a file that is run."""
+    lines = ["set -euo pipefail"]
+    for block in runnable(page):
+        lines.append(f"echo '=== {block.page}:{block.line}'")
+        if block.language == "python":
+            command = f"cat >{block.file_name}" if block.file_name else ".venv/bin/python -"
+            lines.append(f"{command} <<'END_OF_BLOCK'\n{block.text}END_OF_BLOCK")
+        else:
+            lines.append(block.text)
+    return "\n".join(lines)
+
+
+def run_page(page: str, checkout: Path, environment: dict[str, str]) -> str:
+    """Pastes the blocks of a page into a shell; what it printed."""
+    log_path, port = checkout / "page.log", str(free_port())  # somebody else's server may have the page's port
+    here = {
+        "PREFECT_HOME": str(checkout / "prefect"),
+        "PYTHONPATH": str(checkout),
+        "PREFECT_SERVER_API_PORT": port,
+        **environment,
+    }
+    text = script(page).replace("4200", port)
+    with log_path.open("w") as log:
+        process = subprocess.Popen(["bash", "-c", text], cwd=checkout, env={**os.environ, **here}, stdout=log, stderr=log,
+                                   stdin=subprocess.DEVNULL, text=True, start_new_session=True)  # fmt: skip
+    end = time.monotonic() + PAGE_TIMEOUT_S
+    try:
+        while process.poll() is None and not WORKER_READY.search(log_path.read_text()):
+            assert time.monotonic() < end, f"not done in {PAGE_TIMEOUT_S} s:\n{log_path.read_text()[-4000:]}"
+            time.sleep(0.5)
+        assert process.returncode in (None, 0), log_path.read_text()[-4000:]
+    finally:
+        kill_tree(process)
+    return log_path.read_text()
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if runnable(page) and page not in ("docs/nights.md", "docs/cluster.md")]
+)
+def test_the_blocks_of_a_page_run(page: str, checkout: Path, server: Stand) -> None:
+    output = run_page(page, checkout, {"PREFECT_API_URL": server.environment["PREFECT_API_URL"]})
+    assert output.count("=== ") == len(runnable(page)), output[-4000:]
+
+
+def test_flow_runs_and_the_schedule_are_made_as_written(checkout: Path, server: Stand) -> None:
+    environment = {"PREFECT_API_URL": server.environment["PREFECT_API_URL"]}
+    for page in ("docs/nights.md", "docs/cluster.md"):
+        run_page(page, checkout, environment)
+    flow_runs = server.api("POST", "/flow_runs/filter", {})
+    assert {"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500} in [
+        run["parameters"].get("changes") for run in flow_runs
+    ]
+    (schedule,) = server.api("GET", "/deployments/name/post-train/post-train")["schedules"]
+    assert schedule["active"] and schedule["parameters"] == {"changes": {"budget.wall_clock_h": 6}}

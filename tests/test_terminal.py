@@ -1,0 +1,91 @@
+"""The terminal shows a line for what is logged; the log folder has it whole. SIGTERM ends what runs in it with a line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.utilities.engine import capture_sigterm
+from typer.testing import CliRunner
+
+from flows import cli
+from flows.server import Terminated, run_flow, terminable
+from flows.terminal import LOG_NAME, log_to
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    root, prefects = logging.getLogger(), [logging.getLogger(f"prefect.{name}") for name in ("flow_runs", "task_runs")]
+    before, level, to_the_server = root.handlers[:], root.level, [logger.handlers for logger in prefects]
+    root.handlers = []  # pytest's own would be closed
+    for logger in prefects:
+        logger.handlers = []
+    yield
+    for logger, kept in zip(prefects, to_the_server, strict=True):
+        logger.handlers = kept
+    for handler in root.handlers:
+        handler.close()
+    root.handlers = before
+    root.setLevel(level)
+
+
+def test_tracebacks_are_in_the_log_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_to(tmp_path / "logs")
+    try:
+        raise RuntimeError("x is gone")
+    except RuntimeError as error:
+        logging.getLogger("prefect.task_runs").exception("Task run failed with exception: %r. Retry 1/2 will start", error)
+        logging.getLogger("prefect.flow_runs").exception("Encountered exception during execution: %r", error)
+    logging.getLogger("prefect.flow_runs").error("Finished in state Failed()")
+    logging.getLogger("rlpipe.x").warning("an engine is slow")
+    assert capsys.readouterr().err.splitlines() == [
+        "ERROR Task run failed with exception: RuntimeError('x is gone'). Retry 1/2 will start", "WARNING an engine is slow"
+    ]  # fmt: skip
+    log = (tmp_path / "logs" / LOG_NAME).read_text()
+    assert log.count("Traceback") == 2 and "Finished in state" in log and "an engine is slow" in log
+
+
+def test_nothing_logged_makes_no_file(tmp_path: Path) -> None:
+    log_to(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.02, 0.05, 0.1])
+def test_sigterm_ends_a_flow_wherever_it_comes_and_what_it_held_is_given_back(delay_s: float) -> None:
+    """Prefect's handler raises in whatever the loop does just then: asyncio goes on after one that raises in a callback."""
+    given_back: list[bool] = []
+
+    async def flow() -> None:
+        loop, ends_s = asyncio.get_running_loop(), time.monotonic() + 30
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+        def busy() -> None:  # nearly all of the time is spent in callbacks
+            sum(range(20_000))
+            if time.monotonic() < ends_s and not given_back:
+                loop.call_soon(busy)
+
+        try:
+            with capture_sigterm():
+                loop.call_soon(busy)
+                await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(0.01)
+            given_back.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), terminable():
+        run_flow(flow())
+    assert given_back and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_ends_a_command_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "run_lines", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    ended = CliRunner().invoke(cli.app, ["runs"])
+    assert (ended.exit_code, ended.output) == (143, "rlpipe: stopped\n")

@@ -1,0 +1,117 @@
+"""A gang of two nodes, both on this machine: one of them dies or stops, and whoever waits for a job is told which."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpipe.processes.launch import PARENT_VARIABLE, free_port
+from rlpipe.services.calls import http_call, json_of, new_session
+from rlpipe.services.registration import KEY_VARIABLE
+from rlpipe.store.backend import open_store
+from rlpipe.trainer.client import TrainerClient
+from rlpipe.trainer.process import torchrun_argv
+from rlpipe.types import JsonDict, TrainerError
+from tests import trainer_world as world
+
+pytestmark = pytest.mark.e2e
+KEY = "secret"
+SILENT_S_MAX = 10.0
+DEADLINE_S = 90
+MANY_STEPS: JsonDict = {"num_steps": 100_000}
+
+
+class TwoNodes:
+    """The gang, and its place as the flow sees it: nobody starts it again."""
+
+    key = KEY
+
+    def __init__(self, folder: Path) -> None:
+        options = world.options(folder, port=free_port(), silent_s_max=SILENT_S_MAX, tokens_max=512, ranks=1, nodes=2)
+        self.url = f"http://127.0.0.1:{options.port}"
+        self.log = folder / "gang.log"
+        environment = {**os.environ, KEY_VARIABLE: KEY, "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
+        rendezvous = f"127.0.0.1:{free_port()}"
+        with self.log.open("wb") as log:
+            self.nodes = [
+                subprocess.Popen(
+                    torchrun_argv(options.model_copy(update={"work_dir": f"{folder}/node-{node}"}), node, rendezvous),
+                    stdout=log, stderr=log, env=environment,
+                )
+                for node in range(2)
+            ]  # fmt: skip
+
+    async def start(self) -> str:
+        return self.url
+
+    async def bring_back(self) -> str:
+        raise TrainerError("no gang of the run answered")
+
+    async def close(self) -> None:
+        pass
+
+    async def health(self) -> JsonDict:
+        """Its answer, as soon as there is one."""
+        deadline = time.monotonic() + DEADLINE_S
+        async with new_session() as session:
+            while time.monotonic() < deadline:
+                try:
+                    status, content = await http_call(session, "GET", f"{self.url}/health", KEY, None, 5.0)
+                    assert status == 200, content
+                    return json_of(self.url, status, content)
+                except ConnectionError:
+                    await asyncio.sleep(0.3)
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def family(self, node: int) -> list[psutil.Process]:
+        """torchrun of a node, and its rank."""
+        agent = psutil.Process(self.nodes[node].pid)
+        return [agent, *agent.children(recursive=True)]
+
+    def end(self) -> None:
+        for node in self.nodes:
+            if node.poll() is None:
+                for process in [*psutil.Process(node.pid).children(recursive=True), node]:
+                    os.kill(process.pid, signal.SIGKILL)
+            node.wait(timeout=30)
+
+
+@pytest.fixture
+def gang(tmp_path: Path) -> Iterator[TwoNodes]:
+    gang = TwoNodes(tmp_path)
+    try:
+        yield gang
+    finally:
+        gang.end()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+async def test_the_lost_node_is_named(gang: TwoNodes, tmp_path: Path, how: str) -> None:
+    health = await gang.health()
+    assert health["ranks"] == 2
+    told = [(entry["node"], entry["host"], entry["ranks"], entry["silent_s"] < SILENT_S_MAX) for entry in health["nodes"]]
+    assert told == [(node, socket.gethostname(), [node], True) for node in range(2)]
+    client = TrainerClient(gang)  # pyright: ignore[reportArgumentType]
+    await client.start()
+    await client.run("load", world.load_new("new"))
+    data = world.conversations(open_store(f"file://{tmp_path}/store"), "data", 40)
+    training = asyncio.create_task(client.run("train", world.train("new", "never", "sft", data, MANY_STEPS)))
+    await asyncio.sleep(2.0)
+    assert not training.done()
+    for process in gang.family(1):  # a machine that is gone closes no connection: a stopped one is like it
+        process.send_signal(getattr(signal, how))
+    began = time.monotonic()
+    with pytest.raises(TrainerError, match=rf"doing train: node 1 \({socket.gethostname()}\): rank 1 has been silent for"):
+        await asyncio.wait_for(training, timeout=DEADLINE_S)
+    assert time.monotonic() - began < 60, "not by a deadline of a collective"
+    await client.close()
+    gang.nodes[0].wait(timeout=30)
