@@ -29,6 +29,7 @@ SIZES: list[tuple[str, int]] = [
     (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|n_experts", 4),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|context_length", 256),
     (r"sliding_window(_size)?|attention_window_size|local_attention|attention_chunk_size|window_size", 8),
+    (r"(mamba_)?chunk_size", 16),  # a text is filled up to whole chunks
 ]
 LAYERS_MAX, PARAMETERS_MAX = 12, 20_000_000
 LOUDNESS = 2.0  # of new weights: with theirs every token is about as likely as any other, whatever comes before it
