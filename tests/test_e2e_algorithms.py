@@ -17,7 +17,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["reinforce++", *(pytest.param(name, marks=pytest.mark.soak) for name in ("gspo", "dppo"))])
 def test_options_reach_the_trainer_and_every_check_of_a_first_step_holds(folder: Folder, name: str) -> None:
     output = folder.complete("a", *TWO, *OPTIONS[name])
     for sign in ("is not on-policy", "the first step clips", "differs from the reference"):

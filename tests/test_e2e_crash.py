@@ -33,7 +33,10 @@ def test_kill_the_whole_group_at_random_moments(folder: Folder, undisturbed: Und
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()
 
 
-@pytest.mark.parametrize("victim", ["rlpipe.trainer.server", "rlpipe.trainer.gang", "rlpipe.engines.local.server"])
+@pytest.mark.parametrize(
+    "victim",
+    ["rlpipe.trainer.server", pytest.param("rlpipe.trainer.gang", marks=pytest.mark.soak), "rlpipe.engines.local.server"],
+)
 def test_kill_a_service_in_the_middle_and_the_run_goes_on_by_itself(
     folder: Folder, undisturbed: Undisturbed, victim: str
 ) -> None:

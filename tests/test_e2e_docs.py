@@ -1,7 +1,8 @@
 """Every shell and Python block of README and docs runs as written, page by page, in a checkout of its own.
 
 A prefix shortens runs: `rlpipe run tiny ...` gets a few settings before the page's own, which win. Before that its settings have to be
-valid as they are on the page. All runs have one Prefect server, which is what takes most of the time to start.
+valid as they are on the page. All runs have one Prefect server, which is what takes most of the time to start, and those of the pages that do not
+speak of MLflow have none: it takes a quarter of a short run.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tests.prefect_stand import Stand, kill_tree, running_server
 
 pytestmark = pytest.mark.e2e
 SHORT = [*(part for part in MINI if not part.startswith("rl.num_iterations")), "rl.num_iterations=6"]
+TRACKED = ("README.md", "docs/tracking.md")  # the pages that show what MLflow has
 PAGE_TIMEOUT_S = 900
 WORKER_READY = re.compile(r"^Worker .* started!$", re.M)  # the end of a block that goes on until Ctrl-C
 RLPIPE = f"""#!{sys.executable}
@@ -34,6 +36,8 @@ if arguments[:2] == ["run", "tiny"]:  # a page's own config is short
     sets = [part for name, part in zip([""] + arguments, arguments) if part != "--run" and name != "--run"][2:]
     read_config("tiny", [part for part in sets if part != "--set"], pathlib.Path({str(ROOT / "flows" / "presets")!r}))
     arguments[2:2] = {[part for setting in SHORT for part in ("--set", setting)]!r}
+if arguments[:1] in (["run"], ["fork"]) and "UNTRACKED" in os.environ:
+    arguments[2:2] = ["--set", "tracking.uri="]
 os.execv(rlpipe, [rlpipe, *arguments])
 """
 
@@ -111,7 +115,8 @@ def run_page(page: str, checkout: Path, environment: dict[str, str]) -> str:
     "page", [page for page in PAGES if runnable(page) and page not in ("docs/nights.md", "docs/cluster.md")]
 )
 def test_the_blocks_of_a_page_run(page: str, checkout: Path, server: Stand) -> None:
-    output = run_page(page, checkout, {"PREFECT_API_URL": server.environment["PREFECT_API_URL"]})
+    untracked = {} if page in TRACKED else {"UNTRACKED": "1"}
+    output = run_page(page, checkout, {"PREFECT_API_URL": server.environment["PREFECT_API_URL"], **untracked})
     assert output.count("=== ") == len(runnable(page)), output[-4000:]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 import aiohttp
+import orjson
 
 from rlpipe.services.calls import http_call, http_stream
 from rlpipe.types import EngineError
@@ -187,7 +187,7 @@ class EngineClient(ABC):
                     *lines, unread = (unread + part).split(b"\n")
                     for line in lines:
                         if line.startswith(EVENT) and line != LAST_EVENT:
-                            event = json.loads(line.removeprefix(EVENT))
+                            event = orjson.loads(line[len(EVENT) :])
                             if "error" in event:  # too late for a status
                                 raise self._fault(path, int(event["error"].get("code") or 500), str(event["error"]))
                             yield event

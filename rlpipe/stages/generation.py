@@ -80,11 +80,11 @@ async def generate(
         completions = await _until_enough(session, survivors, iteration, shard_groups, requests)
     else:
         completions = await sample(session, requests, [group.prompt for group in shard_groups])
-    rollouts = [
-        rollout
-        for group, request, completed in zip(shard_groups, requests, completions, strict=True)
-        for rollout in rollouts_of(session, group, request, completed, version)
-    ]
+    answered = list(zip(shard_groups, requests, completions, strict=True))
+    # millions of tokens to decode would keep the other shards' tokens waiting
+    rollouts = await asyncio.to_thread(
+        lambda: [rollout for group in answered for rollout in rollouts_of(session, *group, version)]
+    )
     await _check_answered(session, keys, shard, rollouts)
     file = await asyncio.to_thread(attempt.write, "rollouts.parquet", rollouts, Rollout, ROLLOUTS)
     num_tokens = sum(rollout.num_sampled_by(version) for rollout in rollouts)

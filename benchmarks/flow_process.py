@@ -1,0 +1,167 @@
+"""Many long rollouts through the process of the flow: seconds and memory, with engines that take no time.
+
+    .venv/bin/python benchmarks/flow_process.py [--rollouts 16384] [--tokens 4096]
+
+Two engines are played, in processes of their own: they answer /generate as SGLang does, 32 tokens an event, as fast as they are read. The rest is
+rlpipe's own, as the stages generate, score and filter use it: the pool and its client, decoding, Parquet, the reward `length` in its processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import resource
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+from aiohttp import web
+
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.engines.client import NOTHING_YET, EngineClient, Sampling
+from rlpipe.engines.pool import EnginePool, GroupRequest, Host
+from rlpipe.engines.protocols import SglangClient
+from rlpipe.engines.weights import Probe
+from rlpipe.processes.launch import free_port
+from rlpipe.records.columns import from_table, read_table, to_parquet, to_table
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import BATCH, ROLLOUTS, SCORES, Rollout
+from rlpipe.rewards.pool import RewardPool
+from rlpipe.services.calls import new_session
+from rlpipe.stages.generation import PromptGroup, rollouts_of
+from rlpipe.stages.scoring import rewarded
+from rlpipe.types import ArtifactRef
+
+ENGINES, GROUP, SHARD, EVENT, VERSION, VOCABULARY = 2, 16, 64, 32, 3, 256
+WORDS = "the quick brown fox jumps over the lazy dog " * 40
+
+
+def answer(length: int) -> bytes:
+    """The stream of one completion."""
+    draw, events = np.random.Generator(np.random.PCG64(0)), []
+    for start in range(0, length, EVENT):
+        tokens = draw.integers(3, VOCABULARY, min(EVENT, length - start)).tolist()
+        logprobs = (-draw.exponential(0.5, len(tokens)).astype(np.float32)).tolist()
+        last = start + EVENT >= length
+        meta: dict[str, Any] = {"finish_reason": {"type": "length"} if last else None}
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
+        if last:
+            meta["weight_versions"] = [{"version": str(VERSION), "start": 0, "end": length}]
+        events.append(f"data: {json.dumps({'output_ids': tokens, 'meta_info': meta})}\n\n")
+    return "".join(events).encode() + b"data: [DONE]\n\n"
+
+
+def serve_played(port: int, length: int) -> None:
+    """A played engine, until its process is ended."""
+    body = answer(length)
+
+    async def generate(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=body, content_type="text/event-stream")
+
+    app = web.Application(client_max_size=1 << 26)
+    app.add_routes([web.post("/generate", generate)])
+    web.run_app(app, host="127.0.0.1", port=port, print=None)
+
+
+class PlayedHost:
+    """The played engines as one host."""
+
+    name, progress = "played", 0
+
+    def __init__(self, clients: list[EngineClient]) -> None:
+        self.served = clients
+
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None: ...
+
+    async def clients(self, version: int) -> list[EngineClient]:
+        return self.served
+
+    async def close(self) -> None: ...
+
+
+class Parts:
+    """Seconds of each part, and the most memory until its end."""
+
+    def __init__(self) -> None:
+        self.began = self.at = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        now, most = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+        print(f"{name:42s} {now - self.at:8.1f} s   {most:6.2f} GiB at most", flush=True)
+        self.at = now
+
+
+def settled(tokenizer: ChatTokenizer) -> Any:
+    """What `rollouts_of` and `rewarded` ask of a session."""
+    rl = SimpleNamespace(train_stale_tokens=True, fault_reward=None)
+    return SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(rl=rl))
+
+
+async def through(ports: list[int], rollouts: int, length: int, tokenizer: ChatTokenizer) -> None:
+    prompts = [Prompt(f"p/{index}", "p", [{"role": "user", "content": WORDS}], "x") for index in range(rollouts // GROUP)]
+    params = [Sampling(length, seed=seed) for seed in range(GROUP)]
+    requests = [GroupRequest(prompt.prompt_id, [5] * 128, params, [NOTHING_YET] * GROUP) for prompt in prompts]
+    groups = [PromptGroup(index, index, prompt, []) for index, prompt in enumerate(prompts)]
+    session, parts = settled(tokenizer), Parts()
+    async with new_session() as http:
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        host = PlayedHost([SglangClient(url, url, http, "api", "admin") for url in urls])
+
+        async def hosts() -> list[Host]:
+            return [host]
+
+        pool = EnginePool(hosts, 256, 60.0)
+        await pool.serve(ArtifactRef("policy", "sha"), VERSION, Probe([1, 2], [-1.0]))
+
+        async def shard(start: int) -> bytes:
+            part = slice(start, start + SHARD)
+            answers = zip(groups[part], requests[part], await pool.generate(requests[part]), strict=True)
+            made = await asyncio.to_thread(lambda: [one for group in answers for one in rollouts_of(session, *group, VERSION)])
+            return await asyncio.to_thread(lambda: to_parquet(to_table(made, Rollout, ROLLOUTS)))
+
+        files = await asyncio.gather(*(shard(start) for start in range(0, len(groups), SHARD)))
+    parts.end("generate: sampled, decoded and written")
+    read = [rollout for data in files for rollout in from_table(read_table(data, ROLLOUTS), Rollout)]
+    with RewardPool({"length": 1.0}, {"length": {"target": 100}}, workers=1, timeout_s=60.0) as rewards:
+        scored = rewarded(session, {prompt.prompt_id: prompt for prompt in prompts}, read, {}, rewards)
+    scores = to_parquet(to_table(scored, Rollout, SCORES))
+    parts.end("score: read, scored and written")
+    del read, scored, files
+    kept = from_table(read_table(scores, SCORES), Rollout)
+    batch = to_parquet(to_table(kept, Rollout, BATCH))
+    parts.end("filter: read and written")
+    assert sum(len(rollout.completion_tokens) for rollout in kept) == rollouts * length
+    parts.at = parts.began
+    parts.end(f"{rollouts:,} rollouts of {length:,}, {len(batch) / 1e6:,.0f} MB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=16_384)
+    parser.add_argument("--tokens", type=int, default=4096)
+    arguments = parser.parse_args()
+    if arguments.rollouts % GROUP:
+        parser.error(f"--rollouts {arguments.rollouts}: use a multiple of {GROUP}, the size of a group")
+    ports = [free_port() for _ in range(ENGINES)]
+    engines = [multiprocessing.Process(target=serve_played, args=(port, arguments.tokens), daemon=True) for port in ports]
+    for engine in engines:
+        engine.start()
+    time.sleep(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        build_tokenizer([WORDS], Path(scratch))
+        tokenizer = ChatTokenizer.from_folder(cast(Any, Path(scratch)))
+        asyncio.run(through(ports, arguments.rollouts, arguments.tokens, tokenizer))
+    for engine in engines:
+        engine.terminate()
+        engine.join()
+
+
+if __name__ == "__main__":
+    main()
