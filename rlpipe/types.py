@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 JsonDict = dict[str, Any]
 Metrics = dict[str, float]
@@ -170,7 +170,7 @@ class Manifest:
     code_version: str
     started_at: str
     ended_at: str
-    schema_version: int = 1
+    schema_version: Literal[1] = 1  # of another, the document is refused
 
     def file(self, plain_name: str) -> FileRecord:
         """The record called `plain_name`; StoreError when the artifact has no such file."""
@@ -201,7 +201,7 @@ class IterationRecord:
     curve: list[list[float | int]]  # [iteration, mean reward] so far, thinned
     best: BestReward
     ended_at: str
-    schema_version: int = 1
+    schema_version: Literal[1] = 1  # of another, the document is refused
 
     def artifact(self, name: str) -> ArtifactRef:
         """What it names so; StoreError when it names none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import subprocess
@@ -16,7 +17,7 @@ from rlpipe.config.source import read_config
 from rlpipe.store import artifacts
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import Manifest, StoreError, UserError, sha256_of
+from rlpipe.types import Manifest, StoreError, UserError, canonical_json, sha256_of
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 
@@ -107,6 +108,13 @@ def test_a_changed_byte_is_an_error_that_names_the_file(store: Store) -> None:
     assert artifacts.read_manifest(store, "f", ref.sha256) == manifest
 
 
+def test_a_document_of_a_later_version_is_refused(store: Store) -> None:
+    later = {**dataclasses.asdict(manifest_of([])), "schema_version": 2}
+    store.put("f/manifest.json", canonical_json(later | {"seal": sha256_of(later)}))
+    with pytest.raises(StoreError, match="damaged, or of another version: schema_version: Input should be 1"):
+        artifacts.read_manifest(store, "f")
+
+
 def test_materialise_verifies_and_appears_whole(store: Store, tmp_path: Path) -> None:
     source = tmp_path / "w.bin"
     source.write_bytes(bytes(range(256)) * 1000)
@@ -143,6 +151,10 @@ def test_parts_of_a_file_are_read_and_verified(store: Store, tmp_path: Path, mon
         artifacts.read_range(store, "p", record, blocks, 25_100, 25_200)
     with pytest.raises(StoreError, match=r"w\.bin does not have the sha256"):
         artifacts.check_file(store, "p", record)
+    for wrong in (data[:-1], data + b"x"):
+        store.put("p/a1/w.bin", wrong)
+        with pytest.raises(StoreError, match=rf"w\.bin has {len(wrong)} bytes; its manifest says 25600"):
+            artifacts.check_file(store, "p", record)
 
 
 def test_a_writer_killed_at_any_moment_leaves_the_whole_file_or_none(tmp_path: Path) -> None:

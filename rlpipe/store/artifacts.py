@@ -132,12 +132,14 @@ def read_file(store: Store, folder: str, record: FileRecord) -> bytes:
 
 
 def check_file(store: Store, folder: str, record: FileRecord) -> None:
-    """Reads a large data file once, keeping nothing of it; StoreError when it is not what its record says."""
-    digest, step = hashlib.sha256(), PARTS * PART_BYTES
+    """Reads a data file of any size once, keeping nothing of it; StoreError when it is not what its record says."""
+    key, digest, step = f"{folder}/{record.name}", hashlib.sha256(), PARTS * PART_BYTES
+    if (size := store.size(key)) != record.bytes:
+        raise StoreError(f"{store.address(key)} has {size} bytes; its manifest says {record.bytes}")
     for start in range(0, record.bytes, step):
-        digest.update(store.read_range(f"{folder}/{record.name}", start, min(start + step, record.bytes)))
+        digest.update(store.read_range(key, start, min(start + step, record.bytes)))
     if digest.hexdigest() != record.sha256:
-        raise StoreError(f"{store.address(folder)}/{record.name} does not have the sha256 of its manifest")
+        raise StoreError(f"{store.address(key)} does not have the sha256 of its manifest")
 
 
 def read_range(store: Store, folder: str, record: FileRecord, blocks: Blocks | None, start: int, end: int) -> memoryview:

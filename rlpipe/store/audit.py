@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 
-from rlpipe.store.artifacts import MANIFEST, SOURCE_INPUT, read_file, read_manifest
+from rlpipe.store.artifacts import MANIFEST, SOURCE_INPUT, check_file, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.forks import AT_SFT
 from rlpipe.store.lease import held_by
@@ -100,7 +100,7 @@ def _artifact_faults(store: Store, folder: str, known: set[str]) -> Iterator[str
             yield f"{folder}: input {name} ({sha256[:12]}) is no committed artifact"
     for record in manifest.files:
         try:
-            read_file(store, folder, record)
+            check_file(store, folder, record)
         except StoreError as error:
             yield str(error)
 

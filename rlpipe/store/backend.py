@@ -65,6 +65,13 @@ class Store:
         except FileNotFoundError as error:
             raise StoreError(f"{self.address(key)} is missing from the store") from error
 
+    def size(self, key: str) -> int:
+        """Bytes of a file; StoreError naming it when it is missing."""
+        try:
+            return int(self.filesystem.size(self.address(key)))
+        except FileNotFoundError as error:
+            raise StoreError(f"{self.address(key)} is missing from the store") from error
+
     def read_range(self, key: str, start: int, end: int) -> bytearray:
         """The bytes `start` to `end` of a file; StoreError naming it when it is missing or shorter."""
         path, data = self.address(key), bytearray(end - start)

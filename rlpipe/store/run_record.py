@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 from rlpipe.config.pipeline import STORED, PipelineConfig, from_stored, stored_tree
 from rlpipe.config.rules import is_run_name
@@ -40,7 +41,7 @@ class RunRecord:
     fork: ForkRecord | None
     code_version: str
     libraries: dict[str, str]
-    schema_version: int = 1
+    schema_version: Literal[1] = 1  # of another, the document is refused
 
 
 @cache
