@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.folder import tensor_shapes, weight_files
-from rlpipe.stages.base import base_policy, base_tokenizer
+from rlpipe.stages.base import HUB_COPIES, HUB_FILES, base_policy, base_tokenizer
 from rlpipe.stages.preflight import preflight
 from rlpipe.stages.stage import Attempt
 from rlpipe.store.backend import open_store
@@ -96,3 +97,16 @@ def test_weights_are_those_of_the_index(folder: Path) -> None:
         index.write_text(json.dumps(odd))
         with pytest.raises(StoreError, match=r"is no index of weights|has no "):
             weight_files(folder)
+
+
+def test_of_the_hub_only_what_is_read_is_downloaded() -> None:
+    """Not the same weights once more, for other programs: they are as large."""
+    read = [
+        "config.json",
+        "chat_template.jinja",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    copies = ["consolidated.safetensors", "onnx/config.json", "original/params.json", "pytorch_model.bin", "README.md"]
+    assert list(filter_repo_objects([*read, *copies], allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES)) == read

@@ -31,6 +31,7 @@ IMPORT_GGUF = ".venv/bin/python scripts/import_gguf.py"
 MODEL_FILES = {"config.json", "generation_config.json", INDEX}
 TOKENIZER_TEXTS_MAX = 2000
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_COPIES = ["*/*", "consolidated*"]  # of the same weights, for other programs
 HUB_TIMEOUT_S = 10.0
 RUN = "run:"  # begins an `rl.reference` that is the policy of a run
 TRIAL_TIMEOUT_S = 120.0  # of a model's config, most of it to import torch
@@ -75,7 +76,7 @@ def _snapshot(name: str, field: str, local_only: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     with _from_hub(name, field):
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=local_only))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES, local_files_only=local_only))
 
 
 def place_of_model(model: ModelConfig, field: str = "model.path") -> tuple[str, Path]:
