@@ -163,6 +163,18 @@ def test_how_a_run_ends_is_its_status_and_a_continued_one_is_running(tmp_path: P
     assert statuses(tmp_path) == {"post-train": "FINISHED", "sft": "FINISHED", "rl": "FINISHED"}
 
 
+def test_an_evaluation_leaves_a_run_that_another_process_began_as_it_is(tmp_path: Path) -> None:
+    begun = tracker(tmp_path)
+    begun.begin("rl")
+    begun._queue.put(None)  # a kill -9, or it still runs
+    assert begun._thread is not None
+    begun._thread.join()
+    evaluating = tracker(tmp_path)
+    evaluating.evaluated(0)
+    evaluating.close()
+    assert statuses(tmp_path) == {"post-train": "RUNNING", "rl": "RUNNING"}
+
+
 def test_a_run_that_a_budget_stopped_is_finished_and_says_why_until_it_goes_on(tmp_path: Path) -> None:
     stopped = tracker(tmp_path)
     stopped.begin("rl")

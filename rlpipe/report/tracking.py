@@ -64,6 +64,7 @@ class MlflowRun:
     run_id: str
     status: str
     tags: dict[str, str]
+    is_new: bool
 
 
 class Tracker:
@@ -157,7 +158,7 @@ class Tracker:
         run_name = f"{name} {phase}" if nested else name
         entity = known[0] if known else client.create_run(self._experiment, run_name=run_name, tags=tags | nested)
         self._describe(entity)
-        self._runs[phase] = MlflowRun(entity.info.run_id, entity.info.status, entity.data.tags)
+        self._runs[phase] = MlflowRun(entity.info.run_id, entity.info.status, entity.data.tags, not known)
         return self._runs[phase]
 
     @cached_property
@@ -271,13 +272,12 @@ class Tracker:
         )
 
     def _end(self) -> None:
-        """What is RUNNING ends; a run that waits for a person waits between two phases, so its phases are FINISHED."""
+        """What is RUNNING ends, but for another process, where this one began no phase; one that waits for a person is between two phases."""
         if self.stopped and self.status == "FINISHED" and PARENT in self._runs:
             self._client.set_tag(self._runs[PARENT].run_id, STOPPED_TAG, self.stopped)
         for phase, mlflow_run in self._runs.items():
-            if mlflow_run.status == "RUNNING":
-                waits = phase != PARENT and self.status == "SCHEDULED"
-                self._set_status(phase, "FINISHED" if waits else self.status)
+            if mlflow_run.status == "RUNNING" and (self._phase or mlflow_run.is_new):
+                self._set_status(phase, "FINISHED" if phase != PARENT and self.status == "SCHEDULED" else self.status)
 
 
 def _metrics(points: list[Point]) -> list[Any]:
