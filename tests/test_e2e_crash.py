@@ -35,7 +35,10 @@ def test_kill_the_whole_group_at_random_moments(folder: Folder, undisturbed: Und
 
 @pytest.mark.parametrize(
     "victim",
-    ["rlpipe.trainer.server", pytest.param("rlpipe.trainer.gang", marks=pytest.mark.soak), "rlpipe.engines.local.server"],
+    [
+        "rlpipe.trainer.server",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("rlpipe.trainer.gang", "rlpipe.engines.local.server")),
+    ],
 )
 def test_kill_a_service_in_the_middle_and_the_run_goes_on_by_itself(
     folder: Folder, undisturbed: Undisturbed, victim: str

@@ -93,6 +93,7 @@ def sft_only_and_then_evaluated(stand: Stand, folder: Folder, config: PipelineCo
     assert store.exists("runs/night/rl/00000/evaluation/manifest.json")  # iteration 0 had none due
 
 
+@pytest.mark.nightly
 def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_path: Path) -> None:
     folder = Folder(tmp_path, f"file://{tmp_path}/store")
     broken = tmp_path / "broken"

@@ -24,7 +24,7 @@ from tests.pipeline import BIN, MINI
 from tests.prefect_stand import Stand, kill_tree, running_server
 
 pytestmark = pytest.mark.e2e
-SHORT = [*(part for part in MINI if not part.startswith("rl.num_iterations")), "rl.num_iterations=6"]
+SHORT = [*(part for part in MINI if not part.startswith("rl.num_iterations")), "rl.num_iterations=3"]
 TRACKED = ("README.md", "docs/tracking.md")  # the pages that show what MLflow has
 PAGE_TIMEOUT_S = 900
 WORKER_READY = re.compile(r"^Worker .* started!$", re.M)  # the end of a block that goes on until Ctrl-C

@@ -100,6 +100,7 @@ def test_killed_while_it_generates_it_ends_with_the_same_bits(undisturbed: Folde
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.final_sha256("b", ITERATIONS)
 
 
+@pytest.mark.nightly
 def test_an_environment_process_that_is_killed_changes_nothing(undisturbed: Folder, folder: Folder) -> None:
     process = folder.start(*folder.run_arguments("a", *SMALL, preset="calculator"))
     try:

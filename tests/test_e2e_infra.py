@@ -59,6 +59,7 @@ def status(compose: Compose, url: str, *headers: str) -> str:
     return told.stdout.strip() or told.stderr
 
 
+@pytest.mark.nightly
 def test_the_stand_asks_for_keys(compose: Compose) -> None:
     assert status(compose, "http://prefect:4200/api/flows/count") in ("401", "403", "405")
     assert status(compose, "http://prefect:4200/api/admin/version") == "401"
@@ -68,6 +69,7 @@ def test_the_stand_asks_for_keys(compose: Compose) -> None:
         assert status(compose, f"http://{OUTSIDE}:{port}/") == "ConnectionRefusedError"
 
 
+@pytest.mark.nightly
 def test_the_worker_polls_the_pool_of_the_authenticated_server(compose: Compose) -> None:
     deadline, pool = time.monotonic() + POOL_READY_S, ("", "")
     while pool != ("process", "READY"):
@@ -79,6 +81,7 @@ def test_the_worker_polls_the_pool_of_the_authenticated_server(compose: Compose)
     assert "post-train/post-train" in told.stdout
 
 
+@pytest.mark.nightly
 def test_a_flow_run_is_started_as_on_the_page(compose: Compose) -> None:
     page = (ROOT / "docs" / "cluster.md").read_text()
     (start,) = re.findall(r"^.venv/bin/(prefect deployment run .*)", page, re.M)
@@ -87,6 +90,7 @@ def test_a_flow_run_is_started_as_on_the_page(compose: Compose) -> None:
     assert told.returncode == 0 and "post-train" in told.stdout, told.stdout + told.stderr
 
 
+@pytest.mark.nightly
 def test_artifacts_of_mlflow_are_in_s3_and_foreign_hosts_are_refused(compose: Compose) -> None:
     told = compose.run("worker-cpu", "python", "-c", TRACK)
     assert told.returncode == 0, told.stderr
@@ -96,6 +100,7 @@ def test_artifacts_of_mlflow_are_in_s3_and_foreign_hosts_are_refused(compose: Co
     assert status(compose, "http://mlflow:5000/api/2.0/mlflow/experiments/search?max_results=1", "Host=evil.example") == "403"
 
 
+@pytest.mark.nightly
 def test_no_secret_is_in_a_log_of_the_stand(compose: Compose) -> None:
     for name in compose.processes:
         text = (compose.folder / f"{name}.log").read_text()

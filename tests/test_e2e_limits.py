@@ -11,6 +11,7 @@ pytestmark = pytest.mark.e2e
 ITERATIONS = 5
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_goes_on_to_the_same_bits(folder: Folder, undisturbed: Undisturbed) -> None:
     tokens = read_record(undisturbed.folder, "a", 2)["metrics"]["spent/rollout_tokens"]  # type: ignore[index]
     code, output = folder.rlpipe(*folder.run_arguments("a", *MINI, f"budget.rollout_tokens={tokens}"))

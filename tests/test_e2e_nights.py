@@ -84,6 +84,7 @@ def wait_until_free(folder: Folder, run: str, timeout_s: float = 60) -> None:
             time.sleep(0.5)
 
 
+@pytest.mark.nightly
 def test_a_run_waits_for_a_person_and_while_another_holds_it(
     stand: Stand, folder: Folder, notifications: tuple[list[str], int]
 ) -> None:

@@ -59,6 +59,7 @@ def test_trainer_engine_and_flow_are_killed_and_it_ends_with_the_same_bits(undis
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.final_sha256("a", ITERATIONS)
 
 
+@pytest.mark.nightly
 def test_a_fork_samples_what_nobody_did_ahead_of_it(undisturbed: Folder) -> None:
     """Alone, with the version before the one that it stands at: what its parent sampled ahead is the parent's."""
     code, output = undisturbed.rlpipe("fork", "a", "--at", "2", "--run", "b", "--store", undisturbed.store)
@@ -68,6 +69,7 @@ def test_a_fork_samples_what_nobody_did_ahead_of_it(undisturbed: Folder) -> None
     assert undisturbed.final_sha256("b", ITERATIONS) == undisturbed.final_sha256("a", ITERATIONS)
 
 
+@pytest.mark.nightly
 def test_where_the_next_batch_cannot_be_had_the_iteration_before_it_is_committed(tmp_path: Path) -> None:
     folder = Folder(tmp_path, f"file://{tmp_path}/store")
     (tmp_path / "filters_of_mine.py").write_text(

@@ -53,6 +53,7 @@ def check_run(folder: Folder, run: str) -> tuple[list[JsonDict], list[JsonDict]]
     return told, rows
 
 
+@pytest.mark.nightly
 def test_what_was_cut_short_is_continued_and_trained(folder: Folder) -> None:
     output = folder.complete("a", *OVERSAMPLED)
     told, rows = check_run(folder, "a")

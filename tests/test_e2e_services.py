@@ -71,6 +71,7 @@ def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all
     assert folder.final_sha256("a", 5) == two_ranks.final_sha256("a", 5)
 
 
+@pytest.mark.nightly
 def test_services_whose_flow_is_gone_end_by_themselves(folder: Folder) -> None:
     join = ["--store", folder.store, "--run", "a", "--idle-timeout-s", "45"]
     started = [folder.start("trainer", *join), folder.start("host", *join)]

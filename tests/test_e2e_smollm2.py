@@ -93,6 +93,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory, prefect_api: dict
     return open_existing(folder.open_store(), "a")
 
 
+@pytest.mark.nightly
 def test_the_template_shows_what_the_assistant_wrote(model: Path) -> None:
     """Token by token: the model's own tokenizer and template, and transformers' rendering of them."""
     talk = [{"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": "Paris.\n\n1 day"}, {"role": "user", "content": "Sure?"},
@@ -107,6 +108,7 @@ def test_the_template_shows_what_the_assistant_wrote(model: Path) -> None:
     assert (tokens[0], chat.eos_token_id, chat.pad_token_id, chat.vocab_size) == (IM_START, IM_END, IM_END, 49152)
 
 
+@pytest.mark.nightly
 def test_the_model_speaks_before_and_after(model: Path, run: Run, tmp_path: Path) -> None:
     before = speech(model)
     assert before.sensible and before.perplexity < 20, before
@@ -117,6 +119,7 @@ def test_the_model_speaks_before_and_after(model: Path, run: Run, tmp_path: Path
     assert after.perplexity != before.perplexity
 
 
+@pytest.mark.nightly
 def test_engine_and_trainer_agree_on_a_real_model(run: Run, tmp_path: Path) -> None:
     record = run.iteration(0)
     assert record is not None

@@ -93,7 +93,12 @@ def digest_of(folder: Folder, run: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("redo", "own"), [("train", {"policy"}), ("filter", {"batch", "policy"}), ("score", {"scores", "batch", "policy"})]
+    ("redo", "own"),
+    [
+        pytest.param("train", {"policy"}, marks=pytest.mark.nightly),
+        pytest.param("filter", {"batch", "policy"}, marks=pytest.mark.nightly),
+        ("score", {"scores", "batch", "policy"}),
+    ],
 )
 def test_redone_with_the_same_settings_it_is_the_same_to_the_bit(folder: Folder, redo: str, own: set[str]) -> None:
     new = f"same-{redo}"
@@ -182,6 +187,7 @@ def test_fed_from_a_file_it_is_the_same_and_the_file_is_needed_once(folder: Fold
     assert_whole(folder, "filed")
 
 
+@pytest.mark.nightly
 def test_rewards_that_a_file_brings_are_kept_and_an_evaluation_starts_the_only_engine(folder: Folder) -> None:
     run = open_existing(folder.open_store(), "a")
     ref, manifest = run.policy(0)

@@ -118,6 +118,7 @@ def test_everything_is_killed_once_and_the_run_ends_with_the_same_bits(
     assert folder.rlpipe("verify", "b", "--store", folder.store)[0] == 0
 
 
+@pytest.mark.nightly
 def test_of_two_runs_on_pools_with_room_for_one_the_second_waits_and_a_cancelled_one_leaves_nothing(
     stand: TeamStand, folder: Folder, undisturbed: Undisturbed
 ) -> None:

@@ -21,6 +21,7 @@ def check_whole(folder: Folder, run: str) -> None:
     assert code == 0 and "0 faults" in output, output
 
 
+@pytest.mark.nightly
 def test_rl_starts_from_a_model_on_disk_of_another_number_type(folder: Folder) -> None:
     folder.complete("a", *MINI, "rl.num_iterations=1")
     ref, _ = open_existing(folder.open_store(), "a").policy(1)
