@@ -48,6 +48,15 @@ def test_what_the_shared_stages_depend_on_may_not(run: Run, redo: str, override:
         check_redo(run, 3, override_config(run.config, ["run=b", override]), redo)
 
 
+def test_what_an_older_version_sampled_is_not_trained_uncorrected(run: Run) -> None:
+    parent = Run(run.store, override_config(run.config, ["rl.overlap=iteration"]))
+    for redo in ("score", "filter", "train"):
+        check_redo(parent, 3, override_config(parent.config, ["rl.overlap=none"]), redo)
+        with pytest.raises(UserError, match=rf"--redo {redo} trains what version 2 sampled \(rl\.overlap of a\)"):
+            check_redo(parent, 3, override_config(parent.config, ["rl.overlap=none", "rl.importance=none"]), redo)
+    check_redo(parent, 0, override_config(parent.config, ["rl.overlap=none", "rl.importance=none"]), "train")
+
+
 def test_at_iteration_0_sampling_anew_is_another_run(run: Run) -> None:
     with pytest.raises(UserError, match="to sample anew, start another run"):
         check_redo(run, 0, override_config(run.config, ["rl.temperature=0.5"]), "score")

@@ -175,7 +175,7 @@ def _of_losses(rl: RlConfig) -> Iterator[str]:
 def _of_overlap(rl: RlConfig) -> Iterator[str]:
     if rl.overlap == "none":
         return
-    if rl.importance == "none" and rl.objective != "dppo":
+    if not rl.corrects_staleness:
         yield (
             f"{rl.overlap=}: what is trained was sampled by the version before, and nothing would correct that; set rl.importance, for "
             "example to token_truncate"

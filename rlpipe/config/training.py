@@ -185,6 +185,11 @@ class RlConfig(OptimizerConfig):
         """Whether tokens are trained that an older policy sampled."""
         return bool(self.rollouts_from) or self.overlap != "none" or (self.oversampling > 1 and self.train_stale_tokens)
 
+    @property
+    def corrects_staleness(self) -> bool:
+        """Whether something corrects for tokens that an older policy sampled; the objective dppo does by itself."""
+        return self.importance != "none" or self.objective == "dppo"
+
     def sampled_by(self, iteration: int) -> int:
         """The weight version that samples an iteration."""
         return max(0, iteration - 1) if self.overlap == "iteration" else iteration

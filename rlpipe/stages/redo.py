@@ -33,6 +33,11 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
             anew = f"fork without --redo (rlpipe fork {run.name} --at {at - 1} ...)" if at else "start another run"
             way_out = INSTEAD.get(kind, f"to sample anew, {anew}")
             raise UserError(f"--redo {redo} shares {kind}, so {'; '.join(differ)}: {way_out}")
+    if run.sampled_by(at) < at and not config.rl.corrects_staleness:
+        raise UserError(
+            f"--redo {redo} trains what version {run.sampled_by(at)} sampled (rl.overlap of {run.name}), and nothing would correct that; "
+            "set rl.importance, for example to token_truncate"
+        )
 
 
 @dataclass(frozen=True)
