@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import resource
@@ -17,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from aiohttp import web
@@ -38,15 +39,15 @@ from rlpipe.stages.generation import PromptGroup, rollouts_of
 from rlpipe.stages.scoring import rewarded
 from rlpipe.types import ArtifactRef
 
-ENGINES, GROUP, SHARD, EVENT, VERSION, VOCABULARY = 2, 16, 64, 32, 3, 256
-WORDS = "the quick brown fox jumps over the lazy dog " * 40
+ENGINES, ANSWERS, GROUP, SHARD, EVENT, VERSION = 2, 256, 16, 64, 32, 3
+WORDS = ["".join(letters) for letters in itertools.product("abcdefghijkl", repeat=4)]  # each is a token of the tokenizer
 
 
-def answer(length: int) -> bytes:
+def answer(length: int, seed: int) -> bytes:
     """The stream of one completion."""
-    draw, events = np.random.Generator(np.random.PCG64(0)), []
+    draw, events = np.random.Generator(np.random.PCG64(seed)), []
     for start in range(0, length, EVENT):
-        tokens = draw.integers(3, VOCABULARY, min(EVENT, length - start)).tolist()
+        tokens = draw.integers(300, len(WORDS), min(EVENT, length - start)).tolist()
         logprobs = (-draw.exponential(0.5, len(tokens)).astype(np.float32)).tolist()
         last = start + EVENT >= length
         meta: dict[str, Any] = {"finish_reason": {"type": "length"} if last else None}
@@ -57,13 +58,13 @@ def answer(length: int) -> bytes:
     return "".join(events).encode() + b"data: [DONE]\n\n"
 
 
-def serve_played(port: int, length: int) -> None:
+def serve_played(port: int, answers: list[bytes]) -> None:
     """A played engine, until its process is ended."""
-    body = answer(length)
+    turns = itertools.cycle(answers)
 
     async def generate(request: web.Request) -> web.Response:
         await request.read()
-        return web.Response(body=body, content_type="text/event-stream")
+        return web.Response(body=next(turns), content_type="text/event-stream")
 
     app = web.Application(client_max_size=1 << 26)
     app.add_routes([web.post("/generate", generate)])
@@ -105,7 +106,10 @@ def settled(tokenizer: ChatTokenizer) -> Any:
 
 
 async def through(ports: list[int], rollouts: int, length: int, tokenizer: ChatTokenizer) -> None:
-    prompts = [Prompt(f"p/{index}", "p", [{"role": "user", "content": WORDS}], "x") for index in range(rollouts // GROUP)]
+    prompts = [
+        Prompt(f"p/{index}", "p", [{"role": "user", "content": " ".join(WORDS[:128])}], "x")
+        for index in range(rollouts // GROUP)
+    ]
     params = [Sampling(length, seed=seed) for seed in range(GROUP)]
     requests = [GroupRequest(prompt.prompt_id, [5] * 128, params, [NOTHING_YET] * GROUP) for prompt in prompts]
     groups = [PromptGroup(index, index, prompt, []) for index, prompt in enumerate(prompts)]
@@ -150,13 +154,14 @@ def main() -> None:
     if arguments.rollouts % GROUP:
         parser.error(f"--rollouts {arguments.rollouts}: use a multiple of {GROUP}, the size of a group")
     ports = [free_port() for _ in range(ENGINES)]
-    engines = [multiprocessing.Process(target=serve_played, args=(port, arguments.tokens), daemon=True) for port in ports]
+    answers = [answer(arguments.tokens, seed) for seed in range(ANSWERS)]
+    engines = [multiprocessing.Process(target=serve_played, args=(port, answers), daemon=True) for port in ports]
     for engine in engines:
         engine.start()
     time.sleep(1)
     with tempfile.TemporaryDirectory() as scratch:
-        build_tokenizer([WORDS], Path(scratch))
-        tokenizer = ChatTokenizer.from_folder(cast(Any, Path(scratch)))
+        build_tokenizer([" " + " ".join(WORDS)], Path(scratch))
+        tokenizer = ChatTokenizer.from_folder(Path(scratch))
         asyncio.run(through(ports, arguments.rollouts, arguments.tokens, tokenizer))
     for engine in engines:
         engine.terminate()
