@@ -16,7 +16,10 @@ NOT_HERE: dict[str, dict[str, str]] = {
     },
     "docs/benchmarks.md": {
         ".venv/bin/python benchmarks/compare_trl.py": "TRL's own environment (1.6 GB), and many minutes of training",
-        ".venv/bin/python benchmarks/trainer.py": "minutes of measuring, on a machine that does nothing else",
+        **dict.fromkeys(
+            (f".venv/bin/python benchmarks/{name}.py" for name in ("trainer", "overlap", "flow_process", "growth")),
+            "minutes of measuring, on a machine that does nothing else",
+        ),
     },
     "docs/cluster.md": dict.fromkeys(
         ("install -m 600", "for kind in", "docker", "scripts/install.sh", "(scrontab", "PATH=", "RLPIPE_ADDRESS="),
