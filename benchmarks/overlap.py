@@ -50,7 +50,7 @@ class Seen:
 def run(comparison: Comparison, seed: int, overlap: str, sets: list[str]) -> Seen:
     """One run to its end."""
     alike = [f"model.path={comparison.model}", f"seed={seed}", "sft.num_steps=0", f"rl.num_iterations={comparison.iterations}"]
-    alike += ["evaluation.every=0", "trainer.threads=1", "engines.threads=1", f"rl.overlap={overlap}", *sets]
+    alike += ["evaluation.every=0", "trainer.threads=1", "engines.count=1", "engines.threads=1", f"rl.overlap={overlap}", *sets]
     records = comparison.rlpipe(f"seed-{seed}-{overlap}", alike).iterations(comparison.iterations)
     ended = [moment_of(record.ended_at, "iteration.json").timestamp() for record in records]
     metrics = [record.metrics for record in records]

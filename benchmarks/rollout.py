@@ -18,8 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as all processes of rlpipe: spinning threads would starve the engine
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from rlpipe.processes.launch import THREADS
+
+os.environ.update(THREADS)  # as all processes of rlpipe; read when torch is loaded
 
 import torch
 

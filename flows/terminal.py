@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from pathlib import Path
@@ -48,9 +49,15 @@ def bar(title: str, total: int, done: int, unit: str) -> tqdm[Any]:
 
 def say(progress: tqdm[Any], line: str) -> None:
     """A line above the bar, and in the log of the flow run; a worker's terminal has it from the log."""
-    if not deployment.id:
+    if not _of_deployment():
         progress.write(line)
     get_run_logger().info(line)
+
+
+@functools.cache
+def _of_deployment() -> bool:
+    """Whether this process does a deployment's flow run: it does one. Without a deployment, Prefect asks its server for it, every time."""
+    return bool(deployment.id)
 
 
 def segment_line(segment: int, step: int, metrics: Metrics) -> str:

@@ -24,6 +24,7 @@ MINI = [
     "data.short_words.rows_max=400", "data.all_words.rows_max=100", "data.words.rows_max=300",
     "rl.num_iterations=5", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=4", "rl.num_steps=2", "rl.warmup_steps=2",
     "rl.filters={}", "evaluation.every=2", "evaluation.prompts_max=8", "checkpoint.state_every=2",
+    "engines.count=1", "trainer.threads=1",
 ]  # fmt: skip
 
 

@@ -81,7 +81,13 @@ def test_generated_data_fits_the_preset(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [[], ["--enable-deterministic-inference"]])
 def test_deterministic_inference_is_a_choice(flags: list[str], tmp_path: Path) -> None:
     """It takes a third of SGLang's throughput; a run that is killed loses nothing without it."""
-    on_gpu = ["engines.kind=sglang", "engines.python=/venv/bin/python", "engines.gpu_ids=[0]", "model.dtype=bfloat16"]
+    on_gpu = [
+        "engines.kind=sglang",
+        "engines.python=/venv/bin/python",
+        "engines.count=1",
+        "engines.gpu_ids=[0]",
+        "model.dtype=bfloat16",
+    ]
     config = read_config("tiny", ["run=a", *on_gpu, f"engines.flags={json.dumps(flags)}"], PRESETS)
     weights = Weights(tmp_path, 1, Probe([1, 2], [-1.0]))
     argv = argv_of(config, EngineAddress(0, "127.0.0.1", 8000, ("", "")), weights)

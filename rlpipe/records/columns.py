@@ -66,35 +66,36 @@ def as_row(record: Any) -> JsonDict:
 def _encoded(values: list[Any], kind: Any) -> pa.Array:
     if isinstance(kind, Json):
         return pa.array([_as_text(value, kind) for value in values], pa.string())
-    if not _is_array(kind):
-        rows = [[span._asdict() for span in spans] for spans in values] if pa.types.is_list(kind) else values
-        return pa.array(rows, kind)
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
     offsets = np.zeros(len(values) + 1, dtype=np.int64)
     np.cumsum([len(value) for value in values], out=offsets[1:])
     assert offsets[-1] <= ITEMS_MAX, f"{offsets[-1]} items in one column of a file"
-    items = np.concatenate(values or [np.zeros(0)]).astype(NUMPY[kind.value_type], copy=False)
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(items, kind.value_type))
+    if pa.types.is_struct(kind.value_type):
+        items = pa.array([tuple(span) for spans in values for span in spans], kind.value_type)
+    else:
+        items = pa.array(np.concatenate(values or [np.zeros(0)]).astype(NUMPY[kind.value_type], copy=False), kind.value_type)
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), items)
 
 
 def _decoded(column: pa.ChunkedArray, kind: Any) -> list[Any]:
     if isinstance(kind, Json):
         return [_from_text(text, kind) for text in column.to_pylist()]
-    if not _is_array(kind):
-        rows = column.to_pylist()
-        return [tuple(Span(**span) for span in spans or ()) for spans in rows] if pa.types.is_list(kind) else rows
+    if not pa.types.is_list(kind):
+        return column.to_pylist()
     if column.null_count or any(chunk.values.null_count for chunk in column.chunks):
         raise pa.ArrowInvalid("a list or an entry of one is missing")
-    return [array for chunk in column.chunks for array in _arrays(chunk)]
+    return [row for chunk in column.chunks for row in _rows(chunk)]
 
 
-def _arrays(chunk: Any) -> list[np.ndarray]:
-    """Views of the rows of one list array; read-only."""
-    items, offsets = chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
-    return [items[start:end] for start, end in itertools.pairwise(offsets)]
-
-
-def _is_array(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) and not pa.types.is_struct(kind.value_type)
+def _rows(chunk: Any) -> list[Any]:
+    """The rows of one list array: tuples of spans, or views of numbers, read-only."""
+    if pa.types.is_struct(chunk.type.value_type):
+        # not one dict a span: most of the time of reading a batch would go there
+        items: Any = tuple(map(Span, *(chunk.values.field(name).to_pylist() for name in Span._fields)))
+    else:
+        items = chunk.values.to_numpy(zero_copy_only=False)
+    return [items[start:end] for start, end in itertools.pairwise(chunk.offsets.to_numpy())]
 
 
 def _as_text(value: Any, kind: Json) -> str:
