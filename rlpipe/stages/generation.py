@@ -109,11 +109,14 @@ async def _in_turn(session: Session, keys: list[StageKey], shard: int) -> None:
 
     Results do not depend on it. One that was committed asks for nothing, and one that failed is waited for no longer than TURN_S.
     """
-    if session.config.rl.overlap == "steps":
-        if shard and not await asyncio.to_thread(session.run.artifact, *keys[shard - 1]):
+    if session.config.rl.overlap != "steps":
+        return
+    for before in reversed(keys[:shard]):
+        if not await asyncio.to_thread(session.run.artifact, *before):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(session.begun[keys[shard - 1]].wait(), TURN_S)
-        session.begun[keys[shard]].set()
+                await asyncio.wait_for(session.begun[before].wait(), TURN_S)
+            break
+    session.begun[keys[shard]].set()
 
 
 def prompt_groups(session: Session, prompts: ArtifactRef) -> list[PromptGroup]:
