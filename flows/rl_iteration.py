@@ -123,10 +123,10 @@ async def redo_batch(session: Session, iteration: int) -> Sampled:
     return Sampled(rounds[-1].prompts, scores, batch)
 
 
-async def train_batch(session: Session, iteration: int, sampled: Sampled) -> Trained:
-    """The policy that a batch makes of version `iteration`, committed."""
+async def train_batch(session: Session, iteration: int, sampled: Sampled, steps: list[ArtifactRef] | None = None) -> Trained:
+    """The policy that a batch makes of version `iteration`, committed. `steps`: the same batch by step, where steps were taken already."""
     batch, (previous, _) = sampled.batch.ref, session.run.policy(iteration)
-    training = await stages.train(session, iteration=iteration, batch=batch)
+    training = await stages.train(session, iteration=iteration, batch=batch, steps=steps)
     reference = other_reference(session.run, iteration)
     policy = await stages.checkpoint(
         session, iteration=iteration, batch=batch, previous=previous, reference=reference, metrics=training.metrics

@@ -20,7 +20,7 @@ from prefect.states import Cancelling, Completed
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import RequestRefused
 from rlpipe.services.finder import StartService
-from rlpipe.stages import base, evaluation, filtering, generation, importing, policy, sampling, scoring, sft
+from rlpipe.stages import base, evaluation, filtering, generation, importing, policy, sampling, scoring, sft, steps
 from rlpipe.stages.session import Session
 from rlpipe.types import StageResult, StepRefused, StoreError, UserError
 
@@ -38,10 +38,10 @@ async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> boo
     return not isinstance(raised, FINAL)
 
 
-def _task(stage: StageFunction) -> StageFunction:
-    """The task of a stage; its run is named after the stage and the numbers in its arguments."""
+def _task(stage: StageFunction, verb: str = "") -> StageFunction:
+    """The task of a stage; its run is named after the stage (or `verb`) and the numbers in its arguments."""
     function = getattr(stage, "function", stage)  # train and reload_engines commit nothing, and are declared by no `@stage`
-    verb = getattr(stage, "verb", function.__name__)
+    verb = verb or getattr(stage, "verb", function.__name__)
 
     @task(
         name=verb,
@@ -70,7 +70,9 @@ def _run_name(verb: str, arguments: dict[str, Any]) -> str:
     words = [verb]
     words += [f"{arguments[name]:05d}" for name in ("iteration", "segment") if name in arguments]
     words += [
-        f"{name.removesuffix('_index')} {arguments[name]}" for name in ("round_index", "shard", "version") if name in arguments
+        f"{name.removesuffix('_index')} {arguments[name]}"
+        for name in ("round_index", "shard", "step", "version")
+        if name in arguments
     ]
     return " ".join(words) if len(words) > 1 else verb.replace("_", " ")
 
@@ -90,7 +92,9 @@ import_prompts = _task(importing.import_prompts)
 import_rollouts = _task(importing.import_rollouts)
 score = _task(scoring.score)
 filter_groups = _task(filtering.filter_groups)
+score_step = _task(steps.score_step)
 train = _task(policy.train)
+train_step = _task(policy.train_step, verb="train")
 checkpoint = _task(policy.checkpoint)
 reload_engines = _task(policy.reload_engines)
 evaluate = _task(evaluation.evaluate)

@@ -53,7 +53,9 @@ CARRIED_ROLLOUT = [
 ]  # fmt: skip
 CARRIED = pa.schema([*PROMPT_FIELDS, *(ROLLOUTS.field(name) for name in CARRIED_ROLLOUT), ("num_tokens_expired", pa.int32())])
 PASS_RATES = pa.schema([("prompt_id", pa.string()), ("num_groups", pa.int32()), ("pass_rate", pa.float64())])
-KEPT_REWARDS = pa.schema([SCORES.field(name) for name in ("group_index", "rollout_index", "reward", "reward_parts")])
+KEPT_REWARDS = pa.schema(
+    [SCORES.field(name) for name in ("group_index", "rollout_index", "reward", "reward_parts", "reward_fault")]
+)
 CONVERSATIONS = pa.schema([("tokens", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.int8()))])
 
 

@@ -1,4 +1,5 @@
-"""One step off policy: the next iteration is sampled while this one is trained, by the policy that it starts from."""
+"""What runs side by side. One step off policy: the next iteration is sampled while this one is trained, by the policy that it starts from.
+And steps that are taken while later groups are sampled, to the bits of a run in which nothing overlaps."""
 
 from __future__ import annotations
 
@@ -8,23 +9,26 @@ from pathlib import Path
 import pytest
 
 from rlpipe.store.run import Run, open_existing
-from tests.pipeline import MINI, Folder, descendants, kill_group, read_record
+from tests.pipeline import MINI, Folder, Undisturbed, descendants, kill_group, read_record
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
 OVERLAPPED = [*MINI, "rl.overlap=iteration"]
+STEPS = [*MINI, "rl.overlap=steps"]
+TRAINER, ENGINE = "rlpipe.trainer.server", "rlpipe.engines.local.server"
+SEEN = {"": "steps/step-000", TRAINER: "steps/step-000", ENGINE: "rollouts/round-0/shard-000"}  # when it is killed
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def overlapped(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     path = tmp_path_factory.mktemp("undisturbed")
     folder = Folder(path, f"file://{path}/store")
     folder.complete("a", *OVERLAPPED)
     return folder
 
 
-def test_each_iteration_is_trained_on_what_the_version_before_sampled(undisturbed: Folder) -> None:
-    run = open_existing(undisturbed.open_store(), "a")
+def test_each_iteration_is_trained_on_what_the_version_before_sampled(overlapped: Folder) -> None:
+    run = open_existing(overlapped.open_store(), "a")
     for iteration in range(ITERATIONS):
         lag, metrics = int(iteration > 0), run.record(iteration).metrics
         assert metrics["rollout/staleness_mean"] == metrics["rollout/staleness_max"] == lag
@@ -42,11 +46,11 @@ def sampled_while_trained(run: Run, iteration: int) -> tuple[datetime, datetime]
     return datetime.fromisoformat(shard.started_at), datetime.fromisoformat(policy.ended_at)
 
 
-def test_trainer_engine_and_flow_are_killed_and_it_ends_with_the_same_bits(undisturbed: Folder, tmp_path: Path) -> None:
+def test_trainer_engine_and_flow_are_killed_and_it_ends_with_the_same_bits(overlapped: Folder, tmp_path: Path) -> None:
     folder = Folder(tmp_path, f"file://{tmp_path}/store")
     process = folder.start(*folder.run_arguments("a", *OVERLAPPED))
     try:
-        for iteration, victim in ((1, "rlpipe.trainer.server"), (2, "rlpipe.engines.local.server")):
+        for iteration, victim in ((1, TRAINER), (2, ENGINE)):
             folder.wait_for("a", f"rl/{iteration:05d}/prompts/round-0/manifest.json", process)
             descendants(process, victim)[-1].kill()
         folder.wait_for("a", "rl/00004/prompts/round-0/manifest.json", process)  # iteration 3 is trained
@@ -56,17 +60,17 @@ def test_trainer_engine_and_flow_are_killed_and_it_ends_with_the_same_bits(undis
     folder.complete("a", *OVERLAPPED)
     code, output = folder.rlpipe("verify", "a", "--store", folder.store)
     assert code == 0, output
-    assert folder.final_sha256("a", ITERATIONS) == undisturbed.final_sha256("a", ITERATIONS)
+    assert folder.final_sha256("a", ITERATIONS) == overlapped.final_sha256("a", ITERATIONS)
 
 
 @pytest.mark.nightly
-def test_a_fork_samples_what_nobody_did_ahead_of_it(undisturbed: Folder) -> None:
+def test_a_fork_samples_what_nobody_did_ahead_of_it(overlapped: Folder) -> None:
     """Alone, with the version before the one that it stands at: what its parent sampled ahead is the parent's."""
-    code, output = undisturbed.rlpipe("fork", "a", "--at", "2", "--run", "b", "--store", undisturbed.store)
+    code, output = overlapped.rlpipe("fork", "a", "--at", "2", "--run", "b", "--store", overlapped.store)
     assert code == 0, output
     shard = "rl/00003/rollouts/round-0/shard-000/manifest.json"
-    assert undisturbed.open_store().exists(f"runs/b/{shard}")
-    assert undisturbed.final_sha256("b", ITERATIONS) == undisturbed.final_sha256("a", ITERATIONS)
+    assert overlapped.open_store().exists(f"runs/b/{shard}")
+    assert overlapped.final_sha256("b", ITERATIONS) == overlapped.final_sha256("a", ITERATIONS)
 
 
 @pytest.mark.nightly
@@ -79,3 +83,42 @@ def test_where_the_next_batch_cannot_be_had_the_iteration_before_it_is_committed
     code, output = folder.rlpipe(*folder.run_arguments("a", *OVERLAPPED, *failing))
     assert code != 0 and "rl.groups_min=1: only 0 groups survived" in output, output[-3000:]  # of iteration 2, by version 1
     assert read_record(folder, "a", 1) and not folder.open_store().exists("runs/a/rl/00002/policy/manifest.json")
+
+
+@pytest.mark.parametrize("victim", ["", *(pytest.param(name, marks=pytest.mark.nightly) for name in (TRAINER, ENGINE))])
+def test_steps_beside_sampling_end_with_the_bits_of_a_run_without_whatever_is_killed(
+    undisturbed: Undisturbed, tmp_path: Path, victim: str
+) -> None:
+    """Killed where a step is taken and later groups are not sampled yet; no victim is named: all of it is."""
+    folder = Folder(tmp_path, f"file://{tmp_path}/store")
+    process = folder.start(*folder.run_arguments("a", *STEPS))
+    try:
+        for iteration in (1, 3):
+            folder.wait_for("a", f"rl/{iteration:05d}/{SEEN[victim]}/manifest.json", process)
+            if victim:
+                descendants(process, victim)[-1].kill()
+        if victim:
+            assert process.wait(timeout=300) == 0, (folder.path / "output.log").read_text()[-4000:]
+    finally:
+        kill_group(process)
+    if not victim:
+        folder.complete("a", *STEPS)
+    code, output = folder.rlpipe("verify", "a", "--store", folder.store)
+    assert code == 0, output
+    check_same(open_existing(folder.open_store(), "a"), open_existing(undisturbed.folder.open_store(), "a"))
+    assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()
+
+
+def check_same(steps: Run, none: Run) -> None:
+    """What both committed of each iteration has the same bits, and came to the same metrics."""
+    for iteration in range(ITERATIONS):
+        for stage in ("prompts/round-0", "scores/round-0", "batch/round-0", "policy"):
+            files = [
+                {file.plain_name: file.sha256 for file in run.committed("rl", iteration, stage)[1].files}
+                for run in (steps, none)
+            ]
+            assert files[0] == files[1] and files[0], f"{stage} of iteration {iteration}"
+        metrics = [run.record(iteration).metrics for run in (steps, none)]
+        same = {name for name in metrics[1] if name.startswith(("rollout/", "train/"))} - {"train/peak_memory_gib"}
+        assert {name: metrics[0][name] for name in same} == {name: metrics[1][name] for name in same}
+        assert steps.artifact("rl", iteration, "steps/step-001") and not none.artifact("rl", iteration, "steps/step-000")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,15 @@ def solo_gang(folder: Path, **changes: Any) -> Gang:
     return join_gang(options(folder, **changes))
 
 
-def committed(store: Store, folder: str, files: list[FileRecord]) -> ArtifactRef:
-    manifest = Manifest("run", "rl", 0, "stage", {}, "", {}, files, {}, None, "test", "", "")
+def committed(store: Store, folder: str, files: list[FileRecord], metrics: JsonDict | None = None) -> ArtifactRef:
+    manifest = Manifest("run", "rl", 0, "stage", {}, "", {}, files, metrics or {}, None, "test", "", "")
     return commit(store, folder, manifest)[0]
 
 
-def artifact(store: Store, folder: str, files: dict[str, bytes]) -> ArtifactRef:
+def artifact(store: Store, folder: str, files: dict[str, bytes], metrics: JsonDict | None = None) -> ArtifactRef:
     attempt = new_attempt()
-    return committed(store, folder, [write_bytes(store, folder, attempt, name, data) for name, data in files.items()])
+    records = [write_bytes(store, folder, attempt, name, data) for name, data in files.items()]
+    return committed(store, folder, records, metrics)
 
 
 def saved(store: Store, folder: str, records: list[JsonDict]) -> ArtifactRef:
@@ -96,7 +98,7 @@ def poisoned(rows: list[JsonDict]) -> list[JsonDict]:
     return [{**rows[0], "loss_mask": [1] * count, "rollout_logprobs": [float("nan")] * count}, *rows[1:]]
 
 
-def batch(store: Store, folder: str, rows: list[JsonDict]) -> ArtifactRef:
+def batch(store: Store, folder: str, rows: list[JsonDict], empty_groups: Sequence[int] = ()) -> ArtifactRef:
     import pyarrow as pa
 
     schema = pa.schema(
@@ -109,7 +111,7 @@ def batch(store: Store, folder: str, rows: list[JsonDict]) -> ArtifactRef:
             ("reward", pa.float64()),
         ]
     )
-    return artifact(store, folder, {"batch.parquet": to_parquet(rows, schema)})
+    return artifact(store, folder, {"batch.parquet": to_parquet(rows, schema)}, {"empty_groups": [*empty_groups]})
 
 
 def conversations(store: Store, folder: str, count: int, seed: int = 0) -> ArtifactRef:
@@ -132,8 +134,8 @@ def load_ref(position: str, kind: str, ref: ArtifactRef) -> JsonDict:
 
 
 def train(start: str, result: str, kind: str, data: ArtifactRef, changes: JsonDict | None = None) -> JsonDict:
-    """A training job; `changes`: settings, and `first_step` and `seed`, which stand beside them."""
-    beside = {"reference": None} if kind == "rl" else {"seed": 0}
+    """A training job; `changes`: settings, and `first_step`, `step` and `seed`, which stand beside them."""
+    beside = {"reference": None, "step": None} if kind == "rl" else {"seed": 0}
     job = {"start": start, "result": result, "kind": kind, "data": data.as_json(), "first_step": 0, **beside}
     job |= {name: value for name, value in (changes or {}).items() if name in job}
     settings = {name: value for name, value in (changes or {}).items() if name not in job}

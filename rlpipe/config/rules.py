@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rlpipe.config.operational import LOCAL_THREADS
+from rlpipe.config.overlap import broken_overlap
 
 if TYPE_CHECKING:
     from rlpipe.config.operational import EnginesConfig
@@ -41,7 +42,7 @@ def broken_rules(config: PipelineConfig) -> Iterator[str]:
     yield from _of_sampling(config)
     yield from _of_advantages(config.rl)
     yield from _of_losses(config.rl)
-    yield from _of_overlap(config.rl)
+    yield from broken_overlap(config.rl)
     yield from _of_stored_rollouts(config)
     yield from _of_places_and_limits(config)
 
@@ -168,24 +169,8 @@ def _of_losses(rl: RlConfig) -> Iterator[str]:
     if rl.on_mismatch != "warn" and rl.off_policy:
         yield (
             f"{rl.on_mismatch=}: of tokens that older policies sampled (oversampling above 1 with train_stale_tokens, rollouts_from, or "
-            "overlap) the mismatch holds the policy's own change and is not checked; use on_mismatch = 'warn'"
+            "overlap = 'iteration') the mismatch holds the policy's own change and is not checked; use on_mismatch = 'warn'"
         )
-
-
-def _of_overlap(rl: RlConfig) -> Iterator[str]:
-    if rl.overlap == "none":
-        return
-    if not rl.corrects_staleness:
-        yield (
-            f"{rl.overlap=}: what is trained was sampled by the version before, and nothing would correct that; set rl.importance, for "
-            "example to token_truncate"
-        )
-    if not rl.train_stale_tokens:
-        yield f"{rl.overlap=}: all that is trained is older than the policy, and rl.train_stale_tokens=False asks for none of it; leave it true"
-    if rl.oversampling > 1:
-        yield f"{rl.overlap=}: what an over-sampled round leaves would be older still when it is trained; use oversampling = 1"
-    if rl.rollouts_from:
-        yield f"{rl.overlap=}: rollouts from {rl.rollouts_from} are not sampled, and there is nothing to overlap; use overlap = 'none'"
 
 
 def _of_stored_rollouts(config: PipelineConfig) -> Iterator[str]:

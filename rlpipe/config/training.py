@@ -114,10 +114,10 @@ class RlConfig(OptimizerConfig):
     environment_args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment")
     environment_timeout_s: Timeout = Field(default=10.0, description="Longest single step of an environment, s")
     turns_max: int = Field(default=4, ge=1, le=10_000, description="Completions per rollout in an environment")
-    overlap: Literal["none", "iteration"] = Field(
+    overlap: Literal["none", "steps", "iteration"] = Field(
         default="none",
-        description="What runs side by side; iteration: iteration k + 1 is sampled by weight version k while version k + 1 is trained, so "
-        "what is trained is one version old",
+        description="What runs side by side; steps: a step is taken as soon as its groups are sampled, beside the sampling of later ones; "
+        "iteration: iteration k + 1 is sampled by weight version k while version k + 1 is trained, so what is trained is one version old",
     )
     estimator: Literal["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
         Field(default="grpo", description="Advantages from rewards")
@@ -183,7 +183,7 @@ class RlConfig(OptimizerConfig):
     @property
     def off_policy(self) -> bool:
         """Whether tokens are trained that an older policy sampled."""
-        return bool(self.rollouts_from) or self.overlap != "none" or (self.oversampling > 1 and self.train_stale_tokens)
+        return bool(self.rollouts_from) or self.overlap == "iteration" or (self.oversampling > 1 and self.train_stale_tokens)
 
     @property
     def corrects_staleness(self) -> bool:

@@ -96,6 +96,7 @@ class EnginePool:
         self._clients: list[EngineClient] = []  # the engines that may sample, as last looked up
         self._loads: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._changed = asyncio.Condition()  # an engine has room, or is back
+        self._entrance = asyncio.Lock()  # calls are begun in the order in which they come
 
     @property
     def version(self) -> int | None:
@@ -141,7 +142,8 @@ class EnginePool:
         assert self.version is not None, "serve comes first"
         enough = enough or asyncio.Event()
         self._well_at = time.monotonic()  # engines that are only being started get their time too
-        await self._look_up()
+        async with self._entrance:
+            await self._look_up()
         try:
             async with asyncio.TaskGroup() as tasks:
                 watcher = tasks.create_task(self._keep_looking_up(enough))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlpipe.algorithms.steps import step_ranges
+from rlpipe.config.overlap import broken_overlap
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.training import RlConfig
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -106,14 +109,25 @@ def plan_lines(config: PipelineConfig) -> list[str]:
         f"RL: {rl.num_iterations} iterations x {rl.num_steps} steps = {rl.num_iterations * rl.num_steps} optimizer steps",
         f"  an iteration: {rl.num_prompts} prompts x {rl.group_size} = {rollouts:,} {iteration}",
         f"  a step: {rollouts // rl.num_steps:,} rollouts; training state every {config.checkpoint.state_every} iterations",
-        *(
-            ["  iteration k + 1 is sampled while k is trained, by the policy that k starts from"]
-            if rl.overlap == "iteration"
-            else []
-        ),
+        *overlap_lines(rl),
         *sampled,
         *(f"WARNING {line}" for line in warning_lines(config)),
     ]
+
+
+def overlap_lines(rl: RlConfig) -> list[str]:
+    """What runs side by side, and what would with another `rl.overlap`, or what forbids it."""
+    steps = step_ranges(rl.num_prompts, rl.num_steps)
+    meaning = {
+        "none": "sampling and training take turns",
+        "steps": f"step 1 of {len(steps)} is taken when {len(steps[0])} of {rl.num_prompts} groups are sampled, beside the others; same results",
+        "iteration": "iteration k + 1 is sampled while k is trained, by the policy that k starts from",
+    }
+    lines = [f"  overlap {rl.overlap}: {meaning.pop(rl.overlap)}"]
+    for mode, overlapped in meaning.items():
+        refused = next(broken_overlap(rl.model_copy(update={"overlap": mode})), "")
+        lines.append(f"  overlap {mode} would be refused: {refused}" if refused else f"  overlap {mode} would be: {overlapped}")
+    return lines
 
 
 def warning_lines(config: PipelineConfig) -> list[str]:

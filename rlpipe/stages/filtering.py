@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlpipe.algorithms.advantages import rollout_means, token_advantages
-from rlpipe.algorithms.filters import apply_filters, resolve_filters
+from rlpipe.algorithms.filters import NOTHING_LEFT, apply_filters, resolve_filters
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET
@@ -30,7 +30,7 @@ from rlpipe.stages.scoring import Scores, rewarded
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.store.artifacts import read_records
-from rlpipe.types import ArtifactRef, UserError
+from rlpipe.types import ArtifactRef, FileRecord, UserError
 
 FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max", "rl.on_too_few", "rl.staleness_max",
                "rl.mask_truncated"]  # fmt: skip
@@ -134,8 +134,8 @@ def filter_groups(
         )
     filtered = [rollout for group in dropped for rollout in group]
     carried = _carried(session, iteration, prompts, handed)
-    masked = without_truncated(batch) if rl.mask_truncated else batch
-    files = [attempt.write("batch.parquet", with_advantages(masked, rl.estimator, rl.gamma), Rollout, BATCH)]
+    file, num_masked = write_batch(attempt, batch, rl)
+    files = [file]
     if carried:
         files.append(attempt.write("carried.parquet", carried, CarriedRollout))
     rates, known = write_pass_rates(session, attempt, pass_rates, ended)
@@ -148,11 +148,24 @@ def filter_groups(
         **staleness(batch, iteration),
         **known,
         "rollout/groups_carried": len(handed),
-        "rollout/num_masked": sum(new is not old for new, old in zip(masked, batch, strict=True)),
+        "rollout/num_masked": num_masked,
         "needs_more": needs_more,
+        "empty_groups": empty_groups(reasons),
         "dropped": {str(index): reason for index, reason in reasons.items()},
     }
     return Produced(files + rates, metrics)
+
+
+def empty_groups(reasons: dict[int, str]) -> list[int]:
+    """Of the dropped groups those of which nothing can be trained: they keep their place among the groups of a step."""
+    return sorted(index for index, reason in reasons.items() if reason in NOTHING_LEFT)
+
+
+def write_batch(attempt: Attempt, rollouts: Group, rl: RlConfig) -> tuple[FileRecord, int]:
+    """What is trained, with advantages, as the file that the trainer reads; and how many rollouts carry no loss."""
+    masked = without_truncated(rollouts) if rl.mask_truncated else rollouts
+    num_masked = sum(new is not old for new, old in zip(masked, rollouts, strict=True))
+    return attempt.write("batch.parquet", with_advantages(masked, rl.estimator, rl.gamma), Rollout, BATCH), num_masked
 
 
 def _carried(session: Session, iteration: int, prompts: list[ArtifactRef], groups: list[Group]) -> list[CarriedRollout]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlpipe.algorithms.steps import step_ranges
+from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.kinds import Span
@@ -26,6 +29,7 @@ from rlpipe.types import ArtifactRef, EngineError, UserError, rollout_seed
 
 log = logging.getLogger(__name__)
 POLL_S = 2.0
+TURN_S = 5.0
 ENVIRONMENT = ["rl.environment", "rl.environment_args", "rl.turns_max"]
 SAMPLING = ["rl.completion_tokens_max", "rl.top_p", "rl.top_k"]
 SAMPLED_BY = ["rl.group_size", "rl.temperature", "rl.shard_prompts", "rl.oversampling", "rl.train_stale_tokens", "rl.rollouts_from",
@@ -65,13 +69,10 @@ async def generate(
     cut short; it is committed all the same.
     """
     groups = await asyncio.to_thread(prompt_groups, session, prompts)
-    keys = [
-        generate.key(session, iteration=iteration, round_index=round_index, shard=index)
-        for index in range(num_shards(session, len(groups)))
-    ]
+    shards = [places for step in step_shards(session.config.rl, len(groups)) for places in step]
+    keys = [generate.key(session, iteration=iteration, round_index=round_index, shard=index) for index in range(len(shards))]
     session.unanswered.discard(keys[shard])
-    size = session.config.rl.shard_prompts
-    shard_groups = groups[shard * size : (shard + 1) * size]
+    shard_groups = groups[shards[shard].start : shards[shard].stop]
     requests = [_request(session, group, iteration, round_index) for group in shard_groups]
     version = session.config.rl.sampled_by(iteration)
     await session.serve(policy, version)
@@ -79,6 +80,7 @@ async def generate(
         survivors = await _survivors(session, (iteration, round_index), num_kept, groups, keys)
         completions = await _until_enough(session, survivors, iteration, shard_groups, requests)
     else:
+        await _in_turn(session, keys, shard)
         completions = await sample(session, requests, [group.prompt for group in shard_groups])
     answered = list(zip(shard_groups, requests, completions, strict=True))
     # millions of tokens to decode would keep the other shards' tokens waiting
@@ -93,7 +95,28 @@ async def generate(
 
 def num_shards(session: Session, num_prompts: int) -> int:
     """Shards of a sampling round."""
-    return -(-num_prompts // session.config.rl.shard_prompts)
+    return sum(map(len, step_shards(session.config.rl, num_prompts)))
+
+
+def step_shards(rl: RlConfig, num_groups: int) -> list[list[range]]:
+    """The groups of each shard of a sampling round, by step where steps overlap with sampling: a shard has groups of one step only."""
+    steps = step_ranges(num_groups, rl.num_steps) if rl.overlap == "steps" else [range(num_groups)]
+    return [[step[first : first + rl.shard_prompts] for first in range(0, len(step), rl.shard_prompts)] for step in steps]
+
+
+async def _in_turn(session: Session, keys: list[StageKey], shard: int) -> None:
+    """Returns when the shard before has asked the pool for its rollouts: engines begin with the groups of the first step.
+
+    Results do not depend on it. One that was committed asks for nothing, and one that failed is waited for no longer than TURN_S.
+    """
+    if session.config.rl.overlap != "steps":
+        return
+    for before in reversed(keys[:shard]):
+        if not await asyncio.to_thread(session.run.artifact, *before):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(session.begun[before].wait(), TURN_S)
+            break
+    session.begun[keys[shard]].set()
 
 
 def prompt_groups(session: Session, prompts: ArtifactRef) -> list[PromptGroup]:

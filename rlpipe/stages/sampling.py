@@ -130,8 +130,8 @@ def check_carried(run: Run) -> None:
     before = run.owner("rl", at, "rollouts").config.rl
     if num_groups and now.overlap != "none":
         raise UserError(
-            f"rl.overlap={now.overlap!r}: {num_groups} groups that iteration {at} carried would be older than one version when they are "
-            "trained: fork at an iteration whose rollout/groups_carried is 0, or with rl.overlap = 'none'"
+            f"rl.overlap={now.overlap!r}: {num_groups} groups that iteration {at} carried would be trained beside what the next one samples, "
+            "and they are older: fork at an iteration whose rollout/groups_carried is 0, or with rl.overlap = 'none'"
         )
     differ = [name for name in ("temperature", "top_p") if getattr(before, name) != getattr(now, name)]
     if num_groups and now.environment:

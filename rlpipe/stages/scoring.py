@@ -11,9 +11,9 @@ from typing import Annotated
 
 import numpy as np
 
-from rlpipe.records.kinds import Float, Int32, Json
+from rlpipe.records.kinds import Float, Int32, Json, Text
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import ROLLOUTS, SCORES, TRUNCATED, Rollout
+from rlpipe.records.rollout import ROLLOUTS, SCORE_COLUMNS, SCORES, TRUNCATED, Rollout
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Item, RolloutFacts, Score
 from rlpipe.stages.sampling import prompts_by_id
@@ -108,23 +108,35 @@ def score_key(rollout: Rollout) -> ScoreKey:
 
 @dataclass(frozen=True)
 class KeptReward:
-    """The reward that an imported rollout came with: its prompt is not known, so it cannot be scored."""
+    """A reward that is there already: an imported rollout came with it (its prompt is not known), or a step needed it first."""
 
     group_index: Int32
     rollout_index: Int32
     reward: Float
     reward_parts: Annotated[dict[str, float], Json(sort_keys=True)]
+    reward_fault: Text = ""
 
 
 @stage("rl", "scores/round-{round_index}", settings=SCORING, numbered="{name}-{index:03d}")
 def score(
-    session: Session, attempt: Attempt, *, iteration: int, round_index: int, prompts: ArtifactRef, rollouts: list[ArtifactRef]
+    session: Session,
+    attempt: Attempt,
+    *,
+    iteration: int,
+    round_index: int,
+    prompts: ArtifactRef,
+    rollouts: list[ArtifactRef],
+    steps: list[ArtifactRef] | None = None,
 ) -> Produced:
-    """The rewards of one round's rollouts; none for those of a group that was cut short."""
+    """The rewards of one round's rollouts; none for those of a group that was cut short. `steps`: have rewards, and are not scored again."""
     store, survivors = session.run.store, session.survivors
     known = survivors.scores if survivors is not None and survivors.key == (iteration, round_index) else None
-    stored = [reward for ref in rollouts for reward in read_records_if_any(store, ref, "rewards.parquet", KeptReward)]
-    kept = {_place(reward): {"reward": reward.reward, "reward_parts": reward.reward_parts} for reward in stored}
+    stored = [
+        reward
+        for ref in [*rollouts, *(steps or [])]
+        for reward in read_records_if_any(store, ref, "rewards.parquet", KeptReward)
+    ]
+    kept = {_place(reward): {name: getattr(reward, name) for name in SCORE_COLUMNS} for reward in stored}
     shards = [rollout for ref in rollouts for rollout in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)]
     sampled = [replace(rollout, **kept.get(_place(rollout), {})) for rollout in shards]
     cut_short = {rollout.group_index for rollout in sampled if rollout.is_cut_short}

@@ -64,6 +64,7 @@ class Session:
         self.seconds: dict[tuple[int, str], float] = defaultdict(float)  # per iteration and stage verb
         self.survivors: Survivors | None = None  # of the sampling round at work, when it is over-sampled
         self.unanswered: set[tuple[str, int, str]] = set()  # shards that the environment failed, and that wait for others
+        self.begun: dict[tuple[str, int, str], asyncio.Event] = defaultdict(asyncio.Event)  # shards that asked the pool
         self._active: Counter[tuple[int, str]] = Counter()
         self._since: dict[tuple[int, str], float] = {}
         self._closed = False
@@ -91,6 +92,7 @@ class Session:
     def begin_iteration(self, iteration: int) -> None:
         """From here on counts what an iteration takes, and what the one before did ahead for it."""
         self.iteration, self.began = iteration, time.monotonic()
+        self.begun.clear()
         for of, verb in [*self.seconds]:
             if of < iteration:
                 del self.seconds[of, verb]

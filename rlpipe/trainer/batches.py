@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpipe.algorithms.steps import step_ranges
 from rlpipe.records.kinds import Float, Int32, Logprobs, Mask, Tokens
 from rlpipe.records.rollout import Conversation
-from rlpipe.store.artifacts import read_records, read_records_if_any
+from rlpipe.store.artifacts import read_manifest, read_records, read_records_if_any
 from rlpipe.store.backend import Store
 from rlpipe.trainer.packing import BRANCHES, Row, Text, TrainSequence, fullest, text_tokens
 from rlpipe.types import ArtifactRef, StoreError
@@ -126,10 +127,7 @@ def _padded(rows: list[np.ndarray], width: int) -> Tensor:
 
 
 def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
-    """The rollouts of a batch: step j takes groups j, j + num_steps, ...; fewer groups give fewer steps.
-
-    StoreError naming the group of a row that makes no sense.
-    """
+    """The rollouts of a batch, in as many steps as it has groups for. StoreError naming the group of a row that makes no sense."""
     rows = read_records(store, data, "batch.parquet", BatchRow)
     sequences: list[TrainSequence] = []
     first = 0
@@ -146,16 +144,32 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
         sequences.append(TrainSequence(tokens, scored + num_shared, row.rollout_logprobs[scored], first, num_shared))
         first += len(scored)
     group_index_B = np.array([row.group_index for row in rows], dtype=np.int64)
-    group_B = np.cumsum(np.diff(group_index_B, prepend=group_index_B[:1]) != 0)  # 0, 1, ... in the order in which they come
+    empty_groups = read_manifest(store, data.folder, data.sha256).metrics.get("empty_groups")
     return RlBatch(
         rewards_B=np.array([row.reward for row in rows], dtype=np.float64),
         group_index_B=group_index_B,
         lengths_B=np.array([len(sequence.scored) for sequence in sequences], dtype=np.int64),
-        steps=[
-            [sequences[row] for row in np.flatnonzero(group_B % num_steps == step)]
-            for step in range(min(num_steps, group_B.max(initial=-1) + 1))
-        ],
+        steps=[[sequences[row] for row in step] for step in rows_of_steps(group_index_B, empty_groups, num_steps)],
     )
+
+
+def rows_of_steps(group_index_B: np.ndarray, empty_groups: list[int] | None, num_steps: int) -> list[np.ndarray]:
+    """The rows of each step: its groups are contiguous (`step_ranges`), those of which nothing can be trained among them.
+
+    Such a group keeps its place, so a step is the same whatever became of others. A batch of older code says of none (None): step j
+    takes its groups j, j + num_steps, ..., so that what is trained again comes to the same weights.
+    """
+    if empty_groups is None:
+        group_B = np.cumsum(np.diff(group_index_B, prepend=group_index_B[:1]) != 0)
+        return [np.flatnonzero(group_B % num_steps == step) for step in range(min(num_steps, group_B.max(initial=-1) + 1))]
+    assert not {*group_index_B.tolist()} & {*empty_groups}, "a group has rollouts, and none"
+    groups = np.unique([*group_index_B.tolist(), *empty_groups])
+    place_B = np.searchsorted(groups, group_index_B)
+    steps = [
+        np.flatnonzero((place_B >= places.start) & (place_B < places.stop)) for places in step_ranges(len(groups), num_steps)
+    ]
+    assert sum(map(len, steps)) == len(group_index_B), "a row is in no step, or in two"
+    return steps
 
 
 def read_conversations(store: Store, data: ArtifactRef, name: str) -> list[TrainSequence]:

@@ -5,8 +5,9 @@ Legend: B sequences of a microbatch, T their scored tokens, N scored tokens of t
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,7 +34,7 @@ from rlpipe.trainer.step import (
     plan_batch,
     summary,
 )
-from rlpipe.types import Metrics
+from rlpipe.types import JsonDict
 
 # sums over tokens, divided by the step's num_tokens; loss, policy_loss and kl come aggregated
 TOKEN_SUMS = (
@@ -53,40 +54,66 @@ class Reference:
 
 
 def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: RlJob) -> JobResult:
-    """Runs the steps of an iteration. Means over the steps, zeros without one, and `first_step`: what must be 0 before any update.
+    """Runs the steps of an iteration, or the next one of it. Means over those taken so far, zeros without one, and `first_step`: what
+    must be 0 before any update.
 
     StepRefused names the data folder and the step.
 
-    proximal_logprobs are computed for all steps before the first, in the very microbatches that are then trained:
-    the first step is on-policy to the bit. Of an only step they are those of its own forward pass. Then the advantages, of the whole
-    batch at once.
+    proximal_logprobs are those of the weights that the iteration started from, in the very microbatches that are then trained: the
+    first step is on-policy to the bit. They are computed for all steps before the first; where each step is a job of its own, with a copy of
+    those weights. Of an only step they are those of its own forward pass. Advantages are of all that the job trains at once.
     """
     settings, rollouts = job.settings, None
     with gang.together():
-        rollouts = read_rl_batch(gang.store, job.data, settings.num_steps)
+        rollouts = read_rl_batch(gang.store, job.data, settings.num_steps if job.step is None else 1)
     assert rollouts is not None
-    resident.policy.experts.forget()
-    started = time.monotonic()
+    started, first, num_steps, sequences = time.monotonic(), job.step or 0, len(rollouts.steps), rollouts.steps
+    if job.step is not None:  # one of which nothing can be trained is a step all the same
+        num_steps, sequences = settings.num_steps, rollouts.steps or [[]]
+    if first == 0:
+        resident.begin(keep=job.step is not None and num_steps > 1)
+    taken = resident.taken
+    assert len(taken.batches) == first, f"step {first} does not follow {len(taken.batches)}"
     rows = resident.rows if reference is None else min(resident.rows, reference.rows)
-    planned = [plan_batch(gang, rows, sequences) for sequences in rollouts.steps]
-    batches = {index: batch for index, batch in enumerate(planned) if batch.num_tokens}
+    planned = [plan_batch(gang, rows, step) for step in sequences]
+    batches = {index: batch for index, batch in enumerate(planned, first) if batch.num_tokens}
     progress, total = 0, 2 * sum(len(batch.microbatches) for batch in batches.values())
-    for index, batch in batches.items():
-        before = None if len(batches) == 1 and settings.kl != "reward" else resident.policy
-        batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature)
-        gang.report(progress := progress + len(batch.microbatches), total)
+    with weights_of_start(resident, moved=first > 0):
+        for index, batch in batches.items():
+            before = None if num_steps == 1 and settings.kl != "reward" else resident.policy
+            batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature)
+            gang.report(progress := progress + len(batch.microbatches), total)
     advantages_N = advantages(gang, rollouts, list(batches.values()), settings)
-    steps: list[Metrics] = []
     for index, batch in batches.items():
         place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
-        how = StepSettings(settings, job.first_step + index, settings.temperature, place, entropy_trained=trained)
+        how = StepSettings(settings, job.first_step + index - first, settings.temperature, place, entropy_trained=trained)
         sums = optimizer_step(gang, resident, with_advantages(batch, advantages_N), loss_part(batch, settings), how)
-        steps.append({name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()})
+        taken.metrics.append({name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()})
         gang.report(progress := progress + len(batch.microbatches), total)
+    taken.batches += [replace(batch, microbatches=[]) for batch in planned]
+    taken.train_s += time.monotonic() - started
+    if len(taken.batches) == num_steps:
+        taken.start.clear()
+    return JobResult(metrics_of(gang, resident))
+
+
+@contextlib.contextmanager
+def weights_of_start(resident: Resident, moved: bool) -> Iterator[None]:
+    """In the body the policy has the weights that the iteration started from. `moved`: it has others now, and has them again behind it."""
+    if moved:
+        resident.exchange()
+    yield
+    if moved:  # after a fault nothing stays resident
+        resident.exchange()
+
+
+def metrics_of(gang: Gang, resident: Resident) -> JsonDict:
+    """What the steps that were taken came to."""
+    steps, batches = resident.taken.metrics, resident.taken.batches
     first = {name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")}
-    beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": time.monotonic() - started}
+    beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": resident.taken.train_s}
     beside["train/peak_memory_gib"] = gang.peak_memory_gib()
-    return JobResult(summary(steps, STEP_METRICS, planned) | resident.policy.experts.metrics(gang.sum) | beside)
+    return summary(steps, STEP_METRICS, batches) | resident.policy.experts.metrics(gang.sum) | beside
 
 
 def with_frozen(batch: StepBatch, policy: PolicyModel | None, reference: PolicyModel | None, temperature: float) -> StepBatch:

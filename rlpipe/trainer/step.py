@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,27 @@ LossPart = Callable[[Microbatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor
 
 
 @dataclass(frozen=True)
+class StepBatch:
+    """This rank's microbatches of one step, with the counts of the whole step: the denominators of its loss."""
+
+    microbatches: list[Microbatch]
+    num_tokens: int  # scored ones, all ranks
+    num_sequences: int  # with a scored token, all ranks
+    tokens: int
+    slots: int
+
+
+@dataclass
+class StepsTaken:
+    """The steps of an iteration that were taken so far, where it is trained one job a step."""
+
+    metrics: list[Metrics] = field(default_factory=list)  # of those that had something to train
+    batches: list[StepBatch] = field(default_factory=list)  # without their microbatches
+    start: list[Tensor] = field(default_factory=list)  # the shards before the first; none where not needed
+    train_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Resident:
     """A policy in training. `shards` are this rank's rows of every parameter that is trained: what the optimizer updates, in place.
 
@@ -40,6 +61,23 @@ class Resident:
     shards: dict[str, nn.Parameter]
     optimizer: torch.optim.AdamW
     rows: Rows
+    taken: StepsTaken = field(default_factory=StepsTaken)  # of the iteration at work
+
+    @torch.no_grad()
+    def begin(self, keep: bool) -> None:
+        """An iteration begins: no step of it is taken. `keep`: steps to come need the weights of now, and a copy of them is kept."""
+        start = [shard.detach().clone() for shard in self.shards.values()] if keep else []
+        vars(self.taken).update(vars(StepsTaken(start=start)))
+        self.policy.experts.forget()
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """The weights and the copy that was kept change places; done twice, nothing has changed. Outside of a forward pass only."""
+        assert len(self.taken.start) == len(self.shards), "no weights were kept"
+        for shard, kept in zip(self.shards.values(), self.taken.start, strict=True):
+            here = shard.detach().clone()
+            shard.copy_(kept)
+            kept.copy_(here)
 
     def gradients(self) -> list[Tensor]:
         """This rank's rows of every gradient, in the order of `shards`; zeros where the loss does not reach (a tower for images)."""
@@ -72,17 +110,6 @@ def make_resident(policy: PolicyModel, config: PretrainedConfig, generation_conf
         moments = {moment: torch.zeros_like(shard, requires_grad=False) for moment in MOMENTS}
         adamw.state[shard] = {"step": torch.zeros((), dtype=torch.float32, device=shard.device), **moments}
     return Resident(policy, config, generation_config, shards, adamw, rows)
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """This rank's microbatches of one step, with the counts of the whole step: the denominators of its loss."""
-
-    microbatches: list[Microbatch]
-    num_tokens: int  # scored ones, all ranks
-    num_sequences: int  # with a scored token, all ranks
-    tokens: int
-    slots: int
 
 
 @dataclass(frozen=True)
