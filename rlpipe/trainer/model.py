@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, ranged_file, tensors_of, tied_names
+from rlpipe.models.flex import own_attention, uses_flex
 from rlpipe.models.masks import Masks
 from rlpipe.store.artifacts import Blocks, check_file, read_file, read_manifest, read_range
 from rlpipe.trainer.gang import Gang
@@ -53,7 +54,8 @@ class PolicyModel(nn.Module):
         branch_RL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies, fp32, of `target_N`, each predicted at the flat position `source_N`."""
-        mask = None if branch_RL is None else Masks(self.lm).of_branches(positions_RL, branch_RL, BRANCHES)
+        needed = branch_RL is not None or uses_flex(self.lm)
+        mask = Masks(self.lm).of_rows(positions_RL, branch_RL, BRANCHES) if needed else None
         with self.experts.counting(source_N):
             hidden_NH = hidden_states(self.lm, tokens_RL, positions_RL, mask).flatten(0, 1).index_select(0, source_N)
         how = {"temperature": temperature, "chunk": self.chunk, "kept": self.kept, "entropy_trained": entropy_trained}
@@ -62,7 +64,8 @@ class PolicyModel(nn.Module):
     def plain_logprobs(self, tokens_L: Tensor) -> Tensor:
         """Logprobs of `tokens_L` but the first, as the language model itself gives them for this text alone: what `forward` must equal."""
         given = {"use_cache": False} if takes(self.lm, "use_cache") else {}
-        logits_LV = self.lm(input_ids=tokens_L[None], **given).logits[0, :-1].float()
+        with own_attention(self.lm):
+            logits_LV = self.lm(input_ids=tokens_L[None], **given).logits[0, :-1].float()
         return torch.log_softmax(logits_LV, dim=-1).gather(-1, tokens_L[1:, None]).squeeze(-1)
 
     def shards(self) -> Iterator[tuple[str, DTensor]]:
