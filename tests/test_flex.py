@@ -206,6 +206,14 @@ def test_flex_that_computes_something_else_is_not_used(tmp_path: Path, monkeypat
     assert selftest.flex_rows(world.solo_gang(tmp_path), policy) is None and not uses_flex(policy.lm)
 
 
+def test_flex_whose_gradient_is_another_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gang, policy = world.solo_gang(tmp_path), small_policy("qwen3")
+    distances: list[float] = []
+    distance = selftest.gradient_distance
+    monkeypatch.setattr(selftest, "gradient_distance", lambda *given: distances.append(distance(*given)) or 0.5)
+    assert selftest.flex_rows(gang, policy) is None and not uses_flex(policy.lm) and distances[0] < 1e-5
+
+
 def test_own_attention_is_what_packed_rows_are_compared_with() -> None:
     policy, texts = small_policy("qwen3"), [sequence(length, VOCABULARY, 0) for length in LONG]
     before = own_logprobs(policy, texts, CPU)

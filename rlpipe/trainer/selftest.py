@@ -24,6 +24,7 @@ from rlpipe.types import UserError
 
 log = logging.getLogger(__name__)
 LENGTHS = (29, 17, 5, 3)  # longest first; the longer ones exceed any window while it is tried
+LONG = (200, 150, 40, 9)  # of more than one block of flex_attention
 PROMPT = 11  # that they share
 ROOM = 8  # of padding
 assert min(LENGTHS[1], PROMPT) > WINDOW_TESTED
@@ -120,20 +121,25 @@ def _of_ranks(gang: Gang, policy: PolicyModel) -> Proof:
 
 
 def gradient_distance(gang: Gang, policy: PolicyModel) -> float:
-    """|gradient of packed rows - gradient of single rows by the model's own attention| / |the latter|; 0 for a policy that is not trained."""
+    """|gradient by flex_attention - gradient by the model's own attention| / |the latter|, of rows of several blocks, single or packed; 0 for a
+    policy that is not trained."""
     vocab_size = policy.lm.config.get_text_config().vocab_size
-    texts = [sequence(length, vocab_size, 0) for length in LENGTHS]
+    texts = [sequence(length, vocab_size, 0) for length in LONG]
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         return 0.0
     with small_windows(policy.lm.config):
-        packed = _gradients(policy, texts, Rows.PACKED, gang.device)
         with own_attention(policy.lm):
             own = _gradients(policy, texts, Rows.SINGLE, gang.device)
-    pairs = list(zip(packed, own, strict=True))
-    apart = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
-    whole = sum(float(other.double().square().sum()) for other in own)
-    apart, whole = gang.sum(torch.tensor([apart, whole], dtype=torch.float64)).tolist()
-    return math.sqrt(apart / whole) if whole else 0.0
+        whole = gang.sum(_square(own)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+        found = []
+        for rows in (Rows.SINGLE, Rows.PACKED):
+            apart = [one - other for one, other in zip(_gradients(policy, texts, rows, gang.device), own, strict=True)]
+            found.append(float(gang.sum(_square(apart)).sqrt() / whole))
+    return float(np.max(found))
+
+
+def _square(parts: list[Tensor]) -> Tensor:
+    return torch.stack([part.double().square().sum() for part in parts]).sum()[None].cpu()
 
 
 def _gradients(policy: PolicyModel, texts: list[TrainSequence], rows: Rows, device: torch.device) -> list[Tensor]:
