@@ -19,6 +19,7 @@ from rlpipe.algorithms.losses import aggregate, importance_weights, kl, policy_t
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import UNRECORDED
 from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch
+from rlpipe.trainer.flops import TRAINED, mfu
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, RlJob
 from rlpipe.trainer.model import PolicyModel
@@ -71,8 +72,8 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     planned = [plan_batch(gang, rows, sequences) for sequences in rollouts.steps]
     batches = {index: batch for index, batch in enumerate(planned) if batch.num_tokens}
     progress, total = 0, 2 * sum(len(batch.microbatches) for batch in batches.values())
+    before = None if len(batches) == 1 and settings.kl != "reward" else resident.policy
     for index, batch in batches.items():
-        before = None if len(batches) == 1 and settings.kl != "reward" else resident.policy
         batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature)
         gang.report(progress := progress + len(batch.microbatches), total)
     advantages_N = advantages(gang, rollouts, list(batches.values()), settings)
@@ -84,8 +85,12 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
         steps.append({name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()})
         gang.report(progress := progress + len(batch.microbatches), total)
     first = {name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")}
-    beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": time.monotonic() - started}
+    train_s = time.monotonic() - started
+    beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": train_s}
     beside["train/peak_memory_gib"] = gang.peak_memory_gib()
+    passes = [(resident.policy, TRAINED + (before is not None)), *([(reference.policy, 1)] if reference else [])]
+    done = [(policy, batch.work, count) for batch in batches.values() for policy, count in passes]
+    beside |= mfu(gang, train_s, done)
     return JobResult(summary(steps, STEP_METRICS, planned) | resident.policy.experts.metrics(gang.sum) | beside)
 
 

@@ -105,8 +105,8 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
         leave_flex(lm)
         _settle(policy, gang.device)
     if gang.rank == 0:
-        found = f"as its own code has it ({fault})" if fault else f"by flex_attention, rows are {rows.name.lower()}"
-        log.info("%s: attention is computed %s", lm.config.model_type, found)
+        how = f"as its own code has it ({fault})" if fault else f"by flex_attention, rows are {rows.name.lower()}"
+        log.info("%s: attention is computed %s", lm.config.model_type, how)
     return None if fault else rows
 
 
@@ -131,11 +131,11 @@ def gradient_distance(gang: Gang, policy: PolicyModel) -> float:
         with own_attention(policy.lm):
             own = _gradients(policy, texts, Rows.SINGLE, gang.device)
         whole = gang.sum(_square(own)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
-        found = []
+        distances: list[float] = []
         for rows in (Rows.SINGLE, Rows.PACKED):
             apart = [one - other for one, other in zip(_gradients(policy, texts, rows, gang.device), own, strict=True)]
-            found.append(float(gang.sum(_square(apart)).sqrt() / whole))
-    return float(np.max(found))
+            distances.append(float(gang.sum(_square(apart)).sqrt() / whole))
+    return float(np.max(distances))
 
 
 def _square(parts: list[Tensor]) -> Tensor:
