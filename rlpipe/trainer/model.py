@@ -90,8 +90,9 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
-def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights) -> PolicyModel:
-    """The sharded policy, fp32 masters, each rank reading only its own rows. Faults of reading are common to all ranks."""
+def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False) -> PolicyModel:
+    """The sharded policy, each rank reading only its own rows: fp32 masters, or `frozen`, in the number type of the forward pass, which gives
+    the same bits. Faults of reading are common to all ranks."""
     lm: Any = None
     read_rows: ReadRows | None = None
     with gang.together():
@@ -102,8 +103,11 @@ def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights) -> Poli
             )
         read_rows = weights(lm)
     assert read_rows is not None, "an error is raised"
-    policy = PolicyModel(lm)
-    dtype = getattr(torch, gang.options.dtype)
+    policy, dtype = PolicyModel(lm), getattr(torch, gang.options.dtype)
+    if frozen:
+        policy.requires_grad_(False)
+        for parameter in policy.parameters():
+            parameter.data = parameter.data.to(dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers_of(lm):
         if gang.options.trainer.activation_checkpointing:
@@ -153,8 +157,8 @@ def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
     return lambda name, shape, start, end: tensors[name][start:end] if shape else tensors[name]
 
 
-def load_policy(gang: Gang, ref: ArtifactRef) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
-    """The weights of a policy in the store, its config and its generation config."""
+def load_policy(gang: Gang, ref: ArtifactRef, frozen: bool = False) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
+    """The weights of a policy in the store, its config and its generation config; `frozen`: as `build_policy` has it."""
     with gang.together():
         files = {file.plain_name: file for file in read_manifest(gang.store, ref.folder, ref.sha256).files}
         documents = {
@@ -175,7 +179,7 @@ def load_policy(gang: Gang, ref: ArtifactRef) -> tuple[PolicyModel, PretrainedCo
             raise StoreError(f"{ref.folder}: {'; '.join(faults[:3])}")
         return checkpoint.rows
 
-    return build_policy(gang, config, rows), config, generation_config
+    return build_policy(gang, config, rows, frozen), config, generation_config
 
 
 def check_share(gang: Gang, folder: str, files: list[FileRecord]) -> None:
