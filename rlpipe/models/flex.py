@@ -141,14 +141,11 @@ def attend(
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
     how: dict[str, Any] = {"block_mask": attention_mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    how |= {
-        "score_mod": capped if softcap is not None else None,
-        "return_aux": AuxRequest(lse=True) if s_aux is not None else None,
-    }
+    # with lse also where nobody reads it: the passes with and without gradient then run one kernel, and give the same bits
+    how |= {"score_mod": capped if softcap is not None else None, "return_aux": AuxRequest(lse=True)}
     # on a CPU, for tests: as it is written, with all scores
-    out = (_kernel() if query.device.type == "cuda" else flex_attention)(query, key, value, **how)
+    out, aux = (_kernel() if query.device.type == "cuda" else flex_attention)(query, key, value, **how)
     if s_aux is not None:
-        out, aux = out
         out = (out * torch.sigmoid(aux.lse - s_aux[:, None])[..., None]).to(value.dtype)
     return out[:, :, :length].transpose(1, 2).contiguous(), None
 
