@@ -1,10 +1,14 @@
 """One RL iteration's training on a CPU: rlpipe's trainer beside a plain loop over transformers that does the same passes.
 
     .venv/bin/python benchmarks/trainer.py [--pairs 5] [--threads 1 2] [--steps 4]
+    .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b [--pairs 5]          one GPU: tokens/s, MFU and peak memory of a shape
 
 512 rollouts of the preset `tiny`'s shape. Both compute proximal logprobs of every step, then forward, backward, gradient norm and AdamW per step, with
 the clipped loss over all tokens, the entropy and deterministic kernels, in float32. The plain loop pads its batch to the longest sequence and
 runs it at once. They are done in turns, in one process. What is read from the store, and the proofs, are not timed on either side.
+
+With `--shape` no other loop runs: random weights of the shape in bf16, activations recomputed, two steps of two rollouts of 8k tokens (prompt 1k), with
+the pass of the proximal logprobs, on the first GPU.
 """
 
 from __future__ import annotations
@@ -22,12 +26,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from rlpipe.processes.launch import THREADS
 
 os.environ.update(THREADS)  # as all processes of rlpipe; read when torch is loaded
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as its trainers on GPUs
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from transformers import AutoModelForCausalLM
 
 from rlpipe.models.causal import hf_config
+from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.server import Trainer
 from rlpipe.types import JsonDict
 from tests import trainer_world as world
@@ -37,6 +45,18 @@ TINY: JsonDict = {
     **world.MODEL, "vocab_size": 400, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32,
     "max_position_embeddings": 128,
 }  # fmt: skip
+
+QWEN3: JsonDict = {
+    "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+}  # fmt: skip
+SHAPES: dict[str, JsonDict] = {
+    name: QWEN3 | dict(zip(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), sizes, strict=True))
+    | {"tie_word_embeddings": name != "qwen3-8b"}
+    for name, sizes in {
+        "qwen3-0.6b": (1024, 3072, 28, 16), "qwen3-1.7b": (2048, 6144, 28, 16), "qwen3-4b": (2560, 9728, 36, 32), "qwen3-8b": (4096, 12288, 36, 32),
+    }.items()
+}  # fmt: skip
+SHAPE_GROUPS, SHAPE_PROMPT, SHAPE_COMPLETION = 2, 1024, 7168  # of two rollouts each
 
 
 def rows(mixed: bool) -> list[JsonDict]:
@@ -121,14 +141,57 @@ def measure(threads: int, mixed: bool, pairs: int, steps: int, folder: Path) -> 
     )
 
 
+def long_rows(vocab_size: int, prompt: int, completion: int) -> list[JsonDict]:
+    random = np.random.default_rng(0)
+    return [
+        {
+            "group_index": group, "prompt_tokens": random.integers(2, vocab_size, prompt).tolist(), "loss_mask": [1] * completion,
+            "completion_tokens": random.integers(2, vocab_size, completion).tolist(), "rollout_logprobs": [-12.0] * completion,
+            "reward": float(index),
+        }
+        for group in range(SHAPE_GROUPS) for index in range(2)
+    ]  # fmt: skip
+
+
+def shape_line(gang: Gang, model: JsonDict, turns: int, prompt: int = SHAPE_PROMPT, completion: int = SHAPE_COMPLETION) -> str:
+    """Trains a new model of this shape; the first turn, in which kernels are compiled, does not count."""
+    trainer = Trainer(gang)
+    batch = world.batch(gang.store, "long", long_rows(model["vocab_size"], prompt, completion))
+    world.run(trainer, "load", world.load_new("0", model=model))
+    settings = {"num_steps": SHAPE_GROUPS, "learning_rate": 1e-6, "completion_tokens_max": completion}
+    jobs = [world.train(str(turn), str(turn + 1), "rl", batch, settings) for turn in range(turns + 1)]
+    trained = [world.run(trainer, "train", job)["metrics"] for job in jobs][1:]
+    per_s = statistics.median(metrics["train/num_tokens_processed"] / metrics["train_s"] for metrics in trained)
+    mfus = [metrics["train/mfu"] for metrics in trained if "train/mfu" in metrics]
+    mfu = f"{statistics.median(mfus):.1%}" if mfus else "not known here"
+    return f"{per_s:,.0f} tokens/s, MFU {mfu}, peak memory {trained[-1]['train/peak_memory_gib']:.2f} GiB"
+
+
+def measure_shape(name: str, turns: int, folder: Path) -> None:
+    if not torch.cuda.is_available():
+        print(
+            "trainer: --shape needs a GPU that torch sees, and there is none; without --shape it runs on a CPU", file=sys.stderr
+        )
+        raise SystemExit(2)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
+    tokens_max = SHAPE_PROMPT + SHAPE_COMPLETION
+    of_gpu = {"gpu_ids": [0], "dtype": "bfloat16", "tokens_max": tokens_max, "activation_checkpointing": True}
+    gang = world.solo_gang(folder, **of_gpu)
+    print(f"{name} on {torch.cuda.get_device_name(gang.device)}: {shape_line(gang, SHAPES[name], turns)}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--shape", choices=SHAPES, help="a model of this shape on a GPU instead")
     arguments = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     with tempfile.TemporaryDirectory() as scratch:
+        if arguments.shape:
+            measure_shape(arguments.shape, arguments.pairs, Path(scratch))
+            raise SystemExit
         for threads in arguments.threads:
             for mixed in (False, True):
                 measure(threads, mixed, arguments.pairs, arguments.steps, Path(scratch))

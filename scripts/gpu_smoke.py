@@ -19,17 +19,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
-from rlpipe.models.folder import tensor_shapes
 from rlpipe.store.backend import open_store
 from rlpipe.store.run import Run, open_existing
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 3600.0
 ITERATIONS = 4
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}  # dense bf16, by the makers
 SMALL = [
     "sft.num_steps=8", "sft.segment_steps=4", "sft.decay_steps=8", "sft.warmup_steps=2", f"rl.num_iterations={ITERATIONS}", "rl.num_steps=2",
     "rl.warmup_steps=2", "rl.filters={}", "evaluation.every=0", "evaluation.prompts_max=16", "checkpoint.state_every=2", "tracking.uri=",
@@ -50,12 +47,11 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Smoke:
-    """What was asked for. `peak_tflops`: of one device; 0 when it is not known."""
+    """What was asked for."""
 
     preset: str
     device: str
     engines_python: str
-    peak_tflops: float
     folder: Path
 
     def sets(self, count: int) -> list[str]:
@@ -130,22 +126,18 @@ class Smoke:
         rollout = [record.metrics.get("throughput/rollout_tokens_per_s", 0.0) for record in records]
         sft = [run.committed("sft", segment, "policy")[1].metrics for segment in range(run.num_segments)]
         rl = [run.policy(version)[1].metrics for version in range(1, len(records) + 1)]
-        ref, manifest = run.policy(len(records))
-        weights = next(file for file in manifest.files if file.plain_name.endswith(".safetensors"))
-        shapes = tensor_shapes(Path(run.store.address(f"{ref.folder}/{weights.name}")).parent)
-        parameters = sum(prod(shape) for shape in shapes.values())
         sft_per_s, rl_per_s = (
             sum(part["train/num_tokens_processed"] for part in parts) / sum(part["train_s"] for part in parts)
             for parts in (sft, rl)
         )
-        mfu = 6 * parameters * sft_per_s / (self.peak_tflops * 1e12 * count) if self.peak_tflops else None
+        mfu = [part["train/mfu"] for part in sft if "train/mfu" in part]
         return {
             "GPUs": f"{count}" if self.device == "gpu" else f"{count} (CPU)",
             "mismatch (mean / worst)": f"{sum(mismatches) / len(mismatches):.2g} / {max(mismatches):.2g}",
             "train tokens/s, SFT": f"{sft_per_s:.0f}",
             "train tokens/s, RL": f"{rl_per_s:.0f}",
             "rollout tokens/s": f"{max(rollout):.0f}",
-            "MFU, SFT": "-" if mfu is None else f"{mfu:.1%}",
+            "MFU, SFT": f"{max(mfu):.1%}" if mfu else "-",
             "peak memory a rank, GiB": f"{max(part['train/peak_memory_gib'] for part in [*sft, *rl]):.2f}",
         }
 
@@ -173,9 +165,6 @@ def main() -> None:
     parser.add_argument(
         "--engines-python", default="", help="of a virtual environment with SGLang; without it the local engine samples"
     )
-    parser.add_argument(
-        "--peak-tflops", type=float, default=0.0, help="of one device in bf16, for MFU; known for: " + ", ".join(PEAK_TFLOPS)
-    )
     parser.add_argument("--folder", type=Path, help="for store and logs; a new one without it")
     asked = parser.parse_args()
     names = gpus_here() if asked.device == "gpu" else []
@@ -188,8 +177,7 @@ def main() -> None:
         raise SystemExit(2)
     folder = (asked.folder or Path(tempfile.mkdtemp(prefix="gpu-smoke-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    peak = asked.peak_tflops or next((value for name, value in PEAK_TFLOPS.items() if names and name in names[0]), 0.0)
-    smoke = Smoke(asked.preset, asked.device, asked.engines_python, peak, folder)
+    smoke = Smoke(asked.preset, asked.device, asked.engines_python, folder)
     print(
         f"{names[0] if names else 'CPU'}, preset {smoke.preset}, engines: {'SGLang' if smoke.engines_python else 'local'}; store and logs: {folder}",
         flush=True,

@@ -26,6 +26,15 @@ def test_gpus_that_are_not_there_are_refused_in_one_line() -> None:
     assert line.startswith(f"gpu_smoke: --gpus 64: this machine has {torch.cuda.device_count()} GPUs")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_shape_is_not_measured_without_a_gpu() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "trainer.py"), "--shape", "qwen3-0.6b"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (2, "", 1)
+    assert "--shape needs a GPU" in ended.stderr
+
+
 def test_sglang_for_gpus_is_refused_without_a_driver(tmp_path: Path) -> None:
     ended = subprocess.run(
         ["/bin/bash", str(ROOT / "scripts/sglang-gpu/install.sh"), str(tmp_path / "venv")],

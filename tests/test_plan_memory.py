@@ -94,6 +94,9 @@ def test_the_lines_of_a_plan_add_up() -> None:
     assert "gradients and optimizer 16.00 + gathered layers 10.00 + a microbatch of 16384 tokens 3.00" in training
     assert "(activations are recomputed) = 29.00 GiB" in training
     assert "weights 16.00 GiB, the rest is KV cache, 1.0 KiB a token" in engine
+    with_kl = read_config("multi-node", ["rl.kl=loss", "rl.kl_coef=0.01"], PRESETS)
+    _, training, _ = memory_lines(with_kl, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB))
+    assert "gradients and optimizer, and of the reference, 18.00 + gathered" in training  # 2 bytes a parameter, of 16 ranks
     assert "tokens not known" in memory_lines(config, ModelSizes(16, 1, 1, 1, None))[1]
 
 

@@ -36,7 +36,7 @@ from rlpipe.services.registration import (
 )
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.trainer.process import GangProcess, TrainerOptions, torchrun_argv
+from rlpipe.trainer.process import ALLOCATOR, GangProcess, TrainerOptions, torchrun_argv
 from rlpipe.types import EngineError, TrainerError, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -331,3 +331,22 @@ async def test_a_gang_that_did_not_come_up_can_be_started_again(tmp_path: Path, 
     for _attempt in range(2):
         with pytest.raises(TrainerError, match="Address already in use"):
             await gang.start()
+
+
+def test_a_gang_on_gpus_grows_its_segments_unless_somebody_chose_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def environment(*sets: str) -> dict[str, str]:
+        config = read_config("tiny", ["model.dtype=bfloat16", *sets], PRESETS)
+        return GangProcess(config, tmp_path, "key")._environment()
+
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    assert environment("trainer.gpu_ids=[2]").items() >= {
+        "CUDA_VISIBLE_DEVICES": "2", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }.items()  # fmt: skip
+    assert not ALLOCATOR & environment().keys()
+    for name in ALLOCATOR:
+        with monkeypatch.context() as chosen:
+            chosen.setenv(name, "max_split_size_mb:512")
+            assert not ALLOCATOR & environment("trainer.gpu_ids=[2]").keys()

@@ -14,7 +14,9 @@ from rlpipe.config.pipeline import RETIRED, PipelineConfig, identity
 from rlpipe.config.source import read_config
 from rlpipe.config.training import RlConfig
 from rlpipe.report.curves import reward_svg
+from rlpipe.stages import idle
 from rlpipe.stages.base import base_reference
+from rlpipe.stages.idle import Idleness
 from rlpipe.stages.iteration import CURVE_POINTS_MAX, _curve
 from rlpipe.stages.policy import check_mismatch, first_step_faults
 from rlpipe.stages.scoring import over_rounds
@@ -188,3 +190,47 @@ def test_what_is_done_ahead_counts_for_the_iteration_that_it_is_of(session: Sess
     assert session.seconds[3, ANY_STAGE] < session.seconds[3, "train"] + session.seconds[4, "generate"]
     session.begin_iteration(4)
     assert set(session.seconds) == {(4, "generate")}
+
+
+def test_idle_is_the_share_of_the_time_from_commit_to_commit_in_which_no_stage_used_a_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(idle.time, "monotonic", lambda: now[0])
+    idleness = Idleness()
+
+    def stage(verb: str, seconds: float) -> None:
+        with idleness.during(verb):
+            now[0] += seconds
+
+    stage("evaluate", 5.0)  # before the first iteration
+    idleness.begin(0)
+    for verb, seconds in (
+        ("sample_prompts", 1.0),
+        ("generate", 6.0),
+        ("train", 2.0),
+        ("checkpoint", 0.5),
+        ("reload_engines", 0.5),
+    ):
+        stage(verb, seconds)
+    assert idleness.at_commit(0) == {"time/engines_idle_fraction": 0.35, "time/trainer_idle_fraction": 0.75}
+    now[0] += 1.0  # between two iterations both wait
+    idleness.begin(1)
+    with (
+        idleness.during("train"),
+        idleness.during("generate"),
+        idleness.during("generate"),
+    ):  # what is sampled ahead, in two shards
+        now[0] += 4.0
+    assert idleness.at_commit(1) == {"time/trainer_idle_fraction": 0.2, "time/engines_idle_fraction": 0.2}
+    with idleness.during("generate"):  # over a commit
+        now[0] += 3.0
+        idleness.begin(2)
+        assert idleness.at_commit(2) == {"time/engines_idle_fraction": 0.0}
+        now[0] += 1.0
+    now[0] += 3.0
+    idleness.begin(3)
+    assert idleness.at_commit(3) == {"time/engines_idle_fraction": 0.75}  # a run without a trainer has no figure for it
+    idleness.begin(9)
+    now[0] += 1.0
+    assert idleness.at_commit(9) == {}

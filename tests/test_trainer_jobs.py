@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlpipe.models.small import small_config
 from rlpipe.stages.policy import first_step_faults
 from rlpipe.stages.training import warn_of_differences
 from rlpipe.store.artifacts import file_sha256, materialise
@@ -78,6 +79,24 @@ def test_kl_to_the_reference_is_zero_at_its_own_weights(trainer: Trainer) -> Non
     assert "differs from the reference" in fault and first_step_faults(second["first_step"], 1, "ppo") == []
     with pytest.raises(UserError, match=r"settings\.kl=loss needs a reference"):
         world.run(trainer, "train", {**job, "reference": None})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3", "gpt_oss"])
+def test_a_reference_in_bfloat16_gives_the_bits_of_fp32_masters(family: str, tmp_path: Path) -> None:
+    trainer = Trainer(world.solo_gang(tmp_path, tokens_max=512, dtype="bfloat16"))
+    model = json.loads(small_config(AutoConfig.for_model(family), vocab_size=world.VOCAB).to_json_string())
+    world.run(trainer, "load", world.load_new(model=model))
+    start = world.saved(trainer.gang.store, "start", world.run(trainer, "save", world.save("new", "start", None))["policy"])
+    data = world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
+    job = world.train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.1, "num_steps": 1}) | {"reference": start.as_json()}
+    metrics = world.run(trainer, "train", job)["metrics"]
+    assert metrics["train/kl"] == metrics["first_step"]["reference_abs"] == 0.0
+    assert trainer._reference is not None and trainer.resident is not None
+    kinds = [
+        {parameter.dtype for parameter in policy.parameters()}
+        for policy in (trainer.resident.policy, trainer._reference[1].policy)
+    ]
+    assert kinds == [{torch.float32}, {torch.bfloat16}]
 
 
 def test_a_kl_in_the_reward_changes_the_advantages_and_not_the_loss(trainer: Trainer) -> None:

@@ -1,4 +1,5 @@
-"""Attention masks that we make: where keys are kept, and where texts branch. All others a model makes itself, from positions.
+"""Attention masks that we make: where keys are kept, where texts branch, and for flex_attention. All others a model makes itself, from
+positions.
 
 Legend: R rows, L tokens of a row, Q queries, K keys.
 """
@@ -9,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig
 
+from rlpipe.models.flex import block_mask, texts_of, uses_flex
 from rlpipe.types import UserError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-AttentionMask = Tensor | dict[str, Tensor]  # one, or one for every kind of layers
+AttentionMask = Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask]  # one, or one for every kind of layers
 
 
 def own_branch(branch_RL: Tensor, branches: int) -> Tensor:
@@ -30,6 +33,7 @@ class Masks:
     """
 
     def __init__(self, lm: Any) -> None:
+        self._flex = uses_flex(lm)
         self._config: PretrainedConfig = lm.config.get_text_config()
         self._additive = lm.config._attn_implementation == "eager"
         self._dtype = lm.dtype
@@ -46,17 +50,30 @@ class Masks:
         masks = {kind: self._form((seen if seen_RQK is None else seen & seen_RQK)[:, None]) for kind, seen in visible.items()}
         return masks if self.named else masks[self.kinds[0]]
 
-    def of_branches(self, positions_RL: Tensor, branch_RL: Tensor, branches: int) -> AttentionMask:
-        """That of rows in which texts branch: a token sees those before it in its own branch, and in the branch 0 of its text."""
-        return self.of(positions_RL[:, :, None], positions_RL[:, None, :], own_branch(branch_RL, branches))
+    def of_rows(self, positions_RL: Tensor, branch_RL: Tensor | None, branches: int) -> AttentionMask:
+        """That of rows of texts. Where they branch, a token sees those before it in its own branch, and in the branch 0 of its text.
+
+        Without branches there is one of blocks; of L x L a model makes it itself.
+        """
+        if not self._flex:
+            assert branch_RL is not None, "the model makes the mask"
+            return self.of(positions_RL[:, :, None], positions_RL[:, None, :], own_branch(branch_RL, branches))
+        own_RL = texts_of(positions_RL) if branch_RL is None else branch_RL
+        root_RL = own_RL if branch_RL is None else branch_RL // branches * branches
+        masks = {kind: block_mask(own_RL, root_RL, positions_RL, self._first(kind, positions_RL)) for kind in self.kinds}
+        return masks if self.named else masks[self.kinds[0]]
 
     def _visible(self, kind: str, query_RQ1: Tensor, key_K: Tensor) -> Tensor:
         visible = key_K <= query_RQ1
+        return visible if kind == FULL else visible & (key_K >= self._first(kind, query_RQ1))
+
+    def _first(self, kind: str, positions: Tensor) -> Tensor:
+        """The first position that is seen from each."""
         if kind == SLIDING:
-            return visible & (key_K > query_RQ1 - self._config.sliding_window)
+            return positions - self._config.sliding_window + 1
         if kind == CHUNKED:
-            return visible & (key_K // self._config.attention_chunk_size == query_RQ1 // self._config.attention_chunk_size)
-        return visible
+            return positions // self._config.attention_chunk_size * self._config.attention_chunk_size
+        return torch.zeros_like(positions)
 
     def _form(self, visible: Tensor) -> Tensor:
         if not self._additive:

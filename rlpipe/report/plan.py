@@ -31,11 +31,12 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     """Estimated memory per training process and per engine."""
     trainer, dtype = config.trainer, config.model.dtype
     sharded, gathered, microbatch = (part / GIB for part in training_bytes(config, sizes))
+    reference = ", and of the reference," if config.rl.kl != "none" else ""
     how = "recomputed" if trainer.activation_checkpointing else "kept"
     activations = "not known" if sizes.microbatch is None else f"{microbatch:.2f}"
     return [
         f"model: {sizes.parameters / 1e6:,.1f}M parameters, {dtype}",
-        f"memory per training rank, estimated: its rows of weights, gradients and optimizer {sharded:.2f} + gathered layers {gathered:.2f}"
+        f"memory per training rank, estimated: its rows of weights, gradients and optimizer{reference} {sharded:.2f} + gathered layers {gathered:.2f}"
         f" + a microbatch of {trainer.tokens_max} tokens {activations} (activations are {how}) = {sharded + gathered + microbatch:.2f} GiB",
         *([_engine_line(config, sizes)] if config.samples else []),
     ]
@@ -44,7 +45,8 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
 def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, int, int]:
     """What a training rank takes for its rows, for layers that are gathered, and for a microbatch."""
     width = BYTES[config.model.dtype]
-    sharded = sizes.parameters * SHARDED_BYTES / (config.trainer.ranks * config.trainer.nodes)
+    kept = SHARDED_BYTES + (width if config.rl.kl != "none" else 0)  # the reference is frozen, and of about the policy's size
+    sharded = sizes.parameters * kept / (config.trainer.ranks * config.trainer.nodes)
     # a layer's gradient is whole, and in fp32, until it is reduced
     gathered = (sizes.rest + GATHERED_LAYERS * sizes.layer) * width + sizes.layer * BYTES["float32"]
     return sharded, gathered, sizes.microbatch or 0

@@ -84,7 +84,7 @@ def time_metrics(session: Session, iteration: int, metrics: Metrics) -> Metrics:
     for name, tokens, verb in (("rollout", "rollout/num_tokens", "generate"), ("train", "train/num_tokens", "train")):
         if seconds.get(verb) and tokens in metrics:
             times[f"throughput/{name}_tokens_per_s"] = round(metrics[tokens] / seconds[verb], 1)
-    return times
+    return times | session.idleness.at_commit(iteration)
 
 
 def _curve(before: list[list[float]], iteration: int, reward: float) -> list[list[float]]:

@@ -32,6 +32,7 @@ from rlpipe.report.curves import DataSet, fetch_points
 from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
+from rlpipe.stages.idle import Idleness
 from rlpipe.store import lease
 from rlpipe.store.artifacts import materialise, read_manifest
 from rlpipe.store.run import Run, create_or_continue
@@ -62,6 +63,7 @@ class Session:
         self.committed_before = {phase: self.num_committed(phase) for phase in ("sft", "rl")}
         self.iteration, self.began = -1, time.monotonic()  # the current one
         self.seconds: dict[tuple[int, str], float] = defaultdict(float)  # per iteration and stage verb
+        self.idleness = Idleness()
         self.survivors: Survivors | None = None  # of the sampling round at work, when it is over-sampled
         self.unanswered: set[tuple[str, int, str]] = set()  # shards that the environment failed, and that wait for others
         self.begun: dict[tuple[str, int, str], asyncio.Event] = defaultdict(asyncio.Event)  # shards that asked the pool
@@ -93,6 +95,7 @@ class Session:
         """From here on counts what an iteration takes, and what the one before did ahead for it."""
         self.iteration, self.began = iteration, time.monotonic()
         self.begun.clear()
+        self.idleness.begin(iteration)
         for of, verb in [*self.seconds]:
             if of < iteration:
                 del self.seconds[of, verb]
@@ -100,7 +103,8 @@ class Session:
     @contextlib.contextmanager
     def timed(self, verb: str, iteration: int | None = None) -> Iterator[None]:
         """Adds the seconds of the body to the verb's, of the current iteration or of the one that it is for."""
-        with self._timed((self.iteration if iteration is None else iteration, verb)), self._timed((self.iteration, ANY_STAGE)):
+        clock = (self.iteration if iteration is None else iteration, verb)
+        with self._timed(clock), self._timed((self.iteration, ANY_STAGE)), self.idleness.during(verb):
             yield
 
     @contextlib.contextmanager

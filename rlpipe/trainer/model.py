@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, ranged_file, tensors_of, tied_names
+from rlpipe.models.flex import own_attention, uses_flex
 from rlpipe.models.masks import Masks
 from rlpipe.store.artifacts import Blocks, check_file, read_file, read_manifest, read_range
 from rlpipe.trainer.gang import Gang
@@ -53,7 +54,8 @@ class PolicyModel(nn.Module):
         branch_RL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies, fp32, of `target_N`, each predicted at the flat position `source_N`."""
-        mask = None if branch_RL is None else Masks(self.lm).of_branches(positions_RL, branch_RL, BRANCHES)
+        needed = branch_RL is not None or uses_flex(self.lm)
+        mask = Masks(self.lm).of_rows(positions_RL, branch_RL, BRANCHES) if needed else None
         with self.experts.counting(source_N):
             hidden_NH = hidden_states(self.lm, tokens_RL, positions_RL, mask).flatten(0, 1).index_select(0, source_N)
         how = {"temperature": temperature, "chunk": self.chunk, "kept": self.kept, "entropy_trained": entropy_trained}
@@ -62,7 +64,8 @@ class PolicyModel(nn.Module):
     def plain_logprobs(self, tokens_L: Tensor) -> Tensor:
         """Logprobs of `tokens_L` but the first, as the language model itself gives them for this text alone: what `forward` must equal."""
         given = {"use_cache": False} if takes(self.lm, "use_cache") else {}
-        logits_LV = self.lm(input_ids=tokens_L[None], **given).logits[0, :-1].float()
+        with own_attention(self.lm):
+            logits_LV = self.lm(input_ids=tokens_L[None], **given).logits[0, :-1].float()
         return torch.log_softmax(logits_LV, dim=-1).gather(-1, tokens_L[1:, None]).squeeze(-1)
 
     def shards(self) -> Iterator[tuple[str, DTensor]]:
@@ -87,8 +90,9 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
-def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights) -> PolicyModel:
-    """The sharded policy, fp32 masters, each rank reading only its own rows. Faults of reading are common to all ranks."""
+def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False) -> PolicyModel:
+    """The sharded policy, each rank reading only its own rows: fp32 masters, or `frozen`, in the number type of the forward pass, which gives
+    the same bits. Faults of reading are common to all ranks."""
     lm: Any = None
     read_rows: ReadRows | None = None
     with gang.together():
@@ -99,8 +103,11 @@ def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights) -> Poli
             )
         read_rows = weights(lm)
     assert read_rows is not None, "an error is raised"
-    policy = PolicyModel(lm)
-    dtype = getattr(torch, gang.options.dtype)
+    policy, dtype = PolicyModel(lm), getattr(torch, gang.options.dtype)
+    if frozen:
+        policy.requires_grad_(False)
+        for parameter in policy.parameters():
+            parameter.data = parameter.data.to(dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers_of(lm):
         if gang.options.trainer.activation_checkpointing:
@@ -150,8 +157,8 @@ def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
     return lambda name, shape, start, end: tensors[name][start:end] if shape else tensors[name]
 
 
-def load_policy(gang: Gang, ref: ArtifactRef) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
-    """The weights of a policy in the store, its config and its generation config."""
+def load_policy(gang: Gang, ref: ArtifactRef, frozen: bool = False) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
+    """The weights of a policy in the store, its config and its generation config; `frozen`: as `build_policy` has it."""
     with gang.together():
         files = {file.plain_name: file for file in read_manifest(gang.store, ref.folder, ref.sha256).files}
         documents = {
@@ -172,7 +179,7 @@ def load_policy(gang: Gang, ref: ArtifactRef) -> tuple[PolicyModel, PretrainedCo
             raise StoreError(f"{ref.folder}: {'; '.join(faults[:3])}")
         return checkpoint.rows
 
-    return build_policy(gang, config, rows), config, generation_config
+    return build_policy(gang, config, rows, frozen), config, generation_config
 
 
 def check_share(gang: Gang, folder: str, files: list[FileRecord]) -> None:

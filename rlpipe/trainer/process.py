@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import sys
 import time
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 RESTARTS_MAX = 5  # of a service's gang
 WAIT_S = 600.0  # for a gang that somebody else is to start
 DYING_S = 60.0
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # whoever sets one chooses for himself
 ANSWER_TIMEOUT_S = 5.0
 
 
@@ -103,16 +105,13 @@ class GangProcess:
             dtype=self.config.model.dtype,
             trainer=trainer,
         )
-        environment = {KEY_VARIABLE: self.key, "OMP_NUM_THREADS": str(trainer.threads), "HF_HUB_OFFLINE": "1"}
-        if trainer.gpu_ids:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, trainer.gpu_ids))
         self.url = f"http://{self.host}:{port}"
         self._service = Service(
             name="trainer",
             argv=torchrun_argv(options, self.node, self.rendezvous),
             log_path=self.work_dir / "trainer.log",
             ready=lambda: self.node > 0 or answers(f"{self.url}/health", self.key, ANSWER_TIMEOUT_S),
-            environment=environment,
+            environment=self._environment(),
         )
         try:
             return await self._until_ready(self._service.start)
@@ -120,6 +119,15 @@ class GangProcess:
             await self.close()
             self._service = None
             raise
+
+    def _environment(self) -> dict[str, str]:
+        trainer = self.config.trainer
+        environment = {KEY_VARIABLE: self.key, "OMP_NUM_THREADS": str(trainer.threads), "HF_HUB_OFFLINE": "1"}
+        if trainer.gpu_ids:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, trainer.gpu_ids))
+            if not ALLOCATOR.intersection(os.environ):  # rows of many lengths would leave memory in pieces of their sizes
+                environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        return environment
 
     @property
     def alive(self) -> bool:

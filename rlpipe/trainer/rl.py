@@ -20,6 +20,7 @@ from rlpipe.algorithms.losses import aggregate, importance_weights, kl, policy_t
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import UNRECORDED
 from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch
+from rlpipe.trainer.flops import TRAINED, mfu
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, RlJob
 from rlpipe.trainer.model import PolicyModel
@@ -78,9 +79,9 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     planned = [plan_batch(gang, rows, step) for step in sequences]
     batches = {index: batch for index, batch in enumerate(planned, first) if batch.num_tokens}
     progress, total = 0, 2 * sum(len(batch.microbatches) for batch in batches.values())
+    before = resident.policy if num_steps > 1 or settings.kl == "reward" else None
     with weights_of_start(resident, moved=first > 0):
         for index, batch in batches.items():
-            before = None if num_steps == 1 and settings.kl != "reward" else resident.policy
             batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature)
             gang.report(progress := progress + len(batch.microbatches), total)
     advantages_N = advantages(gang, rollouts, list(batches.values()), settings)
@@ -94,7 +95,8 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     taken.train_s += time.monotonic() - started
     if len(taken.batches) == num_steps:
         taken.start.clear()
-    return JobResult(metrics_of(gang, resident))
+    passes = [(resident.policy, TRAINED + (before is not None)), *([(reference.policy, 1)] if reference else [])]
+    return JobResult(metrics_of(gang, resident, passes))
 
 
 @contextlib.contextmanager
@@ -107,12 +109,14 @@ def weights_of_start(resident: Resident, moved: bool) -> Iterator[None]:
         resident.exchange()
 
 
-def metrics_of(gang: Gang, resident: Resident) -> JsonDict:
-    """What the steps that were taken came to."""
+def metrics_of(gang: Gang, resident: Resident, passes: list[tuple[PolicyModel, int]]) -> JsonDict:
+    """What the steps that were taken came to. `passes`: forward passes of a step, by policy."""
     steps, batches = resident.taken.metrics, resident.taken.batches
     first = {name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")}
-    beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": resident.taken.train_s}
+    train_s = resident.taken.train_s
+    beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": train_s}
     beside["train/peak_memory_gib"] = gang.peak_memory_gib()
+    beside |= mfu(gang, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])
     return summary(steps, STEP_METRICS, batches) | resident.policy.experts.metrics(gang.sum) | beside
 
 

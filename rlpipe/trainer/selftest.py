@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from rlpipe.models.causal import MODEL_FAULTS, WINDOW_TESTED, other_windows, small_windows
+from rlpipe.models.flex import leave_flex, own_attention, use_flex, uses_flex
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
@@ -22,6 +24,7 @@ from rlpipe.types import UserError
 
 log = logging.getLogger(__name__)
 LENGTHS = (29, 17, 5, 3)  # longest first; the longer ones exceed any window while it is tried
+LONG = (200, 150, 40, 9)  # of more than one block of flex_attention
 PROMPT = 11  # that they share
 ROOM = 8  # of padding
 assert min(LENGTHS[1], PROMPT) > WINDOW_TESTED
@@ -29,8 +32,10 @@ assert min(LENGTHS[1], PROMPT) > WINDOW_TESTED
 # which changes nothing but how many tokens an expert has
 FAR = {"float32": 1e-4, "bfloat16": 0.3}
 FAR_PACKED = {"float32": 1e-5, "bfloat16": 0.3}  # or TIMES what single rows differ by
+FAR_GRADIENT = {"float32": 1e-3, "bfloat16": 0.2}  # of the whole gradient's norm: a wrong one is about as far as it is long
 NEAR = {"float32": 1e-5, "bfloat16": 0.02}
 EXACT, TIMES = 1e-6, 4.0
+FLEX_DEVICES = ("cuda",)  # on a CPU it has no kernel for the backward pass
 
 
 @dataclass(frozen=True)
@@ -67,14 +72,13 @@ class Proof:
 
 
 def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
-    """How sequences may be put into rows, tried on the weights of a gang: all ranks try, and agree. UserError as `Proof.rows`."""
-    family = policy.lm.config.model_type
-    try:
-        own = asdict(prove(policy, gang.device))
-    except MODEL_FAULTS as error:
-        raise UserError(f"model: {family} cannot be trained here: its forward pass fails ({error!s:.300})") from error
-    of_ranks = gang.gather(own)
-    proof = Proof(**{name: float(np.max([values[name] for values in of_ranks])) for name in own})  # a nan of any rank stays
+    """How sequences may be put into rows, tried on the weights of a gang: all ranks try, and agree. UserError as `Proof.rows`.
+
+    On GPUs flex_attention is tried first; without it, and without a mask of L x L, each sequence has a row.
+    """
+    if gang.device.type in FLEX_DEVICES and (rows := flex_rows(gang, policy)) is not None:
+        return rows
+    family, proof = policy.lm.config.model_type, _of_ranks(gang, policy)
     rows = proof.rows(family, gang.options.dtype)
     if rows is Rows.SINGLE and gang.rank == 0:
         log.warning(
@@ -82,6 +86,70 @@ def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
         )
     # packed rows take a mask of L x L, which keeps a GPU from its fast kernels; on a CPU padding costs more than the mask
     return Rows.SINGLE if gang.device.type == "cuda" else rows
+
+
+def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
+    """The same with flex_attention, which the policy keeps; None, and it keeps its own attention, where that is not what its own code computes."""
+    lm, rows, fault = policy.lm, Rows.SINGLE, ""
+    try:
+        if own := other_windows(lm.config):
+            raise UserError(f"its own code bounds attention ({', '.join(own)})")
+        use_flex(lm)
+        rows = _of_ranks(gang, policy).rows(lm.config.model_type, gang.options.dtype)
+        far = gradient_distance(gang, policy) if rows >= Rows.PACKED else 0.0
+        if rows is Rows.SINGLE or not far <= FAR_GRADIENT[gang.options.dtype]:
+            fault = f"its gradients differ by {far:.2g}" if rows else "packed sequences see each other"
+    except MODEL_FAULTS as error:
+        fault = f"{error!s:.300}"
+    if fault:
+        leave_flex(lm)
+        _settle(policy, gang.device)
+    if gang.rank == 0:
+        how = f"as its own code has it ({fault})" if fault else f"by flex_attention, rows are {rows.name.lower()}"
+        log.info("%s: attention is computed %s", lm.config.model_type, how)
+    return None if fault else rows
+
+
+def _of_ranks(gang: Gang, policy: PolicyModel) -> Proof:
+    try:
+        own = asdict(prove(policy, gang.device))
+    except MODEL_FAULTS as error:
+        family = policy.lm.config.model_type
+        raise UserError(f"model: {family} cannot be trained here: its forward pass fails ({error!s:.300})") from error
+    of_ranks = gang.gather(own)
+    return Proof(**{name: float(np.max([values[name] for values in of_ranks])) for name in own})  # a nan of any rank stays
+
+
+def gradient_distance(gang: Gang, policy: PolicyModel) -> float:
+    """|gradient by flex_attention - gradient by the model's own attention| / |the latter|, of rows of several blocks, single or packed; 0 for a
+    policy that is not trained."""
+    vocab_size = policy.lm.config.get_text_config().vocab_size
+    texts = [sequence(length, vocab_size, 0) for length in LONG]
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        return 0.0
+    with small_windows(policy.lm.config):
+        with own_attention(policy.lm):
+            own = _gradients(policy, texts, Rows.SINGLE, gang.device)
+        whole = gang.sum(_square(own)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+        distances: list[float] = []
+        for rows in (Rows.SINGLE, Rows.PACKED):
+            apart = [one - other for one, other in zip(_gradients(policy, texts, rows, gang.device), own, strict=True)]
+            distances.append(float(gang.sum(_square(apart)).sqrt() / whole))
+    return float(np.max(distances))
+
+
+def _square(parts: list[Tensor]) -> Tensor:
+    return torch.stack([part.double().square().sum() for part in parts]).sum()[None].cpu()
+
+
+def _gradients(policy: PolicyModel, texts: list[TrainSequence], rows: Rows, device: torch.device) -> list[Tensor]:
+    """Of the mean logprob, this rank's rows of every parameter; zeros where it does not reach."""
+    logprobs = row_logprobs(policy, texts, rows, device, gradient=True)
+    torch.cat(logprobs).mean().backward()
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
+    policy.zero_grad(set_to_none=True)
+    return [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
 
 
 def prove(policy: PolicyModel, device: torch.device) -> Proof:
@@ -96,8 +164,9 @@ def prove(policy: PolicyModel, device: torch.device) -> Proof:
         single, aside = tried(policy, texts, others, Rows.SINGLE, device)
         packed, leak = tried(policy, texts, others, Rows.PACKED, device)
         changed = row_logprobs(policy, later, Rows.SINGLE, device, padding=vocab_size // 2)
-        # on a GPU rows hold one sequence, and layers that count places in a row, not positions, would not show in short texts
-        shareable = device.type == "cpu" and not other_windows(policy.lm.config)
+        # on a GPU rows hold one sequence, but with flex_attention; and layers that count places in a row, not positions, would not show in
+        # short texts
+        shareable = (device.type == "cpu" or uses_flex(policy.lm)) and not other_windows(policy.lm.config)
         shared, branch_leak = _prove_shared(policy, texts, others, device) if shareable else (math.inf, math.inf)
     return Proof(
         single=_mean(torch.cat(single), own),
@@ -121,9 +190,7 @@ def _prove_shared(
         shared, leak = tried(policy, texts, others, Rows.SHARED, device)
     except MODEL_FAULTS as error:
         log.info("%s: prompts are not shared: %.300s", policy.lm.config.model_type, error)
-        own_logprobs(
-            policy, texts[-1:], device
-        )  # a forward pass that comes to its end: without, FSDP would stay in the middle of one
+        _settle(policy, device)
         return math.inf, math.inf
     return _mean(torch.cat(shared), torch.cat(own)), leak
 
@@ -141,6 +208,12 @@ def tried(
     return given, float(np.max([_mean(part, beside[1 - index % 2][index]) for index, part in enumerate(given)]))
 
 
+def _settle(policy: PolicyModel, device: torch.device) -> None:
+    """A forward pass that comes to its end: without, FSDP would stay in the middle of the one that failed."""
+    policy.zero_grad(set_to_none=True)
+    own_logprobs(policy, [sequence(LENGTHS[-1], policy.lm.config.get_text_config().vocab_size, 0)], device)
+
+
 @torch.no_grad()
 def own_logprobs(policy: PolicyModel, sequences: Sequence[TrainSequence], device: torch.device) -> list[Tensor]:
     """Of every token but the first, by the model's own forward pass of each sequence."""
@@ -149,11 +222,15 @@ def own_logprobs(policy: PolicyModel, sequences: Sequence[TrainSequence], device
     return logprobs
 
 
-@torch.no_grad()
 def row_logprobs(
-    policy: PolicyModel, sequences: list[TrainSequence], rows: Rows, device: torch.device, padding: int = 0
+    policy: PolicyModel,
+    sequences: list[TrainSequence],
+    rows: Rows,
+    device: torch.device,
+    padding: int = 0,
+    gradient: bool = False,
 ) -> list[Tensor]:
-    """Of the scored tokens, by the policy's forward pass of rows, in which `padding` is the token behind the sequences."""
+    """Of the scored tokens, on the host, by the policy's forward pass of rows, in which `padding` is the token behind the sequences."""
     texts = [sequences] if rows is Rows.SHARED else [[sequence] for sequence in sequences]
     lengths = list(map(text_tokens, texts))
     planned = [[index] for index in range(len(texts))] if rows is Rows.SINGLE else [[*range(len(texts))]]
@@ -162,15 +239,17 @@ def row_logprobs(
     for tokens_L, row in zip(microbatch.tokens_RL, planned, strict=True):
         tokens_L[sum(lengths[index] for index in row) :] = padding
     microbatch = microbatch.to(device)
-    logprobs_N, _ = policy(
-        microbatch.tokens_RL,
-        microbatch.positions_RL,
-        microbatch.source_N,
-        microbatch.target_N,
-        temperature=1.0,
-        branch_RL=microbatch.branch_RL,
-    )
-    _reshard(policy)
+    with torch.set_grad_enabled(gradient):
+        logprobs_N, _ = policy(
+            microbatch.tokens_RL,
+            microbatch.positions_RL,
+            microbatch.source_N,
+            microbatch.target_N,
+            temperature=1.0,
+            branch_RL=microbatch.branch_RL,
+        )
+    if not gradient:
+        _reshard(policy)
     return list(logprobs_N.cpu().split([len(sequence.scored) for sequence in sequences]))
 
 

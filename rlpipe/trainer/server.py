@@ -94,8 +94,8 @@ class Trainer:
             return None
         if self._reference is None or self._reference[0] != ref.sha256:
             self._reference = None
-            policy, _, _ = load_policy(self.gang, ref)
-            reference = Reference(policy.requires_grad_(False), proven_rows(self.gang, policy))
+            policy, _, _ = load_policy(self.gang, ref, frozen=True)
+            reference = Reference(policy, proven_rows(self.gang, policy))
             self._reference = (ref.sha256, reference)
         return self._reference[1]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlpipe.algorithms.losses import sft_loss
 from rlpipe.trainer.batches import Microbatch, conversations_of_step, read_conversations
+from rlpipe.trainer.flops import TRAINED, mfu
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SftJob
 from rlpipe.trainer.packing import TrainSequence
@@ -37,7 +38,9 @@ def train_sft(gang: Gang, resident: Resident, job: SftJob) -> JobResult:
             steps.append(optimizer_step(gang, resident, batch, partial(_cross_entropy, batch.num_tokens), how))
         batches.append(replace(batch, microbatches=[]))  # its counts
         gang.report(len(batches), settings.num_steps)
-    beside = {"losses": [sums["loss"] for sums in steps], "train_s": time.monotonic() - started}
+    train_s = time.monotonic() - started
+    beside = {"losses": [sums["loss"] for sums in steps], "train_s": train_s}
+    beside |= mfu(gang, train_s, [(resident.policy, batch.work, TRAINED) for batch in batches])
     beside["train/peak_memory_gib"] = gang.peak_memory_gib()
     beside |= resident.policy.experts.metrics(gang.sum)
     validation = _validation(gang, resident, data, settings.batch_size)

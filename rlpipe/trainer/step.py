@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from rlpipe.config.training import BETA1, OptimizerConfig
 from rlpipe.trainer.batches import Microbatch, collate
+from rlpipe.trainer.flops import Work, work_of
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
@@ -36,6 +37,7 @@ class StepBatch:
     num_sequences: int  # with a scored token, all ranks
     tokens: int
     slots: int
+    work: Work
 
 
 @dataclass
@@ -149,6 +151,7 @@ def plan_batch(gang: Gang, rows: Rows, sequences: list[TrainSequence]) -> StepBa
         len(kept),
         sum(len(sequence.tokens) for sequence in kept),
         sum(slots for slots, _ in shapes(plans, lengths)),
+        work_of(texts),
     )
 
 

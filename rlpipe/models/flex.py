@@ -1,0 +1,153 @@
+"""Attention by torch's flex_attention: which keys a token sees is computed tile by tile, and a mask of L x L never exists.
+
+Only the blocks of a row that see each other are named, B x B numbers for L = 128 B tokens; in them a rule of four numbers a token decides.
+
+Legend: R rows, L tokens of a row, P those of its blocks, B blocks, Q query blocks, K key blocks, A heads, D numbers of a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from transformers import AttentionInterface
+
+from rlpipe.types import UserError
+
+FLEX = "rlpipe_flex_attention"  # transformers asks a family whether it supports what has flex_attention in its name
+BLOCK = 128
+# one of a kernel for each of: one row or several, one block or several, with or without gradient; a proof and its model
+KERNELS_MAX = 64
+
+
+def use_flex(lm: Any) -> None:
+    """From here on `lm` computes its attention by flex_attention. UserError naming a family whose code does not support it."""
+    if not (lm._supports_flex_attn and lm._can_set_attn_implementation()):
+        raise UserError(f"model config: {lm.config.model_type} does not support flex_attention")
+    lm._before_flex = lm.config._attn_implementation
+    lm.set_attn_implementation(FLEX)
+
+
+def uses_flex(lm: Any) -> bool:
+    """Whether it does."""
+    return lm.config.get_text_config()._attn_implementation == FLEX
+
+
+def leave_flex(lm: Any) -> None:
+    """From here on `lm` computes its attention as it did before."""
+    if uses_flex(lm):
+        lm.set_attn_implementation(lm._before_flex)
+
+
+@contextlib.contextmanager
+def own_attention(lm: Any) -> Iterator[None]:
+    """Meanwhile `lm` computes its attention as it does without flex_attention."""
+    flex = uses_flex(lm)
+    leave_flex(lm)
+    try:
+        yield
+    finally:
+        if flex:
+            use_flex(lm)
+
+
+def texts_of(positions_RL: Tensor) -> Tensor:
+    """The number of each token's text in its row: one begins wherever a position is not the one before plus 1."""
+    return (positions_RL.diff(dim=-1, prepend=positions_RL[:, :1] - 1) != 1).cumsum(-1)
+
+
+def block_mask(own_RL: Tensor, root_RL: Tensor, positions_RL: Tensor, first_RL: Tensor) -> BlockMask:
+    """A token sees those before it, itself among them, that are of its branch `own` or of its prompt `root`, from position `first` on."""
+    room = -own_RL.shape[1] % BLOCK
+    # what fills the last block is of a text of its own
+    own_RP, root_RP = (functional.pad(part, (0, room), value=-1) for part in (own_RL, root_RL))
+    positions_RP, first_RP = (functional.pad(part, (0, room)) for part in (positions_RL, first_RL))
+
+    def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = own_RP[row, key]
+        related = (own == own_RP[row, query]) | (own == root_RP[row, query])
+        return related & (key <= query) & (positions_RP[row, key] >= first_RP[row, query])
+
+    own_low, own_high = _bounds(own_RP)
+    root_low, root_high = _bounds(root_RP)
+    position_low, position_high = _bounds(positions_RP)
+    first_low, first_high = _bounds(first_RP)
+    row = torch.arange(own_low.shape[1], device=own_RL.device)
+    key, query = row[None, None, :], row[None, :, None]
+
+    def meet(low_RB: Tensor, high_RB: Tensor) -> Tensor:
+        """Whether a key block has a branch between these of a query block, R x Q x K."""
+        return (own_high[:, None, :] >= low_RB[:, :, None]) & (own_low[:, None, :] <= high_RB[:, :, None])
+
+    def same(low_RB: Tensor, high_RB: Tensor) -> Tensor:
+        """Whether all of a key block and all of a query block are of one branch, R x Q x K."""
+        one = (own_low == own_high)[:, None, :] & (low_RB == high_RB)[:, :, None]
+        return one & (own_low[:, None, :] == low_RB[:, :, None])
+
+    some = (key <= query) & (meet(own_low, own_high) | meet(root_low, root_high))
+    some &= position_high[:, None, :] >= first_low[:, :, None]
+    whole = (key < query) & (same(own_low, own_high) | same(root_low, root_high))
+    whole &= position_low[:, None, :] >= first_high[:, :, None]
+    return BlockMask.from_kv_blocks(*_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=sees)
+
+
+def _bounds(values_RP: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest of each block, R x B."""
+    blocks = values_RP.unflatten(1, (-1, BLOCK))
+    return blocks.amin(-1), blocks.amax(-1)
+
+
+def _listed(chosen_RQK: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks a query block has, R x 1 x Q, and which they are, those first, R x 1 x Q x K."""
+    order = chosen_RQK.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen_RQK.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    """Compiled once for all lengths of rows. One kernel too many is an error: uncompiled it would make L x L numbers."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=KERNELS_MAX)  # pyright: ignore[reportCallIssue]
+
+
+def attend(
+    _module: nn.Module,
+    query_RALD: Tensor,
+    key_RALD: Tensor,
+    value_RALD: Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every attention layer, R x L x A x D out. `s_aux`: of each head, a sink that takes attention and gives nothing.
+
+    ValueError for a layer that asks for more than such a mask.
+    """
+    if not isinstance(attention_mask, BlockMask) or dropout or others.get("position_bias") is not None:
+        raise ValueError("an attention layer takes no mask of blocks, or more than a mask")
+    length = query_RALD.shape[-2]
+    room = attention_mask.shape[-1] - length
+    query, key, value = (functional.pad(part, (0, 0, 0, room)) for part in (query_RALD, key_RALD, value_RALD))
+
+    def capped(score: Tensor, *_place: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    how: dict[str, Any] = {"block_mask": attention_mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    # with lse also where nobody reads it: the passes with and without gradient then run one kernel, and give the same bits
+    how |= {"score_mod": capped if softcap is not None else None, "return_aux": AuxRequest(lse=True)}
+    # on a CPU, for tests: as it is written, with all scores
+    out, aux = (_kernel() if query.device.type == "cuda" else flex_attention)(query, key, value, **how)
+    if s_aux is not None:
+        out = (out * torch.sigmoid(aux.lse - s_aux[:, None])[..., None]).to(value.dtype)
+    return out[:, :, :length].transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(FLEX, attend)
