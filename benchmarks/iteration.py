@@ -44,21 +44,21 @@ async def bare_iteration(session: Session, iteration: int) -> IterationRecord:
     policy, _ = session.run.policy(iteration)
     before, carried = committed_before(session, iteration)
     at = {"iteration": iteration, "round_index": 0}
-    with session.timed("sample_prompts"):
+    with session.clock.during("sample_prompts"):
         prompts = await sample_prompts(session, before=before, carried=carried, **at)
     shards = range(num_shards(session, prompts.metrics["num_prompts"]))
     part = {"prompts": prompts.ref, "policy": policy, **at}
-    with session.timed("generate"):
+    with session.clock.during("generate"):
         rollouts = await asyncio.gather(*(generate(session, shard=shard, **part) for shard in shards))
-    with session.timed("score"):
+    with session.clock.during("score"):
         scores = await score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at)
-    with session.timed("filter"):
+    with session.clock.during("filter"):
         batch = (await filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], **at)).ref
-    with session.timed("train"):
+    with session.clock.during("train"):
         trained = await train(session, iteration=iteration, batch=batch)
-    with session.timed("checkpoint"):
+    with session.clock.during("checkpoint"):
         after = await checkpoint(session, iteration=iteration, batch=batch, previous=policy, metrics=trained.metrics)
-    with session.timed("reload_engines"):
+    with session.clock.during("reload_engines"):
         await reload_engines(session, policy=after.ref, version=iteration + 1)
     artifacts = {"prompts": prompts.ref, "batch": batch, "policy": after.ref}
     return await commit_iteration(session, iteration, artifacts, {**scores.metrics, **trained.metrics})

@@ -54,7 +54,7 @@ def _task(stage: StageFunction, verb: str = "") -> StageFunction:
         cache_policy=NO_CACHE,
     )
     async def timed(session: Session, **arguments: Any) -> StageResult | State[StageResult]:
-        with session.timed(verb, arguments.get("iteration")):
+        with session.clock.during(verb, arguments.get("iteration")):
             result = await stage(session, **arguments)
         return Completed(name="Cached", data=result) if result.cached else result
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -14,13 +13,13 @@ from rlpipe.config.pipeline import RETIRED, PipelineConfig, identity
 from rlpipe.config.source import read_config
 from rlpipe.config.training import RlConfig
 from rlpipe.report.curves import reward_svg
-from rlpipe.stages import idle
+from rlpipe.stages import clock as clocks
 from rlpipe.stages.base import base_reference
-from rlpipe.stages.idle import Idleness
+from rlpipe.stages.clock import Clock
 from rlpipe.stages.iteration import CURVE_POINTS_MAX, _curve
 from rlpipe.stages.policy import check_mismatch, first_step_faults
 from rlpipe.stages.scoring import over_rounds
-from rlpipe.stages.session import ANY_STAGE, Session
+from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages.training import RL_TRAINING, position, rl_job, sft_job
 from rlpipe.store.artifacts import write_bytes
@@ -176,61 +175,67 @@ def test_the_trainer_knows_every_estimator_of_the_config() -> None:
     assert set(get_args(RlConfig.model_fields["estimator"].annotation)) == set(ESTIMATORS)
 
 
-def test_overlapping_shards_count_their_time_once(session: Session) -> None:
-    with session.timed("generate"), session.timed("generate"):
-        pass
-    assert 0 <= session.seconds[-1, "generate"] < 1.0
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock whose time goes on by `clock.now`."""
+    made = Clock()
+    made.now = made._began  # type: ignore[attr-defined]
+    monkeypatch.setattr(clocks.time, "monotonic", lambda: made.now)  # type: ignore[attr-defined]
+    return made
 
 
-def test_what_is_done_ahead_counts_for_the_iteration_that_it_is_of(session: Session) -> None:
-    session.begin_iteration(3)
-    with session.timed("train", 3), session.timed("generate", 4):
-        time.sleep(0.05)
-    assert set(session.seconds) == {(3, "train"), (4, "generate"), (3, ANY_STAGE)}
-    assert session.seconds[3, ANY_STAGE] < session.seconds[3, "train"] + session.seconds[4, "generate"]
-    session.begin_iteration(4)
-    assert set(session.seconds) == {(4, "generate")}
+def run_stages(clock: Any, *stages: tuple[str, float]) -> None:
+    for verb, seconds in stages:
+        with clock.during(verb):
+            clock.now += seconds
 
 
-def test_idle_is_the_share_of_the_time_from_commit_to_commit_in_which_no_stage_used_a_service(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(idle.time, "monotonic", lambda: now[0])
-    idleness = Idleness()
+def test_overlapping_shards_count_their_time_once(clock: Any) -> None:
+    with clock.during("generate", 0), clock.during("generate", 0):
+        clock.now += 2.0
+    assert clock.seconds[0, "generate"] == pytest.approx(2.0)
 
-    def stage(verb: str, seconds: float) -> None:
-        with idleness.during(verb):
-            now[0] += seconds
 
-    stage("evaluate", 5.0)  # before the first iteration
-    idleness.begin(0)
-    for verb, seconds in (
-        ("sample_prompts", 1.0),
-        ("generate", 6.0),
-        ("train", 2.0),
-        ("checkpoint", 0.5),
-        ("reload_engines", 0.5),
-    ):
-        stage(verb, seconds)
-    assert idleness.at_commit(0) == {"time/engines_idle_fraction": 0.35, "time/trainer_idle_fraction": 0.75}
-    now[0] += 1.0  # between two iterations both wait
-    idleness.begin(1)
-    with (
-        idleness.during("train"),
-        idleness.during("generate"),
-        idleness.during("generate"),
-    ):  # what is sampled ahead, in two shards
-        now[0] += 4.0
-    assert idleness.at_commit(1) == {"time/trainer_idle_fraction": 0.2, "time/engines_idle_fraction": 0.2}
-    with idleness.during("generate"):  # over a commit
-        now[0] += 3.0
-        idleness.begin(2)
-        assert idleness.at_commit(2) == {"time/engines_idle_fraction": 0.0}
-        now[0] += 1.0
-    now[0] += 3.0
-    idleness.begin(3)
-    assert idleness.at_commit(3) == {"time/engines_idle_fraction": 0.75}  # a run without a trainer has no figure for it
-    idleness.begin(9)
-    now[0] += 1.0
-    assert idleness.at_commit(9) == {}
+def test_what_is_done_ahead_counts_for_the_iteration_that_it_is_of(clock: Any) -> None:
+    clock.begin(3)
+    with clock.during("train", 3), clock.during("generate", 4):
+        clock.now += 2.0
+    times = clock.at_commit(3)
+    assert times["time/train_s"] == 2.0 and "time/generate_s" not in times and times["time/orchestration_s"] == 0
+    clock.begin(4)
+    times = clock.at_commit(4)
+    assert times["time/generate_s"] == 2.0 and "time/train_s" not in times and times["time/iteration_s"] == 0
+
+
+def test_an_iteration_lasts_from_commit_to_commit_and_idle_is_the_share_without_a_stage(clock: Any) -> None:
+    run_stages(clock, ("evaluate", 5.0))  # before the first iteration
+    clock.begin(0)
+    run_stages(clock, ("sample_prompts", 1.0), ("generate", 6.0), ("train", 2.0), ("checkpoint", 0.5), ("reload_engines", 0.5))
+    times = clock.at_commit(0)
+    assert times["time/iteration_s"] == 10.0 and times["time/orchestration_s"] == 0 and "time/evaluate_s" not in times
+    assert (times["time/engines_idle_fraction"], times["time/trainer_idle_fraction"]) == (0.35, 0.75)
+    clock.now += 1.0  # between two iterations both wait
+    clock.begin(1)
+    with clock.during("train"), clock.during("generate"), clock.during("generate"):  # what is sampled ahead, in two shards
+        clock.now += 4.0
+    times = clock.at_commit(1)
+    assert times["time/iteration_s"] == 5.0 and times["time/orchestration_s"] == 1.0
+    assert (times["time/engines_idle_fraction"], times["time/trainer_idle_fraction"]) == (0.2, 0.2)
+
+
+def test_a_stage_that_runs_on_over_a_commit_counts_on_both_sides_of_it(clock: Any) -> None:
+    clock.begin(0)
+    with clock.during("generate", 1):
+        clock.now += 3.0
+        assert clock.at_commit(0)["time/engines_idle_fraction"] == 0
+        clock.begin(1)
+        clock.now += 1.0
+    clock.now += 1.0
+    times = clock.at_commit(1)
+    assert times["time/generate_s"] == 4.0 and times["time/engines_idle_fraction"] == 0.5
+    clock.begin(9)  # another one than what follows
+    clock.now += 1.0
+    assert clock.at_commit(9) == {
+        "time/iteration_s": 1.0,
+        "time/orchestration_s": 1.0,
+    }  # nobody used a service: no figure of one

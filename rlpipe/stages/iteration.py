@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import NamedTuple
 
 from rlpipe.records.rollout import CarriedRollout, Group, is_finished
-from rlpipe.stages.session import ANY_STAGE, Session
+from rlpipe.stages.session import Session
 from rlpipe.stages.stage import now
 from rlpipe.store.documents import sealed
 from rlpipe.store.limits import add_iteration, best_so_far, gpus_held, own_record, spent_before
@@ -75,16 +74,12 @@ def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
 
 
 def time_metrics(session: Session, iteration: int, metrics: Metrics) -> Metrics:
-    """Seconds per stage verb and in none, and the tokens per second they mean. What overlaps counts for the iteration that it is of."""
-    seconds = {verb: spent for (of, verb), spent in session.seconds.items() if of == iteration}
-    total_s, in_stages_s = time.monotonic() - session.began, seconds.pop(ANY_STAGE, 0.0)
-    times = {f"time/{verb}_s": round(value, 4) for verb, value in seconds.items()}
-    times["time/iteration_s"] = round(total_s, 4)
-    times["time/orchestration_s"] = round(total_s - in_stages_s, 4)
+    """Seconds from the commit before, of stages and in none, and the tokens per second that they mean."""
+    times = session.clock.at_commit(iteration)
     for name, tokens, verb in (("rollout", "rollout/num_tokens", "generate"), ("train", "train/num_tokens", "train")):
-        if seconds.get(verb) and tokens in metrics:
-            times[f"throughput/{name}_tokens_per_s"] = round(metrics[tokens] / seconds[verb], 1)
-    return times | session.idleness.at_commit(iteration)
+        if times.get(f"time/{verb}_s") and tokens in metrics:
+            times[f"throughput/{name}_tokens_per_s"] = round(metrics[tokens] / times[f"time/{verb}_s"], 1)
+    return times
 
 
 def _curve(before: list[list[float]], iteration: int, reward: float) -> list[list[float]]:

@@ -10,9 +10,8 @@ import contextlib
 import hashlib
 import shutil
 import threading
-import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +31,7 @@ from rlpipe.report.curves import DataSet, fetch_points
 from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
-from rlpipe.stages.idle import Idleness
+from rlpipe.stages.clock import Clock
 from rlpipe.store import lease
 from rlpipe.store.artifacts import materialise, read_manifest
 from rlpipe.store.run import Run, create_or_continue
@@ -43,7 +42,6 @@ from rlpipe.types import ArtifactRef, EngineError, data_seed, sha256_of
 if TYPE_CHECKING:
     from rlpipe.stages.filtering import Survivors
 
-ANY_STAGE = ""  # the verb of the time in which any stage ran
 PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
 
 
@@ -61,14 +59,10 @@ class Session:
         self.prompts: PromptSets = _once(partial(load_sets, run.config))
         self.fitting: PromptSets = _once(self._fitting)
         self.committed_before = {phase: self.num_committed(phase) for phase in ("sft", "rl")}
-        self.iteration, self.began = -1, time.monotonic()  # the current one
-        self.seconds: dict[tuple[int, str], float] = defaultdict(float)  # per iteration and stage verb
-        self.idleness = Idleness()
+        self.clock = Clock()
         self.survivors: Survivors | None = None  # of the sampling round at work, when it is over-sampled
         self.unanswered: set[tuple[str, int, str]] = set()  # shards that the environment failed, and that wait for others
         self.begun: dict[tuple[str, int, str], asyncio.Event] = defaultdict(asyncio.Event)  # shards that asked the pool
-        self._active: Counter[tuple[int, str]] = Counter()
-        self._since: dict[tuple[int, str], float] = {}
         self._closed = False
         self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
         self._trainer_lock = asyncio.Lock()
@@ -92,34 +86,9 @@ class Session:
         return self.run.num_committed(phase, self.run.num_segments if phase == "sft" else self.config.rl.num_iterations)
 
     def begin_iteration(self, iteration: int) -> None:
-        """From here on counts what an iteration takes, and what the one before did ahead for it."""
-        self.iteration, self.began = iteration, time.monotonic()
+        """From here on the session works on this iteration."""
+        self.clock.begin(iteration)
         self.begun.clear()
-        self.idleness.begin(iteration)
-        for of, verb in [*self.seconds]:
-            if of < iteration:
-                del self.seconds[of, verb]
-
-    @contextlib.contextmanager
-    def timed(self, verb: str, iteration: int | None = None) -> Iterator[None]:
-        """Adds the seconds of the body to the verb's, of the current iteration or of the one that it is for."""
-        clock = (self.iteration if iteration is None else iteration, verb)
-        with self._timed(clock), self._timed((self.iteration, ANY_STAGE)), self.idleness.during(verb):
-            yield
-
-    @contextlib.contextmanager
-    def _timed(self, clock: tuple[int, str]) -> Iterator[None]:
-        """Of bodies that overlap (shards) the time counts in which any of them ran."""
-        self._active[clock] += 1
-        if self._active[clock] == 1:
-            self._since[clock] = time.monotonic()
-        try:
-            yield
-        finally:
-            self._active[clock] -= 1
-            assert self._active[clock] >= 0, f"{clock} ended more often than it began"
-            if self._active[clock] == 0:
-                self.seconds[clock] += time.monotonic() - self._since[clock]
 
     async def gang(self) -> TrainerClient:
         """The trainer, started if need be."""
