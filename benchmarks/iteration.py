@@ -2,7 +2,8 @@
 
     .venv/bin/python benchmarks/iteration.py [--pairs 8]
 
-Iterations of one run are done alternately as flow runs and by the bare library, so both see the same machine and the same model.
+Iterations of one run are done alternately as flow runs, with all that a run shows of them, and by the bare library, so both see the same machine and
+the same model. The time of one is that from the commit of the one before to its own.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from flows.server import prefect_server, set_defaults
 
 set_defaults()
 
+from prefect import flow  # noqa: E402
 
 from flows.rl_iteration import rl_iteration  # noqa: E402
 from flows.session import prepare  # noqa: E402
 from flows.sft import sft  # noqa: E402
+from flows.ui import watch  # noqa: E402
 from rlpipe.config.pipeline import PipelineConfig  # noqa: E402
 from rlpipe.config.source import read_config  # noqa: E402
 from rlpipe.stages.filtering import filter_groups  # noqa: E402
@@ -64,6 +67,7 @@ async def bare_iteration(session: Session, iteration: int) -> IterationRecord:
     return await commit_iteration(session, iteration, artifacts, {**scores.metrics, **trained.metrics})
 
 
+@flow(name="rl", validate_parameters=False, persist_result=False)
 async def measure(config: PipelineConfig, pairs: int) -> tuple[list[tuple[float, JsonDict]], list[tuple[float, JsonDict]]]:
     """[(wall seconds, metrics)] of the iterations done as flow runs, and of those done bare."""
     flow_runs: list[tuple[float, JsonDict]] = []
@@ -72,11 +76,15 @@ async def measure(config: PipelineConfig, pairs: int) -> tuple[list[tuple[float,
         await sft(config=config)
         await prepare(session)
         await reload_engines(session, policy=session.run.policy(0)[0], version=0)
-        for iteration in range(2 * pairs + 2):
+        with watch(session, 0) as committed:
             started = time.monotonic()
-            one = rl_iteration(config, iteration) if iteration % 2 == 0 else bare_iteration(session, iteration)
-            record = await one
-            (flow_runs if iteration % 2 == 0 else bare).append((time.monotonic() - started, record.metrics))
+            for iteration in range(2 * pairs + 2):
+                done = flow_runs if iteration % 2 == 0 else bare
+                record = await (rl_iteration(config, iteration) if done is flow_runs else bare_iteration(session, iteration))
+                if done is flow_runs:
+                    await committed(record)
+                done.append((time.monotonic() - started, record.metrics))
+                started = time.monotonic()
     return flow_runs[1:], bare[1:]  # the first of each warms up
 
 
