@@ -23,6 +23,7 @@ from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import BRANCHES, Row, Rows, Text, TrainSequence
 from rlpipe.trainer.selftest import PROMPT, behind, own_logprobs, row_logprobs, sequence
 from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trial import LiveBytes
 from tests import trainer_world as world
 
 LONG = (140, 90, 33, 29, 17, 5, 3)  # more than a block, and less
@@ -139,7 +140,9 @@ def test_a_text_of_many_blocks_names_whole_ones() -> None:
     """Of a row of 32k tokens the mask is 256 x 256 numbers, and all blocks below the diagonal need no rule."""
     positions_RL = torch.arange(32768)[None]
     text_RL = texts_of(positions_RL)
-    mask = block_mask(text_RL, text_RL, positions_RL, torch.zeros_like(positions_RL))
+    with LiveBytes([]) as live:
+        mask = block_mask(text_RL, text_RL, positions_RL, torch.zeros_like(positions_RL))
+    assert 2**20 < live.most < 2**23, "256 x 256 numbers and 32k tokens; L x L would be 2**30"
     named, whole = chosen(mask.kv_num_blocks, mask.kv_indices), chosen(mask.full_kv_num_blocks, mask.full_kv_indices)
     assert int(named.sum()) == 256 and int(whole.sum()) == 256 * 255 // 2
     mask = block_mask(text_RL, text_RL, positions_RL, positions_RL - 1024 + 1)
