@@ -22,7 +22,7 @@ from rlpipe.types import UserError
 
 FLEX = "rlpipe_flex_attention"  # transformers asks a family whether it supports what has flex_attention in its name
 BLOCK = 128
-# one of a kernel for each of: one row or several, one block or several, with or without gradient; a proof and its model
+# a kernel for each of: one row or several, one block or several, with or without gradient; for a policy, its reference and the proofs
 KERNELS_MAX = 64
 
 
@@ -110,9 +110,11 @@ def _listed(chosen_RQK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _kernel() -> Callable[..., Any]:
-    """Compiled once for all lengths of rows. One kernel too many is an error: uncompiled it would make L x L numbers."""
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=KERNELS_MAX)  # pyright: ignore[reportCallIssue]
+def compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    """flex_attention, made once for all lengths of rows. One kernel too many is an error: uncompiled it would make L x L numbers."""
+    torch._dynamo.config.specialize_float = True  # the scale of scores and what caps them are part of a kernel
+    whole: Any = flex_attention
+    return torch.compile(whole, dynamic=True, fullgraph=True, recompile_limit=KERNELS_MAX, backend=backend)  # pyright: ignore[reportCallIssue]
 
 
 def attend(
@@ -144,7 +146,7 @@ def attend(
     # with lse also where nobody reads it: the passes with and without gradient then run one kernel, and give the same bits
     how |= {"score_mod": capped if softcap is not None else None, "return_aux": AuxRequest(lse=True)}
     # on a CPU, for tests: as it is written, with all scores
-    out, aux = (_kernel() if query.device.type == "cuda" else flex_attention)(query, key, value, **how)
+    out, aux = (compiled() if query.device.type == "cuda" else flex_attention)(query, key, value, **how)
     if s_aux is not None:
         out = (out * torch.sigmoid(aux.lse - s_aux[:, None])[..., None]).to(value.dtype)
     return out[:, :, :length].transpose(1, 2).contiguous(), None
