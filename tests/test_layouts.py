@@ -14,7 +14,7 @@ from rlpipe.types import UserError
 
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "flows" / "presets"
-GPUS = ["model.dtype=bfloat16", "trainer.gpu_ids=[0]", "engines.kind=sglang"]
+GPUS = ["model.dtype=bfloat16", "trainer.gpu_ids=[0]", "engines.kind=sglang", "engines.count=1"]
 
 
 @pytest.mark.parametrize(

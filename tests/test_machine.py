@@ -78,7 +78,7 @@ def test_one_that_has_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_runs_elsewhere_is_not_asked_of_this_machine(devices: Path) -> None:
-    here = ["model.dtype=bfloat16", "trainer.gpu_ids=[7]", "engines.gpu_ids=[8]"]
+    here = ["model.dtype=bfloat16", "trainer.gpu_ids=[7]", "engines.count=1", "engines.gpu_ids=[8]"]
     content = Content(read_config("tiny", here, PRESETS), True)
     for look, name in ((content.trainer, "trainer"), (content.engines, "engines")):
         with pytest.raises(UserError, match=rf"^{name}\.gpu_ids="):
