@@ -27,9 +27,9 @@ OPEN_FILES_MAX = 1 << 20
 DEVICES = Path("/dev")
 OTHER_DEVICES = ("dxg", "kfd")  # of WSL and of AMD, which number no GPUs there
 PARENT_VARIABLE = "RLPIPE_PARENT_PID"
-# How long a thread of a process looks for work before it sleeps: 10 microseconds bridge the gaps between the operations of a forward pass
+# How long a thread of a process looks for work before it sleeps: some microseconds bridge the gaps between the operations of a forward pass
 # (two threads train 1.35 times faster on quiet cores); longer, and threads take the cores from each other where these are busy.
-THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
+THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 
 def raise_file_limit() -> None:
