@@ -53,7 +53,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def scored(
-    rewards: dict[str, float], args: dict[str, Any], *completions: str, timeout_s: float = 1.0
+    rewards: dict[str, float], args: dict[str, Any], *completions: str, timeout_s: float = 20.0
 ) -> tuple[list[Score], str]:
     with RewardPool(rewards, args, workers=1, timeout_s=timeout_s) as pool:
         scores = await asyncio.to_thread(pool.score, [item(completion) for completion in completions])
@@ -280,7 +280,7 @@ async def test_a_judge_that_is_down_hangs_or_recovers(serve: Serve) -> None:
             return web.Response(status=500)
         return web.json_response({"choices": [{"message": {"content": "Score: 10"}}]})
 
-    scores, _ = await scored({"judge": 1.0}, {"judge": {**JUDGE, "url": await serve(recover)}}, "x", "hang")
+    scores, _ = await scored({"judge": 1.0}, {"judge": {**JUDGE, "url": await serve(recover)}}, "x", "hang", timeout_s=3)
     assert [score.reward for score in scores] == [1.0, None]
     assert scores[1].reason == "reward_timeout"
     scores, _ = await scored({"judge": 1.0}, {"judge": {**JUDGE, "url": f"http://127.0.0.1:{free_port()}/v1"}}, "x")

@@ -395,11 +395,12 @@ def test_a_dead_holder_is_taken_over(tmp_path: Path) -> None:
 def test_a_silent_holder_on_another_host_is_taken_over_and_a_beating_one_is_not(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "STALE_S", 2.5)
+    monkeypatch.setattr(lease, "STALE_S", 5.0)
     monkeypatch.setattr(lease, "HEARTBEAT_S", 0.2)
     held = lease.acquire(store, "runs/a")
     monkeypatch.setattr(lease.socket, "gethostname", lambda: "elsewhere")
     with pytest.raises(UserError, match="held by"):
         lease.acquire(store, "runs/a")
     held._stop.set()
+    held._thread.join(timeout=60)  # a beat that is under way would land later
     lease.acquire(store, "runs/a").release()
