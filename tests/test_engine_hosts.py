@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.engines.client import EngineUnavailable
-from rlpipe.engines.pool import Host
+from rlpipe.engines.fleet import Host
 from rlpipe.engines.remote import HostFinder, RemoteHost
 from rlpipe.services.calls import new_session
 from rlpipe.services.finder import Peer, nobody_starts
@@ -71,7 +71,7 @@ async def until_engines(one: World, version: int, count: int) -> None:
     """Until so many engines of all hosts may sample a version."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            answers = await asyncio.gather(*(host.clients(version) for host in one.pool.hosts), return_exceptions=True)
+            answers = await asyncio.gather(*(host.clients(version) for host in one.pool.fleet.hosts), return_exceptions=True)
             if sum(len(clients) for clients in answers if isinstance(clients, list)) == count:
                 return
             await asyncio.sleep(0.1)
@@ -119,7 +119,7 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
 
 
 def joined_host(one: World) -> Host:
-    (host,) = [host for host in one.pool.hosts if host is not one.host]
+    (host,) = [host for host in one.pool.fleet.hosts if host is not one.host]
     return host
 
 
