@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.engines import fleet
 from rlpipe.engines.client import EngineUnavailable
 from rlpipe.engines.fleet import Host
 from rlpipe.engines.remote import HostFinder, RemoteHost
@@ -86,7 +87,11 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
     with host_process(one, tmp_path) as process:
         await until_joined(run, 1)
         one.hosts += await finder.find()
-        await one.serve(1)  # does not wait for the engines that are only being started
+        monkeypatch.setattr(fleet, "FIND_AGAIN_S", 0.2)
+        async with asyncio.timeout(DEADLINE_S):  # it is given the weights while the pool samples, and takes part
+            while len({completion.engine for group in await one.pool.generate(requests()) for completion in group}) < 2:
+                pass
+        await one.serve(1)
         check_whole(await one.pool.generate(requests()), 6)
         await until_engines(one, one.version, 2)
         groups = await one.pool.generate(requests())
