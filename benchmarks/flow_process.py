@@ -26,7 +26,8 @@ from aiohttp import web
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import NOTHING_YET, EngineClient, Sampling
-from rlpipe.engines.pool import EnginePool, GroupRequest, Host
+from rlpipe.engines.fleet import Host
+from rlpipe.engines.pool import EnginePool, GroupRequest
 from rlpipe.engines.protocols import SglangClient
 from rlpipe.engines.weights import Probe
 from rlpipe.processes.launch import free_port

@@ -91,7 +91,7 @@ def host(
     idle_timeout_s: IdleTimeout = 0,
     sets: Sets = None,
 ) -> None:
-    """Join a run with the engines of this node, until stopped. The run uses them from its next iteration on."""
+    """Join a run with the engines of this node, until stopped. The run uses them within seconds, also while it samples."""
     from rlpipe.engines.remote import HostService
 
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"

@@ -22,8 +22,9 @@ from rlpipe.config.source import read_config
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines import host as engine_host
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
+from rlpipe.engines.fleet import Host
 from rlpipe.engines.host import Engine, EngineHost
-from rlpipe.engines.pool import EnginePool, GroupRequest, Host
+from rlpipe.engines.pool import EnginePool, GroupRequest
 from rlpipe.engines.weights import Probe
 from rlpipe.store.artifacts import write_file
 from rlpipe.store.backend import Store, open_store

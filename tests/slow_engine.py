@@ -11,7 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from rlpipe.engines.client import NOTHING_YET, EngineClient, Sampling
-from rlpipe.engines.pool import EnginePool, GroupRequest, Host
+from rlpipe.engines.fleet import Host
+from rlpipe.engines.pool import EnginePool, GroupRequest
 from rlpipe.engines.protocols import SglangClient
 from rlpipe.engines.weights import Probe
 from rlpipe.services.calls import new_session

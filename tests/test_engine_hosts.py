@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.engines import fleet
 from rlpipe.engines.client import EngineUnavailable
-from rlpipe.engines.pool import Host
+from rlpipe.engines.fleet import Host
 from rlpipe.engines.remote import HostFinder, RemoteHost
 from rlpipe.services.calls import new_session
 from rlpipe.services.finder import Peer, nobody_starts
@@ -71,7 +72,7 @@ async def until_engines(one: World, version: int, count: int) -> None:
     """Until so many engines of all hosts may sample a version."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            answers = await asyncio.gather(*(host.clients(version) for host in one.pool.hosts), return_exceptions=True)
+            answers = await asyncio.gather(*(host.clients(version) for host in one.pool.fleet.hosts), return_exceptions=True)
             if sum(len(clients) for clients in answers if isinstance(clients, list)) == count:
                 return
             await asyncio.sleep(0.1)
@@ -86,7 +87,11 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
     with host_process(one, tmp_path) as process:
         await until_joined(run, 1)
         one.hosts += await finder.find()
-        await one.serve(1)  # does not wait for the engines that are only being started
+        monkeypatch.setattr(fleet, "FIND_AGAIN_S", 0.2)
+        async with asyncio.timeout(DEADLINE_S):  # it is given the weights while the pool samples, and takes part
+            while len({completion.engine for group in await one.pool.generate(requests()) for completion in group}) < 2:
+                pass
+        await one.serve(1)
         check_whole(await one.pool.generate(requests()), 6)
         await until_engines(one, one.version, 2)
         groups = await one.pool.generate(requests())
@@ -119,7 +124,7 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
 
 
 def joined_host(one: World) -> Host:
-    (host,) = [host for host in one.pool.hosts if host is not one.host]
+    (host,) = [host for host in one.pool.fleet.hosts if host is not one.host]
     return host
 
 

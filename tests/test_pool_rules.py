@@ -20,9 +20,10 @@ from rlpipe.engines.client import (
     Sampling,
     cut_short,
 )
-from rlpipe.engines.pool import EnginePool, GroupRequest, Host, NextTurn
+from rlpipe.engines.fleet import Host
+from rlpipe.engines.pool import EnginePool, GroupRequest, NextTurn
 from rlpipe.engines.weights import Probe
-from rlpipe.types import ArtifactRef, EngineError, UserError
+from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
 
 REF, PROBE = ArtifactRef("policy", "sha"), Probe([1, 2], [-1.0])
 TIMEOUT_S = 1.0
@@ -62,15 +63,19 @@ class Played(EngineClient):
         return not self.down
 
 
-@dataclass
+@dataclass(eq=False)
 class PlayedHost:
     engines: list[Any] = field(default_factory=list)
     name: str = "played"
     fault: Exception | None = None
     served: list[int] = field(default_factory=list)
     progress: int = 0
+    refuses: int = 0  # so often
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            raise EngineError("out of memory")
         self.served.append(version)
 
     async def clients(self, version: int) -> list[EngineClient]:
@@ -82,7 +87,15 @@ class PlayedHost:
 
 
 async def pool_of(*hosts: PlayedHost, in_flight_max: int = 4) -> EnginePool:
+    return await pool_over([*hosts], in_flight_max)
+
+
+async def pool_over(hosts: list[Host], in_flight_max: int = 4) -> EnginePool:
+    """A pool over a list that may change; an error in it is raised by the search."""
+
     async def find_hosts() -> list[Host]:
+        if isinstance(hosts[-1], Exception):
+            raise hosts[-1]
         return [*hosts]
 
     pool = EnginePool(find_hosts, in_flight_max, TIMEOUT_S)
@@ -190,3 +203,80 @@ async def test_without_any_engine_the_wait_has_an_end() -> None:
     async with asyncio.timeout(5):
         with pytest.raises(EngineError, match="no engine was well"):
             await pool.generate(groups(1))
+
+
+@pytest.fixture
+def _found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpipe.engines.fleet.FIND_AGAIN_S", 0.05)
+
+
+async def sampling(pool: EnginePool, count: int = 64) -> asyncio.Task[list[list[Completion]]]:
+    """A call that takes a while, and is under way."""
+    pending = asyncio.create_task(pool.generate(groups(count)))
+    await asyncio.sleep(0.1)
+    assert not pending.done()
+    return pending
+
+
+def names(done: list[list[Completion]]) -> set[str]:
+    return {completion.engine for group in done for completion in group}
+
+
+@pytest.mark.usefixtures("_found_soon")
+async def test_a_host_that_joins_while_it_samples_is_given_the_weights_once_and_takes_part() -> None:
+    first, second = PlayedHost([Played("a", 0.05)], "first"), PlayedHost([Played("b", 0.05)], "second")
+    hosts: list[Host] = [first]
+    pool = await pool_over(hosts)
+    pending = await sampling(pool)
+    hosts.append(second)
+    assert names(await pending) == {"a", "b"}
+    assert (first.served, second.served) == ([1], [1])
+    assert names(await pool.generate(groups(64))) == {"a", "b"} and second.served == [1]
+    await pool.serve(REF, 2, PROBE)
+    assert (first.served, second.served) == ([1, 2], [1, 2])
+
+
+@pytest.mark.usefixtures("_found_soon")
+async def test_a_host_that_leaves_while_it_samples_gets_nothing_more() -> None:
+    first, second = PlayedHost([Played("a", 0.05)], "first"), PlayedHost([Played("b", 0.05)], "second")
+    hosts: list[Host] = [first, second]
+    pool = await pool_over(hosts)
+    pending = await sampling(pool)
+    hosts.remove(second)
+    second.engines[0].down = True
+    done = await pending
+    assert all(completion.finished for group in done for completion in group)
+    assert names(await pool.generate(groups(2))) == {"a"}
+
+
+@pytest.mark.usefixtures("_found_soon")
+async def test_a_joining_host_that_refuses_harms_nobody_and_is_asked_again() -> None:
+    refusing = PlayedHost([], "refusing", refuses=3)
+    hosts: list[Host] = [PlayedHost([Played("a", 0.05)], "first")]
+    pool = await pool_over(hosts)
+    pending = await sampling(pool)
+    hosts.append(refusing)
+    assert names(await pending) == {"a"} and refusing.served == [1] and refusing.refuses == 0
+
+
+@pytest.mark.usefixtures("_found_soon")
+@pytest.mark.parametrize("fault", [OSError("the store is away"), StoreError("damaged"), EngineError("no host answered")])
+async def test_hosts_that_cannot_be_looked_for_end_nothing_while_engines_sample(
+    fault: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts: list[Host] = [PlayedHost([Played("a", 0.05)])]
+    pool = await pool_over(hosts)
+    pending = await sampling(pool)
+    hosts.append(fault)  # type: ignore[arg-type]
+    assert names(await pending) == {"a"} and str(fault) in caplog.text
+
+
+@pytest.mark.usefixtures("_found_soon")
+async def test_without_engines_a_fault_of_the_search_ends_the_wait() -> None:
+    hosts: list[Host] = [PlayedHost([])]
+    pool = await pool_over(hosts)
+    pending = await sampling(pool)
+    hosts.append(EngineError("no host answered"))  # type: ignore[arg-type]
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineError, match="no host answered"):
+            await pending

@@ -257,3 +257,18 @@ def test_every_rank_reads_its_own_rows_and_no_more(tmp_path: Path) -> None:
         else:  # and it hashes its share of the files
             hashed = largest * -(-3 // entry["size"])
             assert entry["share"] <= entry["read"] < 1.1 * entry["share"] + hashed, entry
+
+
+def test_two_nodes_with_a_copy_each_do_what_one_rank_does(folder: Path, solo: Trainer, data: ArtifactRef) -> None:
+    job = world.train("new", "one", "rl", data, {**SETTINGS, **MOVED, "grad_clip": 0.01})
+    (folder / "job.json").write_text(json.dumps(job))
+    run_ranks("tests.ranks_of_a_copy", 4, folder)
+    copies = json.loads((folder / "copies.json").read_text())
+    world.run(solo, "load", world.load_new("new"))
+    expected = world.run(solo, "train", job)["metrics"]
+    for metric in set(expected) - {"train_s", "train/packing_efficiency", "train/peak_memory_gib"}:
+        assert copies["metrics"][metric] == pytest.approx(expected[metric], rel=1e-5, abs=1e-6), metric
+    assert expected["train/grad_norm"] > 0.01  # so it was clipped
+    assert set(copies["digests"]["state"]) == {"state.json", state_file(0, 2), state_file(1, 2)}  # of one copy
+    world.run(solo, "load", world.load_ref("one", "state", ArtifactRef.from_json(copies["state"])))
+    assert world.digests(world.run(solo, "save", world.save("one", "p-solo", None))["policy"]) == copies["digests"]["policy"]

@@ -89,6 +89,15 @@ class TrainerConfig(ServiceConfig):
     ranks: int = Field(default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)")
     tokens_max: int = Field(default=4096, ge=64, le=TOKENS_MAX, description="Tokens of a microbatch, per rank")
     activation_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass: less memory")
+    split_over: Literal["gang", "node"] = Field(
+        default="gang",
+        description="Over what weights, gradients and moments are split. node: every node holds a whole copy, and only gradients cross between nodes",
+    )
+
+    @property
+    def copies(self) -> int:
+        """How often the gang holds the whole model."""
+        return self.nodes if self.split_over == "node" else 1
 
 
 class EnginesConfig(ServiceConfig):

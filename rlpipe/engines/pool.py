@@ -9,23 +9,21 @@ to the last event of its stream, and the local engine's bits do not depend on ho
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from rlpipe.engines.client import Completion, EngineClient, EngineLoad, EngineUnavailable, SampleRequest, Sampling, ask
+from rlpipe.engines.fleet import FindHosts, Fleet
 from rlpipe.engines.weights import Probe
-from rlpipe.types import ArtifactRef, EngineError, StoreError, rollout_seed
+from rlpipe.types import ArtifactRef, EngineError, rollout_seed
 
 log = logging.getLogger(__name__)
 FAULTS_MAX = 10  # of a rollout, without a token between them
 REST_FIRST_S, REST_MAX_S = 0.2, 30.0  # an engine that failed gets nothing for so long, doubled with each fault in a row
-ASK_AGAIN_S = 5.0  # how often hosts are asked to serve while no engine is there
 LOOK_AGAIN_S = 0.5  # how often hosts are asked which engines may sample
 
 
@@ -52,29 +50,6 @@ NextTurn = tuple[Sampling, Completion]  # how a rollout goes on, and what there 
 OnRollout = Callable[[int, int, Completion], Awaitable[NextTurn | None]]
 
 
-class Host(Protocol):
-    """The engines of one node."""
-
-    name: str
-
-    @property
-    def progress(self) -> int:
-        """Another number each time while weights are fetched or loaded: what takes long is waited for, what stands still is not."""
-        ...
-
-    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
-        """Puts a committed policy on its engines. StoreError: refused before any engine saw it. EngineError: none serves it."""
-
-    async def clients(self, version: int) -> list[EngineClient]:
-        """The engines that were proved to serve `version`. EngineUnavailable: not now; another EngineError: none ever will."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-FindHosts = Callable[[], Awaitable[list[Host]]]
-
-
 @dataclass
 class Anchor:
     """Where a rollout's prefix is computed: its group's in the first turn, its own later."""
@@ -86,14 +61,9 @@ class EnginePool:
     """The engines of all hosts as one place to send rollouts to."""
 
     def __init__(self, find_hosts: FindHosts, in_flight_max: int, progress_timeout_s: float) -> None:
-        self.find_hosts = find_hosts
-        self.hosts: list[Host] = []
+        self.fleet = Fleet(find_hosts)
         self.in_flight_max = in_flight_max
         self.progress_timeout_s = progress_timeout_s
-        self._served: tuple[ArtifactRef, int, Probe] | None = None
-        self._well_at = 0.0  # when an engine was last there, or was on its way
-        self._progress: list[int] = []  # of the hosts, as last looked up
-        self._clients: list[EngineClient] = []  # the engines that may sample, as last looked up
         self._loads: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._changed = asyncio.Condition()  # an engine has room, or is back
         self._entrance = asyncio.Lock()  # calls are begun in the order in which they come
@@ -101,7 +71,7 @@ class EnginePool:
     @property
     def version(self) -> int | None:
         """The weight version that the pool serves; None before the start and after a reload that failed."""
-        return self._served[1] if self._served else None
+        return self.fleet.version
 
     @property
     def heard_at(self) -> float:
@@ -110,20 +80,7 @@ class EnginePool:
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
         """Puts a policy on all hosts. StoreError: it was refused and the old one keeps serving. EngineError: no host serves it."""
-        before, self._served = self._served, None
-        self.hosts = await self.find_hosts()
-        assert self.hosts, "who finds the hosts waits for one"
-        faults = await asyncio.gather(*(host.serve(policy, version, probe) for host in self.hosts), return_exceptions=True)
-        for host, fault in zip(self.hosts, faults, strict=True):
-            if fault is not None:
-                log.warning("host %s does not serve weight version %d: %s", host.name, version, fault)
-        if all(faults):
-            fault = next((fault for fault in faults if not isinstance(fault, EngineUnavailable)), faults[0])
-            assert fault is not None
-            if isinstance(fault, StoreError):
-                self._served = before
-            raise fault
-        self._served = (policy, version, probe)
+        await self.fleet.serve(policy, version, probe)
 
     async def generate(
         self,
@@ -141,12 +98,12 @@ class EnginePool:
         """
         assert self.version is not None, "serve comes first"
         enough = enough or asyncio.Event()
-        self._well_at = time.monotonic()  # engines that are only being started get their time too
+        self.fleet.well_at = time.monotonic()  # engines that are only being started get their time too
         async with self._entrance:
-            await self._look_up()
+            await self.fleet.look_up()
         try:
             async with asyncio.TaskGroup() as tasks:
-                watcher = tasks.create_task(self._keep_looking_up(enough))
+                watchers = [tasks.create_task(self._keep_looking_up(enough)), tasks.create_task(self.fleet.keep_taking_in())]
                 whole = []
                 for number, group in enumerate(groups):
                     home = Anchor()
@@ -156,44 +113,23 @@ class EnginePool:
                     ]
                     whole.append(tasks.create_task(_group(number, rollouts, on_group)))
                 completions = await asyncio.gather(*whole)
-                watcher.cancel()
+                for watcher in watchers:
+                    watcher.cancel()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # one rollout's fault says it; hundreds of them say no more
         return completions
 
     async def close(self) -> None:
-        self._served = None
-        await asyncio.gather(*(host.close() for host in self.hosts))
-
-    async def _look_up(self) -> None:
-        """Which engines may sample now. A fault of one host is that host's; of all, and a lasting one, it is raised."""
-        assert self.version is not None
-        outcomes = await asyncio.gather(*(host.clients(self.version) for host in self.hosts), return_exceptions=True)
-        faults = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        lasting = [fault for fault in faults if not isinstance(fault, EngineUnavailable)]
-        if lasting and len(lasting) == len(outcomes):
-            raise lasting[0]
-        self._clients = [client for outcome in outcomes if isinstance(outcome, list) for client in outcome]
-        before, self._progress = self._progress, [host.progress for host in self.hosts]
-        if self._clients or self._progress != before:
-            self._well_at = time.monotonic()
+        await self.fleet.close()
 
     async def _keep_looking_up(self, enough: asyncio.Event) -> None:
-        served_at = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
-            if not self._clients and time.monotonic() - served_at > ASK_AGAIN_S:
-                # no engine is there: a host may have joined meanwhile, or have missed what is to be served
-                served_at = time.monotonic()
-                assert self._served is not None
-                self.hosts = await self.find_hosts()
-                with contextlib.suppress(EngineError, StoreError):  # the look-up says what becomes of it
-                    await asyncio.gather(*(host.serve(*self._served) for host in self.hosts))
-            await self._look_up()
-            seats = sum(self.in_flight_max - self._loads[client.name].in_flight for client in self._clients)
+            await self.fleet.look_up()
+            seats = sum(self.in_flight_max - self._loads[client.name].in_flight for client in self.fleet.clients)
             # thousands may wait: without an end to tell them of, only those are woken that have a seat
             async with self._changed:
-                self._changed.notify(seats) if self._clients and not enough.is_set() else self._changed.notify_all()
+                self._changed.notify(seats) if self.fleet.clients and not enough.is_set() else self._changed.notify_all()
 
     async def _rollout(
         self, group: GroupRequest, place: tuple[int, int], home: Anchor, on_rollout: OnRollout | None, enough: asyncio.Event
@@ -258,7 +194,7 @@ class EnginePool:
         """Takes a seat, at home where there is one, else on the engine that has the fewest in flight; None once `enough` is set."""
         async with self._changed:
             while not enough.is_set():
-                free = [client for client in self._clients if self._has_room(client.name)]
+                free = [client for client in self.fleet.clients if self._has_room(client.name)]
                 if free:
                     client = min(free, key=lambda client: (client.name != home.engine, self._loads[client.name].in_flight))
                     load, home.engine = self._loads[client.name], client.name
@@ -266,7 +202,7 @@ class EnginePool:
                         load.heard_at = time.monotonic()
                     load.in_flight += 1
                     return client
-                if time.monotonic() - self._well_at > self.progress_timeout_s:
+                if time.monotonic() - self.fleet.well_at > self.progress_timeout_s:
                     raise EngineError(f"no engine was well for {self.progress_timeout_s:g} s: see the engines' logs")
                 await self._changed.wait()  # those for whom there is a seat are woken at least every LOOK_AGAIN_S
             self._changed.notify()  # the seat that this was woken for is another's

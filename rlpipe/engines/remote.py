@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import key_fits
 from rlpipe.engines.client import EngineClient, EngineUnavailable
+from rlpipe.engines.fleet import Host
 from rlpipe.engines.host import EngineHost
-from rlpipe.engines.pool import Host
 from rlpipe.engines.protocols import client_of
 from rlpipe.engines.weights import Probe
 from rlpipe.processes.launch import free_port
@@ -198,12 +198,14 @@ class HostFinder:
         self._wait_s = run.config.engines.progress_timeout_s
         self._services = ServiceFinder(run, ENGINES, start_service)
         self._session: aiohttp.ClientSession | None = None
+        self._remote: dict[Peer, RemoteHost] = {}  # a host is the same one at each look
 
     async def find(self) -> list[Host]:
         """At least one host that can be reached, waiting for it where none is this process's own. EngineError past the wait."""
         peers = await (self._services.current() if self._own else self._services.find(self._wait_s))
         self._session = session = self._session or new_session()
-        return [*self._own, *(RemoteHost(peer, session) for peer in peers)]
+        self._remote = {peer: self._remote.get(peer) or RemoteHost(peer, session) for peer in peers}
+        return [*self._own, *self._remote.values()]
 
     async def close(self) -> None:
         """Lets go of them; those that were started for the run are dismissed."""

@@ -46,7 +46,7 @@ def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, in
     """What a training rank takes for its rows, for layers that are gathered, and for a microbatch."""
     width = BYTES[config.model.dtype]
     kept = SHARDED_BYTES + (width if config.rl.kl != "none" else 0)  # the reference is frozen, and of about the policy's size
-    sharded = sizes.parameters * kept / (config.trainer.ranks * config.trainer.nodes)
+    sharded = sizes.parameters * kept * config.trainer.copies / (config.trainer.ranks * config.trainer.nodes)
     # a layer's gradient is whole, and in fp32, until it is reduced
     gathered = (sizes.rest + GATHERED_LAYERS * sizes.layer) * width + sizes.layer * BYTES["float32"]
     return sharded, gathered, sizes.microbatch or 0

@@ -50,7 +50,10 @@ LOCAL_FAULTS = (StoreError, ValueError, OSError, SafetensorError)
 
 @dataclass
 class Gang:
-    """This rank's view of the gang. `control` is a gloo group of long patience: for what follows reading or writing."""
+    """This rank's view of the gang. `control` is a gloo group of long patience: for what follows reading or writing.
+
+    `mesh`: of all ranks, or (copies of the model, parts of a copy); then `rank // parts` is this rank's copy.
+    """
 
     options: TrainerOptions
     rank: int
@@ -60,6 +63,21 @@ class Gang:
     control: dist.ProcessGroup
     store: Store
     report: Callable[[int, int], None] = field(default=lambda done, total: None)
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a copy of the model is split, a rank each."""
+        return self.mesh.shape[-1]
+
+    @property
+    def part(self) -> int:
+        """Which of them this rank has."""
+        return self.rank % self.parts
+
+    @property
+    def copies(self) -> int:
+        """How many ranks have the same part, and do the same with it."""
+        return self.size // self.parts
 
     def scratch(self, name: str) -> Path:
         """A folder of this node's scratch."""
@@ -91,7 +109,7 @@ class Gang:
             device, library = torch.cuda.get_device_name(self.device), ".".join(map(str, nccl.version()))
         cuda, threads = str(torch.version.cuda).lower(), self.options.trainer.threads
         of_gang = {"torch": torch.__version__, "cuda": cuda, "nccl": library, "device": device}
-        return of_gang | {"ranks": str(self.size), "threads": str(threads)}
+        return of_gang | {"ranks": str(self.size), "copies": str(self.copies), "threads": str(threads)}
 
     def peak_memory_gib(self) -> float:
         """The most that a rank has held since it started: of its GPU, else of main memory."""
@@ -157,8 +175,11 @@ def join_gang(options: TrainerOptions) -> Gang:
         dist.init_process_group(backend, timeout=DATA_TIMEOUT)
     control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     assert isinstance(control, dist.ProcessGroup), "this rank is in no group"
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return Gang(options, rank, size, device, init_device_mesh(device.type, (size,)), control, open_store(options.store))
+    rank, size, copies = dist.get_rank(), dist.get_world_size(), options.trainer.copies
+    assert size % copies == 0, f"{copies} copies on {size} ranks"
+    shape, names = ((copies, size // copies), ("copy", "part")) if copies > 1 else ((size,), ("part",))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return Gang(options, rank, size, device, mesh, control, open_store(options.store))
 
 
 class Pulse:

@@ -140,7 +140,7 @@ def recompute(layer: nn.Module) -> None:
 def fill(gang: Gang, parameters: Iterable[tuple[str, DTensor]], tensors: Iterable[Tensor], read_rows: ReadRows) -> None:
     """Reads this rank's rows of parameters, or of what is kept beside each, into `tensors`."""
     for (name, parameter), tensor in zip(parameters, tensors, strict=True):
-        start, end = row_range(parameter.shape[0], gang.rank, gang.size)
+        start, end = row_range(parameter.shape[0], gang.part, gang.parts)
         assert tensor.shape[0] == end - start, f"{name}: this rank has {tensor.shape[0]} rows, not {start} to {end}"
         tensor.copy_(read_rows(name, [*parameter.shape], start, end))
 

@@ -24,14 +24,7 @@ from rlpipe.data.chat import TOKENIZER_FILES
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
 from rlpipe.models.checkpoint import TensorFile, block_of, hub_tensors, tensors_of
 from rlpipe.models.folder import INDEX
-from rlpipe.store.artifacts import (
-    Blocks,
-    blocks_of,
-    read_file,
-    read_manifest,
-    write_bytes,
-    write_file,
-)
+from rlpipe.store.artifacts import Blocks, blocks_of, read_file, read_manifest, write_bytes, write_file
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, LoadJob, SaveJob
@@ -246,17 +239,17 @@ def _tokenizer_files(gang: Gang, tokenizer: ArtifactRef | None) -> dict[str, byt
 
 
 def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> list[FileRecord]:
-    """Every rank writes its own rows of weights and moments. Records on rank 0.
+    """Every rank of the first copy of the model writes its own rows of weights and moments. Records on rank 0.
 
     `state.json` holds what is needed to read the ranks' files on another number of ranks, and to check what was read.
     """
-    name = state_file(gang.rank, gang.size)
+    name, first_copy = state_file(gang.part, gang.parts), gang.rank < gang.parts
     own: list[object] = []
-    with gang.together(), tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
-        path = Path(scratch) / name
-        save_file(_own_rows(gang, resident), path)
-        own = [asdict(write_file(gang.store, folder, attempt, name, path)), asdict(blocks_of(path))]
-    written = gang.gather(own)
+    with gang.together():
+        if first_copy:
+            own = _write_rows(gang, resident, folder, attempt, name)
+    written = [entry for entry in gang.gather(own) if entry]
+    assert len(written) == gang.parts, f"{len(written)} of {gang.parts} parts of the state were written"
     records = [FileRecord(**record) for record, _ in written]
     with gang.together():
         if gang.rank == 0:
@@ -266,11 +259,19 @@ def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> lis
     return records
 
 
+def _write_rows(gang: Gang, resident: Resident, folder: str, attempt: str, name: str) -> list[object]:
+    """Writes this rank's rows; the record of the file and its blocks, as JSON."""
+    with tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
+        path = Path(scratch) / name
+        save_file(_own_rows(gang, resident), path)
+        return [asdict(write_file(gang.store, folder, attempt, name, path)), asdict(blocks_of(path))]
+
+
 def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
     """This rank's rows of everything that is kept, by kind and name."""
     tensors = {f"param/{name}": shard.to_local().detach().cpu().contiguous() for name, shard in resident.policy.shards()}
     for name, buffer in resident.policy.kept_buffers().items():
-        start, end = row_range(len(buffer) if buffer.ndim else 1, gang.rank, gang.size)
+        start, end = row_range(len(buffer) if buffer.ndim else 1, gang.part, gang.parts)
         tensors[f"param/{name}"] = (buffer if buffer.ndim else buffer[None])[start:end].cpu().clone()
     for moment in MOMENTS:
         tensors |= {
@@ -281,10 +282,10 @@ def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
 
 def _state_document(gang: Gang, resident: Resident) -> JsonDict:
     shapes = {name: [*tensor.shape] for name, tensor in tensors_of(resident.policy.lm).items()}
-    rows = {name: [row_range((*shape, 1)[0], rank, gang.size) for rank in range(gang.size)] for name, shape in shapes.items()}
+    rows = {name: [row_range((*shape, 1)[0], part, gang.parts) for part in range(gang.parts)] for name, shape in shapes.items()}
     return {
         "schema_version": STATE_SCHEMA,
-        "world_size": gang.size,
+        "world_size": gang.parts,
         "made_by": gang.fingerprint(),
         "optimizer_step": resident.optimizer_step,
         "config": json.loads(resident.config.to_json_string()),

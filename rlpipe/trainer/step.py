@@ -200,7 +200,7 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
         totals = part_sums if totals is None else totals + part_sums
     assert totals is not None
     gradients = resident.gradients()
-    squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
+    squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum() / gang.copies
     reduced = gang.sum(torch.cat([totals, squares[None]]).cpu()).tolist()
     result = dict(zip([*names, "grad_norm"], [*reduced[:-1], math.sqrt(reduced[-1])], strict=True))
     if not (math.isfinite(result["loss"]) and math.isfinite(result["grad_norm"])):

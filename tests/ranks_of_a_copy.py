@@ -1,0 +1,35 @@
+"""A program for torchrun with four ranks as two nodes that each hold a whole copy of the model: two steps, a save, a restore, a save."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rlpipe.trainer.gang import join_gang
+from rlpipe.trainer.server import Trainer
+from rlpipe.types import ArtifactRef
+from tests import trainer_world as world
+
+
+def main(folder: Path) -> None:
+    gang = join_gang(world.options(folder, tokens_max=512, ranks=2, nodes=2, split_over="node"))
+    assert (gang.copies, gang.parts, gang.part) == (2, 2, gang.rank % 2)
+    trainer, job = Trainer(gang), json.loads((folder / "job.json").read_text())
+    world.run(trainer, "load", world.load_new("new"))
+    metrics = world.run(trainer, "train", job)["metrics"]
+    saved = world.run(trainer, "save", world.save("one", "policy-copies", "state-copies"))
+    refs = gang.gather(world.saved(gang.store, "state-copies", saved["state"]).as_json() if gang.rank == 0 else None)
+    world.run(trainer, "load", world.load_ref("again", "state", ArtifactRef.from_json(refs[0])))
+    again = world.run(trainer, "save", world.save("again", "policy-again", "state-again"))
+    if gang.rank == 0:
+        digests = {name: world.digests(saved[name]) for name in ("policy", "state")}
+        assert digests == {name: world.digests(again[name]) for name in digests}
+        (folder / "copies.json").write_text(json.dumps({"metrics": metrics, "state": refs[0], "digests": digests}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
