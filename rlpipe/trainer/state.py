@@ -26,11 +26,11 @@ from rlpipe.models.checkpoint import TensorFile, block_of, hub_tensors, tensors_
 from rlpipe.models.folder import INDEX
 from rlpipe.store.artifacts import (
     Blocks,
-    blocks_of,
     read_file,
     read_manifest,
     write_bytes,
     write_file,
+    write_file_in_blocks,
 )
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gang import Gang
@@ -255,7 +255,7 @@ def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> lis
     with gang.together(), tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
         path = Path(scratch) / name
         save_file(_own_rows(gang, resident), path)
-        own = [asdict(write_file(gang.store, folder, attempt, name, path)), asdict(blocks_of(path))]
+        own = [asdict(part) for part in write_file_in_blocks(gang.store, folder, attempt, name, path)]
     written = gang.gather(own)
     records = [FileRecord(**record) for record, _ in written]
     with gang.together():
