@@ -219,6 +219,13 @@ def test_a_bucket_that_does_not_exist_is_said_to(s3_server: S3Server) -> None:
         open_store("s3://rlpipe//x")
 
 
+def test_a_key_that_s3_cannot_have_is_an_oserror(s3_server: S3Server) -> None:
+    store = open_store(s3_server.url())
+    for call in (lambda: store.put("a\nb", b"x"), lambda: store.read("a\udc80"), lambda: store.list("a\nb")):
+        with pytest.raises(OSError, match="Errno"):
+            call()
+
+
 def without_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)

@@ -225,6 +225,8 @@ def _fetch(store: Store, folder: str, records: list[FileRecord], local_dir: Path
     The small ones come several at a time, while the large ones come one after the other, each in parts.
     """
 
+    assert len({record.plain_name for record in records}) == len(records), f"{folder}: two files of one name"
+
     def small(record: FileRecord) -> None:
         (local_dir / record.plain_name).write_bytes(read_file(store, folder, record))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlpipe.store.disk import Disk
-from rlpipe.store.transfer import PART_BYTES, FileContent, Part, hashing, parts_ahead, parts_of
+from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_parts, hashing, parts_ahead, parts_of
 from rlpipe.types import StoreError, UserError, is_key
 
 
@@ -21,6 +21,7 @@ class Objects(Protocol):
     def size(self, key: str) -> int: ...
     def read(self, key: str) -> bytes: ...
     def read_part(self, key: str, start: int, end: int) -> Part: ...
+    def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int: ...
     def put(self, key: str, data: bytes) -> None: ...
     def put_parts(self, key: str, size: int, parts: Iterable[bytes]) -> None: ...
     def create(self, key: str, data: bytes) -> bool: ...
@@ -120,11 +121,14 @@ class Store:
 
     def get_file(self, key: str, target: Path) -> FileContent:
         """Downloads `key` to `target`, and says what it wrote there, hashed meanwhile (not atomic: callers compare the hash and rename)."""
-        with target.open("wb") as file, hashing() as passed:
-            for part in self.parts(key, 0, self.size(key)):
-                passed.update(part)
-                file.write(part)
-            return passed.content()
+        size = self.size(key)
+
+        def fetch_part(start: int, end: int) -> None:
+            if self.objects.copy_part(key, start, end, file.fileno()) != end:
+                raise StoreError(f"{self.address(key)} is torn: it ends before byte {end}")
+
+        with target.open("w+b", buffering=0) as file, self._missing(key):
+            return content_of_parts(file, size, fetch_part)
 
     def list(self, prefix: str) -> list[str]:
         """All keys below the folder `prefix`, sorted; empty when there is none."""

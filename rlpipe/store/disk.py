@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rlpipe.store.transfer import PIECE_BYTES, write_at
+
 
 class Disk:
     """A folder as a flat map of keys to bytes. Every fault is an OSError; FileNotFoundError for a file that is not there."""
@@ -34,6 +36,14 @@ class Disk:
         with (self._root / key).open("rb") as file:
             file.seek(start)
             return file.read(end - start)
+
+    def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
+        """Writes a part to the same place of an open file. Where it ended, which is before `end` when the file does."""
+        with (self._root / key).open("rb", buffering=0) as file:
+            file.seek(start)
+            while start < end and (piece := file.read(min(PIECE_BYTES, end - start))):
+                start = write_at(descriptor, piece, start)
+        return start
 
     def put(self, key: str, data: bytes) -> None:
         self.put_parts(key, len(data), [data])

@@ -23,7 +23,7 @@ from botocore.session import Session
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from rlpipe.store.transfer import PART_BYTES, PARTS, parts_ahead
+from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, write_at
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
@@ -87,9 +87,17 @@ class Bucket:
             with self._faults(key):
                 return memoryview(obstore.get_range(self._clients().quick, self._path(key), start=start, end=end))
         except OSError as error:
-            if " 416 " in str(error):  # it ends before `start`
+            if " 416 " in str(error.strerror):  # it ends before `start`
                 return memoryview(b"")
             raise
+
+    def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
+        """Writes a part to the same place of an open file, as it comes. Where it ended, which is before `end` when the object does."""
+        with self._faults(key):
+            result = obstore.get(self._clients().quick, self._path(key), options={"range": (start, end)})
+            for piece in result.stream(min_chunk_size=PIECE_BYTES):
+                start = write_at(descriptor, piece, start)
+        return start
 
     def put(self, key: str, data: bytes) -> None:
         if len(data) > PART_BYTES:
@@ -102,6 +110,7 @@ class Bucket:
     def put_parts(self, key: str, size: int, parts: Iterable[bytes | memoryview]) -> None:
         """Becomes visible whole, when the last part has landed. PARTS parts are under way at the same time."""
         part_bytes = max(PART_BYTES, -(-size // PARTS_MAX))
+        assert part_bytes * PARTS_MAX >= size, f"{key}: {size} bytes"
         try:
             with self._faults(key):
                 obstore.put(
@@ -175,13 +184,15 @@ class Bucket:
         """obstore's errors as OSErrors with a short text that names the object."""
         try:
             yield
-        except (BaseError, BotoCoreError, FileNotFoundError) as error:
+        except (BaseError, BotoCoreError, FileNotFoundError, ValueError) as error:  # ValueError: no key of S3
             raise _as_oserror(error, f"s3://{self._bucket}/{self._path(key)}") from None
 
 
 def _as_oserror(error: Exception, address: str) -> OSError:
-    """The same fault; its kind is that of the server's answer, which obstore hides in the text when it was to a listing."""
-    reason = _reason(error)
+    """The same fault. Its kind is that of the server's answer, which is only in the text when it was to a listing."""
+    text, _, debug = str(error).partition("\n\nDebug source")
+    causes = re.findall(r'message: "([^"]+)"', debug) or re.findall(r"HttpError {\s+kind: (\w+)", debug)
+    reason = " ".join([*text.split(), *(f"({cause})" for cause in causes[-1:])])
     if "NoSuchBucket" in reason:
         return OSError(errno.EIO, "this bucket does not exist", address)
     if isinstance(error, FileNotFoundError):
@@ -240,11 +251,3 @@ def _endpoint(session: Session) -> str | None:
     service = session.full_config.get("services", {}).get(profile.get("services"), {}).get("s3", {})
     configured = (service.get("endpoint_url"), profile.get("endpoint_url"))
     return next(filter(None, (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), *configured)), None)
-
-
-def _reason(error: Exception) -> str:
-    """An error of obstore in one line: its text, and its innermost cause, which only the debug text behind it has."""
-    text, _, debug = str(error).partition("\n\nDebug source")
-    causes = re.findall(r'message: "([^"]+)"', debug) or re.findall(r"HttpError {\s+kind: (\w+)", debug)
-    reason = " ".join(text.split())[:500]
-    return f"{reason} ({causes[-1]})" if causes and causes[-1] not in reason else reason

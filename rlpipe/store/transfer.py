@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 Part = bytes | memoryview
 PART_BYTES = 8 * 1024 * 1024
 PARTS = 8  # of one file, that are under way at the same time
+PIECE_BYTES = 256 * 1024  # of a part that goes straight to a file
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,14 @@ def hashing() -> Iterator[Hashing]:
         yield Hashing(thread)
 
 
+def write_at(descriptor: int, data: bytes, start: int) -> int:
+    """Writes all of it at a place of an open file. Where it ends there."""
+    left = memoryview(data)
+    while left:
+        left = left[os.pwrite(descriptor, left, start + len(data) - len(left)) :]
+    return start + len(data)
+
+
 def parts_of(file: io.BufferedIOBase) -> Iterator[bytes]:
     """What is left of an open file, in parts."""
     while part := file.read(PART_BYTES):
@@ -64,6 +74,7 @@ def parts_of(file: io.BufferedIOBase) -> Iterator[bytes]:
 
 def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int) -> Iterator[Part]:
     """The bytes `start` to `end` in order, as `read_part(start, end)` gives them: PARTS are read at the same time, so no more are in memory."""
+    assert 0 <= start <= end, f"{start} to {end}"
     spans = [(at, min(at + PART_BYTES, end)) for at in range(start, end, PART_BYTES)]
     if len(spans) <= 1:
         yield from (read_part(*span) for span in spans)
@@ -80,3 +91,19 @@ def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int) -> 
         finally:
             for part in waiting:  # somebody wants no more of them
                 part.cancel()
+
+
+def content_of_parts(file: io.FileIO, size: int, fetch_part: Callable[[int, int], None]) -> FileContent:
+    """What `file` holds after `fetch_part(start, end)` wrote every part of its `size` bytes, PARTS at the same time: hashed as they land, in order."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
+    starts = range(0, size, PART_BYTES)
+    with ThreadPoolExecutor(max(1, min(PARTS, len(starts))), "fetching") as threads:
+        landed = [threads.submit(fetch_part, at, min(at + PART_BYTES, size)) for at in starts]
+        try:
+            for at, part in zip(starts, landed, strict=True):
+                part.result()
+                while file.tell() < min(at + PART_BYTES, size) and (count := file.readinto(piece)):
+                    digest.update(piece[:count])
+        finally:
+            threads.shutdown(cancel_futures=True)
+    return FileContent(file.tell(), digest.hexdigest())
