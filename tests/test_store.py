@@ -136,7 +136,7 @@ def test_parts_of_a_file_are_read_and_verified(store: Store, tmp_path: Path, mon
     source = tmp_path / "w.bin"
     source.write_bytes(data)
     record, blocks = artifacts.write_file(store, "p", "a1", "w.bin", source), artifacts.blocks_of(source)
-    monkeypatch.setattr("rlpipe.store.backend.PART_BYTES", 1500)
+    monkeypatch.setattr("rlpipe.store.transfer.PART_BYTES", 1500)
     for start, end in ((0, 8), (999, 1001), (2000, 3000), (17, 25_599), (25_000, 25_600), (5, 5)):
         for known in (blocks, None):
             assert artifacts.read_range(store, "p", record, known, start, end) == data[start:end]

@@ -24,7 +24,7 @@ from rlpipe.data.chat import TOKENIZER_FILES
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
 from rlpipe.models.checkpoint import TensorFile, block_of, hub_tensors, tensors_of
 from rlpipe.models.folder import INDEX
-from rlpipe.store.artifacts import Blocks, blocks_of, read_file, read_manifest, write_bytes, write_file
+from rlpipe.store.artifacts import Blocks, read_file, read_manifest, write_bytes, write_file, write_file_in_blocks
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, LoadJob, SaveJob
@@ -264,7 +264,7 @@ def _write_rows(gang: Gang, resident: Resident, folder: str, attempt: str, name:
     with tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
         path = Path(scratch) / name
         save_file(_own_rows(gang, resident), path)
-        return [asdict(write_file(gang.store, folder, attempt, name, path)), asdict(blocks_of(path))]
+        return [asdict(part) for part in write_file_in_blocks(gang.store, folder, attempt, name, path)]
 
 
 def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:

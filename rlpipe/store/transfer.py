@@ -1,0 +1,109 @@
+"""How the bytes of large files pass through memory: in parts of one size, a few at a time, hashed by a thread beside."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+Part = bytes | memoryview
+PART_BYTES = 8 * 1024 * 1024
+PARTS = 8  # of one file, that are under way at the same time
+PIECE_BYTES = 256 * 1024  # of a part that goes straight to a file
+
+
+@dataclass(frozen=True)
+class FileContent:
+    """What a file holds: its bytes, and their sha256."""
+
+    bytes: int
+    sha256: str
+
+
+class Hashing:
+    """The sha256 and the number of the bytes that pass by. A thread computes it; at most PARTS parts wait for it."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread, self._sha256, self._bytes = thread, hashlib.sha256(), 0
+        self._pending: deque[Future[None]] = deque()
+
+    def passing(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        """The same parts, of which the hash is taken."""
+        for part in parts:
+            self.update(part)
+            yield part
+
+    def update(self, part: Part) -> None:
+        """Takes the next part; it must not change any more."""
+        if len(self._pending) == PARTS:
+            self._pending.popleft().result()
+        self._bytes += memoryview(part).nbytes
+        self._pending.append(self._thread.submit(self._sha256.update, part))
+
+    def content(self) -> FileContent:
+        """Of all that was taken."""
+        while self._pending:
+            self._pending.popleft().result()
+        return FileContent(self._bytes, self._sha256.hexdigest())
+
+
+@contextlib.contextmanager
+def hashing() -> Iterator[Hashing]:
+    with ThreadPoolExecutor(1, "hashing") as thread:
+        yield Hashing(thread)
+
+
+def write_at(descriptor: int, data: bytes, start: int) -> int:
+    """Writes all of it at a place of an open file. Where it ends there."""
+    left = memoryview(data)
+    while left:
+        left = left[os.pwrite(descriptor, left, start + len(data) - len(left)) :]
+    return start + len(data)
+
+
+def parts_of(file: io.BufferedIOBase) -> Iterator[bytes]:
+    """What is left of an open file, in parts."""
+    while part := file.read(PART_BYTES):
+        yield part
+
+
+def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int) -> Iterator[Part]:
+    """The bytes `start` to `end` in order, as `read_part(start, end)` gives them: PARTS are read at the same time, so no more are in memory."""
+    assert 0 <= start <= end, f"{start} to {end}"
+    spans = [(at, min(at + PART_BYTES, end)) for at in range(start, end, PART_BYTES)]
+    if len(spans) <= 1:
+        yield from (read_part(*span) for span in spans)
+        return
+    with ThreadPoolExecutor(min(PARTS, len(spans)), "reading") as threads:
+        waiting: deque[Future[Part]] = deque()
+        try:
+            for span in spans:
+                if len(waiting) == PARTS:
+                    yield waiting.popleft().result()
+                waiting.append(threads.submit(read_part, *span))
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for part in waiting:  # somebody wants no more of them
+                part.cancel()
+
+
+def content_of_parts(file: io.FileIO, size: int, fetch_part: Callable[[int, int], None]) -> FileContent:
+    """What `file` holds after `fetch_part(start, end)` wrote every part of its `size` bytes, PARTS at the same time: hashed as they land, in order."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
+    starts = range(0, size, PART_BYTES)
+    with ThreadPoolExecutor(max(1, min(PARTS, len(starts))), "fetching") as threads:
+        landed = [threads.submit(fetch_part, at, min(at + PART_BYTES, size)) for at in starts]
+        try:
+            for at, part in zip(starts, landed, strict=True):
+                part.result()
+                while file.tell() < min(at + PART_BYTES, size) and (count := file.readinto(piece)):
+                    digest.update(piece[:count])
+        finally:
+            threads.shutdown(cancel_futures=True)
+    return FileContent(file.tell(), digest.hexdigest())
