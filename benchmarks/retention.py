@@ -49,7 +49,11 @@ def sizes(root: Path) -> dict[str, int]:
             num_bytes = path.stat().st_size if path.is_file() else 0
         except FileNotFoundError:  # pruned at this moment
             continue
-        kind = "documents" if path.suffix == ".json" and path.parent.name in ("policy", "state") else path.relative_to(root).parts[2]
+        kind = (
+            "documents"
+            if path.suffix == ".json" and path.parent.name in ("policy", "state")
+            else path.relative_to(root).parts[2]
+        )
         found[kind if kind in KINDS else "documents"] += num_bytes
     return {kind: found[kind] // 1000 for kind in KINDS}
 
@@ -84,7 +88,10 @@ def measure(folder: Path, iterations: int) -> None:
     ref, manifest = run.policy(at + 1)
     assert is_pruned(run.store, ref.folder), f"version {at + 1} was kept"
     began = time.monotonic()
-    ended(folder, rlpipe(folder, "fork", "lean", "--at", str(at), "--run", "again", "--set", f"rl.num_iterations={at + 2}", *store))
+    ended(
+        folder,
+        rlpipe(folder, "fork", "lean", "--at", str(at), "--run", "again", "--set", f"rl.num_iterations={at + 2}", *store),
+    )
     for record in manifest.files:
         check_file(run.store, ref.folder, record)
     print(f"fork --at {at}, and one iteration more: {time.monotonic() - began:.0f} s; its {len(manifest.files)} files have the hashes of "

@@ -42,7 +42,9 @@ def test_what_was_pruned_comes_back_to_the_bit_in_a_fork_an_evaluation_and_an_ex
 
     code, output = folder.rlpipe("evaluate", "a", "--version", str(gone), *store)
     assert code == 0 and "greedy" in output, output
-    code, output = folder.rlpipe("fork", "a", "--at", str(gone - 1), "--run", "b", "--set", f"rl.num_iterations={gone + 1}", *store)
+    code, output = folder.rlpipe(
+        "fork", "a", "--at", str(gone - 1), "--run", "b", "--set", f"rl.num_iterations={gone + 1}", *store
+    )
     assert code == 0, output
     assert not is_pruned(run.store, run.policy(gone)[0].folder)
     assert folder.final_sha256("b", gone + 1) == undisturbed.sha256(gone + 1), "a fork with the same settings goes the same way"

@@ -34,7 +34,7 @@ from tests.test_store_run import PRESETS
 ITERATIONS = 6
 SMALL = [
     "sft.num_steps=0", "data.words.rows_max=60", "tracking.uri=", "model.hidden_size=32", "model.intermediate_size=32", "model.num_layers=1",
-    "model.num_heads=2", "model.num_kv_heads=1", "rl.num_steps=2", "rl.on_mismatch=warn", "checkpoint.state_every=2",
+    "model.num_heads=2", "model.num_kv_heads=1", "rl.num_steps=2", "rl.mismatch_max=9", "checkpoint.state_every=2",
 ]  # fmt: skip
 PRUNED = ["checkpoint.keep_policies_last=1", "checkpoint.keep_states=1"]
 
@@ -93,6 +93,8 @@ async def made(folder: Path, *sets: str) -> Run:
     session = session_of(create_or_continue(config(folder, *sets)), folder)
     tokenizer = await base_tokenizer(session)
     previous = (await base_policy(session, tokenizer=tokenizer.ref)).ref
+    manifest = Manifest("a", "base", 0, "evaluation", {}, "0", {}, [], {}, 0, "x", MOMENT, MOMENT)
+    commit(session.run.store, session.run.folder("base", 0, "evaluation"), manifest)  # of what RL starts from; nothing is sampled here
     for iteration in range(ITERATIONS):
         batch = commit_batch(session.run, iteration)
         trained = await train(session, iteration=iteration, batch=batch)
@@ -185,7 +187,9 @@ async def test_a_trainer_that_makes_other_bits_writes_nothing_and_both_hashes_ar
     child = fork(run, 1, override_config(run.config, ["run=c"]))
     session, before = session_of(child, tmp_path, dtype="bfloat16"), run.store.list(run.root)
     wanted = bits(run, 2)["config.json"]
-    with pytest.raises(StoreError, match=rf"its config\.json has sha256 [0-9a-f]{{64}}, where its manifest has {wanted}\. Nothing"):
+    with pytest.raises(
+        StoreError, match=rf"its config\.json has sha256 [0-9a-f]{{64}}, where its manifest has {wanted}\. Nothing"
+    ):
         await restore_policy(session, version=2)
     await session.close()
     assert run.store.list(run.root) == before and present(run) == [ITERATIONS]
@@ -208,4 +212,3 @@ async def test_an_export_makes_it_again_and_leaves_the_store_as_it_was(tmp_path:
     assert present(run) == [ITERATIONS] and audit.unreferenced(run) == [] and audit.verify(run)[1] == []
     assert await export_policy(run.config, None, tmp_path / "newest") == ITERATIONS
     assert len(trainer.trained) == 4, "what is there is copied"
-

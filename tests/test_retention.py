@@ -204,7 +204,9 @@ def kills(request: pytest.FixtureRequest) -> Iterator[int]:
     return iter(range(1000)) if request.param == "every" else iter(Random(request.param).choices(range(12), k=1000))
 
 
-def test_killed_in_the_middle_of_pruning_again_and_again_it_ends_with_what_it_should(tmp_path: Path, kills: Iterator[int]) -> None:
+def test_killed_in_the_middle_of_pruning_again_and_again_it_ends_with_what_it_should(
+    tmp_path: Path, kills: Iterator[int]
+) -> None:
     run = run_of(open_store(f"file://{tmp_path}"), *KEPT)
     commit_iterations(run, 12)
     fork(run, 6, override_config(run.config, ["run=c"]))
@@ -243,7 +245,9 @@ def test_gc_leaves_what_is_known_of_pruned_artifacts_and_who_works_for_the_run(s
     commit_iterations(run, 12)
     prune(run)
     held = lease.acquire(store, run.root)
-    others = [f"{run.root}/{name}" for name in ("services/engines/host-1.json", "services/trainer/node-0.json", "approval/rl.json")]
+    others = [
+        f"{run.root}/{name}" for name in ("services/engines/host-1.json", "services/trainer/node-0.json", "approval/rl.json")
+    ]
     for key in others:
         store.put(key, b"{}")
     before = set(store.list(run.root))
@@ -368,7 +372,9 @@ def test_what_is_kept_may_change_between_two_starts_and_has_rules(tmp_path: Path
         read_config("tiny", [*overlap, "checkpoint.keep_policies_last=1"], PRESETS)
     for number in (0, 2):
         read_config("tiny", [*overlap, f"checkpoint.keep_policies_last={number}"], PRESETS)
-    with pytest.raises(UserError, match=r"^checkpoint\.keep_policies_every=5: all policies stay with checkpoint\.keep_policies_last=0"):
+    with pytest.raises(
+        UserError, match=r"^checkpoint\.keep_policies_every=5: all policies stay with checkpoint\.keep_policies_last=0"
+    ):
         read_config("tiny", ["checkpoint.keep_policies_every=5"], PRESETS)
 
 

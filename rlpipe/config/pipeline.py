@@ -119,7 +119,10 @@ class CheckpointConfig(BaseModel, **STRICT):
         default=5, ge=1, le=100_000, description="Iterations between training states: the most that resume replays"
     )
     keep_states: int = Field(
-        default=0, ge=0, le=100_000, description="Training states of RL that stay, the newest; 0: all. A fork further back replays more"
+        default=0,
+        ge=0,
+        le=100_000,
+        description="Training states of RL that stay, the newest; 0: all. A fork further back replays more",
     )
     keep_policies_last: int = Field(
         default=0, ge=0, le=100_000, description="Policies of RL that stay, the newest; 0: all, and none is pruned"
@@ -149,7 +152,9 @@ class PipelineConfig(BaseModel, **STRICT):
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Where and how fast it trains")
     engines: EnginesConfig = Field(default_factory=EnginesConfig, description="Where and how fast it samples")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is kept of training states and policies")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="What is kept of training states and policies"
+    )
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
 
     @model_validator(mode="before")

@@ -43,7 +43,9 @@ def model_folder(model: ModelConfig, field: str = "model.path") -> Path:
     if folder.suffix == ".gguf":
         raise UserError(f"{field}={model.path!r} is a GGUF file: make a folder of it with `{IMPORT_GGUF} {model.path} FOLDER`")
     if (folder.parent / PRUNED).is_file():
-        raise UserError(f"{field}={model.path!r} was pruned: make it again with `rlpipe export RUN --version K --to DIR`, and name DIR")
+        raise UserError(
+            f"{field}={model.path!r} was pruned: make it again with `rlpipe export RUN --version K --to DIR`, and name DIR"
+        )
     if not folder.is_dir():
         if model.path.startswith(("/", "~", ".")):  # no name of the hub
             hint = f"`make smollm2` makes the one of preset smollm2, `{IMPORT_GGUF} FILE FOLDER` one of any GGUF file"

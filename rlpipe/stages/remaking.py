@@ -105,7 +105,9 @@ def put_back(store: Store, folder: str, manifest: Manifest, source: Path) -> Non
     for file in manifest.files:
         store.put_file(f"{folder}/{file.name}", source / file.plain_name)
     for file in manifest.files:
-        assert (size := store.size(f"{folder}/{file.name}")) == file.bytes, f"{folder}/{file.name} has {size} bytes, not {file.bytes}"
+        assert (size := store.size(f"{folder}/{file.name}")) == file.bytes, (
+            f"{folder}/{file.name} has {size} bytes, not {file.bytes}"
+        )
     delete(store, f"{folder}/{PRUNED}")
 
 
