@@ -94,7 +94,9 @@ async def made(folder: Path, *sets: str) -> Run:
     tokenizer = await base_tokenizer(session)
     previous = (await base_policy(session, tokenizer=tokenizer.ref)).ref
     manifest = Manifest("a", "base", 0, "evaluation", {}, "0", {}, [], {}, 0, "x", MOMENT, MOMENT)
-    commit(session.run.store, session.run.folder("base", 0, "evaluation"), manifest)  # of what RL starts from; nothing is sampled here
+    commit(
+        session.run.store, session.run.folder("base", 0, "evaluation"), manifest
+    )  # of what RL starts from; nothing is sampled here
     for iteration in range(ITERATIONS):
         batch = commit_batch(session.run, iteration)
         trained = await train(session, iteration=iteration, batch=batch)

@@ -70,6 +70,7 @@ def prune(run: Run) -> None:
     """What a session does at its start and end."""
     retention = Retention(run)
     retention.begin()
+    retention.prune()
     retention.close()
 
 
@@ -222,6 +223,16 @@ def test_killed_in_the_middle_of_pruning_again_and_again_it_ends_with_what_it_sh
     assert run.store.list(run.root) == before
 
 
+def test_who_only_reads_a_run_finishes_what_was_begun_and_prunes_nothing_else(tmp_path: Path) -> None:
+    run = run_of(open_store(f"file://{tmp_path}"), *KEPT)
+    commit_iterations(run, 12)
+    assert prune_until_killed(run, 6), "in the middle of the second policy"
+    retention = Retention(run)
+    retention.begin()
+    retention.close()
+    assert there(run) == [*range(2, 12)] and there(run, "state") == [2, 5, 8, 11]
+
+
 def test_what_is_missing_without_being_pruned_is_a_fault_and_so_is_what_is_wrong(store: Store) -> None:
     run = run_of(store, *KEPT)
     commit_iterations(run, 12)
@@ -297,6 +308,7 @@ def test_a_fork_that_begins_before_its_parent_looks_again_keeps_the_policy(store
     retention = Retention(run)
     interrupt(retention, "create", lambda: fork(open_existing(other, "a"), 0, override_config(run.config, ["run=c"])))
     retention.begin()
+    retention.prune()
     retention.close()
     assert there(run) == [0, 5, 6, 7] and audit.verify(run)[1] == []
     assert not wait_until_pruned(other, run.folder("rl", 0, "policy"))
@@ -323,6 +335,7 @@ def test_a_fork_that_begins_while_files_are_deleted_waits_for_the_end(store: Sto
         retention = Retention(run)
         interrupt(retention, "delete", begin_fork)
         retention.begin()
+        retention.prune()
         if parent == "is killed":
             with pytest.raises(Killed):
                 retention.close()

@@ -125,13 +125,22 @@ class Retention:
         self._passes: list[Future[None]] = []
 
     def begin(self) -> None:
-        """Looks at the whole run, by one listing; then finishes what a kill interrupted, and prunes what is too much, in the background."""
+        """Looks at the whole run, by one listing; then finishes what a kill interrupted, in the background."""
         begun = self._look()
         self._submit(lambda: self._finish(begun))
 
+    def prune(self) -> None:
+        """Prunes what is too much, in the background. Not for who only reads the run: its config may be the one that it began with."""
+        self._submit(self._prune_all)
+
     def committed(self, record: IterationRecord) -> None:
         """An iteration was committed: what is too much now is pruned in the background."""
-        self._submit(lambda: self._add(record))
+
+        def work() -> None:
+            self._add(record)
+            self._prune_all()
+
+        self._submit(work)
 
     def close(self) -> None:
         """Returns when all that is too much was pruned, or after CLOSE_S: the next start does the rest."""
@@ -141,17 +150,16 @@ class Retention:
         for ended in done:
             ended.result()  # a fault of ours
 
-    def _submit(self, prepare: Callable[[], None]) -> None:
-        def work() -> None:
+    def _submit(self, work: Callable[[], None]) -> None:
+        def attempt() -> None:
             try:
-                prepare()
-                self._prune_all()
+                work()
             except (StoreError, UserError, OSError) as error:
                 log.warning("nothing is pruned before the next commit: %s", error)
 
         while self._passes and self._passes[0].done():
             self._passes.pop(0).result()  # a fault of ours
-        self._passes.append(self._worker.submit(work))
+        self._passes.append(self._worker.submit(attempt))
 
     def _look(self) -> list[str]:
         """Notes what has its files; returns the folders of what was pruned, or began to be."""
@@ -187,7 +195,7 @@ class Retention:
         for stage in self._files:
             if self._surplus(stage, Pins(set(), set())):  # else nobody need look for forks
                 for iteration in sorted(self._surplus(stage, self._forks.pins(self._run.name))):
-                    self._prune(stage, iteration)
+                    self._prune_one(stage, iteration)
 
     def _surplus(self, stage: str, pins: Pins) -> set[int]:
         """The committed iterations whose policies, or states, are too many."""
@@ -204,7 +212,7 @@ class Retention:
         best = self._run.record(self._newest).best.iteration
         return {self._run.sampled_by(best), self._run.config.rl.num_iterations}
 
-    def _prune(self, stage: str, iteration: int) -> None:
+    def _prune_one(self, stage: str, iteration: int) -> None:
         store, folder = self._run.store, f"{self._run.root}/rl/{iteration:05d}/{stage}"
         if self._stopped.is_set():
             return
