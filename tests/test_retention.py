@@ -350,6 +350,30 @@ def test_a_fork_that_begins_while_files_are_deleted_waits_for_the_end(store: Sto
     assert audit.verify(run)[1] == []
 
 
+def test_what_fails_in_the_middle_is_finished_by_the_next_pass_though_a_fork_begins_from_it_by_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = open_store(f"file://{tmp_path}")
+    run = run_of(other, "checkpoint.keep_policies_last=3")
+    commit_iterations(run, 8)
+    retention, folders = Retention(run), run.store.folders
+    retention.begin()
+
+    def fork_and_fail(prefix: str) -> list[str]:
+        if not other.exists(f"{run.folder('rl', 0, 'policy')}/{PRUNED}"):
+            return folders(prefix)
+        run.store.folders = folders  # type: ignore[method-assign]
+        fork(open_existing(other, "a"), 0, override_config(run.config, ["run=c"]))
+        raise OSError("the network is gone")
+
+    run.store.folders = fork_and_fail  # type: ignore[method-assign]
+    retention.prune()
+    retention.prune()
+    retention.close()
+    assert wait_until_pruned(other, run.folder("rl", 0, "policy"))
+    assert "the network is gone" in caplog.text and there(run) == [5, 6, 7]
+
+
 def test_nothing_is_pruned_while_a_run_of_the_store_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(f"file://{tmp_path}")
     run = run_of(store, *KEPT)

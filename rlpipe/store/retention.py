@@ -120,6 +120,7 @@ class Retention:
         self._run, self._forks = run, Forks(run.store)
         self._files: dict[str, set[int]] = {"policy": set(), "state": set()}  # iterations whose artifacts have their files
         self._newest = -1
+        self._unfinished: set[str] = set()  # folders whose pruning began
         self._stopped = threading.Event()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retention")
         self._passes: list[Future[None]] = []
@@ -127,7 +128,12 @@ class Retention:
     def begin(self) -> None:
         """Looks at the whole run, by one listing; then finishes what a kill interrupted, in the background."""
         begun = self._look()
-        self._submit(lambda: self._finish(begun))
+
+        def work() -> None:
+            self._find_unfinished(begun)
+            self._finish()
+
+        self._submit(work)
 
     def prune(self) -> None:
         """Prunes what is too much, in the background. Not for who only reads the run: its config may be the one that it began with."""
@@ -178,12 +184,17 @@ class Retention:
             self._files[stage].discard(int(number))
         return begun
 
-    def _finish(self, folders: list[str]) -> None:
+    def _find_unfinished(self, folders: list[str]) -> None:
         with ThreadPoolExecutor(READERS) as readers:
             records = [*readers.map(lambda folder: read_pruned(self._run.store, folder), folders)]
         for folder, record in zip(folders, records, strict=True):
             if record is not None and not record.finished:
-                finish_pruning(self._run.store, folder, self._stopped)
+                self._unfinished.add(folder)
+
+    def _finish(self) -> None:
+        for folder in sorted(self._unfinished):
+            finish_pruning(self._run.store, folder, self._stopped)
+            self._unfinished.discard(folder)
 
     def _add(self, record: IterationRecord) -> None:
         self._newest = max(self._newest, record.iteration)
@@ -192,6 +203,7 @@ class Retention:
                 iterations.add(record.iteration)
 
     def _prune_all(self) -> None:
+        self._finish()  # what failed before, also where a fork begins from it by now, and waits
         for stage in self._files:
             if self._surplus(stage, Pins(set(), set())):  # else nobody need look for forks
                 for iteration in sorted(self._surplus(stage, self._forks.pins(self._run.name))):
@@ -216,11 +228,14 @@ class Retention:
         store, folder = self._run.store, f"{self._run.root}/rl/{iteration:05d}/{stage}"
         if self._stopped.is_set():
             return
-        created = store.create(f"{folder}/{PRUNED}", sealed(self._record(stage, iteration, folder)))
+        record = self._record(stage, iteration, folder)
+        self._unfinished.add(folder)
+        created = store.create(f"{folder}/{PRUNED}", sealed(record))
         if created and iteration not in self._surplus(stage, self._forks.pins(self._run.name)):  # a fork began meanwhile
             delete(store, f"{folder}/{PRUNED}")
+            self._unfinished.discard(folder)
             return
-        finish_pruning(store, folder, self._stopped)
+        self._finish()
         self._files[stage].discard(iteration)
 
     def _record(self, stage: str, iteration: int, folder: str) -> PruneRecord:
