@@ -113,10 +113,22 @@ class EvaluationConfig(BaseModel, **STRICT):
 
 
 class CheckpointConfig(BaseModel, **STRICT):
-    """What is kept to go on from."""
+    """What is kept to go on from. What is pruned, and how it is made again: docs/store.md."""
 
     state_every: int = Field(
         default=5, ge=1, le=100_000, description="Iterations between training states: the most that resume replays"
+    )
+    keep_states: int = Field(
+        default=0,
+        ge=0,
+        le=100_000,
+        description="Training states of RL that stay, the newest; 0: all. A fork further back replays more",
+    )
+    keep_policies_last: int = Field(
+        default=0, ge=0, le=100_000, description="Policies of RL that stay, the newest; 0: all, and none is pruned"
+    )
+    keep_policies_every: int = Field(
+        default=0, ge=0, le=100_000, description="Weight versions between policies that stay as well; 0: none stays for that"
     )
 
 
@@ -140,7 +152,9 @@ class PipelineConfig(BaseModel, **STRICT):
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Where and how fast it trains")
     engines: EnginesConfig = Field(default_factory=EnginesConfig, description="Where and how fast it samples")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="How often training states are kept")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="What is kept of training states and policies"
+    )
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
 
     @model_validator(mode="before")

@@ -45,6 +45,7 @@ def broken_rules(config: PipelineConfig) -> Iterator[str]:
     yield from broken_overlap(config.rl)
     yield from _of_stored_rollouts(config)
     yield from _of_places_and_limits(config)
+    yield from _of_what_is_kept(config)
 
 
 def _of_numbers(name: str, value: object) -> Iterator[str]:
@@ -204,6 +205,14 @@ def _of_places_and_limits(config: PipelineConfig) -> Iterator[str]:
         yield f"{stop.kl_max=}: no KL to a reference is computed; set rl.kl (with rl.kl_coef = 0 it changes nothing), or use stop.proximal_kl_max"
     if budget.gpu_h and not (trainer.gpu_ids or engines.gpu_ids):
         yield f"{budget.gpu_h=}: no GPU is in trainer.gpu_ids or engines.gpu_ids, so none is ever spent; use budget.wall_clock_h"
+
+
+def _of_what_is_kept(config: PipelineConfig) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if config.rl.overlap == "iteration" and checkpoint.keep_policies_last == 1:
+        yield f"{checkpoint.keep_policies_last=}: with rl.overlap='iteration' the version before the newest samples; use 2 or more, or 0 for all"
+    if checkpoint.keep_policies_every and not checkpoint.keep_policies_last:
+        yield f"{checkpoint.keep_policies_every=}: all policies stay with {checkpoint.keep_policies_last=}; set it to 1 or more, or leave this at 0"
 
 
 def broken_layout(config: PipelineConfig) -> Iterator[str]:

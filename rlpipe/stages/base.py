@@ -21,7 +21,7 @@ from rlpipe.report.plan import ModelSizes
 from rlpipe.stages.session import PromptSets, Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.training import save_loaded
-from rlpipe.store.artifacts import materialise, read_artifact, read_file, write_file
+from rlpipe.store.artifacts import PRUNED, materialise, read_artifact, read_file, write_file
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run, open_existing
 from rlpipe.trainer.jobs import LoadJob, NewModel
@@ -42,6 +42,10 @@ def model_folder(model: ModelConfig, field: str = "model.path") -> Path:
     folder = Path(model.path).expanduser()
     if folder.suffix == ".gguf":
         raise UserError(f"{field}={model.path!r} is a GGUF file: make a folder of it with `{IMPORT_GGUF} {model.path} FOLDER`")
+    if (folder.parent / PRUNED).is_file():
+        raise UserError(
+            f"{field}={model.path!r} was pruned: make it again with `rlpipe export RUN --version K --to DIR`, and name DIR"
+        )
     if not folder.is_dir():
         if model.path.startswith(("/", "~", ".")):  # no name of the hub
             hint = f"`make smollm2` makes the one of preset smollm2, `{IMPORT_GGUF} FILE FOLDER` one of any GGUF file"

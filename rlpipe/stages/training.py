@@ -16,6 +16,7 @@ from rlpipe.config.pipeline import RETIRED
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage_settings
+from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
 from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, RlJob, SaveJob, SftJob
@@ -128,7 +129,7 @@ async def train_job(
     """
 
     async def rebuild(gang: TrainerClient) -> None:
-        await _rebuild(session.run, job.kind, iteration, gang)
+        await replay(session.run, job.kind, iteration, gang)
         for before in earlier:
             await _send(gang, before)
 
@@ -142,7 +143,7 @@ async def save_job(
     phase = job.kind
 
     async def rebuild(gang: TrainerClient) -> None:
-        await _rebuild(session.run, phase, iteration, gang)
+        await replay(session.run, phase, iteration, gang)
         await _send(gang, job)
 
     state_folder = session.run.folder(phase, iteration, "state") if state_inputs else None
@@ -199,8 +200,8 @@ async def _send(gang: TrainerClient, job: GangJob, on_progress: OnProgress = Non
     return await gang.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
 
 
-async def _rebuild(run: Run, phase: str, iteration: int, gang: TrainerClient) -> None:
-    """Loads the newest state before `iteration` and replays the stored batches since."""
+async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> None:
+    """Brings the trainer to the start of `iteration`: loads the newest state before it and trains on the stored batches since."""
     newest = _newest_state(run, phase, iteration - 1)
     state = run.committed(phase, newest, "state")[0] if newest >= 0 else None
     policy = _first_policy(run, phase) if state is None else None
@@ -223,7 +224,10 @@ def warn_of_differences(position: str, differs: str) -> None:
 
 
 def _newest_state(run: Run, phase: str, iteration: int) -> int:
-    """The newest iteration at or before this one with a committed state; -1 when there is none."""
+    """The newest iteration at or before this one whose state is committed, and was not pruned; -1 when there is none."""
     if iteration < 0 or phase == "sft":  # every segment commits its state
         return iteration
-    return run.record(iteration).state_iteration
+    newest = run.record(iteration).state_iteration
+    while newest >= 0 and is_pruned(run.store, run.folder("rl", newest, "state")):
+        newest = run.record(newest - 1).state_iteration if newest else -1
+    return newest

@@ -26,6 +26,7 @@ from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserErro
 
 Record = TypeVar("Record")
 MANIFEST = "manifest.json"
+PRUNED = "pruned.json"  # beside the manifest of an artifact whose files were deleted, or are about to be
 SOURCE_INPUT = "source "  # begins the name of an input from outside the run: known by its hash, not kept for it
 
 
@@ -116,6 +117,11 @@ def read_artifact(store: Store, folder: str) -> tuple[ArtifactRef, Manifest]:
     return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), manifest
 
 
+def is_pruned(store: Store, folder: str) -> bool:
+    """Whether files of the committed artifact in `folder` may be missing because they were pruned (rlpipe/store/retention.py)."""
+    return store.exists(f"{folder}/{PRUNED}")
+
+
 def check_same(folder: str, standing: Manifest, inputs: dict[str, str], settings: dict[str, object]) -> None:
     """UserError naming the fields in which a committed stage differs from what is asked for now."""
     pairs = {name: (standing.settings.get(name), settings.get(name)) for name in sorted({*standing.settings, *settings})}
@@ -199,6 +205,15 @@ def read_records_if_any(
     return read_records(store, ref, name, record, columns) if name in [file.plain_name for file in files] else []
 
 
+def way_to_remake(manifest: Manifest) -> str:
+    """How a policy of RL that was pruned can be had again."""
+    run, iteration = manifest.run, manifest.iteration
+    return (
+        f"`rlpipe export {run} --version {iteration + 1} --to DIR` makes it again in a folder, "
+        f"`rlpipe fork {run} --at {iteration} --run NEW` in the store"
+    )
+
+
 def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
     """All files of an artifact under their plain names in a local folder, verified; made once, appears atomically."""
     manifest = read_manifest(store, ref.folder, ref.sha256)
@@ -210,6 +225,10 @@ def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
     try:
         _fetch(store, ref.folder, manifest.files, partial)
         os.rename(partial, target)
+    except StoreError as error:
+        if not is_pruned(store, ref.folder):
+            raise
+        raise StoreError(f"{store.address(ref.folder)} was pruned; {way_to_remake(manifest)}") from error
     except OSError:
         if not target.is_dir():  # else another process of this node was first: the same bytes
             raise
