@@ -113,10 +113,16 @@ class EvaluationConfig(BaseModel, **STRICT):
 
 
 class CheckpointConfig(BaseModel, **STRICT):
-    """What is kept to go on from."""
+    """What is kept to go on from, and how."""
 
     state_every: int = Field(
         default=5, ge=1, le=100_000, description="Iterations between training states: the most that resume replays"
+    )
+    full_every: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="Weight versions between policies that are stored whole; those between are stored as differences to the one before",
     )
 
 
@@ -140,7 +146,9 @@ class PipelineConfig(BaseModel, **STRICT):
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Where and how fast it trains")
     engines: EnginesConfig = Field(default_factory=EnginesConfig, description="Where and how fast it samples")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="How often training states are kept")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="How training states and policies are kept"
+    )
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
 
     @model_validator(mode="before")
