@@ -130,6 +130,12 @@ class CheckpointConfig(BaseModel, **STRICT):
     keep_policies_every: int = Field(
         default=0, ge=0, le=100_000, description="Weight versions between policies that stay as well; 0: none stays for that"
     )
+    full_every: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="Weight versions between policies that are stored whole; those between are stored as differences to the one before",
+    )
 
 
 class PipelineConfig(BaseModel, **STRICT):

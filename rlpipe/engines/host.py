@@ -95,7 +95,7 @@ class EngineHost:
             self.weights = weights
             await self._reload(weights)
             # an engine that is being restarted may still read older ones
-            kept = {weights.folder, *(engine.restarting_on for engine in self.engines)}
+            kept = {weights.folder, weights.materialised, *(engine.restarting_on for engine in self.engines)}
             await asyncio.to_thread(_prune, weights.folder.parent, kept)
 
     @property
@@ -131,11 +131,11 @@ class EngineHost:
         # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
         if made not in (None, max(version, 0)):
             raise UserError(f"version={version}: {policy.folder} is weight version {made}")
-        folder = materialise(self.store, policy, self.work_dir / "weights")
+        folder = materialised = materialise(self.store, policy, self.work_dir / "weights")
         assert (folder / "config.json").is_file(), f"{folder} is no policy"
         if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
             folder = untied(folder)
-        return Weights(folder, version, probe)
+        return Weights(folder, version, probe, materialised)
 
     async def _reload(self, weights: Weights) -> None:
         """The first engine that reloads is the canary. When none can, one is restarted: if that fails, the weights are at fault."""

@@ -21,11 +21,12 @@ from rlpipe.report.plan import ModelSizes
 from rlpipe.stages.session import PromptSets, Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.training import save_loaded
-from rlpipe.store.artifacts import PRUNED, materialise, read_artifact, read_file, write_file
+from rlpipe.store.artifacts import PRUNED, materialise, read_small_file, write_file
 from rlpipe.store.backend import Store
+from rlpipe.store.deltas import DELTA
 from rlpipe.store.run import Run, open_existing
 from rlpipe.trainer.jobs import LoadJob, NewModel
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError
+from rlpipe.types import ArtifactRef, FileRecord, StoreError, UserError
 
 IMPORT_GGUF = ".venv/bin/python scripts/import_gguf.py"
 MODEL_FILES = {"config.json", "generation_config.json", INDEX}
@@ -51,6 +52,10 @@ def model_folder(model: ModelConfig, field: str = "model.path") -> Path:
             hint = f"`make smollm2` makes the one of preset smollm2, `{IMPORT_GGUF} FILE FOLDER` one of any GGUF file"
             raise UserError(f"{field}={model.path!r}: there is no such folder; {hint}")
         folder = _snapshot(model.path, field)
+    if (folder / DELTA).is_file():
+        raise UserError(
+            f"{field}={model.path!r} is stored as a difference to another policy: `rlpipe export` makes a model folder of it"
+        )
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if missing or not any(folder.glob("*.safetensors")):
         wanted = ", ".join(missing or ["*.safetensors"])
@@ -174,7 +179,7 @@ def base_reference(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef
         name = session.config.rl.reference
         policy = reference_policy(store, name) if name.startswith(RUN) else None
         source = materialise(store, policy, Path(scratch)) if policy else reference_folder(session.config)
-        own = _committed_tokenizer(store, *read_artifact(store, tokenizer.folder))
+        own = _committed_tokenizer(store, tokenizer)
         check_vocabulary(name, own, (source / "tokenizer.json").read_bytes())
         files = [source / name for name in MODEL_FILES | TOKENIZER_FILES] + weight_files(source)
         return Produced(_copied(attempt, files), {"source": policy.as_json() if policy else str(source)})
@@ -200,19 +205,19 @@ def check_reference(config: PipelineConfig, run: Run | None, prompts: PromptSets
     """UserError unless the reference has the vocabulary of a run: of its tokenizer, or of the one that it would get."""
     name = config.rl.reference
     if run is not None and name.startswith(RUN):
-        other = _committed_tokenizer(run.store, *read_artifact(run.store, reference_policy(run.store, name).folder))
+        other = _committed_tokenizer(run.store, reference_policy(run.store, name))
     else:
         other = (reference_folder(config) / "tokenizer.json").read_bytes()
     committed = run.artifact("base", 0, "tokenizer") if run is not None else None
     if run is not None and committed is not None:
-        own = _committed_tokenizer(run.store, *committed)
+        own = _committed_tokenizer(run.store, committed[0])
     else:
         own = (tokenizer_folder(config, prompts, scratch) / "tokenizer.json").read_bytes()
     check_vocabulary(name, own, other)
 
 
-def _committed_tokenizer(store: Store, ref: ArtifactRef, manifest: Manifest) -> bytes:
-    return read_file(store, ref.folder, manifest.file("tokenizer.json"))
+def _committed_tokenizer(store: Store, ref: ArtifactRef) -> bytes:
+    return read_small_file(store, ref, "tokenizer.json")
 
 
 def check_vocabulary(name: str, own: bytes, other: bytes) -> None:

@@ -20,7 +20,7 @@ from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
 from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, RlJob, SaveJob, SftJob
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, TrainerError
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Metrics, TrainerError
 
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
@@ -92,12 +92,24 @@ def sft_job(run: Run, segment: int, data: ArtifactRef) -> SftJob:
 
 
 @dataclass(frozen=True)
+class StoredAs:
+    """How a policy is stored: as its difference to a base, or whole; and whether it is the base of the next one."""
+
+    base: ArtifactRef | None
+    is_base: bool
+
+
+WHOLE = StoredAs(None, is_base=False)
+
+
+@dataclass(frozen=True)
 class Saved:
-    """What the trainer wrote. `probe`: what an engine with these weights must answer, as the manifest of the policy has it."""
+    """What the trainer wrote. `probe`: what an engine with these weights must answer, as the manifest of the policy has it; `metrics`: of the policy's files."""
 
     policy: list[FileRecord]
     state: list[FileRecord]
     probe: dict[str, Sequence[float]]
+    metrics: Metrics
 
     def produced(self, metrics: JsonDict, weight_version: int | None) -> Produced:
         """The policy, to be committed with these metrics."""
@@ -137,7 +149,12 @@ async def train_job(
 
 
 async def save_job(
-    session: Session, iteration: int, job: RlJob | SftJob, attempt: Attempt, state_inputs: dict[str, ArtifactRef] | None
+    session: Session,
+    iteration: int,
+    job: RlJob | SftJob,
+    attempt: Attempt,
+    state_inputs: dict[str, ArtifactRef] | None,
+    stored: StoredAs = WHOLE,
 ) -> Saved:
     """Saves what `job` results in, and commits its state where `state_inputs` are given; trains it again when it is not held."""
     phase = job.kind
@@ -147,7 +164,7 @@ async def save_job(
         await _send(gang, job)
 
     state_folder = session.run.folder(phase, iteration, "state") if state_inputs else None
-    saved = await save(session, job.result, attempt, rebuild, state_folder=state_folder)
+    saved = await save(session, job.result, attempt, rebuild, state_folder=state_folder, stored=stored)
     if state_inputs:
         key, settings = StageKey(phase, iteration, "state"), stage_settings(session.config, TRAINED_BY[phase])
         await run_stage(session, key, state_inputs, settings, lambda _: Produced(saved.state))
@@ -162,20 +179,28 @@ async def save_loaded(session: Session, load: LoadJob, attempt: Attempt, *, poli
 
 
 async def save(
-    session: Session, position: str, attempt: Attempt, rebuild: Rebuild, *, policy: bool = True, state_folder: str | None = None
+    session: Session,
+    position: str,
+    attempt: Attempt,
+    rebuild: Rebuild,
+    *,
+    policy: bool = True,
+    state_folder: str | None = None,
+    stored: StoredAs = WHOLE,
 ) -> Saved:
     """Saves what the trainer holds: its policy as files of the attempt, its state where there is a folder for it."""
     chat = await asyncio.to_thread(lambda: session.tokenizer)
     assert chat.stop_token_ids, "a policy that could never end"
     tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
     folder, context_tokens_max = attempt.folder if policy else None, session.config.model.context_tokens_max
-    job = SaveJob(position, folder, state_folder, attempt.name, tokenizer, chat.stop_token_ids, context_tokens_max)
+    place = position, folder, state_folder, attempt.name
+    job = SaveJob(*place, tokenizer, chat.stop_token_ids, context_tokens_max, stored.base, stored.is_base)
     answer = await _do(session, job, rebuild)
     files, state = ([FileRecord(**record) for record in answer[name]] for name in ("policy", "state"))
     assert bool(files) == policy and bool(state) == bool(state_folder), (
         f"saved {len(files)} files of a policy, {len(state)} of a state"
     )
-    return Saved(files, state, answer["probe"])
+    return Saved(files, state, answer["probe"], answer["metrics"])
 
 
 async def _do(session: Session, job: GangJob, rebuild: Rebuild, on_progress: OnProgress = None) -> JsonDict:

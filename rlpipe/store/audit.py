@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 
-from rlpipe.store.artifacts import MANIFEST, PRUNED, SOURCE_INPUT, check_file, is_pruned, read_manifest
+from rlpipe.store.artifacts import MANIFEST, PRUNED, SOURCE_INPUT, bases_of, check_file, is_pruned, read_artifact, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.forks import AT_SFT
 from rlpipe.store.lease import held_by
@@ -31,7 +31,10 @@ def verify(run: Run) -> tuple[int, list[str]]:
     lineage = _lineage(run)
     folders = [folder for member in lineage for folder in manifests(member)]
     known = {_sha256(run.store, folder) for folder in folders}
-    faults = [fault for folder in folders for fault in _artifact_faults(run.store, folder, known)]
+    faults_of = {folder: [*_artifact_faults(run.store, folder, known)] for folder in folders}
+    faults = [fault for faults in faults_of.values() for fault in faults]
+    if damaged := {folder for folder, faults in faults_of.items() if faults}:
+        faults += _lost_with(run.store, damaged, [folder for folder in folders if folder not in damaged])
     for member in lineage:
         faults += [*_missing(member), *_iteration_faults(member)]
     return len(folders), faults + list(_lease_faults(run))
@@ -120,6 +123,18 @@ def _prune_faults(store: Store, folder: str, manifest: Manifest) -> Iterator[str
         return
     if record and (record.run, record.iteration, record.stage) != (manifest.run, manifest.iteration, manifest.stage):
         yield f"{folder}: its {PRUNED} is that of {record.stage} of iteration {record.iteration} of run {record.run}"
+
+
+def _lost_with(store: Store, damaged: set[str], folders: list[str]) -> Iterator[str]:
+    """Of these artifacts, whose own files are whole, those that are stored as a difference to what is damaged."""
+    for folder in folders:
+        try:
+            bases = bases_of(store, read_artifact(store, folder)[0])
+            fault = next((f"{base.folder} is damaged" for base in bases if base.folder in damaged), "")
+        except StoreError as error:
+            fault = str(error)
+        if fault:
+            yield f"{folder} is stored as a difference and cannot be rebuilt: {fault}"
 
 
 def _missing(run: Run) -> Iterator[str]:

@@ -64,6 +64,8 @@ class SaveJob:
     tokenizer: Reference | None
     stop_token_ids: list[int]  # what ends a turn of the assistant
     context_tokens_max: int  # the longest text that an engine takes
+    base: Reference | None = None  # the policy is stored as its difference to this one; none: whole
+    is_base: bool = False  # the next policy will be stored as its difference to this one: its files stay on this node
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def check_place(job: GangJob, run: str) -> None:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job came to. A training has `metrics`, a load `differs`, a save the rest."""
+    """What a job came to. A training has `metrics`, a load `differs`, a save the rest, and of a policy `metrics` too."""
 
     metrics: JsonDict = field(default_factory=dict)  # as the manifest of the policy will have them
     differs: str = ""  # in what this gang is another than the one that saved the state

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,10 +23,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
-from rlpipe.models.checkpoint import Checkpoint, TensorFile, ranged_file, tensors_of, tied_names
+from rlpipe.models.checkpoint import Checkpoint, TensorFile, local_files, ranged_file, tensors_of, tied_names
 from rlpipe.models.flex import own_attention, uses_flex
 from rlpipe.models.masks import Masks
-from rlpipe.store.artifacts import Blocks, check_file, read_file, read_manifest, read_range
+from rlpipe.store.artifacts import Blocks, check_file, is_delta, materialise, read_range, read_small_file, whole_files
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.packing import BRANCHES
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError, UserError
@@ -160,9 +163,9 @@ def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
 def load_policy(gang: Gang, ref: ArtifactRef, frozen: bool = False) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
     """The weights of a policy in the store, its config and its generation config; `frozen`: as `build_policy` has it."""
     with gang.together():
-        files = {file.plain_name: file for file in read_manifest(gang.store, ref.folder, ref.sha256).files}
+        files = whole_files(gang.store, ref)
         documents = {
-            name: json.loads(read_file(gang.store, ref.folder, files[name]))
+            name: json.loads(read_small_file(gang.store, ref, name))
             for name in ("config.json", "generation_config.json")
             if name in files
         }
@@ -170,16 +173,33 @@ def load_policy(gang: Gang, ref: ArtifactRef, frozen: bool = False) -> tuple[Pol
             raise StoreError(f"{ref.folder} has no config.json")
         config = hf_config(documents["config.json"])
         weights = [file for name, file in files.items() if name.endswith(".safetensors")]
-        check_share(gang, ref.folder, weights)
     generation_config = documents.get("generation_config.json") or GenerationConfig.from_model_config(config).to_diff_dict()
+    rebuilt = _rebuilt(gang, ref)
+    with gang.together():
+        if rebuilt is None:
+            check_share(gang, ref.folder, weights)
 
     def rows(lm: Any) -> ReadRows:
-        checkpoint = Checkpoint(ref.folder, [stored_file(gang, ref.folder, file) for file in weights], lm)
+        in_store = (stored_file(gang, ref.folder, file) for file in weights)
+        checkpoint = Checkpoint(ref.folder, local_files(rebuilt) if rebuilt else [*in_store], lm)
         if faults := checkpoint.faults():  # before memory is taken for the shapes of config.json
             raise StoreError(f"{ref.folder}: {'; '.join(faults[:3])}")
         return checkpoint.rows
 
-    return build_policy(gang, config, rows, frozen), config, generation_config
+    policy = build_policy(gang, config, rows, frozen)
+    if rebuilt is not None:
+        shutil.rmtree(rebuilt, ignore_errors=True)  # all ranks have read it; another one of this node may be first
+    return policy, config, generation_config
+
+
+def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
+    """On this node's disk, verified, the whole files of a policy that is stored as a difference; None for one that is read from the store."""
+    folder: Path | None = None
+    for is_turn in (os.environ.get("LOCAL_RANK", "0") == "0", True):  # one rank of a node makes them, then the others see them
+        with gang.together():
+            if is_turn and is_delta(gang.store, ref):
+                folder = materialise(gang.store, ref, gang.scratch("policies"))
+    return folder
 
 
 def check_share(gang: Gang, folder: str, files: list[FileRecord]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rlpipe.data.chat import TOKENIZER_FILES
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
 from rlpipe.models.checkpoint import TensorFile, block_of, hub_tensors, tensors_of
 from rlpipe.models.folder import INDEX
-from rlpipe.store.artifacts import Blocks, read_file, read_manifest, write_bytes, write_file, write_file_in_blocks
+from rlpipe.store.artifacts import Blocks, read_file, read_manifest, write_bytes, write_file_in_blocks
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, LoadJob, SaveJob
@@ -40,6 +40,7 @@ from rlpipe.trainer.model import (
     stored_file,
 )
 from rlpipe.trainer.packing import TrainSequence
+from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.selftest import proven_rows
 from rlpipe.trainer.step import MOMENTS, Resident, frozen_logprobs, make_resident
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError
@@ -153,10 +154,10 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
     HF weights come from rank 0, the state from every rank; manifests are the caller's. `probe`: a text and the logprobs (temperature 1)
     of its last tokens, as an engine with these weights must give them.
     """
-    policy = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else []
+    saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
     state = save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else []
     tokens = probe_tokens(resident.config, job.context_tokens_max)
-    return JobResult(policy=policy, state=state, probe={"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)})
+    return replace(saved, state=state, probe={"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)})
 
 
 def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:
@@ -167,8 +168,8 @@ def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[fl
     return frozen_logprobs(resident.policy, [microbatch], temperature=1.0)[0].flatten().tolist()
 
 
-def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> list[FileRecord]:
-    """HF files: weights in the dtype of the forward pass, gathered block by block, config, tokenizer. Records on rank 0."""
+def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> JobResult:
+    """HF files: weights in the dtype of the forward pass, gathered block by block, config, tokenizer. Rank 0 gets records and metrics."""
     dtype = getattr(torch, gang.options.dtype)
     tensors = tensors_of(resident.policy.lm)
     blocks: dict[str, list[str]] = {}
@@ -179,11 +180,12 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> li
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
     )
-    records: list[FileRecord] = []
+    saved = JobResult()
     index: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
+        writer = PolicyWriter(gang, job, folder, Path(scratch))
         for file_name, in_file in split.filename_to_tensors.items():
-            path = Path(scratch) / file_name
+            path = writer.whole / file_name
             gathered = ((name, _whole(tensors[name], dtype)) for block in in_file for name in blocks[block])  # by all ranks
             # cpu() of a one-rank gang is a view of the live weights, and safetensors refuses shared memory
             whole = {name: full.cpu().contiguous() for name, full in gathered if gang.rank == 0}
@@ -192,15 +194,14 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> li
                     stored = hub_tensors(resident.policy.lm, whole)
                     index |= dict.fromkeys(stored, file_name)
                     save_file(stored, path, metadata={"format": "pt"})
-                    records.append(write_file(gang.store, folder, job.attempt, file_name, path))
-                    path.unlink()
+                    writer.weights(path, dtype.itemsize)
         with gang.together():
             if gang.rank == 0:
                 beside = _documents(gang, resident, job.stop_token_ids) | _tokenizer_files(gang, job.tokenizer)
                 if split.is_sharded:
                     beside[INDEX] = _json({"metadata": split.metadata, "weight_map": index})
-                records += [write_bytes(gang.store, folder, job.attempt, name, data) for name, data in beside.items()]
-    return records
+                saved = writer.documents(beside)
+    return saved
 
 
 def _saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
