@@ -19,12 +19,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
+from rlpipe.models.adapter import is_adapter, new_adapter_rows, put_adapter
+from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Adapted, adapter_of
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, ranged_file, tensors_of, tied_names
 from rlpipe.models.flex import own_attention, uses_flex
 from rlpipe.models.masks import Masks
+from rlpipe.models.whole import base_of
 from rlpipe.store.artifacts import Blocks, check_file, read_file, read_manifest, read_range
 from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.jobs import NewAdapter
 from rlpipe.trainer.packing import BRANCHES
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError, UserError
 
@@ -35,9 +39,10 @@ Weights = Callable[[Any], ReadRows]  # where the rows of a model, which has none
 class PolicyModel(nn.Module):
     """A causal language model whose forward pass gives logprobs, so that lm_head is unsharded where it is used."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, adapted: Adapted | None = None) -> None:
         super().__init__()
         self.lm = lm
+        self.adapted = adapted  # of a model with an adapter
         vocab_size = lm.config.get_text_config().vocab_size
         self.chunk, self.kept = chunk_size(vocab_size), chunk_size(vocab_size, LOGITS_KEPT)
         self._project = head_of(lm)
@@ -75,7 +80,8 @@ class PolicyModel(nn.Module):
             yield name.removeprefix("lm."), parameter
 
     def trained(self) -> Iterator[tuple[str, DTensor]]:
-        """Those of `shards` that have a gradient: some families keep numbers as parameters that are none, biases of experts."""
+        """Those of `shards` that have a gradient: some families keep numbers as parameters that are none, biases of experts; a model with an
+        adapter has them in it alone."""
         return ((name, parameter) for name, parameter in self.shards() if parameter.requires_grad)
 
     def kept_buffers(self) -> dict[str, Tensor]:
@@ -90,9 +96,11 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
-def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False) -> PolicyModel:
-    """The sharded policy, each rank reading only its own rows: fp32 masters, or `frozen`, in the number type of the forward pass, which gives
-    the same bits. Faults of reading are common to all ranks."""
+def build_policy(
+    gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False, adapted: Adapted | None = None
+) -> PolicyModel:
+    """The sharded policy, each rank reading only its own rows: fp32 masters. `frozen`, and what has an adapter beside it, is held in the number
+    type of the forward pass, which gives the same bits. Faults of reading are common to all ranks."""
     lm: Any = None
     read_rows: ReadRows | None = None
     with gang.together():
@@ -102,11 +110,14 @@ def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights, frozen:
                 f"model config: {config.model_type} has parameters without a dimension ({odd[:3]}): they cannot be sharded"
             )
         read_rows = weights(lm)
+        if adapted is not None:  # the names of the files are those of the model without it
+            put_adapter(lm, adapted.settings)
     assert read_rows is not None, "an error is raised"
-    policy, dtype = PolicyModel(lm), getattr(torch, gang.options.dtype)
+    policy, dtype = PolicyModel(lm, adapted), getattr(torch, gang.options.dtype)
     if frozen:
         policy.requires_grad_(False)
-        for parameter in policy.parameters():
+    for parameter in policy.parameters() if frozen or adapted else []:
+        if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers_of(lm):
@@ -157,29 +168,69 @@ def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
     return lambda name, shape, start, end: tensors[name][start:end] if shape else tensors[name]
 
 
-def load_policy(gang: Gang, ref: ArtifactRef, frozen: bool = False) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
-    """The weights of a policy in the store, its config and its generation config; `frozen`: as `build_policy` has it."""
+def load_policy(
+    gang: Gang, ref: ArtifactRef, frozen: bool = False, new: NewAdapter | None = None
+) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
+    """The weights of a policy in the store, its config and its generation config; `frozen`: as `build_policy` has it. `new`: the adapter that a
+    whole policy gets."""
+    adapted, weights = Adapted(new.settings, ref) if new else None, None
     with gang.together():
         files = {file.plain_name: file for file in read_manifest(gang.store, ref.folder, ref.sha256).files}
         documents = {
             name: json.loads(read_file(gang.store, ref.folder, files[name]))
-            for name in ("config.json", "generation_config.json")
+            for name in ("config.json", "generation_config.json", ADAPTER_CONFIG)
             if name in files
         }
         if "config.json" not in documents:
             raise StoreError(f"{ref.folder} has no config.json")
         config = hf_config(documents["config.json"])
-        weights = [file for name, file in files.items() if name.endswith(".safetensors")]
-        check_share(gang, ref.folder, weights)
+        if (base := base_of(gang.store, ref)) is not None:
+            adapted = Adapted(adapter_of(f"{ref.folder}/{ADAPTER_CONFIG}", documents.get(ADAPTER_CONFIG, {})), base)
+            weights = with_adapter(whole_weights(gang, base), adapter_rows(gang, ref))
+        else:
+            weights = whole_weights(gang, ref)
+            weights = with_adapter(weights, functools.partial(new_adapter_rows, new.seed)) if new else weights
+    assert weights is not None, "an error is raised"
     generation_config = documents.get("generation_config.json") or GenerationConfig.from_model_config(config).to_diff_dict()
+    return build_policy(gang, config, weights, frozen, adapted), config, generation_config
+
+
+def whole_weights(gang: Gang, ref: ArtifactRef) -> Weights:
+    """What reads the weights of a whole policy. All ranks ask for it: together they hash its files."""
+    files = [file for file in read_manifest(gang.store, ref.folder, ref.sha256).files if file.plain_name.endswith(".safetensors")]
+    check_share(gang, ref.folder, files)
 
     def rows(lm: Any) -> ReadRows:
-        checkpoint = Checkpoint(ref.folder, [stored_file(gang, ref.folder, file) for file in weights], lm)
+        checkpoint = Checkpoint(ref.folder, [stored_file(gang, ref.folder, file) for file in files], lm)
         if faults := checkpoint.faults():  # before memory is taken for the shapes of config.json
             raise StoreError(f"{ref.folder}: {'; '.join(faults[:3])}")
         return checkpoint.rows
 
-    return build_policy(gang, config, rows, frozen), config, generation_config
+    return rows
+
+
+def adapter_rows(gang: Gang, ref: ArtifactRef) -> ReadRows:
+    """What reads the matrices of a stored adapter, fp32. All ranks ask for it, as for `whole_weights`."""
+    record = read_manifest(gang.store, ref.folder, ref.sha256).file(ADAPTER_WEIGHTS)
+    check_share(gang, ref.folder, [record])
+    file = stored_file(gang, ref.folder, record)
+
+    def rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
+        if file.shapes.get(PREFIX + name) != shape:
+            raise StoreError(f"{ref.folder}: the adapter has {name} in the shape {file.shapes.get(PREFIX + name)}, not {shape}")
+        return file.read(PREFIX + name, (start, end)).float()
+
+    return rows
+
+
+def with_adapter(weights: Weights, of_adapter: ReadRows) -> Weights:
+    """What reads the weights of a model that has an adapter, whose own come from elsewhere."""
+
+    def rows(lm: Any) -> ReadRows:
+        of_base = weights(lm)
+        return lambda name, shape, start, end: (of_adapter if is_adapter(name) else of_base)(name, shape, start, end)
+
+    return rows
 
 
 def check_share(gang: Gang, folder: str, files: list[FileRecord]) -> None:
