@@ -65,7 +65,8 @@ class ModelConfig(BaseModel, **STRICT):
         description='More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas',
     )
     adapter: Literal["none", "lora"] = Field(
-        default="none", description="What is trained: all weights, or a LoRA adapter beside those of the base, which stay as they are"
+        default="none",
+        description="What is trained: all weights, or a LoRA adapter beside those of the base, which stay as they are",
     )
     adapter_rank: int = Field(default=16, ge=1, le=4096, description="Rank of the adapter's matrices")
     adapter_alpha: float = Field(
@@ -73,7 +74,7 @@ class ModelConfig(BaseModel, **STRICT):
     )
     adapter_targets: list[str] = Field(
         default_factory=list,
-        description="Linear layers with an adapter, by name or its end, for example `[\"q_proj\", \"v_proj\"]`; empty: all but the head",
+        description='Linear layers with an adapter, by name or its end, for example `["q_proj", "v_proj"]`; empty: all but the head',
     )
 
 

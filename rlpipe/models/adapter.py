@@ -22,6 +22,7 @@ from rlpipe.types import UserError, data_seed
 
 OF_ADAPTER = re.compile(r"(.+)\.lora_[AB]\.weight")
 NAMES_SHOWN = 8
+PASSED_BY = "dt_proj"  # mamba, falcon_mamba and jamba read the weight of this layer and never call it (all others of docs/models.md call theirs)
 
 
 class AdaptedLinear(nn.Linear):
@@ -82,13 +83,13 @@ def _is_named(name: str, targets: tuple[str, ...]) -> bool:
 
 
 def linear_layers(lm: Any) -> dict[str, nn.Linear]:
-    """The layers that can have an adapter, by name: linear ones of torch, but the head, and those whose weight is another module's too."""
+    """The layers that can have an adapter, by name: linear ones of torch, but the head, PASSED_BY, and those whose weight is another module's."""
     head = lm.get_output_embeddings()
     tied = {id(lm.get_parameter(name)) for name in {*tied_names(lm).values()}}
     return {
         name: module
         for name, module in lm.named_modules()
-        if type(module) is nn.Linear and module is not head and id(module.weight) not in tied
+        if type(module) is nn.Linear and module is not head and id(module.weight) not in tied and not name.endswith(PASSED_BY)
     }
 
 

@@ -58,7 +58,9 @@ def new_adapter(config: PipelineConfig) -> NewAdapter | None:
     model = config.model
     if model.adapter == "none":
         return None
-    return NewAdapter(Adapter(model.adapter_rank, model.adapter_alpha, tuple(model.adapter_targets)), data_seed(config.seed, "adapter"))
+    return NewAdapter(
+        Adapter(model.adapter_rank, model.adapter_alpha, tuple(model.adapter_targets)), data_seed(config.seed, "adapter")
+    )
 
 
 def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> RlJob:

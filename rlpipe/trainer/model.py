@@ -197,7 +197,9 @@ def load_policy(
 
 def whole_weights(gang: Gang, ref: ArtifactRef) -> Weights:
     """What reads the weights of a whole policy. All ranks ask for it: together they hash its files."""
-    files = [file for file in read_manifest(gang.store, ref.folder, ref.sha256).files if file.plain_name.endswith(".safetensors")]
+    files = [
+        file for file in read_manifest(gang.store, ref.folder, ref.sha256).files if file.plain_name.endswith(".safetensors")
+    ]
     check_share(gang, ref.folder, files)
 
     def rows(lm: Any) -> ReadRows:
