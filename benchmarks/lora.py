@@ -10,6 +10,7 @@ over the last TAIL iterations; the standard error is over seeds), and draws docs
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from rlpipe.store.run import open_existing
 
 ROOT = Path(__file__).parent.parent
 PRESETS, PLOT = ROOT / "flows" / "presets", ROOT / "docs" / "lora-curves.png"
-RATE_TIMES, RANK, ALPHA = 10.0, 16, 32.0
+RATE_TIMES, RANK, ALPHA = 4.0, 16, 32.0
 TAIL = 5
 TIMEOUT_S = 4 * 3600
 
@@ -55,8 +56,9 @@ def rlpipe_run(folder: Path, preset: str, run: str, *sets: str) -> None:
     command = [str(Path(sys.executable).parent / "rlpipe"), "run", preset, "--run", run]
     for setting in settings:
         command += ["--set", setting]
+    environment = {**os.environ, "PREFECT_HOME": str(folder / "prefect")}
     with (folder / f"{run}.log").open("a") as log:
-        subprocess.run(command, cwd=folder, stdout=log, stderr=log, timeout=TIMEOUT_S, check=True)
+        subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, timeout=TIMEOUT_S, check=True)
 
 
 def train(folder: Path, preset: str, seed: int, iterations: int, adapter: bool) -> Trained:
@@ -70,7 +72,7 @@ def train(folder: Path, preset: str, seed: int, iterations: int, adapter: bool) 
             "evaluation.every=0", "evaluation.prompts_max=1"]  # fmt: skip
     if adapter:
         sets += ["model.adapter=lora", f"model.adapter_rank={RANK}", f"model.adapter_alpha={ALPHA}"]
-    name = f"{preset}-{'lora' if adapter else 'full'}-{seed}"
+    name = f"{preset}-{f'lora-{RATE_TIMES:g}' if adapter else 'full'}-{seed}"
     rlpipe_run(folder, preset, name, *sets)
     run = open_existing(store, name)
     records = run.iterations(iterations)
