@@ -30,8 +30,11 @@ from rlpipe.models.adapter_files import (
 from rlpipe.models.merge import AdapterFolder, merge
 from rlpipe.models.small import small_config, small_model
 from rlpipe.models.whole import base_of, whole_policy
+from rlpipe.report.plan import ModelSizes, adapter_lines, training_bytes
+from rlpipe.store.artifacts import read_manifest
 from rlpipe.trainer import server
 from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trial import try_model
 from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError
 from tests import trainer_world as world
 
@@ -197,6 +200,29 @@ def test_a_config_that_cannot_be_meant_is_refused(sets: list[str], fault: str) -
         read_config("tiny", sets, PRESETS)
 
 
+def test_a_plan_counts_the_adapter_and_a_trial_refuses_a_wrong_name() -> None:
+    config = json.loads(small_config(AutoConfig.for_model("llama")).to_json_string())
+    training = {"tokens_max": 64, "activation_checkpointing": False, "dtype": "bfloat16"}
+    hello = {
+        "config": config,
+        "context_tokens_max": 32,
+        "training": training,
+        "adapter": {"rank": 4, "alpha": 8.0, "targets": []},
+    }
+    sizes = ModelSizes(**try_model(hello)["sizes"])
+    lm = small_model(small_config(AutoConfig.for_model("llama")))
+    before = sum(parameter.numel() for parameter in lm.parameters())
+    assert (sizes.parameters, sizes.adapter) == (before, sum(value.numel() for value in with_values(lm, ADAPTER).values()))
+    with pytest.raises(UserError, match=r"llama has no linear layer 'w'"):
+        try_model(hello | {"adapter": {"rank": 4, "alpha": 8.0, "targets": ["w"]}})
+    run = read_config("tiny", ["model.adapter=lora", "model.dtype=bfloat16"], PRESETS)
+    whole, adapted = (training_bytes(run, dataclasses.replace(sizes, adapter=count)) for count in (0, sizes.adapter))
+    assert (whole[0], adapted[0]) == (16 * sizes.parameters, 2 * sizes.parameters + 16 * sizes.adapter)
+    assert adapted[1] < whole[1] and adapter_lines(sizes, 2)[0].startswith("adapter: 0.0")
+    kl = read_config("tiny", ["model.adapter=lora", "model.dtype=bfloat16", "rl.kl=loss", "rl.kl_coef=0.1"], PRESETS)
+    assert training_bytes(kl, sizes)[0] == adapted[0], "the reference is the policy with another adapter"
+
+
 # in the trainer
 
 
@@ -282,8 +308,6 @@ def test_what_is_loaded_again_is_what_was_saved(trainer: Trainer, kind: str) -> 
 
 
 def files_of(trainer: Trainer, ref: ArtifactRef) -> list[Any]:
-    from rlpipe.store.artifacts import read_manifest
-
     return read_manifest(trainer.gang.store, ref.folder, ref.sha256).files
 
 
