@@ -26,6 +26,7 @@ OPERATIONAL_FIELDS = {
     "rl.on_mismatch",
     "rl.mismatch_max",
 }
+ADAPTER_FIELDS = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
 STORED = "stored"  # the context in which pydantic reads what is in a store
 # fields of older versions, by section, with the value that every run now works with
 RETIRED: dict[str, dict[str, float]] = {
@@ -62,6 +63,18 @@ class ModelConfig(BaseModel, **STRICT):
     chat_template_args: dict[str, Any] = Field(
         default_factory=dict,
         description='More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas',
+    )
+    adapter: Literal["none", "lora"] = Field(
+        default="none",
+        description="What is trained: all weights, or a LoRA adapter beside those of the base, which stay as they are",
+    )
+    adapter_rank: int = Field(default=16, ge=1, le=4096, description="Rank of the adapter's matrices")
+    adapter_alpha: float = Field(
+        default=32.0, gt=0, le=1e6, description="What the adapter computes is multiplied by adapter_alpha / adapter_rank"
+    )
+    adapter_targets: list[str] = Field(
+        default_factory=list,
+        description='Linear layers with an adapter, by name or its end, for example `["q_proj", "v_proj"]`; empty: all but the head',
     )
 
 
@@ -222,6 +235,9 @@ def stored_tree(config: PipelineConfig) -> JsonDict:
     for data in tree["data"]:
         if data["on_too_long"] is None:  # as before there was such a choice
             del data["on_too_long"]
+    if config.model.adapter == "none":
+        for name in ADAPTER_FIELDS:
+            del tree["model"][name]
     return tree | {section: tree[section] | fields for section, fields in RETIRED.items()}
 
 

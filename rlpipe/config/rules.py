@@ -61,6 +61,10 @@ def _of_numbers(name: str, value: object) -> Iterator[str]:
 
 
 def _of_model(model: ModelConfig) -> Iterator[str]:
+    for name in ("adapter_rank", "adapter_alpha", "adapter_targets") if model.adapter == "none" else ():
+        info, value = type(model).model_fields[name], getattr(model, name)
+        if value != info.get_default(call_default_factory=True):
+            yield f"model.{name}={value!r}: no adapter is trained; set model.adapter = 'lora', or leave it away"
     if model.path:
         if "context_tokens_max" not in model.model_fields_set:
             yield f"model.context_tokens_max is not given: with {model.path=} it has no default, as what is longer is cut off; say how long"

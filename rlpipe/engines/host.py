@@ -20,15 +20,17 @@ from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
 from rlpipe.engines.protocols import client_of
 from rlpipe.engines.weights import Probe, Weights, check_compatible, untied
+from rlpipe.models.whole import whole_policy
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.services.calls import new_session
-from rlpipe.store.artifacts import materialise, read_manifest
+from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.types import ArtifactRef, EngineError, UserError
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.5
 HEALTH_S = 5.0
+BASES = "bases"  # the folder of what adapters are merged into, beside what they are merged to
 RESTARTS_MAX = 5  # of an engine within one start of a run
 # mean |engine - trainer| of the probe's logprobs. A wrong model is off by 1 or more; two right ones by rounding
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
@@ -95,8 +97,9 @@ class EngineHost:
             self.weights = weights
             await self._reload(weights)
             # an engine that is being restarted may still read older ones
-            kept = {weights.folder, weights.materialised, *(engine.restarting_on for engine in self.engines)}
-            await asyncio.to_thread(_prune, weights.folder.parent, kept)
+            local = self.work_dir / "weights"
+            kept = {local / BASES, weights.folder, weights.materialised, *(engine.restarting_on for engine in self.engines)}
+            await asyncio.to_thread(_prune, local, kept)
 
     @property
     def progress(self) -> int:
@@ -131,7 +134,10 @@ class EngineHost:
         # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
         if made not in (None, max(version, 0)):
             raise UserError(f"version={version}: {policy.folder} is weight version {made}")
-        folder = materialised = materialise(self.store, policy, self.work_dir / "weights")
+        local = self.work_dir / "weights"
+        folder = materialised = whole_policy(
+            self.store, policy, local, local / BASES if self.config.model.adapter != "none" else None
+        )
         assert (folder / "config.json").is_file(), f"{folder} is no policy"
         if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
             folder = untied(folder)

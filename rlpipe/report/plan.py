@@ -25,6 +25,7 @@ class ModelSizes:
     rest: int  # and of what is in no layer: embeddings, head
     kv_token: int  # numbers that an engine keeps for a token
     microbatch: int | None  # bytes that one takes beside weights, at the most; None where shapes alone do not say it
+    adapter: int = 0  # parameters of the adapter that is trained beside the model; none: all of the model is trained
 
 
 def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
@@ -35,6 +36,7 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     how = "recomputed" if trainer.activation_checkpointing else "kept"
     activations = "not known" if sizes.microbatch is None else f"{microbatch:.2f}"
     return [
+        *adapter_lines(sizes, BYTES[dtype]),
         f"model: {sizes.parameters / 1e6:,.1f}M parameters, {dtype}",
         f"memory per training rank, estimated: its rows of weights, gradients and optimizer{reference} {sharded:.2f} + gathered layers {gathered:.2f}"
         f" + a microbatch of {trainer.tokens_max} tokens {activations} (activations are {how}) = {sharded + gathered + microbatch:.2f} GiB",
@@ -42,13 +44,25 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     ]
 
 
+def adapter_lines(sizes: ModelSizes, width: int) -> list[str]:
+    """What a policy takes in the store where it is an adapter; `width`: bytes of a number."""
+    if not sizes.adapter:
+        return []
+    size, share = sizes.adapter * width / 2**20, sizes.adapter / sizes.parameters
+    return [f"adapter: {sizes.adapter / 1e6:,.2f}M parameters; a policy takes {size:,.1f} MiB, {share:.2%} of the base model"]
+
+
 def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, int, int]:
     """What a training rank takes for its rows, for layers that are gathered, and for a microbatch."""
     width = BYTES[config.model.dtype]
-    kept = SHARDED_BYTES + (width if config.rl.kl != "none" else 0)  # the reference is frozen, and of about the policy's size
-    sharded = sizes.parameters * kept * config.trainer.copies / (config.trainer.ranks * config.trainer.nodes)
+    # the reference is frozen, and of about the policy's size; with an adapter it is the policy itself, but where it is named
+    reference = config.rl.kl != "none" and (not sizes.adapter or bool(config.rl.reference))
+    frozen, trained = (sizes.parameters, sizes.adapter) if sizes.adapter else (0, sizes.parameters)
+    total = (frozen + (sizes.parameters if reference else 0)) * width + trained * SHARDED_BYTES
+    sharded = total * config.trainer.copies / (config.trainer.ranks * config.trainer.nodes)
     # a layer's gradient is whole, and in fp32, until it is reduced
-    gathered = (sizes.rest + GATHERED_LAYERS * sizes.layer) * width + sizes.layer * BYTES["float32"]
+    gradient = 0 if sizes.adapter else sizes.layer * BYTES["float32"]
+    gathered = (sizes.rest + GATHERED_LAYERS * sizes.layer) * width + gradient
     return sharded, gathered, sizes.microbatch or 0
 
 

@@ -12,15 +12,16 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlpipe.config.pipeline import RETIRED
+from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
+from rlpipe.models.adapter_files import Adapter
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage_settings
 from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
-from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, RlJob, SaveJob, SftJob
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Metrics, TrainerError
+from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, NewAdapter, RlJob, SaveJob, SftJob
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Metrics, TrainerError, data_seed
 
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
@@ -51,6 +52,16 @@ def position(run: Run, phase: str, iteration: int) -> str:
 def _first_policy(run: Run, phase: str) -> ArtifactRef:
     """The policy that a phase starts from."""
     return (run.policy(0) if phase == "rl" else run.committed("base", 0, "policy"))[0]
+
+
+def new_adapter(config: PipelineConfig) -> NewAdapter | None:
+    """What training starts with beside a whole model; None where all of it is trained."""
+    model = config.model
+    if model.adapter == "none":
+        return None
+    return NewAdapter(
+        Adapter(model.adapter_rank, model.adapter_alpha, tuple(model.adapter_targets)), data_seed(config.seed, "adapter")
+    )
 
 
 def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> RlJob:
@@ -230,7 +241,8 @@ async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> N
     newest = _newest_state(run, phase, iteration - 1)
     state = run.committed(phase, newest, "state")[0] if newest >= 0 else None
     policy = _first_policy(run, phase) if state is None else None
-    load = LoadJob(position(run, phase, newest), new=None, policy=policy, state=state)
+    adapter = new_adapter(run.config) if policy else None
+    load = LoadJob(position(run, phase, newest), new=None, policy=policy, state=state, adapter=adapter)
     log.info("trainer: loading %s, then replaying %d", load.position, iteration - 1 - newest)
     warn_of_differences(load.position, (await _send(gang, load))["differs"])
     for replayed in range(newest + 1, iteration):

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from rlpipe.config.training import RlConfig, SftConfig
+from rlpipe.models.adapter_files import Adapter
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, UserError
 
 STATUS_OK = 200
@@ -36,20 +37,34 @@ class NewModel:
     seed: int
 
 
+@dataclass(frozen=True)
+class NewAdapter:
+    """An adapter to initialise. Example: NewAdapter(Adapter(8, 16.0), seed=0)"""
+
+    settings: Adapter
+    seed: int
+
+
 @with_config(EXACT)
 @dataclass(frozen=True)
 class LoadJob:
-    """Makes a position resident, from one of: a new model, a policy (weights, fresh optimizer), a state (everything)."""
+    """Makes a position resident, from one of: a new model, a policy (weights, fresh optimizer), a state (everything).
+
+    `adapter`: what a whole policy gets, to train only that; a stored one that is an adapter has its own.
+    """
 
     position: str
     new: NewModel | None
     policy: Reference | None
     state: Reference | None
+    adapter: NewAdapter | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("new", "policy", "state") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"load needs exactly one of new, policy and state, got {given}")
+        if self.adapter is not None and self.policy is None:
+            raise ValueError("a new adapter is beside a policy")
 
 
 @with_config(EXACT)

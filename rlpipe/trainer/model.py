@@ -22,12 +22,25 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
+from rlpipe.models.adapter import is_adapter, new_adapter_rows, put_adapter
+from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Adapted, adapter_of
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, local_files, ranged_file, tensors_of, tied_names
 from rlpipe.models.flex import own_attention, uses_flex
 from rlpipe.models.masks import Masks
-from rlpipe.store.artifacts import Blocks, check_file, is_delta, materialise, read_range, read_small_file, whole_files
+from rlpipe.models.whole import base_of
+from rlpipe.store.artifacts import (
+    Blocks,
+    check_file,
+    is_delta,
+    materialise,
+    read_manifest,
+    read_range,
+    read_small_file,
+    whole_files,
+)
 from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.jobs import NewAdapter
 from rlpipe.trainer.packing import BRANCHES
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError, UserError
 
@@ -38,9 +51,10 @@ Weights = Callable[[Any], ReadRows]  # where the rows of a model, which has none
 class PolicyModel(nn.Module):
     """A causal language model whose forward pass gives logprobs, so that lm_head is unsharded where it is used."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, adapted: Adapted | None = None) -> None:
         super().__init__()
         self.lm = lm
+        self.adapted = adapted  # of a model with an adapter
         vocab_size = lm.config.get_text_config().vocab_size
         self.chunk, self.kept = chunk_size(vocab_size), chunk_size(vocab_size, LOGITS_KEPT)
         self._project = head_of(lm)
@@ -78,7 +92,8 @@ class PolicyModel(nn.Module):
             yield name.removeprefix("lm."), parameter
 
     def trained(self) -> Iterator[tuple[str, DTensor]]:
-        """Those of `shards` that have a gradient: some families keep numbers as parameters that are none, biases of experts."""
+        """Those of `shards` that have a gradient: some families keep numbers as parameters that are none, biases of experts; a model with an
+        adapter has them in it alone."""
         return ((name, parameter) for name, parameter in self.shards() if parameter.requires_grad)
 
     def kept_buffers(self) -> dict[str, Tensor]:
@@ -93,9 +108,11 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
-def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False) -> PolicyModel:
-    """The sharded policy, each rank reading only its own rows: fp32 masters, or `frozen`, in the number type of the forward pass, which gives
-    the same bits. Faults of reading are common to all ranks."""
+def build_policy(
+    gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False, adapted: Adapted | None = None
+) -> PolicyModel:
+    """The sharded policy, each rank reading only its own rows: fp32 masters. `frozen`, and what has an adapter beside it, is held in the number
+    type of the forward pass, which gives the same bits. Faults of reading are common to all ranks."""
     lm: Any = None
     read_rows: ReadRows | None = None
     with gang.together():
@@ -105,11 +122,14 @@ def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights, frozen:
                 f"model config: {config.model_type} has parameters without a dimension ({odd[:3]}): they cannot be sharded"
             )
         read_rows = weights(lm)
+        if adapted is not None:  # the names of the files are those of the model without it
+            put_adapter(lm, adapted.settings)
     assert read_rows is not None, "an error is raised"
-    policy, dtype = PolicyModel(lm), getattr(torch, gang.options.dtype)
+    policy, dtype = PolicyModel(lm, adapted), getattr(torch, gang.options.dtype)
     if frozen:
         policy.requires_grad_(False)
-        for parameter in policy.parameters():
+    for parameter in policy.parameters() if frozen or adapted else []:
+        if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers_of(lm):
@@ -160,33 +180,32 @@ def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
     return lambda name, shape, start, end: tensors[name][start:end] if shape else tensors[name]
 
 
-def load_policy(gang: Gang, ref: ArtifactRef, frozen: bool = False) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
-    """The weights of a policy in the store, its config and its generation config; `frozen`: as `build_policy` has it."""
+def load_policy(
+    gang: Gang, ref: ArtifactRef, frozen: bool = False, new: NewAdapter | None = None
+) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
+    """The weights of a policy in the store, its config and its generation config; `frozen`: as `build_policy` has it. `new`: the adapter that a
+    whole policy gets."""
+    adapted, weights = Adapted(new.settings, ref) if new else None, None
+    rebuilt = _rebuilt(gang, ref)
     with gang.together():
         files = whole_files(gang.store, ref)
         documents = {
             name: json.loads(read_small_file(gang.store, ref, name))
-            for name in ("config.json", "generation_config.json")
+            for name in ("config.json", "generation_config.json", ADAPTER_CONFIG)
             if name in files
         }
         if "config.json" not in documents:
             raise StoreError(f"{ref.folder} has no config.json")
         config = hf_config(documents["config.json"])
-        weights = [file for name, file in files.items() if name.endswith(".safetensors")]
+        if (base := base_of(gang.store, ref)) is not None:
+            adapted = Adapted(adapter_of(f"{ref.folder}/{ADAPTER_CONFIG}", documents.get(ADAPTER_CONFIG, {})), base)
+            weights = with_adapter(whole_weights(gang, base), adapter_rows(gang, ref))
+        else:
+            weights = whole_weights(gang, ref, rebuilt)
+            weights = with_adapter(weights, functools.partial(new_adapter_rows, new.seed)) if new else weights
+    assert weights is not None, "an error is raised"
     generation_config = documents.get("generation_config.json") or GenerationConfig.from_model_config(config).to_diff_dict()
-    rebuilt = _rebuilt(gang, ref)
-    with gang.together():
-        if rebuilt is None:
-            check_share(gang, ref.folder, weights)
-
-    def rows(lm: Any) -> ReadRows:
-        in_store = (stored_file(gang, ref.folder, file) for file in weights)
-        checkpoint = Checkpoint(ref.folder, local_files(rebuilt) if rebuilt else [*in_store], lm)
-        if faults := checkpoint.faults():  # before memory is taken for the shapes of config.json
-            raise StoreError(f"{ref.folder}: {'; '.join(faults[:3])}")
-        return checkpoint.rows
-
-    policy = build_policy(gang, config, rows, frozen)
+    policy = build_policy(gang, config, weights, frozen, adapted)
     if rebuilt is not None:
         shutil.rmtree(rebuilt, ignore_errors=True)  # all ranks have read it; another one of this node may be first
     return policy, config, generation_config
@@ -200,6 +219,46 @@ def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
             if is_turn and is_delta(gang.store, ref):
                 folder = materialise(gang.store, ref, gang.scratch("policies"))
     return folder
+
+
+def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> Weights:
+    """What reads the weights of a whole policy, from the store or from where it was rebuilt. All ranks ask for it: together they hash its files."""
+    files = [file for name, file in whole_files(gang.store, ref).items() if name.endswith(".safetensors")]
+    if rebuilt is None:
+        check_share(gang, ref.folder, files)
+
+    def rows(lm: Any) -> ReadRows:
+        in_store = (stored_file(gang, ref.folder, file) for file in files)
+        checkpoint = Checkpoint(ref.folder, local_files(rebuilt) if rebuilt else [*in_store], lm)
+        if faults := checkpoint.faults():  # before memory is taken for the shapes of config.json
+            raise StoreError(f"{ref.folder}: {'; '.join(faults[:3])}")
+        return checkpoint.rows
+
+    return rows
+
+
+def adapter_rows(gang: Gang, ref: ArtifactRef) -> ReadRows:
+    """What reads the matrices of a stored adapter, fp32. All ranks ask for it, as for `whole_weights`."""
+    record = read_manifest(gang.store, ref.folder, ref.sha256).file(ADAPTER_WEIGHTS)
+    check_share(gang, ref.folder, [record])
+    file = stored_file(gang, ref.folder, record)
+
+    def rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
+        if file.shapes.get(PREFIX + name) != shape:
+            raise StoreError(f"{ref.folder}: the adapter has {name} in the shape {file.shapes.get(PREFIX + name)}, not {shape}")
+        return file.read(PREFIX + name, (start, end)).float()
+
+    return rows
+
+
+def with_adapter(weights: Weights, of_adapter: ReadRows) -> Weights:
+    """What reads the weights of a model that has an adapter, whose own come from elsewhere."""
+
+    def rows(lm: Any) -> ReadRows:
+        of_base = weights(lm)
+        return lambda name, shape, start, end: (of_adapter if is_adapter(name) else of_base)(name, shape, start, end)
+
+    return rows
 
 
 def check_share(gang: Gang, folder: str, files: list[FileRecord]) -> None:

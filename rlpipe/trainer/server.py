@@ -22,6 +22,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from rlpipe.config.secrecy import key_fits
 from rlpipe.processes.launch import die_with_parent
 from rlpipe.services.registration import LOOPBACK, service_key
+from rlpipe.trainer.adapted import adapter_of_reference
 from rlpipe.trainer.gang import Gang, Pulse, clear_scratch, join_gang
 from rlpipe.trainer.jobs import (
     ANY_JOB,
@@ -76,6 +77,8 @@ class Trainer:
             return save(self.gang, self.resident, job)
         resident, self.resident = self.resident, None
         if isinstance(job, LoadJob):
+            if self._reference is not None and self._reference[1].adapter:
+                self._reference = None
             del resident  # its memory is needed
             self.resident, differs = load(self.gang, job)
             return JobResult(differs=differs)
@@ -83,19 +86,22 @@ class Trainer:
         if isinstance(job, SftJob):
             result = train_sft(self.gang, resident, job)
         else:
-            result = train_rl(self.gang, resident, self._reference_of(job.reference), job)
+            result = train_rl(self.gang, resident, self._reference_of(job.reference, resident), job)
         self.resident = resident
         return result
 
-    def _reference_of(self, ref: ArtifactRef | None) -> Reference | None:
-        """The frozen reference, loaded once for as long as it stays the same."""
+    def _reference_of(self, ref: ArtifactRef | None, resident: Resident) -> Reference | None:
+        """The frozen reference, loaded once for as long as it stays the same: the resident policy with another adapter, where it is that."""
         if ref is None:
             self._reference = None
             return None
         if self._reference is None or self._reference[0] != ref.sha256:
             self._reference = None
-            policy, _, _ = load_policy(self.gang, ref, frozen=True)
-            reference = Reference(policy, proven_rows(self.gang, policy))
+            if adapter := adapter_of_reference(self.gang, resident, ref):
+                reference = Reference(resident.policy, resident.rows, adapter)
+            else:
+                policy, _, _ = load_policy(self.gang, ref, frozen=True)
+                reference = Reference(policy, proven_rows(self.gang, policy))
             self._reference = (ref.sha256, reference)
         return self._reference[1]
 
