@@ -99,7 +99,7 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
     newer: dict[str, JsonDict] = {  # what came since
         "tracking": {"project": "rlpipe"},
         "trainer": {"deployment": ""},
-        "engines": {"deployment": "", "progress_timeout_s": 600.0},
+        "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False},
         "rl": {"reference": "", "overlap": "none"},
         "evaluation": {"completion_tokens_max": None, "temperature": 1.0, "top_p": None, "rewards": {}},
     }

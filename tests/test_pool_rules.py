@@ -52,6 +52,12 @@ class Played(EngineClient):
     async def load(self, model_path: str, version: int) -> None:
         raise NotImplementedError
 
+    async def release(self) -> None:
+        raise NotImplementedError
+
+    async def resume(self) -> None:
+        raise NotImplementedError
+
     async def weight_version(self) -> int:
         raise NotImplementedError
 
@@ -77,6 +83,8 @@ class PlayedHost:
         if self.fault:
             raise self.fault
         return [*self.engines]
+
+    async def release(self) -> None: ...
 
     async def close(self) -> None: ...
 

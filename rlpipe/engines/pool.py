@@ -1,9 +1,8 @@
 """The pool: spreads rollouts over engines, bounds what is in flight, sends what a lost engine left to another one.
 
 A request has no deadline but progress: an engine none of whose requests has had a token for `engines.progress_timeout_s` is given up.
-So a completion may take hours, and one that waits in the engine's own queue is no fault. Tokens come as they are sampled, not when a
-request is cut off every so often to see how far it is: the engine is left alone while it works, what a killed one had sampled is kept
-to the last event of its stream, and the local engine's bits do not depend on how fast a machine is.
+So a completion may take hours, and one that waits in the engine's own queue is no fault. Tokens come as they are sampled, no request is cut
+off to see how far it is: what a killed one had sampled is kept, and the local engine's bits do not depend on how fast a machine is.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ class Host(Protocol):
     @property
     def progress(self) -> int:
         """Another number each time while weights are fetched or loaded: what takes long is waited for, what stands still is not."""
-        ...
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
         """Puts a committed policy on its engines. StoreError: refused before any engine saw it. EngineError: none serves it."""
 
+    async def release(self) -> None: ...  # its engines give their memory back, until the next `serve`
+
     async def clients(self, version: int) -> list[EngineClient]:
         """The engines that were proved to serve `version`. EngineUnavailable: not now; another EngineError: none ever will."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -120,8 +119,7 @@ class EnginePool:
         if all(faults):
             fault = next((fault for fault in faults if not isinstance(fault, EngineUnavailable)), faults[0])
             assert fault is not None
-            if isinstance(fault, StoreError):
-                self._served = before
+            self._served = before if isinstance(fault, StoreError) else None
             raise fault
         self._served = (policy, version, probe)
 
@@ -160,6 +158,12 @@ class EnginePool:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # one rollout's fault says it; hundreds of them say no more
         return completions
+
+    async def release(self) -> None:
+        """The engines of this machine give their memory back; nothing is served until the next `serve`."""
+        assert not any(load.in_flight for load in self._loads.values()), "a rollout is in flight"
+        self._served = None
+        await asyncio.gather(*(host.release() for host in self.hosts))
 
     async def close(self) -> None:
         self._served = None

@@ -32,6 +32,7 @@ from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.stages.clock import Clock
+from rlpipe.stages.colocation import MemoryTurns
 from rlpipe.store import lease
 from rlpipe.store.artifacts import materialise, read_manifest
 from rlpipe.store.run import Run, create_or_continue
@@ -55,6 +56,7 @@ class Session:
         self._hosts = HostFinder(run, work_dir, start_service)
         self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.progress_timeout_s)
         self.trainer = TrainerClient(gang_place(run, work_dir, start_service))
+        self._memory = MemoryTurns(self.pool, self.trainer) if engines.colocate else None
         self.tracker = Tracker(run, partial(fetch_points, run))
         self.prompts: PromptSets = _once(partial(load_sets, run.config))
         self.fitting: PromptSets = _once(self._fitting)
@@ -91,9 +93,11 @@ class Session:
         self.begun.clear()
 
     async def gang(self) -> TrainerClient:
-        """The trainer, started if need be."""
+        """The trainer, for a job: started if need be, with the memory that it may share with engines."""
         async with self._trainer_lock:
             self.check_open()
+            if self._memory:
+                await self._memory.to_trainer()
             if not self.trainer.started:
                 await self.trainer.start()
         return self.trainer
@@ -104,6 +108,8 @@ class Session:
             self.check_open()
             if self.pool.version == version:
                 return False
+            if self._memory:
+                await self._memory.to_engines()
             await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy))
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True
