@@ -25,13 +25,19 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import psutil
 
-from rlpipe.store.run import open_existing
 from rlpipe.store.backend import open_store
+from rlpipe.store.run import open_existing
 
 PLOT = Path(__file__).parent.parent / "docs" / "colocate-memory.png"
 POLL_S, TIMEOUT_S = 0.02, 1800
 ITERATIONS = 3
-MODEL = ["model.hidden_size=512", "model.intermediate_size=2048", "model.num_layers=8", "model.num_heads=8", "model.num_kv_heads=4"]
+MODEL = [
+    "model.hidden_size=512",
+    "model.intermediate_size=2048",
+    "model.num_layers=8",
+    "model.num_heads=8",
+    "model.num_kv_heads=4",
+]
 SMALL = [
     "sft.num_steps=2", "sft.segment_steps=2", "sft.decay_steps=2", "sft.warmup_steps=0", "sft.batch_size=8",
     f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=8", "rl.num_steps=2", "rl.filters={}",
@@ -103,10 +109,11 @@ def report(folder: Path, looks: list[Look]) -> bool:
     """Prints what each held, draws it, and says whether both never held theirs at once."""
     run = open_existing(open_store(f"file://{folder}/store"), "shared")
     weights_mb = run.policy(ITERATIONS)[1].file("model.safetensors").bytes / 1e6
-    # from the first release on: a process that only starts has next to nothing
+    # from the engine's first turn on
     begun = next(index for index, look in enumerate(looks) if look.held["engine"] > weights_mb)
-    turns = looks[begun:-1]
-    least = {name: min(look.held[name] for look in turns if look.held[name] > 0) for name in PROCESSES}
+    turns = [look for look in looks[begun:] if all(look.held.values())]
+    # one that starts or ends has less than what it keeps, for a few looks
+    least = {name: sorted(look.held[name] for look in turns)[len(turns) // 20] for name in PROCESSES}
     both = [look for look in turns if all(look.held[name] > least[name] + weights_mb / 2 for name in PROCESSES)]
     print(f"weights: {weights_mb:.0f} MB; looks at both processes: {len(turns)}")
     for name in PROCESSES:

@@ -49,7 +49,10 @@ def config(*sets: str) -> PipelineConfig:
             ["rl.overlap=steps", "rl.filters={}", "rl.rounds_max=1", "rl.num_steps=2"],
             r"rl\.overlap='steps': trains and samples at once, .*set rl\.overlap = 'none', or engines\.colocate = false",
         ),
-        ([*ONE_GPU, "engines.gpu_ids=[1]"], r"engines\.gpu_ids=\[1\]: with engines\.colocate .* the trainer, \[0\]; name the same"),
+        (
+            [*ONE_GPU, "engines.gpu_ids=[1]"],
+            r"engines\.gpu_ids=\[1\]: with engines\.colocate .* the trainer, \[0\]; name the same",
+        ),
         (["engines.kind=vllm"], r"engines\.kind='vllm': gives back the memory of GPUs only, .*kind = 'local'"),
     ],
 )
@@ -71,7 +74,9 @@ def test_one_gpu_trains_and_samples_and_is_counted_once() -> None:
 @given(st.floats(8, 300), st.sampled_from(["sglang", "vllm"]), st.integers(1, 8))
 def test_an_engine_leaves_the_trainer_what_it_keeps(gib: float, kind: str, ranks: int) -> None:
     gpu_ids = json.dumps([*range(ranks)])
-    shared = config(*ONE_GPU, f"engines.kind={kind}", f"trainer.ranks={ranks}", f"trainer.gpu_ids={gpu_ids}", f"engines.gpu_ids={gpu_ids}")
+    shared = config(
+        *ONE_GPU, f"engines.kind={kind}", f"trainer.ranks={ranks}", f"trainer.gpu_ids={gpu_ids}", f"engines.gpu_ids={gpu_ids}"
+    )
     fraction = engine_fraction(shared, gib)
     assert 0.1 <= fraction < 1
     assert fraction == 0.1 or fraction * gib + trainer_rest_gib(shared) < gib
@@ -114,7 +119,9 @@ def test_a_plan_says_what_each_side_holds_and_where_it_fits() -> None:
     *_, shared, on_24, on_48, on_80, _ = memory_lines(config(*ONE_GPU), sizes)
     assert "while training 18.25 + 3.00 that a released engine keeps = 21.25 GiB" in shared
     assert "the trainer keeps 0.70 GiB, and 12.00 GiB of the host's memory" in shared
-    assert on_24.startswith("  on 24 GiB: an engine gets 0.83 of it: weights, and 587,") and on_80.startswith("  on 80 GiB: an engine gets 0.86")
+    assert on_24.startswith("  on 24 GiB: an engine gets 0.83 of it: weights, and 587,") and on_80.startswith(
+        "  on 80 GiB: an engine gets 0.86"
+    )
     *_, on_24, on_48, _, _ = memory_lines(config(*ONE_GPU), ModelSizes(2 * GIB, GIB // 8, GIB // 8, 2**14, GIB))
     assert on_24 == "  on 24 GiB: does not fit" and "an engine gets 0.85" in on_48
     assert memory_lines(config(), sizes)[-1].startswith("colocated: trainer and engines take turns in this memory")

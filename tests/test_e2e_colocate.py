@@ -66,7 +66,13 @@ def killed_run(folder: Folder, victim: str, turn: str, *sets: str) -> str:
         (TRAINER, "engines"),
         *(
             pytest.param(victim, turn, marks=pytest.mark.nightly)
-            for victim, turn in [(ENGINE, "trainer"), (FLOW, "engines"), (FLOW, "trainer"), (ENGINE, "engines"), (TRAINER, "trainer")]
+            for victim, turn in [
+                (ENGINE, "trainer"),
+                (FLOW, "engines"),
+                (FLOW, "trainer"),
+                (ENGINE, "engines"),
+                (TRAINER, "trainer"),
+            ]
         ),
     ],
 )

@@ -117,5 +117,7 @@ def test_a_full_disk_moves_nothing_and_a_damaged_file_ends_the_gang(
     damaged = bytearray(parked_file(trainer).read_bytes())
     damaged[len(damaged) // 2] ^= 1
     parked_file(trainer).write_bytes(damaged)
-    with pytest.raises(AssertionError, match="is not as it was written"):  # no answer: the gang ends with it, and is built again
+    with pytest.raises(
+        AssertionError, match="is not as it was written"
+    ):  # no answer: the gang ends with it, and is built again
         world.run(trainer, "train", job(data, 0, {}))

@@ -74,7 +74,9 @@ def _colocated_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     if not engines.colocate:
         return []
     if not engines.gpu_ids:
-        return ["colocated: trainer and engines take turns in this memory; what a trainer on a CPU holds goes to disk meanwhile, for tests"]
+        return [
+            "colocated: trainer and engines take turns in this memory; what a trainer on a CPU holds goes to disk meanwhile, for tests"
+        ]
     peak, rest = sum(training_bytes(config, sizes)) / GIB, ENGINE_REST_GIB[engines.kind]
     away = sizes.parameters * (OFFLOADED_BYTES + (width if config.rl.kl != "none" else 0)) / trainer.nodes / GIB
     share = len(engines.gpu_ids) // engines.count

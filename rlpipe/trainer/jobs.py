@@ -196,7 +196,9 @@ class Board:
                     return record
             if self.running is not None:
                 raise JobRefused("busy", self.position)
-            starts_from = job.start if isinstance(job, TrainJob) else job.position if isinstance(job, SaveJob) else self.position
+            starts_from = (
+                job.start if isinstance(job, TrainJob) else job.position if isinstance(job, SaveJob) else self.position
+            )
             if starts_from != self.position:
                 raise JobRefused("not resident", self.position)
             # what was offloaded comes back with this job, so an offload after it is another one
