@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Server]:
-    sizes = ["--weight-version", "1", "--context-tokens-max", str(CONTEXT_TOKENS)]
+    sizes = ["--weight-version", "1", "--context-tokens-max", str(CONTEXT_TOKENS), "--requests-max", "4"]
     process, log, url = start_engine("--model-path", str(model), *sizes)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -62,7 +62,7 @@ async def control(server: Server, path: str) -> tuple[int, Any]:
 
 
 async def answer(server: Server) -> tuple[list[int], list[float]]:
-    params = {"max_new_tokens": 24, "sampling_seed": 3, "ignore_eos": True}
+    params = {"max_new_tokens": 8, "sampling_seed": 3, "ignore_eos": True}
     return sampled(await server.generate(PROMPT, params))
 
 
@@ -94,12 +94,12 @@ async def test_what_comes_while_it_is_released_waits_and_what_needs_weights_is_r
 
 
 async def test_with_a_request_in_it_it_is_not_released(server: Server) -> None:
-    params = {"max_new_tokens": 400, "sampling_seed": 3, "ignore_eos": True}
+    params = {"max_new_tokens": 40, "sampling_seed": 3, "ignore_eos": True}
     running = asyncio.create_task(server.generate(PROMPT, params))
     await server.until_running(1)
     status, refusal = await control(server, "/release_memory_occupation")
     assert status == 400 and "not finished" in str(refusal)
-    assert len(sampled(await running)[0]) == 400
+    assert len(sampled(await running)[0]) == 40
 
 
 @pytest.mark.e2e

@@ -1,8 +1,7 @@
 """The pool: spreads rollouts over engines, bounds what is in flight, sends what a lost engine left to another one.
 
 A request has no deadline but progress: an engine none of whose requests has had a token for `engines.progress_timeout_s` is given up.
-So a completion may take hours, and one that waits in the engine's own queue is no fault. Tokens come as they are sampled, no request is cut
-off to see how far it is: what a killed one had sampled is kept, and the local engine's bits do not depend on how fast a machine is.
+So a completion may take hours, and one that waits in the engine's own queue is no fault. What a killed engine had sampled is kept.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ class Host(Protocol):
     @property
     def progress(self) -> int:
         """Another number each time while weights are fetched or loaded: what takes long is waited for, what stands still is not."""
+        ...
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
         """Puts a committed policy on its engines. StoreError: refused before any engine saw it. EngineError: none serves it."""
@@ -67,6 +67,7 @@ class Host(Protocol):
 
     async def clients(self, version: int) -> list[EngineClient]:
         """The engines that were proved to serve `version`. EngineUnavailable: not now; another EngineError: none ever will."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -134,8 +135,7 @@ class EnginePool:
 
         `on_rollout` (index of the group, of the rollout, completion) is awaited as each rollout finishes; what it returns is the
         rollout's next turn. `on_group` (index, completions) is awaited as each group finishes. Once `enough` is set, what runs is cut
-        short and what waits is not started: every group is answered all the same, its unfinished completions with `finish_reason`
-        "abort".
+        short and what waits is not started: unfinished completions are answered with `finish_reason` "abort".
         """
         assert self.version is not None, "serve comes first"
         enough = enough or asyncio.Event()
