@@ -105,23 +105,31 @@ def held_mb(members: dict[int, str], name: str) -> float:
     return held
 
 
+def least_mb(looks: list[Look], name: str) -> float:
+    """The least that a process had but for a few looks: one that ends gives its memory back piece by piece."""
+    return sorted(look.held[name] for look in looks)[len(looks) // 50]
+
+
 def report(folder: Path, looks: list[Look]) -> bool:
     """Prints what each held, draws it, and says whether both never held theirs at once."""
     run = open_existing(open_store(f"file://{folder}/store"), "shared")
     weights_mb = run.policy(ITERATIONS)[1].file("model.safetensors").bytes / 1e6
-    # from the engine's first turn on
-    begun = next(index for index, look in enumerate(looks) if look.held["engine"] > weights_mb)
-    turns = [look for look in looks[begun:] if all(look.held.values())]
-    # one that starts or ends has less than what it keeps, for a few looks
-    least = {name: sorted(look.held[name] for look in turns)[len(turns) // 20] for name in PROCESSES}
+    turns = [look for look in looks if all(look.held.values())]
+    parked_mb = least_mb(turns, "trainer")
+    # the engine has released for the first time when the trainer comes back after it began
+    back = next(index for index, look in enumerate(turns) if index and look.held["trainer"] > parked_mb + weights_mb / 2)
+    least = {"trainer": parked_mb, "engine": least_mb(turns[back:], "engine")}
     both = [look for look in turns if all(look.held[name] > least[name] + weights_mb / 2 for name in PROCESSES)]
     print(f"weights: {weights_mb:.0f} MB; looks at both processes: {len(turns)}")
     for name in PROCESSES:
         print(f"{name:8s} released {least[name]:6.0f} MB, at most {max(look.held[name] for look in turns):6.0f} MB")
     print(f"together at most {max(sum(look.held.values()) for look in turns):6.0f} MB; both held theirs in {len(both)} looks")
     figure, axes = plt.subplots(figsize=(11, 4))
+    begun = next(index for index, look in enumerate(looks) if any(look.held.values()))
     for name in PROCESSES:
-        axes.plot([look.at_s for look in looks], [look.held[name] for look in looks], label=name)
+        axes.plot(
+            [look.at_s - looks[begun].at_s for look in looks[begun:]], [look.held[name] for look in looks[begun:]], label=name
+        )
     axes.set(
         title=f"memory of one process each, {weights_mb:.0f} MB of weights, {ITERATIONS} iterations",
         xlabel="seconds", ylabel="MB (USS)", ylim=(0, None),
