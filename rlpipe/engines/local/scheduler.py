@@ -77,10 +77,12 @@ class Scheduler:
         with torch.inference_mode():
             while not self._stopping:
                 self.heartbeat_s = time.monotonic()
-                waits = self.paused is not None or self.model.released or not self.live
-                self._drain(wait=waits)
-                if self.paused is None and not self.model.released and self.live:
+                self._drain(wait=not self._may_step())
+                if self._may_step():
                     self.step()
+
+    def _may_step(self) -> bool:
+        return bool(self.live) and self.paused is None and not self.model.released
 
     def stop(self) -> None:
         self._stopping = True
