@@ -30,8 +30,9 @@ os.environ.update(THREADS)  # as all processes of rlpipe; read when torch is loa
 import numpy as np
 from tokenizers import Tokenizer
 
-from rlpipe.store.artifacts import bases_of, materialise, write_file
+from rlpipe.store.artifacts import write_file
 from rlpipe.store.deltas import write_difference
+from rlpipe.store.local_copy import bases_of, materialise
 from rlpipe.trainer.server import Trainer
 from rlpipe.types import ArtifactRef, JsonDict
 from tests import trainer_world as world

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from rlpipe.store.artifacts import whole_files
 from rlpipe.store.backend import Store, open_store
+from rlpipe.store.local_copy import whole_files
 from rlpipe.store.run import open_existing
 
 BIN = Path(sys.executable).parent

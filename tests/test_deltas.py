@@ -18,10 +18,11 @@ from rlpipe.stages.base import model_folder
 from rlpipe.stages.policy import stored_as
 from rlpipe.stages.training import StoredAs
 from rlpipe.store import audit, deltas
-from rlpipe.store.artifacts import bases_of, is_delta, materialise, read_manifest, read_small_file, whole_files
+from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.deltas import DELTA, Delta, DeltaFile, rebuild, write_difference
 from rlpipe.store.documents import sealed
+from rlpipe.store.local_copy import bases_of, is_delta, materialise, read_small_file, whole_files
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.trainer.gang import Gang
 from rlpipe.types import ArtifactRef, StoreError, UserError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.store.artifacts import bases_of, materialise, whole_files
 from rlpipe.store.backend import Store
+from rlpipe.store.local_copy import bases_of, materialise, whole_files
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.server import Trainer
 from rlpipe.types import ArtifactRef, JsonDict, StoreError

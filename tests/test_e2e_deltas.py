@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpipe.store.artifacts import bases_of, whole_files
+from rlpipe.store.local_copy import bases_of, whole_files
 from rlpipe.store.run import open_existing
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 

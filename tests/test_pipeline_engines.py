@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from rlpipe.data.new_tokenizer import END, PAD, build_tokenizer
 from rlpipe.records.rollout import SCORES, Rollout
-from rlpipe.store.artifacts import materialise, read_records
+from rlpipe.store.artifacts import read_records
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, open_existing
 from tests.engine_fixtures import ENGINE_KIND
 from tests.engine_world import KINDS, SAMPLERS

@@ -20,9 +20,10 @@ from rlpipe.report.show import show_lines
 from rlpipe.stages.base import model_folder
 from rlpipe.stages.remaking import committed_version, export_policy, pruned_versions
 from rlpipe.store import audit, lease
-from rlpipe.store.artifacts import PRUNED, commit, is_pruned, materialise, write_bytes
+from rlpipe.store.artifacts import PRUNED, commit, is_pruned, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.pruned import read_pruned, wait_until_pruned
 from rlpipe.store.retention import Forks, Pins, Retention, kept_states, kept_versions
 from rlpipe.store.run import SHARED_BY_REDO, Run, create_or_continue, fork, open_existing

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.config.source import read_config
-from rlpipe.store import artifacts
+from rlpipe.store import artifacts, local_copy
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import Manifest, StoreError, UserError, canonical_json, sha256_of
@@ -121,12 +121,12 @@ def test_materialise_verifies_and_appears_whole(store: Store, tmp_path: Path) ->
     record = artifacts.write_file(store, "p", "a1", "w.bin", source)
     assert record.sha256 == hashlib.sha256(source.read_bytes()).hexdigest()
     ref, _ = artifacts.commit(store, "p", manifest_of([record]))
-    folder = artifacts.materialise(store, ref, tmp_path / "local")
+    folder = local_copy.materialise(store, ref, tmp_path / "local")
     assert (folder / "w.bin").read_bytes() == source.read_bytes()
-    assert artifacts.materialise(store, ref, tmp_path / "local") == folder
+    assert local_copy.materialise(store, ref, tmp_path / "local") == folder
     store.put("p/a1/w.bin", b"torn")
     with pytest.raises(StoreError, match=r"w\.bin"):
-        artifacts.materialise(store, ref, tmp_path / "elsewhere")
+        local_copy.materialise(store, ref, tmp_path / "elsewhere")
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 

@@ -200,6 +200,23 @@ def test_an_adapter_of_two_ranks_is_that_of_one_and_its_state_moves_between_them
     assert world.digests(back["state"]) == world.digests(two["state"])
 
 
+def test_an_offload_changes_no_bit_of_two_ranks(gang: GangUnderTest, data: ArtifactRef, folder: Path) -> None:
+    parked = [Path(gang.options.work_dir) / "offload" / f"rank-{rank}" for rank in range(2)]
+    digests = []
+    for number, offloads in enumerate((False, True), 4):
+        gang.do("load", world.load_new("new"))
+        for start, result in (("new", "one"), ("one", "two")):
+            gang.do("train", world.train(start, result, "rl", data))
+            if offloads:
+                gang.do("offload", {"kind": "offload"})
+                assert all(path.stat().st_size > 0 for path in parked)
+        places = (f"runs/a/rl/{number:05d}/policy", f"runs/a/rl/{number:05d}/state")
+        saved = gang.do("save", world.save("two", *places))
+        assert not any(path.exists() for path in parked)
+        digests.append((world.digests(saved["policy"]), world.digests(saved["state"])))
+    assert digests[0] == digests[1]
+
+
 def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
     assert gang.ask("health", token="wrong")[0] == 401
     assert gang.ask("nothing")[0] == 404 and gang.ask("nothing", {})[0] == 404

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlpipe.models.small import small_config
 from rlpipe.stages.policy import first_step_faults
 from rlpipe.stages.training import warn_of_differences
-from rlpipe.store.artifacts import file_sha256, materialise
+from rlpipe.store.artifacts import file_sha256
+from rlpipe.store.local_copy import materialise
 from rlpipe.trainer import server
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.packing import Rows

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from rlpipe.config.colocation import broken_colocation
 from rlpipe.config.operational import LOCAL_THREADS
 from rlpipe.config.overlap import broken_overlap
 
@@ -230,10 +231,12 @@ def broken_layout(config: PipelineConfig) -> Iterator[str]:
         yield f"{trainer.ranks=}: a rank has one GPU, and trainer.gpu_ids names {num_gpus}; set trainer.ranks = {num_gpus}, or name others"
     if engines.gpu_ids:
         yield from _of_engine_gpus(engines)
-    if trainer.place == engines.place == "process" and (both := {*trainer.gpu_ids} & {*engines.gpu_ids}):
+    if engines.colocate:
+        yield from broken_colocation(config)
+    elif trainer.place == engines.place == "process" and (both := {*trainer.gpu_ids} & {*engines.gpu_ids}):
         yield (
             f"{engines.gpu_ids=}: the trainer has {sorted(both)} of the same machine, and keeps them while engines sample; "
-            "give each GPU to one of them"
+            "give each GPU to one of them, or set engines.colocate = true"
         )
     if (trainer.gpu_ids or engines.gpu_ids) and "dtype" not in model.model_fields_set:
         yield (

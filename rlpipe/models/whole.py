@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 from rlpipe.models.adapter_files import BASE, AdapterBase
-from rlpipe.store.artifacts import materialise, new_attempt, read_file, read_manifest
+from rlpipe.store.artifacts import new_attempt, read_file, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import parse_document
+from rlpipe.store.local_copy import materialise
 from rlpipe.types import ArtifactRef
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.config.pipeline import DataConfig
-from rlpipe.store.artifacts import is_delta
 from rlpipe.store.audit import by_number
+from rlpipe.store.local_copy import is_delta
 from rlpipe.store.run import BEFORE_SFT, Run
 from rlpipe.store.run_record import code_version
 from rlpipe.types import Manifest, Metrics, moment_of

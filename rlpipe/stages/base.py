@@ -22,9 +22,10 @@ from rlpipe.report.plan import ModelSizes
 from rlpipe.stages.session import PromptSets, Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.training import new_adapter, save_loaded
-from rlpipe.store.artifacts import PRUNED, read_small_file, write_file
+from rlpipe.store.artifacts import PRUNED, write_file
 from rlpipe.store.backend import Store
 from rlpipe.store.deltas import DELTA
+from rlpipe.store.local_copy import read_small_file
 from rlpipe.store.run import Run, open_existing
 from rlpipe.trainer.jobs import LoadJob, NewModel
 from rlpipe.types import ArtifactRef, FileRecord, StoreError, UserError

@@ -14,15 +14,17 @@ import tempfile
 from pathlib import Path
 
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.stages.session import Session, open_session
 from rlpipe.stages.stage import Attempt
-from rlpipe.stages.training import position, replay, save
-from rlpipe.store.artifacts import PRUNED, file_sha256, is_pruned, materialise, new_attempt
+from rlpipe.stages.training import StoredAs, position, replay, save
+from rlpipe.store.artifacts import PRUNED, file_sha256, is_pruned, new_attempt
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.lease import RunHeld
+from rlpipe.store.local_copy import materialise, read_delta, whole_files
 from rlpipe.store.pruned import delete, wait_until_pruned
 from rlpipe.store.run import BEFORE_SFT, Run, open_existing
-from rlpipe.types import FileRecord, Manifest, StageResult, StoreError, UserError
+from rlpipe.types import ArtifactRef, FileRecord, Manifest, StageResult, StoreError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -52,16 +54,24 @@ async def restore_policy(session: Session, *, version: int) -> StageResult:
     store = session.run.store
     if not await asyncio.to_thread(wait_until_pruned, store, ref.folder):
         return StageResult(ref, manifest.metrics, cached=True)
+    delta = await asyncio.to_thread(read_delta, store, ref.folder, manifest)
+    if delta is not None:  # first what it is a difference to
+        await restore_policy(session, version=version - 1)
     scratch = session.work_dir / "remaking"
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        await remake_policy(session, version, Path(folder))
+        await remake_policy(session, version, Path(folder), manifest.files, delta.base if delta else None)
         await asyncio.to_thread(put_back, store, ref.folder, manifest, Path(folder))
     return StageResult(ref, manifest.metrics, cached=False)
 
 
-async def remake_policy(session: Session, version: int, target: Path) -> None:
-    """Makes the files of a policy of RL again, under their plain names in a local folder; StoreError when one is another than it was."""
+async def remake_policy(
+    session: Session, version: int, target: Path, wanted: list[FileRecord], base: ArtifactRef | None = None
+) -> None:
+    """Makes the files of a policy of RL again, under their plain names in a local folder; StoreError when one is not as `wanted`.
+
+    `base`: what they are a difference to; none: the policy whole.
+    """
     run = session.run
     phase, iteration = run.policy_place(version)
     assert phase == "rl", f"weight version {version} is of phase {phase}, which is never pruned"
@@ -72,22 +82,24 @@ async def remake_policy(session: Session, version: int, target: Path) -> None:
     log.info("weight version %d of run %s was pruned: making it again", version, manifest.run)
     files: list[FileRecord] = []
     try:
-        files = (await save(session, position(run, phase, iteration), attempt, rebuild)).policy
-        check_same_files(manifest, files)
+        files = (
+            await save(session, position(run, phase, iteration), attempt, rebuild, stored=StoredAs(base, is_base=False))
+        ).policy
+        check_same_files(manifest, wanted, files)
         await asyncio.to_thread(_download, attempt, files, target)
     finally:
         for file in files:
             await asyncio.to_thread(delete, run.store, f"{attempt.folder}/{file.name}")
 
 
-def check_same_files(manifest: Manifest, files: list[FileRecord]) -> None:
-    """StoreError naming the first file that has another hash than in the manifest, or is in one of both only."""
-    wanted, made = ({file.plain_name: file.sha256 for file in records} for records in (manifest.files, files))
-    for name in sorted({*wanted, *made}):
-        if wanted.get(name) != made.get(name):
+def check_same_files(manifest: Manifest, wanted: list[FileRecord], files: list[FileRecord]) -> None:
+    """StoreError naming the first file that has another hash than what is wanted of a policy, or is in one of both only."""
+    before, made = ({file.plain_name: file.sha256 for file in records} for records in (wanted, files))
+    for name in sorted({*before, *made}):
+        if before.get(name) != made.get(name):
             raise StoreError(
                 f"weight version {manifest.weight_version} of run {manifest.run} was pruned, and made again its {name} has sha256 "
-                f"{made.get(name, 'none')}, where its manifest has {wanted.get(name, 'none')}. Nothing was written. Training again gives the "
+                f"{made.get(name, 'none')}, where its manifest has {before.get(name, 'none')}. Nothing was written. Training again gives the "
                 "same bits on one kind of machine, with the same versions, trainer.ranks and trainer.threads only (docs/store.md): do it "
                 "where the run was trained, or take a version that was kept (`rlpipe show` says which)"
             )
@@ -138,14 +150,28 @@ async def export_policy(config: PipelineConfig, version: int | None, target: Pat
         if is_pruned(run.store, ref.folder):
             made = Path(scratch) / "policy"
             made.mkdir()
-            await _remake(config, number, made, manifest)
+            await _remake(config, number, made, manifest, [*whole_files(run.store, ref).values()])
+            made = _whole(run.store, ref, made)
         else:
-            made = materialise(run.store, ref, Path(scratch))
+            made = whole_policy(run.store, ref, Path(scratch))
         os.rename(made, target)
     return number
 
 
-async def _remake(config: PipelineConfig, version: int, target: Path, manifest: Manifest) -> None:
+def _whole(store: Store, ref: ArtifactRef, made: Path) -> Path:
+    """The files of a policy, which were made again, as a whole model: merged into the base where they are an adapter."""
+    base = base_of(store, ref)
+    if base is None:
+        return made
+    from rlpipe.models.merge import merge  # torch
+
+    target = made.with_name("merged")
+    target.mkdir()
+    merge(materialise(store, base, made.parent), made, target)
+    return target
+
+
+async def _remake(config: PipelineConfig, version: int, target: Path, manifest: Manifest, wanted: list[FileRecord]) -> None:
     if config.trainer.place == "deployment":
         raise UserError(
             f"version {version} of run {manifest.run} was pruned, and trainer.place='deployment' is started by a flow only; use "
@@ -153,7 +179,7 @@ async def _remake(config: PipelineConfig, version: int, target: Path, manifest: 
         )
     try:
         async with open_session(config) as session:
-            await remake_policy(session, version, target)
+            await remake_policy(session, version, target, wanted)
     except RunHeld as error:
         raise UserError(
             f"version {version} was pruned, and {error}; meanwhile a fork can make it again, in the store: "

@@ -32,8 +32,10 @@ from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.stages.clock import Clock
+from rlpipe.stages.colocation import MemoryTurns
 from rlpipe.store import lease
-from rlpipe.store.artifacts import materialise, read_manifest
+from rlpipe.store.artifacts import read_manifest
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
@@ -56,6 +58,7 @@ class Session:
         self._hosts = HostFinder(run, work_dir, start_service)
         self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.progress_timeout_s)
         self.trainer = TrainerClient(gang_place(run, work_dir, start_service))
+        self._memory = MemoryTurns(self.pool, self.trainer) if engines.colocate else None
         self.tracker = Tracker(run, partial(fetch_points, run))
         self.retention = Retention(run)
         self.prompts: PromptSets = _once(partial(load_sets, run.config))
@@ -93,9 +96,11 @@ class Session:
         self.begun.clear()
 
     async def gang(self) -> TrainerClient:
-        """The trainer, started if need be."""
+        """The trainer, for a job: started if need be, with the memory that it may share with engines."""
         async with self._trainer_lock:
             self.check_open()
+            if self._memory:
+                await self._memory.to_trainer()
             if not self.trainer.started:
                 await self.trainer.start()
         return self.trainer
@@ -106,6 +111,8 @@ class Session:
             self.check_open()
             if self.pool.version == version:
                 return False
+            if self._memory:
+                await self._memory.to_engines()
             await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy))
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True

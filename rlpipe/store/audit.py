@@ -7,10 +7,11 @@ import hashlib
 import re
 from collections.abc import Iterator
 
-from rlpipe.store.artifacts import MANIFEST, PRUNED, SOURCE_INPUT, bases_of, check_file, is_pruned, read_artifact, read_manifest
+from rlpipe.store.artifacts import MANIFEST, PRUNED, SOURCE_INPUT, check_file, is_pruned, read_artifact, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.forks import AT_SFT
 from rlpipe.store.lease import held_by
+from rlpipe.store.local_copy import bases_of
 from rlpipe.store.pruned import is_prunable, pruned_folders, read_pruned
 from rlpipe.store.run import Run
 from rlpipe.types import Manifest, StoreError, UserError

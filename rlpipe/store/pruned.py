@@ -15,6 +15,7 @@ from typing import Literal
 from rlpipe.store import lease
 from rlpipe.store.artifacts import PRUNED, is_pruned, read_manifest
 from rlpipe.store.backend import Store
+from rlpipe.store.deltas import DELTA
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.run import Run
 from rlpipe.types import StoreError
@@ -22,6 +23,7 @@ from rlpipe.types import StoreError
 FOLDER = re.compile(r"runs/[^/]+/rl/\d{5,6}/(policy|state)")
 WAIT_S = 300.0  # for another process to delete some files
 POLL_S = 1.0
+STAY = (DELTA, "base.json")  # small documents by which who makes the others again knows how they were stored
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def finish_pruning(store: Store, folder: str, stopped: threading.Event | None = 
     for file in read_manifest(store, folder).files:
         if stopped is not None and stopped.is_set():
             return
-        delete(store, f"{folder}/{file.name}")
+        if file.plain_name not in STAY:
+            delete(store, f"{folder}/{file.name}")
     store.put(f"{folder}/{PRUNED}", sealed(replace(record, finished=True)))
 
 

@@ -36,6 +36,7 @@ from rlpipe.config.pipeline import CheckpointConfig
 from rlpipe.config.rules import is_run_name
 from rlpipe.store.artifacts import PRUNED, read_manifest
 from rlpipe.store.backend import Store
+from rlpipe.store.deltas import DELTA
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.pruned import PruneRecord, delete, finish_pruning, read_pruned
 from rlpipe.store.run import Run
@@ -119,6 +120,7 @@ class Retention:
     def __init__(self, run: Run) -> None:
         self._run, self._forks = run, Forks(run.store)
         self._files: dict[str, set[int]] = {"policy": set(), "state": set()}  # iterations whose artifacts have their files
+        self._deltas: dict[int, bool] = {}  # iterations whose policies are stored as differences, or not
         self._newest = -1
         self._unfinished: set[str] = set()  # folders whose pruning began
         self._stopped = threading.Event()
@@ -217,7 +219,24 @@ class Retention:
         if not checkpoint.keep_policies_last or not committed:
             return set()
         pinned = {at + 1 for at in pins.policies} | self._versions_of_use()
-        return committed - {version - 1 for version in kept_versions(checkpoint, self._newest + 1, pinned)}
+        return committed - self._with_bases({version - 1 for version in kept_versions(checkpoint, self._newest + 1, pinned)})
+
+    def _with_bases(self, iterations: set[int]) -> set[int]:
+        """These, and those of which their policies are stored as differences."""
+        whole = set(iterations)
+        for iteration in iterations:
+            while self._is_delta(iteration):
+                iteration -= 1
+                whole.add(iteration)
+        return whole
+
+    def _is_delta(self, iteration: int) -> bool:
+        if iteration not in self._files["policy"]:  # not of this run, or pruned
+            return False
+        if iteration not in self._deltas:
+            files = read_manifest(self._run.store, f"{self._run.root}/rl/{iteration:05d}/policy").files
+            self._deltas[iteration] = any(file.plain_name == DELTA for file in files)
+        return self._deltas[iteration]
 
     def _versions_of_use(self) -> set[int]:
         """The version that had the best mean reward, and the one that the run ends with by its config, which is registered."""

@@ -123,12 +123,21 @@ class SftJob(TrainJob):
     seed: int
 
 
-GangJob = LoadJob | RlJob | SftJob | SaveJob
+@with_config(EXACT)
+@dataclass(frozen=True)
+class OffloadJob:
+    """Moves what is resident off the device, until the next job that does something."""
+
+    kind: Literal["offload"] = "offload"
+
+
+GangJob = LoadJob | RlJob | SftJob | SaveJob | OffloadJob
 ANY_JOB: TypeAdapter[GangJob] = TypeAdapter(GangJob)
 JOBS: dict[str, TypeAdapter[Any]] = {
     "load": TypeAdapter(LoadJob),
     "train": TypeAdapter(Annotated[RlJob | SftJob, Field(discriminator="kind")]),
     "save": TypeAdapter(SaveJob),
+    "offload": TypeAdapter(OffloadJob),
 }
 
 
@@ -204,10 +213,14 @@ class Board:
                     return record
             if self.running is not None:
                 raise JobRefused("busy", self.position)
-            needed = job.start if isinstance(job, TrainJob) else job.position
-            if not isinstance(job, LoadJob) and needed != self.position:
+            starts_from = (
+                job.start if isinstance(job, TrainJob) else job.position if isinstance(job, SaveJob) else self.position
+            )
+            if starts_from != self.position:
                 raise JobRefused("not resident", self.position)
-            if not isinstance(job, SaveJob):
+            # what was offloaded comes back with this job, so an offload after it is another one
+            self._finished = [record for record in self._finished if not isinstance(record.job, OffloadJob)]
+            if not isinstance(job, SaveJob | OffloadJob):
                 self.position = None
                 self._finished.clear()
             self.running = JobRecord(job)
@@ -231,7 +244,7 @@ class Board:
         """Ends the running job; one that succeeded sets the position."""
         with self._lock:
             assert self.running is record, "another job was running"
-            if status == STATUS_OK:
+            if status == STATUS_OK and not isinstance(record.job, OffloadJob):
                 self.position = record.job.result if isinstance(record.job, TrainJob) else record.job.position
             self._finished.append(record)
             self.running, self._worked = None, time.monotonic()

@@ -29,16 +29,8 @@ from rlpipe.models.checkpoint import Checkpoint, TensorFile, local_files, ranged
 from rlpipe.models.flex import own_attention, uses_flex
 from rlpipe.models.masks import Masks
 from rlpipe.models.whole import base_of
-from rlpipe.store.artifacts import (
-    Blocks,
-    check_file,
-    is_delta,
-    materialise,
-    read_manifest,
-    read_range,
-    read_small_file,
-    whole_files,
-)
+from rlpipe.store.artifacts import Blocks, check_file, read_manifest, read_range
+from rlpipe.store.local_copy import is_delta, materialise, read_small_file, whole_files
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import NewAdapter
 from rlpipe.trainer.packing import BRANCHES

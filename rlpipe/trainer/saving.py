@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from rlpipe.store.artifacts import materialise, whole_files, write_bytes, write_file
+from rlpipe.store.artifacts import write_bytes, write_file
 from rlpipe.store.deltas import DELTA, FRAME_BYTES, SUFFIX, Delta, DeltaFile, write_difference
 from rlpipe.store.documents import sealed
+from rlpipe.store.local_copy import materialise, whole_files
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
 from rlpipe.types import FileRecord, Metrics, StoreError, sha256_of
