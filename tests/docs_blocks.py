@@ -39,6 +39,9 @@ NOT_HERE: dict[str, dict[str, str]] = {
     "docs/overlap.md": {
         ".venv/bin/rlpipe run tiny": "minutes of training: test_e2e_overlap.py runs the same, shortened, and kills it"
     },
+    "docs/store.md": {
+        ".venv/bin/python benchmarks/deltas.py": "minutes of training a real model: test_deltas_trainer.py trains fifty steps of a small one"
+    },
     "docs/tracking.md": {".venv/bin/mlflow ui": "a server that stays up: test_e2e_mlflow.py starts one and looks at its pages"},
     "docs/services.md": {
         "export RLPIPE_SERVICE_KEY": "the address of another machine: test_e2e_services.py and test_e2e_topology.py start hosts"
