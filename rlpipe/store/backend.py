@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlpipe.store.disk import Disk
-from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_parts, hashing, parts_ahead, parts_of
+from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_parts, hashing, parts_ahead, pieces_of
 from rlpipe.types import StoreError, UserError, is_key
 
 
@@ -23,7 +23,7 @@ class Objects(Protocol):
     def read_part(self, key: str, start: int, end: int) -> Part: ...
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int: ...
     def put(self, key: str, data: bytes) -> None: ...
-    def put_parts(self, key: str, size: int, parts: Iterable[bytes]) -> None: ...
+    def put_parts(self, key: str, size: int, pieces: Iterable[bytes]) -> None: ...
     def create(self, key: str, data: bytes) -> bool: ...
     def list(self, prefix: str) -> list[str]: ...
     def folders(self, prefix: str) -> list[str]: ...
@@ -112,11 +112,11 @@ class Store:
         """Uploads a local file, atomic like `put`. The content is that of the very bytes that were sent, hashed meanwhile."""
         with source.open("rb") as file, hashing() as passed:
             size = source.stat().st_size
-            parts = passed.passing(parts_of(file))
+            pieces = passed.passing(pieces_of(file))
             if size <= PART_BYTES:
-                self.objects.put(_check(key), b"".join(parts))
+                self.objects.put(_check(key), b"".join(pieces))
             else:
-                self.objects.put_parts(_check(key), size, parts)
+                self.objects.put_parts(_check(key), size, pieces)
             return passed.content()
 
     def get_file(self, key: str, target: Path) -> FileContent:

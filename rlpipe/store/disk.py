@@ -48,9 +48,9 @@ class Disk:
     def put(self, key: str, data: bytes) -> None:
         self.put_parts(key, len(data), [data])
 
-    def put_parts(self, key: str, size: int, parts: Iterable[bytes]) -> None:
+    def put_parts(self, key: str, size: int, pieces: Iterable[bytes]) -> None:
         path = self._root / key
-        with _temporary(path, parts) as temporary:
+        with _temporary(path, pieces) as temporary:
             os.replace(temporary, path)
         _sync_folder(path.parent)
 
@@ -99,14 +99,14 @@ def _refuse_unless_gone(error: OSError) -> None:
 
 
 @contextlib.contextmanager
-def _temporary(path: Path, parts: Iterable[bytes]) -> Iterator[Path]:
-    """A file beside `path` with these parts, on disk; it is gone afterwards, unless it was renamed."""
+def _temporary(path: Path, pieces: Iterable[bytes]) -> Iterator[Path]:
+    """A file beside `path` with these pieces, on disk; it is gone afterwards, unless it was renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         with temporary.open("wb") as file:
-            for part in parts:
-                file.write(part)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         yield temporary

@@ -107,14 +107,14 @@ class Bucket:
         with self._faults(key):
             obstore.put(self._client_for(data), self._path(key), data, use_multipart=False)
 
-    def put_parts(self, key: str, size: int, parts: Iterable[bytes | memoryview]) -> None:
-        """Becomes visible whole, when the last part has landed. PARTS parts are under way at the same time."""
+    def put_parts(self, key: str, size: int, pieces: Iterable[bytes | memoryview]) -> None:
+        """Sends pieces of any size in parts, PARTS at the same time. The object becomes visible whole, when the last part has landed."""
         part_bytes = max(PART_BYTES, -(-size // PARTS_MAX))
         assert part_bytes * PARTS_MAX >= size, f"{key}: {size} bytes"
         try:
             with self._faults(key):
                 obstore.put(
-                    self._clients().patient, self._path(key), iter(parts),
+                    self._clients().patient, self._path(key), iter(pieces),
                     use_multipart=True, chunk_size=part_bytes, max_concurrency=PARTS,
                 )  # fmt: skip
         except FileNotFoundError:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 Part = bytes | memoryview
 PART_BYTES = 8 * 1024 * 1024
 PARTS = 8  # of one file, that are under way at the same time
-PIECE_BYTES = 256 * 1024  # of a part that goes straight to a file
+WAITING = 32  # pieces that were sent, and are not hashed yet
+PIECE_BYTES = 256 * 1024  # of a part on its way from or to a file: larger ones cost more processor time than they save
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,23 @@ class FileContent:
 
 
 class Hashing:
-    """The sha256 and the number of the bytes that pass by. A thread computes it; at most PARTS parts wait for it."""
+    """The sha256 and the number of the bytes that pass by. A thread computes it; at most WAITING pieces wait for it."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread, self._sha256, self._bytes = thread, hashlib.sha256(), 0
         self._pending: deque[Future[None]] = deque()
 
-    def passing(self, parts: Iterator[bytes]) -> Iterator[bytes]:
-        """The same parts, of which the hash is taken."""
-        for part in parts:
-            self.update(part)
-            yield part
-
-    def update(self, part: Part) -> None:
-        """Takes the next part; it must not change any more."""
-        if len(self._pending) == PARTS:
-            self._pending.popleft().result()
-        self._bytes += memoryview(part).nbytes
-        self._pending.append(self._thread.submit(self._sha256.update, part))
+    def passing(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """The same pieces, of which the hash is taken."""
+        for piece in pieces:
+            if len(self._pending) == WAITING:
+                self._pending.popleft().result()
+            self._bytes += len(piece)
+            self._pending.append(self._thread.submit(self._sha256.update, piece))
+            yield piece
 
     def content(self) -> FileContent:
-        """Of all that was taken."""
+        """Of all that passed."""
         while self._pending:
             self._pending.popleft().result()
         return FileContent(self._bytes, self._sha256.hexdigest())
@@ -66,10 +63,10 @@ def write_at(descriptor: int, data: bytes, start: int) -> int:
     return start + len(data)
 
 
-def parts_of(file: io.BufferedIOBase) -> Iterator[bytes]:
-    """What is left of an open file, in parts."""
-    while part := file.read(PART_BYTES):
-        yield part
+def pieces_of(file: io.BufferedIOBase) -> Iterator[bytes]:
+    """What is left of an open file."""
+    while piece := file.read(PIECE_BYTES):
+        yield piece
 
 
 def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int) -> Iterator[Part]:
