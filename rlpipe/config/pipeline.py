@@ -68,9 +68,9 @@ class ModelConfig(BaseModel, **STRICT):
         default="none",
         description="What is trained: all weights, or a LoRA adapter beside those of the base, which stay as they are",
     )
-    adapter_rank: int = Field(default=16, ge=1, le=4096, description="Rank of the adapter's matrices")
+    adapter_rank: int = Field(default=8, ge=1, le=4096, description="Rank of the adapter's matrices")
     adapter_alpha: float = Field(
-        default=32.0, gt=0, le=1e6, description="What the adapter computes is multiplied by adapter_alpha / adapter_rank"
+        default=16.0, gt=0, le=1e6, description="What the adapter computes is multiplied by adapter_alpha / adapter_rank"
     )
     adapter_targets: list[str] = Field(
         default_factory=list,

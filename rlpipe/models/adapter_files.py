@@ -49,7 +49,7 @@ class AdapterBase:
 
 
 @dataclass(frozen=True)
-class _PeftConfig:
+class _PeftDocument:
     """The fields of peft's adapter_config.json that change what an adapter computes, as far as rlpipe knows others than their defaults."""
 
     peft_type: Literal["LORA"]
@@ -62,20 +62,20 @@ class _PeftConfig:
     use_dora: Literal[False] = False
 
 
-PEFT_CONFIG = TypeAdapter(_PeftConfig)
+PEFT_DOCUMENT = TypeAdapter(_PeftDocument)
 
 
 def config_document(adapter: Adapter, targets: list[str]) -> JsonDict:
     """peft's adapter_config.json of an adapter beside the layers that `targets` name."""
     beside = {"task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True, "lora_dropout": 0.0}
-    computed = PEFT_CONFIG.dump_python(_PeftConfig("LORA", adapter.rank, adapter.alpha, targets))
+    computed = PEFT_DOCUMENT.dump_python(_PeftDocument("LORA", adapter.rank, adapter.alpha, targets))
     return beside | computed | {"lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha}
 
 
 def adapter_of(where: str, document: JsonDict) -> Adapter:
     """The adapter that an adapter_config.json describes; StoreError naming the field in which it is another kind."""
     try:
-        config = PEFT_CONFIG.validate_python(document)
+        config = PEFT_DOCUMENT.validate_python(document)
     except ValidationError as error:
         fault = error.errors()[0]
         name = ".".join(map(str, fault["loc"]))
