@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/colocate.py
 
-A run of three iterations with `engines.colocate`, on a CPU, of a new model of 34M parameters (134 MB of weights in float32, another 270 MB of moments).
+A run of three iterations with `engines.colocate`, on a CPU, of a new model of 32M parameters (126 MB of weights in float32, another 252 MB of moments).
 The memory that each process has alone (USS) is looked up many times a second. A process holds its share when it has more than half of the weights above
 the least that it had when it was the other's turn. Draws docs/colocate-memory.png; the exit code is 1 when both ever held theirs.
 """
