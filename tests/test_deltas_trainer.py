@@ -76,7 +76,7 @@ def test_a_policy_of_several_files_is_loaded_from_its_difference(gang: Gang, mon
     assert metrics["train/kl"] == 0.0, "the reference is the policy itself"
     damaged = next(record["name"] for record in result["policy"] if record["name"].endswith(".xor.zst"))
     flip(Path(store.address(f"v1/{damaged}")), -3)
-    with pytest.raises(StoreError, match=rf"v1/{damaged} does not have the sha256"):
+    with pytest.raises(StoreError, match=rf"v1/{damaged} has .* and sha256"):
         world.run(trainer, "load", world.load_ref("v1", "policy", delta))
 
 
