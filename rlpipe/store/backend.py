@@ -17,6 +17,8 @@ from rlpipe.types import StoreError, UserError, is_key
 class Objects(Protocol):
     """What a kind of store does. Every fault is an OSError; FileNotFoundError for a key that is not there. Listings are in any order."""
 
+    @property
+    def parts_at_once(self) -> int: ...
     def exists(self, key: str) -> bool: ...
     def size(self, key: str) -> int: ...
     def read(self, key: str) -> bytes: ...
@@ -84,7 +86,7 @@ class Store:
             return part
 
         with self._missing(key):
-            yield from parts_ahead(whole, start, end)
+            yield from parts_ahead(whole, start, end, self.objects.parts_at_once)
 
     def read_range(self, key: str, start: int, end: int) -> memoryview:
         """The bytes `start` to `end` of a file; StoreError naming it when it is missing or shorter."""
@@ -128,7 +130,7 @@ class Store:
                 raise StoreError(f"{self.address(key)} is torn: it ends before byte {end}")
 
         with target.open("w+b", buffering=0) as file, self._missing(key):
-            return content_of_parts(file, size, fetch_part)
+            return content_of_parts(file, size, fetch_part, self.objects.parts_at_once)
 
     def list(self, prefix: str) -> list[str]:
         """All keys below the folder `prefix`, sorted; empty when there is none."""

@@ -15,6 +15,8 @@ from rlpipe.store.transfer import PIECE_BYTES, write_at
 class Disk:
     """A folder as a flat map of keys to bytes. Every fault is an OSError; FileNotFoundError for a file that is not there."""
 
+    parts_at_once = 1  # writers of one file wait for each other, and take processor time for it
+
     def __init__(self, root: Path) -> None:
         self._root = root
 

@@ -58,6 +58,8 @@ class Bucket:
     Every fault is an OSError, within a minute but for the transfer of parts; FileNotFoundError for an object that is not there.
     """
 
+    parts_at_once = PARTS
+
     def __init__(self, bucket: str, prefix: str) -> None:
         self._bucket, self._prefix = bucket, prefix
         self._opened: _Clients | None = None
@@ -79,7 +81,7 @@ class Bucket:
             result = obstore.get(self._clients().quick, self._path(key))
             if result.meta["size"] <= PART_BYTES:
                 return bytes(result.bytes())
-        return b"".join(parts_ahead(functools.partial(self.read_part, key), 0, result.meta["size"]))
+        return b"".join(parts_ahead(functools.partial(self.read_part, key), 0, result.meta["size"], PARTS))
 
     def read_part(self, key: str, start: int, end: int) -> memoryview:
         """Fewer bytes when the object ends before."""

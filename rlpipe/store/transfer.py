@@ -69,18 +69,18 @@ def pieces_of(file: io.BufferedIOBase) -> Iterator[bytes]:
         yield piece
 
 
-def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int) -> Iterator[Part]:
-    """The bytes `start` to `end` in order, as `read_part(start, end)` gives them: PARTS are read at the same time, so no more are in memory."""
+def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int, at_once: int) -> Iterator[Part]:
+    """The bytes `start` to `end` in order, as `read_part(start, end)` gives them. In memory are the parts that are read `at_once`, and one more."""
     assert 0 <= start <= end, f"{start} to {end}"
     spans = [(at, min(at + PART_BYTES, end)) for at in range(start, end, PART_BYTES)]
     if len(spans) <= 1:
         yield from (read_part(*span) for span in spans)
         return
-    with ThreadPoolExecutor(min(PARTS, len(spans)), "reading") as threads:
+    with ThreadPoolExecutor(min(at_once, len(spans)), "reading") as threads:
         waiting: deque[Future[Part]] = deque()
         try:
             for span in spans:
-                if len(waiting) == PARTS:
+                if len(waiting) > at_once:
                     yield waiting.popleft().result()
                 waiting.append(threads.submit(read_part, *span))
             while waiting:
@@ -90,11 +90,11 @@ def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int) -> 
                 part.cancel()
 
 
-def content_of_parts(file: io.FileIO, size: int, fetch_part: Callable[[int, int], None]) -> FileContent:
-    """What `file` holds after `fetch_part(start, end)` wrote every part of its `size` bytes, PARTS at the same time: hashed as they land, in order."""
+def content_of_parts(file: io.FileIO, size: int, fetch_part: Callable[[int, int], None], at_once: int) -> FileContent:
+    """What `file` holds after `fetch_part(start, end)` wrote every part of its `size` bytes, some `at_once`: hashed as they land, in order."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
     starts = range(0, size, PART_BYTES)
-    with ThreadPoolExecutor(max(1, min(PARTS, len(starts))), "fetching") as threads:
+    with ThreadPoolExecutor(max(1, min(at_once, len(starts))), "fetching") as threads:
         landed = [threads.submit(fetch_part, at, min(at + PART_BYTES, size)) for at in starts]
         try:
             for at, part in zip(starts, landed, strict=True):
