@@ -175,7 +175,7 @@ async def test_a_session_makes_the_calls_in_turn(tmp_path: Path, monkeypatch: py
 
     async def serve(policy: ArtifactRef, version: int, probe: Probe) -> None:
         calls.append(f"serve {version}")
-        pool._served = (policy, version, probe)
+        pool.fleet._served = (policy, version, probe)
 
     async def start() -> None:
         calls.append("start the trainer")

@@ -107,7 +107,7 @@ class Fleet:
 
     async def release(self) -> None:
         """The engines of all hosts give their memory back; nothing is served until the next `serve`."""
-        self._served = None
+        self._served, self.clients, self._serving = None, [], set()
         await asyncio.gather(*(host.release() for host in self.hosts))
 
     async def close(self) -> None:
