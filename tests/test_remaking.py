@@ -19,8 +19,9 @@ from rlpipe.stages.policy import checkpoint, train
 from rlpipe.stages.remaking import export_policy, pruned_versions, restore_policy
 from rlpipe.stages.session import Session
 from rlpipe.store import audit
-from rlpipe.store.artifacts import commit, is_pruned, write_bytes
+from rlpipe.store.artifacts import commit, file_sha256, is_pruned, write_bytes
 from rlpipe.store.backend import open_store
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.trainer.client import NotResident
 from rlpipe.trainer.jobs import LoadJob, SaveJob, TrainJob, check_place, job_of
@@ -214,3 +215,30 @@ async def test_an_export_makes_it_again_and_leaves_the_store_as_it_was(tmp_path:
     assert present(run) == [ITERATIONS] and audit.unreferenced(run) == [] and audit.verify(run)[1] == []
     assert await export_policy(run.config, None, tmp_path / "newest") == ITERATIONS
     assert len(trainer.trained) == 4, "what is there is copied"
+
+
+async def test_differences_keep_their_bases_and_come_back_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = await made(tmp_path / "whole")
+    run = await made(tmp_path / "pruned", "checkpoint.full_every=3", "checkpoint.keep_policies_last=2")
+    assert present(run) == [3, 4, 5, 6], "5 is a difference to 4, and 4 to 3, which is whole"
+    assert audit.verify(run)[1] == [] and audit.unreferenced(run) == []
+    monkeypatch.chdir(tmp_path)
+    trainer = TrainerHere(tmp_path / "pruned", "a")
+
+    async def gang(session: Session) -> TrainerHere:
+        return trainer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "gang", gang)
+        assert await export_policy(run.config, 2, tmp_path / "policy") == 2
+    assert {path.name: file_sha256(path) for path in (tmp_path / "policy").iterdir()} == bits(whole, 2)
+    child = fork(run, 1, override_config(run.config, ["run=c"]))
+    assert pruned_versions(child, 2) == [2]
+    session = session_of(child, tmp_path / "pruned")
+    await restore_policy(session, version=2)
+    await session.close()
+    assert present(run) == [1, 2, 3, 4, 5, 6] and audit.verify(child)[1] == []
+    again = materialise(run.store, run.policy(2)[0], tmp_path / "again")
+    assert {path.name: file_sha256(path) for path in again.iterdir()} == bits(whole, 2)
+    prune(run)
+    assert present(run) == [1, 2, 3, 4, 5, 6], "the fork begins from 2, which is a difference to 1"
