@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
-from rlpipe.store.artifacts import materialise, read_records
+from rlpipe.store.artifacts import read_records
 from rlpipe.store.backend import open_store
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, open_existing
 from rlpipe.trainer.batches import read_rl_batch
 from rlpipe.types import JsonDict, moment_of

@@ -1,5 +1,5 @@
-"""Commands for a run that there is: its services elsewhere (`rlpipe host`, `rlpipe trainer`; Prefect is not needed for them), and
-`rlpipe evaluate`.
+"""Commands for a run that there is: its services elsewhere (`rlpipe host`, `rlpipe trainer`), `rlpipe export` (Prefect is not needed for
+these), and `rlpipe evaluate`.
 
 Here is also what they share with the other commands: the options `--set` and `--store`, and the store itself.
 """
@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -81,6 +82,25 @@ def evaluate(
         metrics = asyncio.run(evaluate_flow(version=version, config=config))
     for name in sorted(metrics, key=by_number):
         typer.echo(f"{name:40s} {metrics[name]:.6g}")
+
+
+def export(
+    run: str,
+    to: Annotated[Path, typer.Option(metavar="DIR", help="the folder, which is not there yet, or empty")],
+    version: Annotated[int | None, typer.Option(metavar="K", help="weight version, by default the newest")] = None,
+    sets: Sets = None,
+    store: StoreUrl = STORE,
+) -> None:
+    """Copy a policy, verified, into a folder in HF format. One that was pruned is made again by a trainer: --set trainer.* says where."""
+    if others := [entry for entry in sets or [] if not entry.startswith("trainer.")]:
+        raise UserError(f"--set {others[0]}: a policy is as it was trained; what may be set is trainer.*")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    overrides = [*(sets or []), f"store={json.dumps(store)}"]
+    config = override_config(open_existing(readable_store(store), run).config, overrides)
+    from rlpipe.stages.remaking import export_policy
+
+    number = asyncio.run(export_policy(config, version, to))
+    typer.echo(f"version {number} of run {run} is in {to}")
 
 
 def host(

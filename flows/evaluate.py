@@ -9,10 +9,12 @@ from prefect import flow
 from flows.session import open_session, run_name
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config
+from rlpipe.stages.remaking import committed_version, is_missing_to_evaluate
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import BEFORE_SFT, Run, find_run
+from rlpipe.store.run import Run, find_run
 from rlpipe.types import JsonDict, Metrics, UserError
 from tasks.stages import evaluate as evaluate_task
+from tasks.stages import restore_policy
 
 
 @flow(name="evaluate", flow_run_name=run_name("evaluate"), persist_result=False)
@@ -31,6 +33,8 @@ async def evaluate(changes: JsonDict | None = None, version: int | None = None, 
     newest = await asyncio.to_thread(version_to_evaluate, run, version)
     async with open_session(config) as session:
         policy, _ = session.run.policy(newest)
+        if await asyncio.to_thread(is_missing_to_evaluate, session.run, newest):
+            await restore_policy(session, version=newest)
         evaluated = await evaluate_task(session, policy=policy, version=newest)
         session.tracker.evaluated(newest)
         return evaluated.metrics
@@ -40,10 +44,4 @@ def version_to_evaluate(run: Run, version: int | None) -> int:
     """The version that is asked for, or the newest one; UserError when it is not committed, or there is nothing to evaluate it on."""
     if not run.config.sets("evaluation"):
         raise UserError(f"run {run.name} has no data set of use = 'evaluation': there is nothing to evaluate it on")
-    if not run.has_base:
-        raise UserError(f"run {run.name} has no policy yet: `rlpipe run ... --run {run.name}` makes one")
-    oldest = BEFORE_SFT if run.num_segments else 0
-    newest = run.num_iterations if run.sft_complete else oldest
-    if version is not None and not oldest <= version <= newest:
-        raise UserError(f"version {version} of run {run.name} is not committed: there are {oldest} to {newest}")
-    return newest if version is None else version
+    return committed_version(run, version)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prefect import flow
 
 from flows.rl_async import rl_async_iteration
@@ -10,8 +12,9 @@ from flows.rl_overlap import rl_overlap_iteration
 from flows.session import begin_rl, open_session, reason_to_end, requested, run_name
 from flows.ui import ended, watch
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.stages.remaking import pruned_versions
 from rlpipe.types import JsonDict
-from tasks.stages import evaluate, reload_engines
+from tasks.stages import evaluate, reload_engines, restore_policy
 
 ITERATION = {"none": rl_iteration, "steps": rl_overlap_iteration, "iteration": rl_async_iteration}  # by `rl.overlap`
 
@@ -33,6 +36,8 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
                 await session.gang()  # before the engines: of two runs that each hold one of two full pools, both would wait
             policy, _ = session.run.policy(iteration)
             if not config.rl.rollouts_from:  # else they are needed to evaluate only
+                for version in await asyncio.to_thread(pruned_versions, session.run, iteration):
+                    await restore_policy(session, version=version)
                 await reload_engines(session, policy=policy, version=iteration)
             if iteration == 0 and config.sets("evaluation"):
                 await evaluate(session, policy=policy, version=0)

@@ -144,7 +144,7 @@ async def end_iteration(session: Session, iteration: int, sampled: Sampled, trai
         await stages.reload_engines(session, policy=policy, version=iteration + 1)
     artifacts = {"prompts": sampled.prompts.ref, "batch": sampled.batch.ref, "policy": policy}
     metrics = over_rounds([scored.metrics for scored in sampled.scores])
-    metrics |= {**sampled.prompts.metrics, **sampled.batch.metrics, **trained.training.metrics}
+    metrics |= {**sampled.prompts.metrics, **sampled.batch.metrics, **trained.policy.metrics}
     if not redone and evaluation_due(config, iteration + 1):
         evaluation = await stages.evaluate(session, policy=policy, version=iteration + 1)
         artifacts["evaluation"] = evaluation.ref

@@ -157,6 +157,7 @@ async def begin_rl(session: stages.Session) -> int:
     if not run.sft_complete:
         raise UserError(f"the SFT of run {run.name} is not complete: start post-train or sft first, or set sft.num_steps = 0")
     await prepare(session)
+    session.retention.prune()
     return session.num_committed("rl")
 
 

@@ -21,10 +21,12 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows.terminal import bar, iteration_line, say
-from rlpipe.report.curves import BEFORE_RL, before_after, draw_curves, evaluations, policy_tags, reward_svg
+from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, before_after, draw_curves, evaluations, policy_tags, reward_svg
 from rlpipe.report.show import TrainedGroup, parts_text, trained_groups
 from rlpipe.report.tracking import ROLLOUTS
+from rlpipe.stages.remaking import restore_policy
 from rlpipe.stages.session import Session
+from rlpipe.store.artifacts import is_pruned
 from rlpipe.types import IterationRecord
 
 ROLLOUTS_SHOWN = 16
@@ -143,11 +145,14 @@ async def publish_report(session: Session, total: int) -> RunReport:
     curve = Path.cwd() / f"{run.name}-curves.png"
     await asyncio.to_thread(draw_curves, run, total, curve)
     ref, manifest = run.policy(total)
-    folder = run.store.address(f"{ref.folder}/{manifest.file('config.json').name.split('/')[0]}")
+    if await asyncio.to_thread(is_pruned, run.store, ref.folder):  # fewer iterations are planned now than were done
+        await restore_policy(session, version=total)
+    folder = run.store.address(f"{ref.folder}/{manifest.files[0].name.split('/')[0]}")
     compared, evaluated = before_after(run, total), evaluations(run, total)
     lineage = await asyncio.to_thread(policy_tags, run, total)
     session.tracker.publish(folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage)
-    lines = [f"# {run.name}, {total} iterations", "", f"The policy: `{folder}`", "", *_preformatted(compared)]
+    export = f", a difference: `{lineage[EXPORT_TAG]}` makes a model folder of it" if EXPORT_TAG in lineage else ""
+    lines = [f"# {run.name}, {total} iterations", "", f"The policy: `{folder}`{export}", "", *_preformatted(compared)]
     await _show(f"{_key(session)}-report", [*lines, _image("png", curve.read_bytes())], "Before and after RL, curves")
     return {"run": run.name, "policy": folder, "curves": str(curve), "before_after": compared}
 

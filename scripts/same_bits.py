@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 SMALL = [
     "sft.num_steps=12", "sft.segment_steps=4", "sft.decay_steps=12", "sft.warmup_steps=2", "sft.batch_size=16", "rl.num_prompts=8",
@@ -60,10 +61,18 @@ def facts(folder: Path, run: str) -> Iterator[tuple[str, object]]:
     for path in sorted((folder / "rlpipe-store" / "runs" / run).rglob("manifest.json")):
         manifest = json.loads(path.read_text())
         if manifest["stage"].split("/", 1)[0] in COMPARED:
-            files = sorted((record["name"].split("/", 1)[1], record["sha256"]) for record in manifest["files"])
+            files = sorted(
+                (record["name"].rpartition("/")[2], record["sha256"]) for record in whole_files(path.parent, manifest)
+            )
             inputs = sorted(name for name in manifest["inputs"] if not name.startswith("source "))
             stage = f"{manifest['phase']}/{manifest['iteration']:05d}/{manifest['stage']}"
             yield stage, (files, manifest["settings_sha256"], inputs)
+
+
+def whole_files(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The files of an artifact as they are when whole, also of a policy that is stored as a difference."""
+    deltas = [folder / record["name"] for record in manifest["files"] if record["name"].endswith("/delta.json")]
+    return json.loads(deltas[0].read_text())["files"] if deltas else manifest["files"]
 
 
 def compared(old: Path, new: Path, run: str, other: str = "") -> int:

@@ -20,7 +20,7 @@ from prefect.states import Cancelling, Completed
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import RequestRefused
 from rlpipe.services.finder import StartService
-from rlpipe.stages import base, evaluation, filtering, generation, importing, policy, sampling, scoring, sft, steps
+from rlpipe.stages import base, evaluation, filtering, generation, importing, policy, remaking, sampling, scoring, sft, steps
 from rlpipe.stages.session import Session
 from rlpipe.types import StageResult, StepRefused, StoreError, UserError
 
@@ -96,6 +96,7 @@ score_step = _task(steps.score_step)
 train = _task(policy.train)
 train_step = _task(policy.train_step, verb="train")
 checkpoint = _task(policy.checkpoint)
+restore_policy = _task(remaking.restore_policy)
 reload_engines = _task(policy.reload_engines)
 evaluate = _task(evaluation.evaluate)
 

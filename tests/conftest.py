@@ -1,100 +1,39 @@
-"""Shared by all tests: a real S3 server (SeaweedFS), and stores on both kinds of URL."""
+"""Shared by all tests: an S3 server, and stores on both kinds of URL."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import time
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from rlpipe.processes.launch import free_port
 from rlpipe.store.backend import Store, open_store
 from tests.pipeline import Folder, Undisturbed, run_undisturbed
 from tests.prefect_stand import bare_server
+from tests.s3_world import S3Proxy, S3Server, serving
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-START_TIMEOUT_S = 60
 # no test asserts a time: on a busy machine the default of 200 ms an example is a coin toss
 settings.register_profile("rlpipe", deadline=None)
 settings.load_profile("rlpipe")
 
 
-@dataclass(frozen=True)
-class S3Server:
-    """A SeaweedFS S3 server with one bucket and one pair of credentials."""
-
-    endpoint: str
-    bucket: str
-    environment: dict[str, str]
-
-    def url(self) -> str:
-        return f"s3://{self.bucket}/{uuid.uuid4().hex[:8]}"
-
-
-def _start_weed(folder: Path, endpoint_port: int) -> subprocess.Popen[bytes]:
-    identity = {
-        "name": "test",
-        "credentials": [{"accessKey": "test-key", "secretKey": "test-secret"}],
-        "actions": ["Admin", "Read", "List", "Tagging", "Write"],
-    }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    ports = ["master", "volume", "filer"]
-    options = [f"-{name}.port={free_port()}" for name in ports] + [f"-{name}.port.grpc={free_port()}" for name in ports]
-    command = [
-        str(Path(sys.executable).parent / "weed"), "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-        f"-s3.port={endpoint_port}", f"-s3.port.grpc={free_port()}", f"-admin.port={free_port()}", f"-admin.port.grpc={free_port()}",
-        "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
-        f"-s3.config={folder}/s3.json", "-bucket=rlpipe", *options,
-    ]  # fmt: skip
-    log = (folder / "weed.log").open("wb")
-    with log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "GOMEMLIMIT": "512MiB"}, cwd=folder)
-
-
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    folder = tmp_path_factory.mktemp("weed")
-    port = free_port()
-    process = _start_weed(folder, port)
-    environment = {
-        "AWS_ACCESS_KEY_ID": "test-key",
-        "AWS_SECRET_ACCESS_KEY": "test-secret",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        _wait_for_bucket(process, folder)
-        yield S3Server(environment["AWS_ENDPOINT_URL"], "rlpipe", environment)
-    finally:
-        process.kill()
-        process.wait(timeout=10)
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+    with serving(tmp_path_factory.mktemp("weed")) as server:
+        yield server
 
 
-def _wait_for_bucket(process: subprocess.Popen[bytes], folder: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    last = ""
-    while time.monotonic() < deadline:
-        assert process.poll() is None, (folder / "weed.log").read_text()[-2000:]
-        try:
-            open_store("s3://rlpipe/ready").put("probe", b"x")
-            return
-        except OSError as error:
-            last = str(error)
-            time.sleep(0.5)
-    raise AssertionError(f"SeaweedFS did not start in {START_TIMEOUT_S} s: {last}\n{(folder / 'weed.log').read_text()[-2000:]}")
+@pytest.fixture
+def s3_proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
+    """A proxy before the S3 server; stores that are opened now go through it."""
+    proxy = S3Proxy(s3_server.endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    yield proxy
+    proxy.close()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ NOT_HERE: dict[str, dict[str, str]] = {
     "docs/benchmarks.md": {
         ".venv/bin/python benchmarks/compare_trl.py": "TRL's own environment (1.6 GB), and many minutes of training",
         **dict.fromkeys(
-            (f".venv/bin/python benchmarks/{name}.py" for name in ("trainer", "overlap", "flow_process", "growth")),
+            (f".venv/bin/python benchmarks/{name}.py" for name in ("trainer", "overlap", "flow_process", "growth", "store")),
             "minutes of measuring, on a machine that does nothing else",
         ),
     },
@@ -38,6 +38,9 @@ NOT_HERE: dict[str, dict[str, str]] = {
     },
     "docs/overlap.md": {
         ".venv/bin/rlpipe run tiny": "minutes of training: test_e2e_overlap.py runs the same, shortened, and kills it"
+    },
+    "docs/store.md": {
+        ".venv/bin/python benchmarks/deltas.py": "minutes of training a real model: test_deltas_trainer.py trains fifty steps of a small one"
     },
     "docs/tracking.md": {".venv/bin/mlflow ui": "a server that stays up: test_e2e_mlflow.py starts one and looks at its pages"},
     "docs/services.md": {

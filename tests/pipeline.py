@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from rlpipe.store.backend import Store, open_store
+from rlpipe.store.local_copy import whole_files
 from rlpipe.store.run import open_existing
 
 BIN = Path(sys.executable).parent
@@ -77,9 +78,10 @@ class Folder:
         return open_store(self.store)
 
     def final_sha256(self, run: str, num_iterations: int) -> str:
-        """The sha256 of the final policy's safetensors."""
-        _, manifest = open_existing(self.open_store(), run).policy(num_iterations)
-        return manifest.file("model.safetensors").sha256
+        """The sha256 of the final policy's safetensors, whole, however it is stored."""
+        store = self.open_store()
+        ref, _ = open_existing(store, run).policy(num_iterations)
+        return whole_files(store, ref)["model.safetensors"].sha256
 
     def evaluation(self, run: str, version: int) -> dict[str, float]:
         found = open_existing(self.open_store(), run)

@@ -104,6 +104,8 @@ class SlowEngine:
     async def clients(self, version: int) -> list[EngineClient]:
         return self.clients_now
 
+    async def release(self) -> None: ...
+
     async def close(self) -> None: ...
 
 

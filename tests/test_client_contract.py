@@ -226,6 +226,19 @@ async def test_a_load_changes_the_version_and_the_model(client: EngineClient) ->
         assert_logprobs(await client.score(PROMPT, 4), reference_logprobs(tiny_model(seed), PROMPT[:1], PROMPT[1:]))
 
 
+@pytest.mark.skipif(ENGINE_KIND != "local", reason="SGLang and vLLM give back the memory of GPUs only")
+async def test_memory_is_given_back_and_with_a_load_it_serves_again(client: EngineClient) -> None:
+    version, expected = await client.weight_version(), await sample(client, request(PROMPT))
+    running = asyncio.create_task(sample(client, request(PROMPT, max_new_tokens=450)))
+    await asyncio.sleep(0.1)
+    await client.release()
+    assert (await running)[0].finish_reason in ("abort", "length"), "what is in flight is aborted"
+    await client.resume()
+    await client.load(str(served(0)), version + 1)
+    assert await client.weight_version() == version + 1
+    assert [c.tokens for c in await sample(client, request(PROMPT))] == [c.tokens for c in expected]
+
+
 async def test_what_is_in_flight_goes_on_with_the_new_weights_and_says_so(client: EngineClient) -> None:
     async def over_a_load(version: int, seed: int, delay_s: float) -> list[Completion]:
         requests = [request([3 + i, 9, 11], temperature=1.0, max_new_tokens=450, seed=i) for i in range(4)]

@@ -173,7 +173,7 @@ def test_every_field_has_a_description() -> None:
 def test_config_types_and_commands_import_nothing_heavy_and_the_flow_process_no_torch() -> None:
     program = (
         "import sys; import rlpipe.config.pipeline, rlpipe.config.source, rlpipe.types\n"
-        "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'fsspec', 's3fs'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'obstore', 'botocore'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "import flows.cli, rlpipe.engines.local.server\n"
         "assert not {'torch', 'transformers', 'prefect'} & set(sys.modules)\n"

@@ -35,6 +35,7 @@ SETTINGS = {  # preset and overrides: sha256 of the settings of all stages, at b
     "calculator": "3c19fd5ded881538cf7f294de4f14dfb77f9608b7a6dff30aa999eaa4f59152f",
     "gsm8k-0.5b": "0dd493de90c2d54983db9113b5e81ff04e418e6475e683a29aff3671561941ab",
     "multi-node": "e6a9ed2eb2536223a5fc8b27b78501807756418de0e3e2d52b3668c8fec0240f",
+    "one-gpu": "95f4585d2f3379a2d9360121645f7fde70ebb8c5228786ddfb480ec1e3d8ff8d",
     "palindromes": "ec24784fab8a7e0618d4aea0391ebf16e6fe2553bb4d3dc351c992809ad8f9f7",
     "smollm2": "2636ee8e7a6daa78882de437a240996b28ec9aa13c6f3a8fb9497aada9207e7e",
     "sums": "6efc627ca6ce21d058e70a746b57492d1d38544657585c094f80e3fd2ae7408b",
@@ -99,8 +100,9 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
     newer: dict[str, JsonDict] = {  # what came since
         "tracking": {"project": "rlpipe"},
         "trainer": {"deployment": "", "split_over": "gang"},
-        "engines": {"deployment": "", "progress_timeout_s": 600.0},
+        "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False},
         "rl": {"reference": "", "overlap": "none"},
+        "checkpoint": {"full_every": 1, "keep_states": 0, "keep_policies_last": 0, "keep_policies_every": 0},
         "evaluation": {"completion_tokens_max": None, "temperature": 1.0, "top_p": None, "rewards": {}},
     }
     assert stored == RECORD["config"] | {section: RECORD["config"][section] | fields for section, fields in newer.items()}

@@ -1,5 +1,6 @@
 """Data sets: what is loaded, how it is split, and how bad rows are named."""
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from rlpipe.config.pipeline import DataConfig
 from rlpipe.data.sources import in_part, load_conversations, load_prompts, split_point
 from rlpipe.records.prompt import Prompt
+from rlpipe.store.backend import open_store
 from rlpipe.types import UserError, canonical_json, plain_json
+from tests.s3_world import S3Server
 
 WORDS = {"min_word_len": 3, "max_word_len": 10}
 
@@ -31,6 +34,14 @@ def jsonl(folder: Path, rows: Sequence[object]) -> Path:
 
 def words(**fields: object) -> DataConfig:
     return config("reasoning_gym:spell_backward", **{"rows_max": 300, "args": WORDS, **fields})
+
+
+def test_a_data_set_on_s3_is_read(s3_server: S3Server) -> None:
+    store, file = open_store(s3_server.url()), io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["2+2?", "3+3?"], "answer": [4, 6]}), file)
+    store.put("rows.parquet", file.getvalue())
+    prompts = load_prompts(config("datasets:parquet", args={"data_files": store.address("rows.parquet")}), seed=0)
+    assert [(prompt.messages[-1]["content"], prompt.answer) for prompt in prompts] == [("2+2?", "4"), ("3+3?", "6")]
 
 
 def test_jsonl_prompts_carry_answer_and_other_columns(tmp_path: Path) -> None:

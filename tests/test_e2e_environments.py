@@ -13,7 +13,7 @@ import pytest
 
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.environments.calculator import Calculator
-from rlpipe.store.artifacts import materialise
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, open_existing
 from tests.engine_fixtures import reference_logprobs
 from tests.pipeline import Folder, descendants, kill_group

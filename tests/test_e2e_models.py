@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.models.small import small_config, small_model
-from rlpipe.store.artifacts import materialise
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import open_existing
 from rlpipe.trainer.batches import read_conversations
 from rlpipe.trainer.packing import TrainSequence

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.store.artifacts import materialise
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, open_existing
 from tests.pipeline import BIN, Folder
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlpipe.store.artifacts import materialise
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import open_existing
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 

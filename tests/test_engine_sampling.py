@@ -105,7 +105,7 @@ def test_keys() -> None:
     scheduler: Any = SimpleNamespace(model=SimpleNamespace(folder="/a/model"))
     limits = ModelLimits(VOCAB, 512, ())
     both, one, none = (Routes(scheduler, limits, *keys) for keys in (("api", "admin"), ("api", ""), ("", "")))
-    assert len(both.control) == 6
+    assert len(both.control) == 8
     for path in both.control:
         assert both.key_wanted(path) == "admin" and one.key_wanted(path) == "api"
     assert both.key_wanted("/generate") == "api" and both.key_wanted("/health") == "" and none.key_wanted("/generate") == ""

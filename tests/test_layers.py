@@ -17,7 +17,7 @@ RANK = {
     "engines": 3, "trainer": 3,
     "stages": 4,
 }  # fmt: skip
-ONLY_IN = {"fsspec": "store", "s3fs": "store", "mlflow": "report"}
+ONLY_IN = {"obstore": "store", "botocore": "store", "mlflow": "report"}
 NEVER_IN_RLPIPE = {"prefect", "tasks", "flows"}
 TORCH_IN = {"trainer", "engines", "algorithms", "models"}
 TORCH_PROCESS = "rewards/worker.py"  # a process of its own, imported by nothing

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlpipe.engines.local.model import LocalModel, SlotCache
 from rlpipe.models.causal import empty_model, hf_config, probe_tokens, restore_buffers, small_windows
 from rlpipe.models.small import small_config, small_model
-from rlpipe.store.artifacts import materialise
+from rlpipe.store.local_copy import materialise
 from rlpipe.trainer.batches import read_conversations
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from rlpipe.data.new_tokenizer import END, PAD, build_tokenizer
 from rlpipe.records.rollout import SCORES, Rollout
-from rlpipe.store.artifacts import materialise, read_records
+from rlpipe.store.artifacts import read_records
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, open_existing
 from tests.engine_fixtures import ENGINE_KIND
 from tests.engine_world import KINDS, SAMPLERS
@@ -86,3 +87,13 @@ def test_a_base_model_learns_to_end_its_turns_and_a_killed_engine_loses_nothing(
     policy = materialise(run.store, run.policy(ITERATIONS)[0], folder.path / "policy")
     told_stops = json.loads((policy / "generation_config.json").read_text())["eos_token_id"]
     assert end in told_stops, "whoever serves the policy stops where it was taught to"
+
+
+@pytest.mark.skipif(ENGINE_KIND == "local", reason="test_e2e_lora.py")
+def test_an_adapter_merged_on_the_node_is_served_and_proved(folder: Folder, base: Path) -> None:
+    """The first version is the base as it is, the next ones are reloaded; each is served once its probe holds."""
+    lora = ["model.adapter=lora", "model.adapter_rank=4", "sft.num_steps=0", "rl.num_iterations=2", "engines.count=1"]
+    folder.complete("a", *SETS, *KINDS[ENGINE_KIND], f"model.path={base}", *lora, timeout_s=TIMEOUT_S)
+    run = open_existing(folder.open_store(), "a")
+    assert [record.metrics["train/mismatch_abs_mean"] < 1e-4 for record in run.iterations(2)] == [True, True]
+    assert run.policy(2)[1].file("adapter_model.safetensors").bytes < 0.1 * run.policy(0)[1].file("model.safetensors").bytes

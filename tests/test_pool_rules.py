@@ -53,6 +53,12 @@ class Played(EngineClient):
     async def load(self, model_path: str, version: int) -> None:
         raise NotImplementedError
 
+    async def release(self) -> None:
+        raise NotImplementedError
+
+    async def resume(self) -> None:
+        raise NotImplementedError
+
     async def weight_version(self) -> int:
         raise NotImplementedError
 
@@ -82,6 +88,8 @@ class PlayedHost:
         if self.fault:
             raise self.fault
         return [*self.engines]
+
+    async def release(self) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -17,6 +17,7 @@ from rlpipe.engines.commands import EngineAddress, argv_of
 from rlpipe.engines.weights import Probe, Weights
 from rlpipe.report.plan import plan_lines
 from rlpipe.rewards.registry import resolve
+from rlpipe.store.limits import gpus_held
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.toml"))
@@ -51,7 +52,7 @@ def test_the_page_states_the_gpus_that_each_preset_asks_for() -> None:
     assert sorted(name for name, _ in rows) == NAMES
     for name, cells in rows:
         config = read_config(name, [], PRESETS)
-        num_gpus = sum(part.nodes * len(part.gpu_ids) for part in (config.trainer, config.engines))
+        num_gpus = gpus_held(config, "rl")
         stated = re.search(r"\| (\d+) \|", cells)
         assert num_gpus == (int(stated[1]) if stated else 0), name
 

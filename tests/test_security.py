@@ -29,8 +29,9 @@ from rlpipe.engines.remote import HostService
 from rlpipe.engines.weights import Probe
 from rlpipe.rewards.http import HttpScorer, RewardService
 from rlpipe.services.registration import KEY_VARIABLE, service_key
-from rlpipe.store.artifacts import commit, file_sha256, materialise, new_attempt, write_bytes
+from rlpipe.store.artifacts import commit, file_sha256, new_attempt, write_bytes
 from rlpipe.store.backend import Store, open_store
+from rlpipe.store.local_copy import materialise
 from rlpipe.trainer import server as bounded
 from rlpipe.trainer.jobs import Board
 from rlpipe.trainer.process import TrainerOptions

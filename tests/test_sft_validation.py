@@ -29,7 +29,8 @@ from rlpipe.stages.sft import (
     select_segment,
     validation_losses,
 )
-from rlpipe.store.artifacts import commit, materialise
+from rlpipe.store.artifacts import commit
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.trainer.server import Trainer
 from rlpipe.types import ArtifactRef, Manifest, StageResult, UserError, canonical_json

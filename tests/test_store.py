@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.config.source import read_config
-from rlpipe.store import artifacts
+from rlpipe.store import artifacts, local_copy
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import Manifest, StoreError, UserError, canonical_json, sha256_of
@@ -121,12 +121,12 @@ def test_materialise_verifies_and_appears_whole(store: Store, tmp_path: Path) ->
     record = artifacts.write_file(store, "p", "a1", "w.bin", source)
     assert record.sha256 == hashlib.sha256(source.read_bytes()).hexdigest()
     ref, _ = artifacts.commit(store, "p", manifest_of([record]))
-    folder = artifacts.materialise(store, ref, tmp_path / "local")
+    folder = local_copy.materialise(store, ref, tmp_path / "local")
     assert (folder / "w.bin").read_bytes() == source.read_bytes()
-    assert artifacts.materialise(store, ref, tmp_path / "local") == folder
+    assert local_copy.materialise(store, ref, tmp_path / "local") == folder
     store.put("p/a1/w.bin", b"torn")
     with pytest.raises(StoreError, match=r"w\.bin"):
-        artifacts.materialise(store, ref, tmp_path / "elsewhere")
+        local_copy.materialise(store, ref, tmp_path / "elsewhere")
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -136,7 +136,7 @@ def test_parts_of_a_file_are_read_and_verified(store: Store, tmp_path: Path, mon
     source = tmp_path / "w.bin"
     source.write_bytes(data)
     record, blocks = artifacts.write_file(store, "p", "a1", "w.bin", source), artifacts.blocks_of(source)
-    monkeypatch.setattr("rlpipe.store.backend.PART_BYTES", 1500)
+    monkeypatch.setattr("rlpipe.store.transfer.PART_BYTES", 1500)
     for start, end in ((0, 8), (999, 1001), (2000, 3000), (17, 25_599), (25_000, 25_600), (5, 5)):
         for known in (blocks, None):
             assert artifacts.read_range(store, "p", record, known, start, end) == data[start:end]

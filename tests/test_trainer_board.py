@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlpipe.config.training import RlConfig
-from rlpipe.trainer.jobs import Board, GangJob, JobRecord, JobRefused, LoadJob, NewModel, RlJob, SaveJob
+from rlpipe.trainer.jobs import Board, GangJob, JobRecord, JobRefused, LoadJob, NewModel, OffloadJob, RlJob, SaveJob
 from rlpipe.types import ArtifactRef
 
 LOAD = LoadJob("a", NewModel({}, 0), None, None)
@@ -35,6 +35,26 @@ def test_a_job_asked_twice_is_done_once() -> None:
     saved = do(board, SAVE)
     assert board.submit(SAVE) is saved and board.submit(TRAIN) is trained
     assert board.next(0) is None
+
+
+def test_an_offload_leaves_the_position_and_holds_until_the_next_job() -> None:
+    board, offload = Board(), OffloadJob("offload")
+    do(board, offload)  # with nothing resident
+    do(board, LOAD)
+    trained, first = do(board, TRAIN), do(board, offload)
+    assert board.position == "b" and board.submit(offload) is first
+    assert board.submit(TRAIN) is trained and board.submit(offload) is first, "what is answered from memory brings nothing back"
+    saved = do(board, SAVE)
+    again = do(board, offload)
+    assert again is not first and board.submit(SAVE) is saved and board.submit(offload) is again
+    with pytest.raises(JobRefused, match="not resident"):
+        board.submit(replace(SAVE, position="elsewhere"))
+    assert board.submit(offload) is again, "a job that was refused brings nothing back"
+    failed = board.submit(replace(TRAIN, start="b", result="c"))
+    assert board.next(0) is failed
+    board.finish(failed, 422, {})
+    do(board, offload)
+    assert board.position is None
 
 
 def test_what_is_not_resident_is_refused() -> None:

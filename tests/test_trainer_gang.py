@@ -172,6 +172,51 @@ def test_a_state_moves_between_one_and_two_ranks(gang: GangUnderTest, solo: Trai
     assert world.digests(again["state"]) == world.digests(two["state"])
 
 
+def test_an_adapter_of_two_ranks_is_that_of_one_and_its_state_moves_between_them(
+    gang: GangUnderTest, solo: Trainer, data: ArtifactRef, store: Store
+) -> None:
+    world.run(solo, "load", world.load_new("new"))
+    base = world.saved(store, "base-of-adapter", world.run(solo, "save", world.save("new", "base-of-adapter", None))["policy"])
+    fresh = world.load_ref("fresh", "policy", base) | {"adapter": {"settings": {"rank": 3, "alpha": 6.0}, "seed": 1}}
+    job, place = world.train("fresh", "one", "rl", data, SETTINGS), "runs/a/rl/00021"
+    gang.do("load", fresh)
+    world.run(solo, "load", fresh)
+    metrics, expected = gang.do("train", job)["metrics"], world.run(solo, "train", job)["metrics"]
+    for metric in ("train/loss", "train/grad_norm", "train/entropy"):
+        assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5, abs=1e-6), metric
+    two = gang.do("save", world.save("one", f"{place}/policy", f"{place}/state"))
+    one = world.run(solo, "save", world.save("one", "adapter-1", "adapter-state-1"))
+    gradients, ref = moments(solo, f"{place}/state", two["state"])
+    others, _ = moments(solo, "adapter-state-1", one["state"])
+    assert gradients.keys() == others.keys() and all(".lora_" in name for name in gradients)
+    for name, moment in others.items():
+        assert float((gradients[name] - moment).double().norm()) <= 1e-5 * float(moment.double().norm()), name
+    world.run(solo, "load", world.load_ref("one", "state", ref))
+    again = world.run(solo, "save", world.save("one", "adapter-2", "adapter-state-2"))
+    assert world.digests(again["policy"]) == world.digests(two["policy"])
+    gang.do("load", world.load_ref("one", "state", world.saved(store, "adapter-state-2", again["state"])))
+    back = gang.do("save", world.save("one", "runs/a/rl/00022/policy", "runs/a/rl/00022/state"))
+    assert world.digests(back["policy"]) == world.digests(two["policy"])
+    assert world.digests(back["state"]) == world.digests(two["state"])
+
+
+def test_an_offload_changes_no_bit_of_two_ranks(gang: GangUnderTest, data: ArtifactRef, folder: Path) -> None:
+    parked = [Path(gang.options.work_dir) / "offload" / f"rank-{rank}" for rank in range(2)]
+    digests = []
+    for number, offloads in enumerate((False, True), 4):
+        gang.do("load", world.load_new("new"))
+        for start, result in (("new", "one"), ("one", "two")):
+            gang.do("train", world.train(start, result, "rl", data))
+            if offloads:
+                gang.do("offload", {"kind": "offload"})
+                assert all(path.stat().st_size > 0 for path in parked)
+        places = (f"runs/a/rl/{number:05d}/policy", f"runs/a/rl/{number:05d}/state")
+        saved = gang.do("save", world.save("two", *places))
+        assert not any(path.exists() for path in parked)
+        digests.append((world.digests(saved["policy"]), world.digests(saved["state"])))
+    assert digests[0] == digests[1]
+
+
 def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
     assert gang.ask("health", token="wrong")[0] == 401
     assert gang.ask("nothing")[0] == 404 and gang.ask("nothing", {})[0] == 404

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlpipe.models.small import small_config
 from rlpipe.stages.policy import first_step_faults
 from rlpipe.stages.training import warn_of_differences
-from rlpipe.store.artifacts import file_sha256, materialise
+from rlpipe.store.artifacts import file_sha256
+from rlpipe.store.local_copy import materialise
 from rlpipe.trainer import server
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.packing import Rows
@@ -276,7 +277,7 @@ def test_a_state_says_what_made_it_and_a_load_what_differs(trainer: Trainer, cap
     files = {name: store.read(f"state/a1/{name}") for name in world.digests(saved["state"])}
     document = json.loads(files["state.json"])
     made_by = document["made_by"]
-    assert made_by.keys() == {"torch", "cuda", "nccl", "device", "ranks", "threads"}
+    assert made_by.keys() == {"torch", "cuda", "nccl", "device", "ranks", "copies", "threads"}
     assert (made_by["torch"], made_by["ranks"]) == (torch.__version__, "1")
     ref = world.saved(store, "state", saved["state"])
     assert world.run(trainer, "load", world.load_ref("a", "state", ref))["differs"] == ""

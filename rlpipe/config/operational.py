@@ -105,6 +105,9 @@ class EnginesConfig(ServiceConfig):
 
     kind: Literal["local", "sglang", "vllm"] = Field(default="local", description="rlpipe's own (transformers), SGLang or vLLM")
     count: int = Field(default=1, ge=1, le=1024, description="Engines per node")
+    colocate: bool = Field(
+        default=False, description="Trainer and engines have the same GPUs and take turns in their memory (docs/gpu.md)"
+    )
     python: str = Field(default="", description="Interpreter that has SGLang or vLLM installed; empty: this one")
     flags: list[str] = Field(default_factory=list, description="More flags for SGLang's or vLLM's server")
     environment: dict[str, str] = Field(default_factory=dict, description="More environment variables for the engines")

@@ -26,6 +26,7 @@ OPERATIONAL_FIELDS = {
     "rl.on_mismatch",
     "rl.mismatch_max",
 }
+ADAPTER_FIELDS = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
 STORED = "stored"  # the context in which pydantic reads what is in a store
 # fields of older versions, by section, with the value that every run now works with
 RETIRED: dict[str, dict[str, float]] = {
@@ -62,6 +63,18 @@ class ModelConfig(BaseModel, **STRICT):
     chat_template_args: dict[str, Any] = Field(
         default_factory=dict,
         description='More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas',
+    )
+    adapter: Literal["none", "lora"] = Field(
+        default="none",
+        description="What is trained: all weights, or a LoRA adapter beside those of the base, which stay as they are",
+    )
+    adapter_rank: int = Field(default=8, ge=1, le=4096, description="Rank of the adapter's matrices")
+    adapter_alpha: float = Field(
+        default=16.0, gt=0, le=1e6, description="What the adapter computes is multiplied by adapter_alpha / adapter_rank"
+    )
+    adapter_targets: list[str] = Field(
+        default_factory=list,
+        description='Linear layers with an adapter, by name or its end, for example `["q_proj", "v_proj"]`; empty: all but the head',
     )
 
 
@@ -113,10 +126,28 @@ class EvaluationConfig(BaseModel, **STRICT):
 
 
 class CheckpointConfig(BaseModel, **STRICT):
-    """What is kept to go on from."""
+    """What is kept to go on from. What is pruned, and how it is made again: docs/store.md."""
 
     state_every: int = Field(
         default=5, ge=1, le=100_000, description="Iterations between training states: the most that resume replays"
+    )
+    keep_states: int = Field(
+        default=0,
+        ge=0,
+        le=100_000,
+        description="Training states of RL that stay, the newest; 0: all. A fork further back replays more",
+    )
+    keep_policies_last: int = Field(
+        default=0, ge=0, le=100_000, description="Policies of RL that stay, the newest; 0: all, and none is pruned"
+    )
+    keep_policies_every: int = Field(
+        default=0, ge=0, le=100_000, description="Weight versions between policies that stay as well; 0: none stays for that"
+    )
+    full_every: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="Weight versions between policies that are stored whole; those between are stored as differences to the one before",
     )
 
 
@@ -140,7 +171,9 @@ class PipelineConfig(BaseModel, **STRICT):
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Where and how fast it trains")
     engines: EnginesConfig = Field(default_factory=EnginesConfig, description="Where and how fast it samples")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="How often training states are kept")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="What is kept of training states and policies"
+    )
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
 
     @model_validator(mode="before")
@@ -202,6 +235,9 @@ def stored_tree(config: PipelineConfig) -> JsonDict:
     for data in tree["data"]:
         if data["on_too_long"] is None:  # as before there was such a choice
             del data["on_too_long"]
+    if config.model.adapter == "none":
+        for name in ADAPTER_FIELDS:
+            del tree["model"][name]
     return tree | {section: tree[section] | fields for section, fields in RETIRED.items()}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from rlpipe.config.colocation import broken_colocation
 from rlpipe.config.operational import LOCAL_THREADS
 from rlpipe.config.overlap import broken_overlap
 
@@ -45,6 +46,7 @@ def broken_rules(config: PipelineConfig) -> Iterator[str]:
     yield from broken_overlap(config.rl)
     yield from _of_stored_rollouts(config)
     yield from _of_places_and_limits(config)
+    yield from _of_what_is_kept(config)
 
 
 def _of_numbers(name: str, value: object) -> Iterator[str]:
@@ -60,6 +62,10 @@ def _of_numbers(name: str, value: object) -> Iterator[str]:
 
 
 def _of_model(model: ModelConfig) -> Iterator[str]:
+    for name in ("adapter_rank", "adapter_alpha", "adapter_targets") if model.adapter == "none" else ():
+        info, value = type(model).model_fields[name], getattr(model, name)
+        if value != info.get_default(call_default_factory=True):
+            yield f"model.{name}={value!r}: no adapter is trained; set model.adapter = 'lora', or leave it away"
     if model.path:
         if "context_tokens_max" not in model.model_fields_set:
             yield f"model.context_tokens_max is not given: with {model.path=} it has no default, as what is longer is cut off; say how long"
@@ -206,6 +212,14 @@ def _of_places_and_limits(config: PipelineConfig) -> Iterator[str]:
         yield f"{budget.gpu_h=}: no GPU is in trainer.gpu_ids or engines.gpu_ids, so none is ever spent; use budget.wall_clock_h"
 
 
+def _of_what_is_kept(config: PipelineConfig) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if config.rl.overlap == "iteration" and checkpoint.keep_policies_last == 1:
+        yield f"{checkpoint.keep_policies_last=}: with rl.overlap='iteration' the version before the newest samples; use 2 or more, or 0 for all"
+    if checkpoint.keep_policies_every and not checkpoint.keep_policies_last:
+        yield f"{checkpoint.keep_policies_every=}: all policies stay with {checkpoint.keep_policies_last=}; set it to 1 or more, or leave this at 0"
+
+
 def broken_layout(config: PipelineConfig) -> Iterator[str]:
     """One line for each way in which what is to run cannot run where it is put. A stored config is not asked: its run may be over, and
     the next start of it may put everything elsewhere."""
@@ -217,10 +231,12 @@ def broken_layout(config: PipelineConfig) -> Iterator[str]:
         yield f"{trainer.ranks=}: a rank has one GPU, and trainer.gpu_ids names {num_gpus}; set trainer.ranks = {num_gpus}, or name others"
     if engines.gpu_ids:
         yield from _of_engine_gpus(engines)
-    if trainer.place == engines.place == "process" and (both := {*trainer.gpu_ids} & {*engines.gpu_ids}):
+    if engines.colocate:
+        yield from broken_colocation(config)
+    elif trainer.place == engines.place == "process" and (both := {*trainer.gpu_ids} & {*engines.gpu_ids}):
         yield (
             f"{engines.gpu_ids=}: the trainer has {sorted(both)} of the same machine, and keeps them while engines sample; "
-            "give each GPU to one of them"
+            "give each GPU to one of them, or set engines.colocate = true"
         )
     if (trainer.gpu_ids or engines.gpu_ids) and "dtype" not in model.model_fields_set:
         yield (

@@ -25,6 +25,7 @@ from rlpipe.types import EngineError
 
 log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 300.0  # of large weights
+MEMORY_TIMEOUT_S = 120.0  # for memory to be given back, or taken again
 SCORE_TIMEOUT_S = 120.0  # the first request of a new engine may wait for a compiler
 CONTROL_TIMEOUT_S = 10.0  # everything else is answered in milliseconds, or the engine hangs
 INFO_TIMEOUT_S = 5.0
@@ -138,6 +139,14 @@ class EngineClient(ABC):
 
         An answer of 200 proves nothing: the caller reads the version back and scores a probe. After a fault: restart the engine.
         """
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Gives back the memory of weights and caches; what is still in flight is aborted. Only `resume` may follow. After a fault: end it."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Has its memory again. What weights are in it is not known: `load` comes next. After a fault: restart the engine."""
 
     async def adopt(self, version: int) -> None:  # noqa: B027 (most engines are told on their command line)
         """Tells a newly started engine which version it was started on, where its command cannot say it."""

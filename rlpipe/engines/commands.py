@@ -7,10 +7,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlpipe.config.colocation import GPU_GIB_SMALLEST, engine_fraction
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.weights import Weights
 from rlpipe.processes.launch import wrapped
+from rlpipe.processes.memory import gpu_gib
 from rlpipe.types import UserError
 
 SGLANG_CONTEXT_SLACK = 8  # prompt + completion one or two below SGLang's context length stops early, silently
@@ -23,6 +25,10 @@ STREAM_INTERVAL = ("--stream-interval", "32")
 SGLANG_STREAMS = ("--incremental-streaming-output", *STREAM_INTERVAL)
 SGLANG_SERVER = Path(__file__).parent / "sglang_server.py"
 PYTHON_TIMEOUT_S = 60.0  # a cold disk, or a shared one, takes long to start an interpreter
+COLOCATION_FLAGS = {  # how memory can be given back at all, and what part of a GPU is taken
+    "sglang": ("--enable-memory-saver", "--mem-fraction-static"),
+    "vllm": ("--enable-sleep-mode", "--gpu-memory-utilization"),
+}
 VLLM_FLAGS = (
     "--served-model-name", "policy", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
     "--enable-scale-out", *STREAM_INTERVAL,
@@ -99,7 +105,19 @@ def argv_of(config: PipelineConfig, address: EngineAddress, weights: Weights) ->
     command, parallel_flag = (_sglang, "--tp-size") if engines.kind == "sglang" else (_vllm, "--tensor-parallel-size")
     parallel = [parallel_flag, str(max(1, len(engines.gpu_ids) // engines.count))]
     python = engines.python or sys.executable
-    return wrapped([python, *command(config, weights), *listen, "--dtype", config.model.dtype, *parallel, *engines.flags])
+    flags = [*parallel, *memory_flags(config), *engines.flags]
+    return wrapped([python, *command(config, weights), *listen, "--dtype", config.model.dtype, *flags])
+
+
+def memory_flags(config: PipelineConfig) -> list[str]:
+    """How an engine that shares its GPUs is told to, and how much of one it may take, unless `engines.flags` says that."""
+    engines = config.engines
+    if not engines.colocate:
+        return []
+    release, fraction = COLOCATION_FLAGS[engines.kind]
+    if any(flag.split("=", 1)[0] == fraction for flag in engines.flags):
+        return [release]
+    return [release, fraction, f"{engine_fraction(config, gpu_gib(engines.gpu_ids) or GPU_GIB_SMALLEST):.2f}"]
 
 
 def _local(config: PipelineConfig, weights: Weights) -> list[str]:

@@ -33,6 +33,8 @@ class Host(Protocol):
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
         """Puts a committed policy on its engines. StoreError: refused before any engine saw it. EngineError: none serves it."""
 
+    async def release(self) -> None: ...  # its engines give their memory back, until the next `serve`
+
     async def clients(self, version: int) -> list[EngineClient]:
         """The engines that were proved to serve `version`. EngineUnavailable: not now; another EngineError: none ever will."""
         ...
@@ -102,6 +104,11 @@ class Fleet:
                 async with self._finding:
                     await self._take_in()
                 self._found_at = time.monotonic()
+
+    async def release(self) -> None:
+        """The engines of all hosts give their memory back; nothing is served until the next `serve`."""
+        self._served, self.clients, self._serving = None, [], set()
+        await asyncio.gather(*(host.release() for host in self.hosts))
 
     async def close(self) -> None:
         self._served = None

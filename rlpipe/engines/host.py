@@ -18,35 +18,23 @@ import aiohttp
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
+from rlpipe.engines.engine import Engine
 from rlpipe.engines.protocols import client_of
 from rlpipe.engines.weights import Probe, Weights, check_compatible, untied
+from rlpipe.models.whole import whole_policy
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.services.calls import new_session
-from rlpipe.store.artifacts import materialise, read_manifest
+from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.types import ArtifactRef, EngineError, UserError
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.5
 HEALTH_S = 5.0
+BASES = "bases"  # the folder of what adapters are merged into, beside what they are merged to
 RESTARTS_MAX = 5  # of an engine within one start of a run
 # mean |engine - trainer| of the probe's logprobs. A wrong model is off by 1 or more; two right ones by rounding
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
-
-
-@dataclass
-class Engine:
-    """One engine process and the client that talks to it."""
-
-    address: EngineAddress
-    service: Service
-    client: EngineClient
-    control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time; no repair during a reload
-    # the weight version that it was proved to serve; None: it may not sample, and only a restart helps
-    proved: int | None = None
-    restarting_on: Path | None = None  # the weights that a restart under way reads
-    unwell_since: float | None = None
-    given_up: str = ""  # why it is not restarted any more
 
 
 @dataclass(eq=False, repr=False)
@@ -95,8 +83,14 @@ class EngineHost:
             self.weights = weights
             await self._reload(weights)
             # an engine that is being restarted may still read older ones
-            kept = {weights.folder, *(engine.restarting_on for engine in self.engines)}
-            await asyncio.to_thread(_prune, weights.folder.parent, kept)
+            local = self.work_dir / "weights"
+            kept = {local / BASES, weights.folder, weights.materialised, *(engine.restarting_on for engine in self.engines)}
+            await asyncio.to_thread(_prune, local, kept)
+
+    async def release(self) -> None:
+        """Every engine gives its memory back, or has ended, until the next `serve`. No request may be in flight."""
+        async with self._serving:
+            await asyncio.gather(*(engine.release() for engine in self.engines))
 
     @property
     def progress(self) -> int:
@@ -131,11 +125,14 @@ class EngineHost:
         # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
         if made not in (None, max(version, 0)):
             raise UserError(f"version={version}: {policy.folder} is weight version {made}")
-        folder = materialise(self.store, policy, self.work_dir / "weights")
+        local = self.work_dir / "weights"
+        folder = materialised = whole_policy(
+            self.store, policy, local, local / BASES if self.config.model.adapter != "none" else None
+        )
         assert (folder / "config.json").is_file(), f"{folder} is no policy"
         if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
             folder = untied(folder)
-        return Weights(folder, version, probe)
+        return Weights(folder, version, probe, materialised)
 
     async def _reload(self, weights: Weights) -> None:
         """The first engine that reloads is the canary. When none can, one is restarted: if that fails, the weights are at fault."""
@@ -168,6 +165,7 @@ class EngineHost:
                 return True  # newer ones came while this waited, and whoever brought them puts them
             engine.proved = None
             try:
+                await engine.wake()
                 await engine.client.load(str(weights.folder), weights.version)
                 await self._prove(engine, weights)
             except EngineError as error:
@@ -221,7 +219,7 @@ class EngineHost:
 
     async def _launch(self, engine: Engine, weights: Weights) -> None:
         """Starts an engine process and proves it. EngineError when it does not come up, another RuntimeError past its budget."""
-        engine.service.argv = argv_of(self.config, engine.address, weights)
+        engine.service.argv = await asyncio.to_thread(argv_of, self.config, engine.address, weights)
         engine.service.ensure()
         try:
             await asyncio.to_thread(engine.service.wait_ready)
@@ -256,6 +254,8 @@ class EngineHost:
             if self._serving.locked():
                 continue  # it is being reloaded: paused is not dead
             async with engine.control:
+                if engine.released:
+                    continue  # dead or not: its memory is another's now
                 if engine.proved is None or time.monotonic() - looked_at > HEALTH_S or not engine.service.alive():
                     looked_at = time.monotonic()
                     await self._look_after(engine)

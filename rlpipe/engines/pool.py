@@ -1,9 +1,7 @@
 """The pool: spreads rollouts over engines, bounds what is in flight, sends what a lost engine left to another one.
 
 A request has no deadline but progress: an engine none of whose requests has had a token for `engines.progress_timeout_s` is given up.
-So a completion may take hours, and one that waits in the engine's own queue is no fault. Tokens come as they are sampled, not when a
-request is cut off every so often to see how far it is: the engine is left alone while it works, what a killed one had sampled is kept
-to the last event of its stream, and the local engine's bits do not depend on how fast a machine is.
+So a completion may take hours, and one that waits in the engine's own queue is no fault. What a killed engine had sampled is kept.
 """
 
 from __future__ import annotations
@@ -93,8 +91,7 @@ class EnginePool:
 
         `on_rollout` (index of the group, of the rollout, completion) is awaited as each rollout finishes; what it returns is the
         rollout's next turn. `on_group` (index, completions) is awaited as each group finishes. Once `enough` is set, what runs is cut
-        short and what waits is not started: every group is answered all the same, its unfinished completions with `finish_reason`
-        "abort".
+        short and what waits is not started: unfinished completions are answered with `finish_reason` "abort".
         """
         assert self.version is not None, "serve comes first"
         enough = enough or asyncio.Event()
@@ -118,6 +115,11 @@ class EnginePool:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # one rollout's fault says it; hundreds of them say no more
         return completions
+
+    async def release(self) -> None:
+        """The engines of this machine give their memory back; nothing is served until the next `serve`."""
+        assert not any(load.in_flight for load in self._loads.values()), "a rollout is in flight"
+        await self.fleet.release()
 
     async def close(self) -> None:
         await self.fleet.close()

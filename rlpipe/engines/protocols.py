@@ -15,6 +15,7 @@ import aiohttp
 from rlpipe.engines.client import (
     CONTROL_TIMEOUT_S,
     LOAD_TIMEOUT_S,
+    MEMORY_TIMEOUT_S,
     SCORE_TIMEOUT_S,
     Completion,
     EngineClient,
@@ -25,6 +26,7 @@ from rlpipe.engines.client import (
 )
 
 UPDATES_MAX = 3
+IDLE_S = 20  # a request that was aborted may take so long to end
 BATCH_MAX = 64  # requests of one call: an engine takes bodies of at most 64 MiB
 GENERATE = "/inference/v1/generate"
 VLLM_ID_PREFIX = "generate-tokens-"  # what vLLM puts before our request ids; an abort of an id without it does nothing
@@ -163,6 +165,15 @@ class SglangClient(EngineClient):
         finally:
             await self.control("/continue_generation", {})
 
+    async def release(self) -> None:
+        # with a request left in it SGLang dies of a release: a flush is refused until there is none
+        await self.control("/abort_request", {"abort_all": True})
+        await self.control(f"/flush_cache?timeout={IDLE_S}", timeout_s=IDLE_S + CONTROL_TIMEOUT_S)
+        await self.control("/release_memory_occupation", {}, MEMORY_TIMEOUT_S)
+
+    async def resume(self) -> None:
+        await self.control("/resume_memory_occupation", {}, MEMORY_TIMEOUT_S)
+
     async def weight_version(self) -> int:
         return int(json.loads(await self.read("/model_info"))["weight_version"])
 
@@ -224,6 +235,13 @@ class VllmClient(EngineClient):
                 await self.control("/resume")
             except EngineUnavailable:  # vLLM closes the connection after a 500, and this call may have been given that one
                 await self.control("/resume")
+
+    async def release(self) -> None:
+        # level 1 would keep a copy of the weights on the host, and others come before anything is sampled
+        await self.control("/sleep?level=2&mode=abort", timeout_s=MEMORY_TIMEOUT_S)
+
+    async def resume(self) -> None:
+        await self.control("/wake_up", timeout_s=MEMORY_TIMEOUT_S)
 
     async def adopt(self, version: int) -> None:
         await self.control("/update_weight_version", {"new_version": str(version)})

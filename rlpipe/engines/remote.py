@@ -167,6 +167,8 @@ class RemoteHost:
         body = {"policy": policy.as_json(), "version": version, "probe": asdict(probe)}
         await self._call("POST", "/serve", body, SERVE_TIMEOUT_S)
 
+    async def release(self) -> None: ...  # of another machine: nobody waits for its memory
+
     async def clients(self, version: int) -> list[EngineClient]:
         if self.peer.resting:
             raise EngineUnavailable(f"host {self.name} could not be reached a moment ago")

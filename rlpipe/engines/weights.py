@@ -39,6 +39,7 @@ class Weights:
     folder: Path
     version: int
     probe: Probe
+    materialised: Path | None = None  # the folder that `folder` was exported from, the next version's base
 
 
 def check_compatible(serving: Path, candidate: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlpipe.config.pipeline import DataConfig
 from rlpipe.store.audit import by_number
+from rlpipe.store.local_copy import is_delta
 from rlpipe.store.run import BEFORE_SFT, Run
 from rlpipe.store.run_record import code_version
 from rlpipe.types import Manifest, Metrics, moment_of
@@ -18,6 +19,7 @@ STAGES = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint"
 PASS_AT = re.compile(r"(.*)_pass_at_(\d+)")
 BEFORE_RL, EVALUATION = "before_rl", "evaluation/"
 BEFORE = {BEFORE_SFT: "before_sft", 0: BEFORE_RL}  # what a phase starts from -> what MLflow calls its evaluation
+EXPORT_TAG = "rlpipe.export"  # of a policy that is stored as a difference: the command that makes a folder of it
 Evaluations = list[tuple[int, Metrics]]  # (weight version, metrics)
 DRAWN = re.compile(r"_(greedy|maj_at_\d+|format_rate)$")
 
@@ -67,6 +69,8 @@ def policy_tags(run: Run, version: int) -> dict[str, str]:
     tags = {"rlpipe.version": str(version), "rlpipe.policy_sha256": ref.sha256}
     if "previous" in manifest.inputs:
         tags["rlpipe.parent_policy_sha256"] = manifest.inputs["previous"]
+    if is_delta(run.store, ref):
+        tags[EXPORT_TAG] = f"rlpipe export {run.name} --version {version} --to FOLDER"
     for name, place in (("base", ("base", 0, "policy")), ("data_sft", ("data", 0, "data"))):
         if artifact := run.artifact(*place):
             tags[f"rlpipe.{name}_sha256"] = artifact[0].sha256

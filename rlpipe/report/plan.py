@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlpipe.algorithms.steps import step_ranges
+from rlpipe.config.colocation import ENGINE_REST_GIB, engine_fraction, trainer_rest_gib
 from rlpipe.config.overlap import broken_overlap
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
@@ -13,6 +14,8 @@ GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 CPU_TOKENS_MAX = 32768  # of the local engine, in all places of a bucket
 SHARDED_BYTES = 16  # a parameter: fp32 weight and gradient, and AdamW's two moments, each rank its rows
+OFFLOADED_BYTES = 12  # of these: weight and moments, which colocated engines send to the host
+GPUS_GIB = (24, 48, 80, 141)  # that people have
 GATHERED_LAYERS = 2  # the one that computes and the one that comes next
 
 
@@ -25,6 +28,7 @@ class ModelSizes:
     rest: int  # and of what is in no layer: embeddings, head
     kv_token: int  # numbers that an engine keeps for a token
     microbatch: int | None  # bytes that one takes beside weights, at the most; None where shapes alone do not say it
+    adapter: int = 0  # parameters of the adapter that is trained beside the model; none: all of the model is trained
 
 
 def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
@@ -35,20 +39,33 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     how = "recomputed" if trainer.activation_checkpointing else "kept"
     activations = "not known" if sizes.microbatch is None else f"{microbatch:.2f}"
     return [
+        *adapter_lines(sizes, BYTES[dtype]),
         f"model: {sizes.parameters / 1e6:,.1f}M parameters, {dtype}",
         f"memory per training rank, estimated: its rows of weights, gradients and optimizer{reference} {sharded:.2f} + gathered layers {gathered:.2f}"
         f" + a microbatch of {trainer.tokens_max} tokens {activations} (activations are {how}) = {sharded + gathered + microbatch:.2f} GiB",
-        *([_engine_line(config, sizes)] if config.samples else []),
+        *([_engine_line(config, sizes), *_colocated_lines(config, sizes)] if config.samples else []),
     ]
+
+
+def adapter_lines(sizes: ModelSizes, width: int) -> list[str]:
+    """What a policy takes in the store where it is an adapter; `width`: bytes of a number."""
+    if not sizes.adapter:
+        return []
+    size, share = sizes.adapter * width / 2**20, sizes.adapter / sizes.parameters
+    return [f"adapter: {sizes.adapter / 1e6:,.2f}M parameters; a policy takes {size:,.1f} MiB, {share:.2%} of the base model"]
 
 
 def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, int, int]:
     """What a training rank takes for its rows, for layers that are gathered, and for a microbatch."""
     width = BYTES[config.model.dtype]
-    kept = SHARDED_BYTES + (width if config.rl.kl != "none" else 0)  # the reference is frozen, and of about the policy's size
-    sharded = sizes.parameters * kept * config.trainer.copies / (config.trainer.ranks * config.trainer.nodes)
+    # the reference is frozen, and of about the policy's size; with an adapter it is the policy itself, but where it is named
+    reference = config.rl.kl != "none" and (not sizes.adapter or bool(config.rl.reference))
+    frozen, trained = (sizes.parameters, sizes.adapter) if sizes.adapter else (0, sizes.parameters)
+    total = (frozen + (sizes.parameters if reference else 0)) * width + trained * SHARDED_BYTES
+    sharded = total * config.trainer.copies / (config.trainer.ranks * config.trainer.nodes)
     # a layer's gradient is whole, and in fp32, until it is reduced
-    gathered = (sizes.rest + GATHERED_LAYERS * sizes.layer) * width + sizes.layer * BYTES["float32"]
+    gradient = 0 if sizes.adapter else sizes.layer * BYTES["float32"]
+    gathered = (sizes.rest + GATHERED_LAYERS * sizes.layer) * width + gradient
     return sharded, gathered, sizes.microbatch or 0
 
 
@@ -63,6 +80,31 @@ def _engine_line(config: PipelineConfig, sizes: ModelSizes) -> str:
     weights, token = (part * BYTES["float32"] / GIB for part in (sizes.parameters, sizes.kv_token))
     cache = min(engines.in_flight_max * config.model.context_tokens_max, CPU_TOKENS_MAX) * token
     return f"memory per engine, estimated: weights {weights:.2f} + keys and values {cache:.2f} = {weights + cache:.2f} GiB"
+
+
+def _colocated_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
+    """What trainer and engines hold of what they share, each in its turn, and on which GPUs that fits."""
+    trainer, engines, width = config.trainer, config.engines, BYTES[config.model.dtype]
+    if not engines.colocate:
+        return []
+    if not engines.gpu_ids:
+        return [
+            "colocated: trainer and engines take turns in this memory; what a trainer on a CPU holds goes to disk meanwhile, for tests"
+        ]
+    peak, rest = sum(training_bytes(config, sizes)) / GIB, ENGINE_REST_GIB[engines.kind]
+    away = sizes.parameters * (OFFLOADED_BYTES + (width if config.rl.kl != "none" else 0)) / trainer.nodes / GIB
+    share = len(engines.gpu_ids) // engines.count
+    weights, token = (part * width / share / GIB for part in (sizes.parameters, sizes.kv_token))
+    lines = [
+        f"colocated, a GPU estimated: while training {peak:.2f} + {rest:.2f} that a released engine keeps = {peak + rest:.2f} GiB; while sampling "
+        f"the trainer keeps {trainer_rest_gib(config):.2f} GiB, and {away:.2f} GiB of the host's memory"
+    ]
+    for gpu_gib in GPUS_GIB:
+        fraction = engine_fraction(config, gpu_gib)
+        cache = fraction * gpu_gib - weights
+        held = f"an engine gets {fraction:.2f} of it: weights, and {max(0, cache) / token:,.0f} tokens of KV cache"
+        lines.append(f"  on {gpu_gib} GiB: {held if peak + rest < gpu_gib and cache > 0 else 'does not fit'}")
+    return lines
 
 
 def process_lines(config: PipelineConfig) -> list[str]:

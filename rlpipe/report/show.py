@@ -16,6 +16,7 @@ from rlpipe.store.artifacts import read_file, read_manifest, read_records
 from rlpipe.store.backend import Store
 from rlpipe.store.lease import held_by
 from rlpipe.store.limits import reason_to_stop
+from rlpipe.store.pruned import pruned_folders
 from rlpipe.store.run import Run, open_existing, run_names
 from rlpipe.types import IterationRecord, StoreError, UserError, moment_of
 
@@ -65,8 +66,8 @@ def _stopped(run: Run, segments: int, committed: int) -> str:
 
 
 def show_lines(run: Run) -> list[str]:
-    """The iterations of a run, one line each, and before/after."""
-    records = run.iterations(run.num_iterations)
+    """The iterations of a run, one line each (`pruned`: without the files of its policy), and before/after."""
+    records, pruned = run.iterations(run.num_iterations), pruned_folders(run)
     lines = [
         f"run {run.name} in {run.store.url}: {len(records)} iterations committed",
         "iteration  reward   pass  groups  length  version",
@@ -75,6 +76,7 @@ def show_lines(run: Run) -> list[str]:
         reward, passed, kept, length = (record.metrics.get(name, math.nan) for name in (REWARD, *SHOWN))
         lines.append(
             f"{record.iteration:9d}  {reward:6.3f} {passed:6.3f}  {kept:6.0f}  {length:6.1f}  {record.weight_version:7d}"
+            + ("  pruned" if run.folder("rl", record.iteration, "policy") in pruned else "")
         )
     if run.config.sft.validated and run.sft_complete:
         segment, trained = run.sft_result()

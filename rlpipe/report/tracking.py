@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlpipe.config.operational import TrackingConfig
 from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.secrecy import with_password_aside, without_passwords
-from rlpipe.report.curves import BEFORE_RL, DataSet, Point, code_tags, evaluation_points
+from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, DataSet, Point, code_tags, evaluation_points
 from rlpipe.report.show import rollout_table
 from rlpipe.store.run import Run
 from rlpipe.types import RunWaits, StoreError, UserError
@@ -291,10 +291,10 @@ def _metrics(points: list[Point]) -> list[Any]:
 
 
 def _description(policy_url: str, tags: dict[str, str]) -> str:
-    local = policy_url.startswith("/")
+    copied = "" if policy_url.startswith("/") else "; once it is copied to a disk,"
+    before = f"; once `{tags[EXPORT_TAG]}` has rebuilt it," if EXPORT_TAG in tags else copied
     return (
         f"The policy of run `{tags['rlpipe.run']}` after {tags['rlpipe.iterations']} RL iterations: `{policy_url}`\n\n"
-        f"It is a folder in Hugging Face's format{'' if local else '; once it is copied to a disk,'} "
-        f"`AutoModelForCausalLM.from_pretrained('{policy_url if local else 'FOLDER'}')` loads it. It has no MLmodel file: "
-        "`mlflow.transformers` and `mlflow.pyfunc` cannot load it."
+        f"It is a folder in Hugging Face's format{before} `AutoModelForCausalLM.from_pretrained('{'FOLDER' if before else policy_url}')` "
+        "loads it. It has no MLmodel file: `mlflow.transformers` and `mlflow.pyfunc` cannot load it."
     )

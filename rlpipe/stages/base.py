@@ -8,7 +8,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,19 @@ from rlpipe.config.pipeline import ModelConfig, PipelineConfig
 from rlpipe.data.chat import TOKENIZER_FILES, ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.models.folder import INDEX, tensor_shapes, weight_files
+from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.processes.pool import Child, ChildPool
 from rlpipe.report.plan import ModelSizes
 from rlpipe.stages.session import PromptSets, Session
 from rlpipe.stages.stage import Attempt, Produced, stage
-from rlpipe.stages.training import save_loaded
-from rlpipe.store.artifacts import materialise, read_artifact, read_file, write_file
+from rlpipe.stages.training import new_adapter, save_loaded
+from rlpipe.store.artifacts import PRUNED, write_file
 from rlpipe.store.backend import Store
+from rlpipe.store.deltas import DELTA
+from rlpipe.store.local_copy import read_small_file
 from rlpipe.store.run import Run, open_existing
 from rlpipe.trainer.jobs import LoadJob, NewModel
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError
+from rlpipe.types import ArtifactRef, FileRecord, StoreError, UserError
 
 IMPORT_GGUF = ".venv/bin/python scripts/import_gguf.py"
 MODEL_FILES = {"config.json", "generation_config.json", INDEX}
@@ -42,11 +45,19 @@ def model_folder(model: ModelConfig, field: str = "model.path") -> Path:
     folder = Path(model.path).expanduser()
     if folder.suffix == ".gguf":
         raise UserError(f"{field}={model.path!r} is a GGUF file: make a folder of it with `{IMPORT_GGUF} {model.path} FOLDER`")
+    if (folder.parent / PRUNED).is_file():
+        raise UserError(
+            f"{field}={model.path!r} was pruned: make it again with `rlpipe export RUN --version K --to DIR`, and name DIR"
+        )
     if not folder.is_dir():
         if model.path.startswith(("/", "~", ".")):  # no name of the hub
             hint = f"`make smollm2` makes the one of preset smollm2, `{IMPORT_GGUF} FILE FOLDER` one of any GGUF file"
             raise UserError(f"{field}={model.path!r}: there is no such folder; {hint}")
         folder = _snapshot(model.path, field)
+    if (folder / DELTA).is_file():
+        raise UserError(
+            f"{field}={model.path!r} is stored as a difference to another policy: `rlpipe export` makes a model folder of it"
+        )
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if missing or not any(folder.glob("*.safetensors")):
         wanted = ", ".join(missing or ["*.safetensors"])
@@ -118,6 +129,12 @@ def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: boo
     return TriedModel(ready["num_parameters"], ready["rows"], sizes)
 
 
+def tried_adapter(config: PipelineConfig) -> dict[str, object]:
+    """What `try_model` is told besides of a model that gets an adapter."""
+    adapter = new_adapter(config)
+    return {"adapter": asdict(adapter.settings)} if adapter else {}
+
+
 @stage("base", "tokenizer", settings=["model.*"], verb="prepare_tokenizer")
 def base_tokenizer(session: Session, attempt: Attempt) -> Produced:
     """The tokenizer of the run: the model's own, or one built from the prompts."""
@@ -158,7 +175,7 @@ async def base_policy(session: Session, attempt: Attempt, *, tokenizer: Artifact
 @stage("base", "probe", settings=["model.*"], verb="prepare_probe")
 async def base_probe(session: Session, attempt: Attempt, *, policy: ArtifactRef) -> Produced:
     """The probe of a base model that was copied, and so not saved by the trainer."""
-    load = LoadJob(f"{policy.folder}/fresh", None, policy=policy, state=None)
+    load = LoadJob(f"{policy.folder}/fresh", None, policy=policy, state=None, adapter=new_adapter(session.config))
     return (await save_loaded(session, load, attempt, policy=False)).produced({}, weight_version=None)
 
 
@@ -169,8 +186,8 @@ def base_reference(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef
     with tempfile.TemporaryDirectory(dir=session.work_dir) as scratch:
         name = session.config.rl.reference
         policy = reference_policy(store, name) if name.startswith(RUN) else None
-        source = materialise(store, policy, Path(scratch)) if policy else reference_folder(session.config)
-        own = _committed_tokenizer(store, *read_artifact(store, tokenizer.folder))
+        source = whole_policy(store, policy, Path(scratch)) if policy else reference_folder(session.config)
+        own = _committed_tokenizer(store, tokenizer)
         check_vocabulary(name, own, (source / "tokenizer.json").read_bytes())
         files = [source / name for name in MODEL_FILES | TOKENIZER_FILES] + weight_files(source)
         return Produced(_copied(attempt, files), {"source": policy.as_json() if policy else str(source)})
@@ -196,19 +213,21 @@ def check_reference(config: PipelineConfig, run: Run | None, prompts: PromptSets
     """UserError unless the reference has the vocabulary of a run: of its tokenizer, or of the one that it would get."""
     name = config.rl.reference
     if run is not None and name.startswith(RUN):
-        other = _committed_tokenizer(run.store, *read_artifact(run.store, reference_policy(run.store, name).folder))
+        policy = reference_policy(run.store, name)
+        whole = base_of(run.store, policy) or policy  # an adapter has the tokenizer of its base
+        other = _committed_tokenizer(run.store, whole)
     else:
         other = (reference_folder(config) / "tokenizer.json").read_bytes()
     committed = run.artifact("base", 0, "tokenizer") if run is not None else None
     if run is not None and committed is not None:
-        own = _committed_tokenizer(run.store, *committed)
+        own = _committed_tokenizer(run.store, committed[0])
     else:
         own = (tokenizer_folder(config, prompts, scratch) / "tokenizer.json").read_bytes()
     check_vocabulary(name, own, other)
 
 
-def _committed_tokenizer(store: Store, ref: ArtifactRef, manifest: Manifest) -> bytes:
-    return read_file(store, ref.folder, manifest.file("tokenizer.json"))
+def _committed_tokenizer(store: Store, ref: ArtifactRef) -> bytes:
+    return read_small_file(store, ref, "tokenizer.json")
 
 
 def check_vocabulary(name: str, own: bytes, other: bytes) -> None:

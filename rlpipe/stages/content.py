@@ -29,6 +29,7 @@ from rlpipe.stages.base import (
     place_of_model,
     reference_folder,
     tokenizer_folder,
+    tried_adapter,
     try_model,
 )
 from rlpipe.stages.sampling import check_room
@@ -61,12 +62,13 @@ class Content:
         if not self.runs and not Path(model.path).expanduser().is_dir():
             place, self.hub_folder = place_of_model(model)
             return f"model: {place}"
-        line, self.sizes = self._tried("model.path", model_folder(model))
+        line, self.sizes = self._tried("model.path", model_folder(model), **tried_adapter(self.config))
         return f"model: {line}"
 
-    def _tried(self, field: str, folder: Path) -> tuple[str, ModelSizes | None]:
+    def _tried(self, field: str, folder: Path, **named: object) -> tuple[str, ModelSizes | None]:
         """What a model's folder holds, tried in a process of its own; for a plan with its sizes."""
-        tried = try_model(self.config, {"where": f"{field}={folder}", "folder": str(folder)}, sized=not self.runs)
+        named |= {"where": f"{field}={folder}", "folder": str(folder)}
+        tried = try_model(self.config, named, sized=not self.runs)
         return f"{folder}, {tried.num_parameters:,} parameters; rows of training: {tried.rows}", tried.sizes
 
     def reference(self, run: Run | None) -> str:
@@ -89,7 +91,8 @@ class Content:
         if self.sizes is None:
             made = new_config(model, self.vocab_size) | {"tie_word_embeddings": not stands_in}
             named = folder_config(self.hub_folder) if self.hub_folder else made
-            self.sizes = try_model(self.config, {"where": "memory", "config": named}, sized=True).sizes
+            tried = {"where": "memory", "config": named, **tried_adapter(self.config)}
+            self.sizes = try_model(self.config, tried, sized=True).sizes
         assert self.sizes is not None, "a plan asks for sizes"
         lines = memory_lines(self.config, self.sizes)
         return "\n".join([*lines, *(["  (by the shape in [model]: the model itself is not here)"] if stands_in else [])])

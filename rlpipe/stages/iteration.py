@@ -45,7 +45,9 @@ async def commit_iteration(
         f"no artifacts of an iteration: {sorted(artifacts)}"
     )
     named = {name: value for name, value in metrics.items() if "/" in name}  # the rest is bookkeeping of the stages
-    return await asyncio.to_thread(_commit, session, iteration, artifacts, named)
+    record = await asyncio.to_thread(_commit, session, iteration, artifacts, named)
+    session.retention.committed(record)
+    return record
 
 
 def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: Metrics) -> IterationRecord:

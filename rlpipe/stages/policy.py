@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
-from rlpipe.stages.training import TRAINED_BY, rl_job, save_job, step_jobs, train_job
+from rlpipe.stages.training import TRAINED_BY, StoredAs, rl_job, save_job, step_jobs, train_job
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.types import ArtifactRef, JsonDict, Metrics, StageResult, StepRefused
 
@@ -105,8 +106,16 @@ async def checkpoint(
     due = (iteration + 1) % session.config.checkpoint.state_every == 0
     inputs = {"batch": batch} | ({"reference": reference} if reference else {})
     job, state_inputs = rl_job(session.run, iteration, batch), inputs if due else None
-    saved = await save_job(session, iteration, job, attempt, state_inputs)
-    return saved.produced(metrics, iteration + 1)
+    stored = stored_as(session.config, iteration + 1, previous)
+    saved = await save_job(session, iteration, job, attempt, state_inputs, stored)
+    return saved.produced(metrics | saved.metrics, iteration + 1)
+
+
+def stored_as(config: PipelineConfig, version: int, previous: ArtifactRef) -> StoredAs:
+    """How a weight version is stored, and with it the next one, by `checkpoint.full_every`. What a run is planned to end with is whole."""
+    last, every = config.rl.num_iterations, config.checkpoint.full_every
+    is_delta, is_base = (number % every != 0 and number < last for number in (version, version + 1))
+    return StoredAs(previous if is_delta else None, is_base)
 
 
 async def reload_engines(session: Session, *, policy: ArtifactRef, version: int) -> StageResult:

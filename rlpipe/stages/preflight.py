@@ -29,8 +29,9 @@ from rlpipe.stages.importing import (
 )
 from rlpipe.stages.sampling import check_carried
 from rlpipe.stages.session import load_sets
-from rlpipe.store.artifacts import file_sha256, materialise
+from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.backend import check_access, open_store
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, find_run
 from rlpipe.types import UserError, sha256_of
 

@@ -32,8 +32,11 @@ from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.stages.clock import Clock
+from rlpipe.stages.colocation import MemoryTurns
 from rlpipe.store import lease
-from rlpipe.store.artifacts import materialise, read_manifest
+from rlpipe.store.artifacts import read_manifest
+from rlpipe.store.local_copy import materialise
+from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import gang_place
@@ -55,7 +58,9 @@ class Session:
         self._hosts = HostFinder(run, work_dir, start_service)
         self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.progress_timeout_s)
         self.trainer = TrainerClient(gang_place(run, work_dir, start_service))
+        self._memory = MemoryTurns(self.pool, self.trainer) if engines.colocate else None
         self.tracker = Tracker(run, partial(fetch_points, run))
+        self.retention = Retention(run)
         self.prompts: PromptSets = _once(partial(load_sets, run.config))
         self.fitting: PromptSets = _once(self._fitting)
         self.committed_before = {phase: self.num_committed(phase) for phase in ("sft", "rl")}
@@ -91,9 +96,11 @@ class Session:
         self.begun.clear()
 
     async def gang(self) -> TrainerClient:
-        """The trainer, started if need be."""
+        """The trainer, for a job: started if need be, with the memory that it may share with engines."""
         async with self._trainer_lock:
             self.check_open()
+            if self._memory:
+                await self._memory.to_trainer()
             if not self.trainer.started:
                 await self.trainer.start()
         return self.trainer
@@ -104,6 +111,8 @@ class Session:
             self.check_open()
             if self.pool.version == version:
                 return False
+            if self._memory:
+                await self._memory.to_engines()
             await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy))
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True
@@ -190,7 +199,11 @@ class Session:
         self._closed = True
         await self._closing.aclose()  # first: a shard that outlived a failed one scores and steps no more
         await asyncio.gather(
-            self.pool.close(), self._hosts.close(), self.trainer.close(), asyncio.to_thread(self.tracker.close)
+            self.pool.close(),
+            self._hosts.close(),
+            self.trainer.close(),
+            asyncio.to_thread(self.tracker.close),
+            asyncio.to_thread(self.retention.close),
         )
 
 
@@ -247,7 +260,9 @@ async def open_session(config: PipelineConfig, start_service: StartService = nob
 def _begin(run: Run, start_service: StartService) -> Session:
     raise_file_limit()
     work_dir = work_dir_of(run.config)
-    for scratch in ("weights", "trainer", "tokenizer"):  # never trusted after a crash
+    for scratch in ("weights", "trainer", "tokenizer", "remaking"):  # never trusted after a crash
         shutil.rmtree(work_dir / scratch, ignore_errors=True)
     work_dir.mkdir(parents=True, exist_ok=True)
-    return Session(run, work_dir, start_service)
+    session = Session(run, work_dir, start_service)
+    session.retention.begin()
+    return session

@@ -12,14 +12,16 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlpipe.config.pipeline import RETIRED
+from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
+from rlpipe.models.adapter_files import Adapter
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage_settings
+from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
-from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, RlJob, SaveJob, SftJob
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, TrainerError
+from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, NewAdapter, RlJob, SaveJob, SftJob
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Metrics, TrainerError, data_seed
 
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
@@ -50,6 +52,16 @@ def position(run: Run, phase: str, iteration: int) -> str:
 def _first_policy(run: Run, phase: str) -> ArtifactRef:
     """The policy that a phase starts from."""
     return (run.policy(0) if phase == "rl" else run.committed("base", 0, "policy"))[0]
+
+
+def new_adapter(config: PipelineConfig) -> NewAdapter | None:
+    """What training starts with beside a whole model; None where all of it is trained."""
+    model = config.model
+    if model.adapter == "none":
+        return None
+    return NewAdapter(
+        Adapter(model.adapter_rank, model.adapter_alpha, tuple(model.adapter_targets)), data_seed(config.seed, "adapter")
+    )
 
 
 def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> RlJob:
@@ -91,12 +103,24 @@ def sft_job(run: Run, segment: int, data: ArtifactRef) -> SftJob:
 
 
 @dataclass(frozen=True)
+class StoredAs:
+    """How a policy is stored: as its difference to a base, or whole; and whether it is the base of the next one."""
+
+    base: ArtifactRef | None
+    is_base: bool
+
+
+WHOLE = StoredAs(None, is_base=False)
+
+
+@dataclass(frozen=True)
 class Saved:
-    """What the trainer wrote. `probe`: what an engine with these weights must answer, as the manifest of the policy has it."""
+    """What the trainer wrote. `probe`: what an engine with these weights must answer, as the manifest of the policy has it; `metrics`: of the policy's files."""
 
     policy: list[FileRecord]
     state: list[FileRecord]
     probe: dict[str, Sequence[float]]
+    metrics: Metrics
 
     def produced(self, metrics: JsonDict, weight_version: int | None) -> Produced:
         """The policy, to be committed with these metrics."""
@@ -128,7 +152,7 @@ async def train_job(
     """
 
     async def rebuild(gang: TrainerClient) -> None:
-        await _rebuild(session.run, job.kind, iteration, gang)
+        await replay(session.run, job.kind, iteration, gang)
         for before in earlier:
             await _send(gang, before)
 
@@ -136,17 +160,22 @@ async def train_job(
 
 
 async def save_job(
-    session: Session, iteration: int, job: RlJob | SftJob, attempt: Attempt, state_inputs: dict[str, ArtifactRef] | None
+    session: Session,
+    iteration: int,
+    job: RlJob | SftJob,
+    attempt: Attempt,
+    state_inputs: dict[str, ArtifactRef] | None,
+    stored: StoredAs = WHOLE,
 ) -> Saved:
     """Saves what `job` results in, and commits its state where `state_inputs` are given; trains it again when it is not held."""
     phase = job.kind
 
     async def rebuild(gang: TrainerClient) -> None:
-        await _rebuild(session.run, phase, iteration, gang)
+        await replay(session.run, phase, iteration, gang)
         await _send(gang, job)
 
     state_folder = session.run.folder(phase, iteration, "state") if state_inputs else None
-    saved = await save(session, job.result, attempt, rebuild, state_folder=state_folder)
+    saved = await save(session, job.result, attempt, rebuild, state_folder=state_folder, stored=stored)
     if state_inputs:
         key, settings = StageKey(phase, iteration, "state"), stage_settings(session.config, TRAINED_BY[phase])
         await run_stage(session, key, state_inputs, settings, lambda _: Produced(saved.state))
@@ -161,20 +190,28 @@ async def save_loaded(session: Session, load: LoadJob, attempt: Attempt, *, poli
 
 
 async def save(
-    session: Session, position: str, attempt: Attempt, rebuild: Rebuild, *, policy: bool = True, state_folder: str | None = None
+    session: Session,
+    position: str,
+    attempt: Attempt,
+    rebuild: Rebuild,
+    *,
+    policy: bool = True,
+    state_folder: str | None = None,
+    stored: StoredAs = WHOLE,
 ) -> Saved:
     """Saves what the trainer holds: its policy as files of the attempt, its state where there is a folder for it."""
     chat = await asyncio.to_thread(lambda: session.tokenizer)
     assert chat.stop_token_ids, "a policy that could never end"
     tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
     folder, context_tokens_max = attempt.folder if policy else None, session.config.model.context_tokens_max
-    job = SaveJob(position, folder, state_folder, attempt.name, tokenizer, chat.stop_token_ids, context_tokens_max)
+    place = position, folder, state_folder, attempt.name
+    job = SaveJob(*place, tokenizer, chat.stop_token_ids, context_tokens_max, stored.base, stored.is_base)
     answer = await _do(session, job, rebuild)
     files, state = ([FileRecord(**record) for record in answer[name]] for name in ("policy", "state"))
     assert bool(files) == policy and bool(state) == bool(state_folder), (
         f"saved {len(files)} files of a policy, {len(state)} of a state"
     )
-    return Saved(files, state, answer["probe"])
+    return Saved(files, state, answer["probe"], answer["metrics"])
 
 
 async def _do(session: Session, job: GangJob, rebuild: Rebuild, on_progress: OnProgress = None) -> JsonDict:
@@ -199,12 +236,13 @@ async def _send(gang: TrainerClient, job: GangJob, on_progress: OnProgress = Non
     return await gang.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
 
 
-async def _rebuild(run: Run, phase: str, iteration: int, gang: TrainerClient) -> None:
-    """Loads the newest state before `iteration` and replays the stored batches since."""
+async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> None:
+    """Brings the trainer to the start of `iteration`: loads the newest state before it and trains on the stored batches since."""
     newest = _newest_state(run, phase, iteration - 1)
     state = run.committed(phase, newest, "state")[0] if newest >= 0 else None
     policy = _first_policy(run, phase) if state is None else None
-    load = LoadJob(position(run, phase, newest), new=None, policy=policy, state=state)
+    adapter = new_adapter(run.config) if policy else None
+    load = LoadJob(position(run, phase, newest), new=None, policy=policy, state=state, adapter=adapter)
     log.info("trainer: loading %s, then replaying %d", load.position, iteration - 1 - newest)
     warn_of_differences(load.position, (await _send(gang, load))["differs"])
     for replayed in range(newest + 1, iteration):
@@ -223,7 +261,10 @@ def warn_of_differences(position: str, differs: str) -> None:
 
 
 def _newest_state(run: Run, phase: str, iteration: int) -> int:
-    """The newest iteration at or before this one with a committed state; -1 when there is none."""
+    """The newest iteration at or before this one whose state is committed, and was not pruned; -1 when there is none."""
     if iteration < 0 or phase == "sft":  # every segment commits its state
         return iteration
-    return run.record(iteration).state_iteration
+    newest = run.record(iteration).state_iteration
+    while newest >= 0 and is_pruned(run.store, run.folder("rl", newest, "state")):
+        newest = run.record(newest - 1).state_iteration if newest else -1
+    return newest

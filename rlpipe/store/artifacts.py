@@ -7,10 +7,9 @@ different files; the first manifest wins, and the loser answers with the winner'
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,16 +17,16 @@ from typing import TypeVar
 import pyarrow as pa
 
 from rlpipe.records.columns import from_table, read_table, schema_of
-from rlpipe.store.backend import PART_BYTES, PARTS, Store
+from rlpipe.store.backend import Store
 from rlpipe.store.documents import parse_document, sealed
 from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError, is_key
 
 Record = TypeVar("Record")
 MANIFEST = "manifest.json"
+PRUNED = "pruned.json"  # beside the manifest of an artifact whose files were deleted, or are about to be
 SOURCE_INPUT = "source "  # begins the name of an input from outside the run: known by its hash, not kept for it
-
-
 BLOCK_BYTES = 1 << 20
+HASHERS = 4  # threads that verify the blocks of what was read
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,15 @@ def write_bytes(store: Store, folder: str, attempt: str, name: str, data: bytes)
 def write_file(store: Store, folder: str, attempt: str, name: str, source: Path) -> FileRecord:
     """Uploads a local file as one data file of an attempt."""
     assert "/" not in name and name != MANIFEST, f"not a file name: {name!r}"
-    digest = file_sha256(source)
-    store.put_file(f"{folder}/{attempt}/{name}", source)
-    return FileRecord(f"{attempt}/{name}", source.stat().st_size, digest)
+    content = store.put_file(f"{folder}/{attempt}/{name}", source)
+    return FileRecord(f"{attempt}/{name}", content.bytes, content.sha256)
+
+
+def write_file_in_blocks(store: Store, folder: str, attempt: str, name: str, source: Path) -> tuple[FileRecord, Blocks]:
+    """As `write_file`; and the blocks by which parts of it are verified, hashed while it is uploaded."""
+    with ThreadPoolExecutor(1, "blocks") as beside:
+        blocks = beside.submit(blocks_of, source)
+        return write_file(store, folder, attempt, name, source), blocks.result()
 
 
 def file_sha256(path: Path) -> str:
@@ -106,6 +111,11 @@ def read_artifact(store: Store, folder: str) -> tuple[ArtifactRef, Manifest]:
     return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), manifest
 
 
+def is_pruned(store: Store, folder: str) -> bool:
+    """Whether files of the committed artifact in `folder` may be missing because they were pruned (rlpipe/store/retention.py)."""
+    return store.exists(f"{folder}/{PRUNED}")
+
+
 def check_same(folder: str, standing: Manifest, inputs: dict[str, str], settings: dict[str, object]) -> None:
     """UserError naming the fields in which a committed stage differs from what is asked for now."""
     pairs = {name: (standing.settings.get(name), settings.get(name)) for name in sorted({*standing.settings, *settings})}
@@ -133,11 +143,11 @@ def read_file(store: Store, folder: str, record: FileRecord) -> bytes:
 
 def check_file(store: Store, folder: str, record: FileRecord) -> None:
     """Reads a data file of any size once, keeping nothing of it; StoreError when it is not what its record says."""
-    key, digest, step = f"{folder}/{record.name}", hashlib.sha256(), PARTS * PART_BYTES
+    key, digest = f"{folder}/{record.name}", hashlib.sha256()
     if (size := store.size(key)) != record.bytes:
         raise StoreError(f"{store.address(key)} has {size} bytes; its manifest says {record.bytes}")
-    for start in range(0, record.bytes, step):
-        digest.update(store.read_range(key, start, min(start + step, record.bytes)))
+    for part in store.parts(key, 0, record.bytes):  # the next ones are under way meanwhile
+        digest.update(part)
     if digest.hexdigest() != record.sha256:
         raise StoreError(f"{store.address(key)} does not have the sha256 of its manifest")
 
@@ -149,14 +159,22 @@ def read_range(store: Store, folder: str, record: FileRecord, blocks: Blocks | N
     """
     key = f"{folder}/{record.name}"
     if blocks is None:
-        return memoryview(store.read_range(key, start, end))
+        return store.read_range(key, start, end)
     first, last = start // blocks.size * blocks.size, min(-(-end // blocks.size) * blocks.size, record.bytes)
-    data = memoryview(store.read_range(key, first, last))
-    for at in range(first, last, blocks.size):
-        block = data[at - first : at - first + blocks.size]
-        if hashlib.sha256(block).hexdigest() != blocks.sha256s[at // blocks.size]:
-            raise StoreError(f"{store.address(key)} is damaged between the bytes {at} and {at + len(block)}")
+    data = store.read_range(key, first, last)
+    starts = range(first, last, blocks.size)
+    for at, sha256 in zip(starts, _sha256s([data[at - first : at - first + blocks.size] for at in starts]), strict=True):
+        if sha256 != blocks.sha256s[at // blocks.size]:
+            raise StoreError(f"{store.address(key)} is damaged between the bytes {at} and {min(at + blocks.size, last)}")
     return data[start - first : end - first]
+
+
+def _sha256s(blocks: list[memoryview]) -> list[str]:
+    """Of each block; of many, by several threads."""
+    if len(blocks) <= HASHERS:
+        return [hashlib.sha256(block).hexdigest() for block in blocks]
+    with ThreadPoolExecutor(HASHERS, "hashing") as threads:
+        return list(threads.map(lambda block: hashlib.sha256(block).hexdigest(), blocks))
 
 
 def read_records(
@@ -179,27 +197,3 @@ def read_records_if_any(
     """As `read_records`; none where the artifact has no such file."""
     files = read_manifest(store, ref.folder, ref.sha256).files
     return read_records(store, ref, name, record, columns) if name in [file.plain_name for file in files] else []
-
-
-def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
-    """All files of an artifact under their plain names in a local folder, verified; made once, appears atomically."""
-    manifest = read_manifest(store, ref.folder, ref.sha256)
-    target = local_dir / f"{ref.folder.replace('/', '-')}-{ref.sha256[:12]}"
-    if target.is_dir():
-        return target
-    partial = local_dir / f".{target.name}.{new_attempt()}"
-    partial.mkdir(parents=True)
-    try:
-        for record in manifest.files:
-            path = partial / record.plain_name
-            store.get_file(f"{ref.folder}/{record.name}", path)
-            if file_sha256(path) != record.sha256:
-                raise StoreError(f"{store.address(ref.folder)}/{record.name} does not have the sha256 of its manifest")
-        os.rename(partial, target)
-    except OSError:
-        if not target.is_dir():  # else another process of this node was first: the same bytes
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    assert target.is_dir(), f"{target} was not materialised"
-    return target

@@ -7,12 +7,14 @@ import hashlib
 import re
 from collections.abc import Iterator
 
-from rlpipe.store.artifacts import MANIFEST, SOURCE_INPUT, check_file, read_manifest
+from rlpipe.store.artifacts import MANIFEST, PRUNED, SOURCE_INPUT, check_file, is_pruned, read_artifact, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.forks import AT_SFT
 from rlpipe.store.lease import held_by
+from rlpipe.store.local_copy import bases_of
+from rlpipe.store.pruned import is_prunable, pruned_folders, read_pruned
 from rlpipe.store.run import Run
-from rlpipe.types import StoreError, UserError
+from rlpipe.types import Manifest, StoreError, UserError
 
 ORDER = {"base": 0, "data": 1, "sft": 2, "rl": 3}  # the phases, as a run goes through them
 PLACE = re.compile(r"(?P<phase>base|sft)/(?P<first>[^/\d][^/]*)|(?P<numbered>sft|rl)/(?P<iteration>\d{5,})/(?P<stage>.+)")
@@ -30,14 +32,18 @@ def verify(run: Run) -> tuple[int, list[str]]:
     lineage = _lineage(run)
     folders = [folder for member in lineage for folder in manifests(member)]
     known = {_sha256(run.store, folder) for folder in folders}
-    faults = [fault for folder in folders for fault in _artifact_faults(run.store, folder, known)]
+    faults_of = {folder: [*_artifact_faults(run.store, folder, known)] for folder in folders}
+    faults = [fault for faults in faults_of.values() for fault in faults]
+    if damaged := {folder for folder, faults in faults_of.items() if faults}:
+        faults += _lost_with(run.store, damaged, [folder for folder in folders if folder not in damaged])
     for member in lineage:
         faults += [*_missing(member), *_iteration_faults(member)]
     return len(folders), faults + list(_lease_faults(run))
 
 
 def files(run: Run, kind: str) -> list[str]:
-    """The keys of all committed files of one kind of artifact ("scores", "policy", ...) in the order in which they were made.
+    """The keys of all committed files of one kind of artifact ("scores", "policy", ...) in the order in which they were made. Not of
+    those that were pruned.
 
     A fork's shared iterations give the files of the run it was forked from. UserError listing the kinds when there is none.
     """
@@ -50,7 +56,9 @@ def files(run: Run, kind: str) -> list[str]:
     if not folders:
         kinds = ", ".join(sorted({entry[-2] for entry in entries})) or "none"
         raise UserError(f"run {run.name} has no files of kind {kind!r}; it has: {kinds}")
-    return [f"{folder}/{record.name}" for folder in folders for record in read_manifest(run.store, folder).files]
+    pruned = pruned_folders(run)
+    there = (folder for folder in folders if folder not in pruned)
+    return [f"{folder}/{record.name}" for folder in there for record in read_manifest(run.store, folder).files]
 
 
 def _below_run(folder: str) -> str:
@@ -102,7 +110,32 @@ def _artifact_faults(store: Store, folder: str, known: set[str]) -> Iterator[str
         try:
             check_file(store, folder, record)
         except StoreError as error:
-            yield str(error)
+            pruned = is_prunable(folder) and is_pruned(store, folder) and not store.exists(f"{folder}/{record.name}")
+            yield from [] if pruned else [str(error)]
+    if is_prunable(folder):
+        yield from _prune_faults(store, folder, manifest)
+
+
+def _prune_faults(store: Store, folder: str, manifest: Manifest) -> Iterator[str]:
+    try:
+        record = read_pruned(store, folder)
+    except StoreError as error:
+        yield str(error)
+        return
+    if record and (record.run, record.iteration, record.stage) != (manifest.run, manifest.iteration, manifest.stage):
+        yield f"{folder}: its {PRUNED} is that of {record.stage} of iteration {record.iteration} of run {record.run}"
+
+
+def _lost_with(store: Store, damaged: set[str], folders: list[str]) -> Iterator[str]:
+    """Of these artifacts, whose own files are whole, those that are stored as a difference to what is damaged."""
+    for folder in folders:
+        try:
+            bases = bases_of(store, read_artifact(store, folder)[0])
+            fault = next((f"{base.folder} is damaged" for base in bases if base.folder in damaged), "")
+        except StoreError as error:
+            fault = str(error)
+        if fault:
+            yield f"{folder} is stored as a difference and cannot be rebuilt: {fault}"
 
 
 def _missing(run: Run) -> Iterator[str]:
@@ -150,7 +183,7 @@ def unreferenced(run: Run) -> list[str]:
     """The keys below the run that no manifest names: data of attempts that lost or died, and temporary files."""
     kept = {f"{run.root}/run.json"}
     for folder in manifests(run):
-        kept.add(f"{folder}/{MANIFEST}")
+        kept |= {f"{folder}/{MANIFEST}", f"{folder}/{PRUNED}"}
         kept |= {f"{folder}/{record.name}" for record in read_manifest(run.store, folder).files}
     others = tuple(f"{run.root}/{name}/" for name in UNCOMMITTED)
     left = [key for key in run.store.list(run.root) if key not in kept and not key.startswith(others)]

@@ -16,10 +16,11 @@ HOUR_S = 3600.0
 
 
 def gpus_held(config: PipelineConfig, phase: str) -> int:
-    """GPUs a phase ("sft" or "rl") holds while it runs: the trainer's, and during RL the engines', which stay up between stages."""
+    """GPUs a phase ("sft" or "rl") holds while it runs: the trainer's, and during RL the engines' own, which stay up between stages."""
     trainer = config.trainer.nodes * len(config.trainer.gpu_ids)
     engines = config.engines.nodes * len(config.engines.gpu_ids)
-    return trainer + (engines if phase == "rl" and config.samples else 0)
+    own = phase == "rl" and config.samples and not config.engines.colocate
+    return trainer + (engines if own else 0)
 
 
 def spent_on_sft(run: Run, segments: int) -> Metrics:

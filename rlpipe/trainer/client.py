@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class GangLost(TrainerError):
 
 
 class TrainerClient:
-    """One resident gang. `load`, `train` and `save` are idempotent by content: asked twice, done once."""
+    """One resident gang. Jobs are idempotent by content: asked twice, done once."""
 
     def __init__(self, place: GangPlace) -> None:
         self.place = place
@@ -47,7 +48,7 @@ class TrainerClient:
         self.session = new_session()
 
     async def run(self, job: str, body: JsonDict, on_progress: Callable[[JsonDict], None] | None = None) -> JsonDict:
-        """Does one job (`load`, `train` or `save`) and returns its result.
+        """Does one job (`load`, `train`, `save` or `offload`) and returns its result.
 
         NotResident when the gang holds another position, GangLost when it died (and was restarted, empty),
         StepRefused when a step would be non-finite, TrainerError past JOB_TIMEOUT_S.
@@ -73,6 +74,12 @@ class TrainerClient:
         raise TrainerError(
             f"{job} took longer than {JOB_TIMEOUT_S:g} s; make it shorter: smaller sft.segment_steps or rl.num_prompts"
         )
+
+    async def offload(self) -> None:
+        """The gang gives its memory back until its next job. One that was never started, or is lost meanwhile, holds none."""
+        if self.started:
+            with contextlib.suppress(GangLost):
+                await self.run("offload", {"kind": "offload"})
 
     async def _post(self, job: str, body: JsonDict) -> tuple[int, JsonDict]:
         assert self.session is not None, "start comes first"

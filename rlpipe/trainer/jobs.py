@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from rlpipe.config.training import RlConfig, SftConfig
+from rlpipe.models.adapter_files import Adapter
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, UserError
 
 STATUS_OK = 200
@@ -36,20 +37,34 @@ class NewModel:
     seed: int
 
 
+@dataclass(frozen=True)
+class NewAdapter:
+    """An adapter to initialise. Example: NewAdapter(Adapter(8, 16.0), seed=0)"""
+
+    settings: Adapter
+    seed: int
+
+
 @with_config(EXACT)
 @dataclass(frozen=True)
 class LoadJob:
-    """Makes a position resident, from one of: a new model, a policy (weights, fresh optimizer), a state (everything)."""
+    """Makes a position resident, from one of: a new model, a policy (weights, fresh optimizer), a state (everything).
+
+    `adapter`: what a whole policy gets, to train only that; a stored one that is an adapter has its own.
+    """
 
     position: str
     new: NewModel | None
     policy: Reference | None
     state: Reference | None
+    adapter: NewAdapter | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("new", "policy", "state") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"load needs exactly one of new, policy and state, got {given}")
+        if self.adapter is not None and self.policy is None:
+            raise ValueError("a new adapter is beside a policy")
 
 
 @with_config(EXACT)
@@ -64,6 +79,8 @@ class SaveJob:
     tokenizer: Reference | None
     stop_token_ids: list[int]  # what ends a turn of the assistant
     context_tokens_max: int  # the longest text that an engine takes
+    base: Reference | None = None  # the policy is stored as its difference to this one; none: whole
+    is_base: bool = False  # the next policy will be stored as its difference to this one: its files stay on this node
 
 
 @dataclass(frozen=True)
@@ -106,12 +123,21 @@ class SftJob(TrainJob):
     seed: int
 
 
-GangJob = LoadJob | RlJob | SftJob | SaveJob
+@with_config(EXACT)
+@dataclass(frozen=True)
+class OffloadJob:
+    """Moves what is resident off the device, until the next job that does something."""
+
+    kind: Literal["offload"] = "offload"
+
+
+GangJob = LoadJob | RlJob | SftJob | SaveJob | OffloadJob
 ANY_JOB: TypeAdapter[GangJob] = TypeAdapter(GangJob)
 JOBS: dict[str, TypeAdapter[Any]] = {
     "load": TypeAdapter(LoadJob),
     "train": TypeAdapter(Annotated[RlJob | SftJob, Field(discriminator="kind")]),
     "save": TypeAdapter(SaveJob),
+    "offload": TypeAdapter(OffloadJob),
 }
 
 
@@ -139,7 +165,7 @@ def check_place(job: GangJob, run: str) -> None:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job came to. A training has `metrics`, a load `differs`, a save the rest."""
+    """What a job came to. A training has `metrics`, a load `differs`, a save the rest, and of a policy `metrics` too."""
 
     metrics: JsonDict = field(default_factory=dict)  # as the manifest of the policy will have them
     differs: str = ""  # in what this gang is another than the one that saved the state
@@ -187,10 +213,14 @@ class Board:
                     return record
             if self.running is not None:
                 raise JobRefused("busy", self.position)
-            needed = job.start if isinstance(job, TrainJob) else job.position
-            if not isinstance(job, LoadJob) and needed != self.position:
+            starts_from = (
+                job.start if isinstance(job, TrainJob) else job.position if isinstance(job, SaveJob) else self.position
+            )
+            if starts_from != self.position:
                 raise JobRefused("not resident", self.position)
-            if not isinstance(job, SaveJob):
+            # what was offloaded comes back with this job, so an offload after it is another one
+            self._finished = [record for record in self._finished if not isinstance(record.job, OffloadJob)]
+            if not isinstance(job, SaveJob | OffloadJob):
                 self.position = None
                 self._finished.clear()
             self.running = JobRecord(job)
@@ -214,7 +244,7 @@ class Board:
         """Ends the running job; one that succeeded sets the position."""
         with self._lock:
             assert self.running is record, "another job was running"
-            if status == STATUS_OK:
+            if status == STATUS_OK and not isinstance(record.job, OffloadJob):
                 self.position = record.job.result if isinstance(record.job, TrainJob) else record.job.position
             self._finished.append(record)
             self.running, self._worked = None, time.monotonic()

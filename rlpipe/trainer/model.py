@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,12 +22,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
+from rlpipe.models.adapter import is_adapter, new_adapter_rows, put_adapter
+from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Adapted, adapter_of
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
-from rlpipe.models.checkpoint import Checkpoint, TensorFile, ranged_file, tensors_of, tied_names
+from rlpipe.models.checkpoint import Checkpoint, TensorFile, local_files, ranged_file, tensors_of, tied_names
 from rlpipe.models.flex import own_attention, uses_flex
 from rlpipe.models.masks import Masks
-from rlpipe.store.artifacts import Blocks, check_file, read_file, read_manifest, read_range
+from rlpipe.models.whole import base_of
+from rlpipe.store.artifacts import Blocks, check_file, read_manifest, read_range
+from rlpipe.store.local_copy import is_delta, materialise, read_small_file, whole_files
 from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.jobs import NewAdapter
 from rlpipe.trainer.packing import BRANCHES
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError, UserError
 
@@ -35,9 +43,10 @@ Weights = Callable[[Any], ReadRows]  # where the rows of a model, which has none
 class PolicyModel(nn.Module):
     """A causal language model whose forward pass gives logprobs, so that lm_head is unsharded where it is used."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, adapted: Adapted | None = None) -> None:
         super().__init__()
         self.lm = lm
+        self.adapted = adapted  # of a model with an adapter
         vocab_size = lm.config.get_text_config().vocab_size
         self.chunk, self.kept = chunk_size(vocab_size), chunk_size(vocab_size, LOGITS_KEPT)
         self._project = head_of(lm)
@@ -75,7 +84,8 @@ class PolicyModel(nn.Module):
             yield name.removeprefix("lm."), parameter
 
     def trained(self) -> Iterator[tuple[str, DTensor]]:
-        """Those of `shards` that have a gradient: some families keep numbers as parameters that are none, biases of experts."""
+        """Those of `shards` that have a gradient: some families keep numbers as parameters that are none, biases of experts; a model with an
+        adapter has them in it alone."""
         return ((name, parameter) for name, parameter in self.shards() if parameter.requires_grad)
 
     def kept_buffers(self) -> dict[str, Tensor]:
@@ -90,9 +100,11 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
-def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False) -> PolicyModel:
-    """The sharded policy, each rank reading only its own rows: fp32 masters, or `frozen`, in the number type of the forward pass, which gives
-    the same bits. Faults of reading are common to all ranks."""
+def build_policy(
+    gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False, adapted: Adapted | None = None
+) -> PolicyModel:
+    """The sharded policy, each rank reading only its own rows: fp32 masters. `frozen`, and what has an adapter beside it, is held in the number
+    type of the forward pass, which gives the same bits. Faults of reading are common to all ranks."""
     lm: Any = None
     read_rows: ReadRows | None = None
     with gang.together():
@@ -102,11 +114,14 @@ def build_policy(gang: Gang, config: PretrainedConfig, weights: Weights, frozen:
                 f"model config: {config.model_type} has parameters without a dimension ({odd[:3]}): they cannot be sharded"
             )
         read_rows = weights(lm)
+        if adapted is not None:  # the names of the files are those of the model without it
+            put_adapter(lm, adapted.settings)
     assert read_rows is not None, "an error is raised"
-    policy, dtype = PolicyModel(lm), getattr(torch, gang.options.dtype)
+    policy, dtype = PolicyModel(lm, adapted), getattr(torch, gang.options.dtype)
     if frozen:
         policy.requires_grad_(False)
-        for parameter in policy.parameters():
+    for parameter in policy.parameters() if frozen or adapted else []:
+        if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers_of(lm):
@@ -157,29 +172,85 @@ def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
     return lambda name, shape, start, end: tensors[name][start:end] if shape else tensors[name]
 
 
-def load_policy(gang: Gang, ref: ArtifactRef, frozen: bool = False) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
-    """The weights of a policy in the store, its config and its generation config; `frozen`: as `build_policy` has it."""
+def load_policy(
+    gang: Gang, ref: ArtifactRef, frozen: bool = False, new: NewAdapter | None = None
+) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
+    """The weights of a policy in the store, its config and its generation config; `frozen`: as `build_policy` has it. `new`: the adapter that a
+    whole policy gets."""
+    adapted, weights = Adapted(new.settings, ref) if new else None, None
+    rebuilt = _rebuilt(gang, ref)
     with gang.together():
-        files = {file.plain_name: file for file in read_manifest(gang.store, ref.folder, ref.sha256).files}
+        files = whole_files(gang.store, ref)
         documents = {
-            name: json.loads(read_file(gang.store, ref.folder, files[name]))
-            for name in ("config.json", "generation_config.json")
+            name: json.loads(read_small_file(gang.store, ref, name))
+            for name in ("config.json", "generation_config.json", ADAPTER_CONFIG)
             if name in files
         }
         if "config.json" not in documents:
             raise StoreError(f"{ref.folder} has no config.json")
         config = hf_config(documents["config.json"])
-        weights = [file for name, file in files.items() if name.endswith(".safetensors")]
-        check_share(gang, ref.folder, weights)
+        if (base := base_of(gang.store, ref)) is not None:
+            adapted = Adapted(adapter_of(f"{ref.folder}/{ADAPTER_CONFIG}", documents.get(ADAPTER_CONFIG, {})), base)
+            weights = with_adapter(whole_weights(gang, base), adapter_rows(gang, ref))
+        else:
+            weights = whole_weights(gang, ref, rebuilt)
+            weights = with_adapter(weights, functools.partial(new_adapter_rows, new.seed)) if new else weights
+    assert weights is not None, "an error is raised"
     generation_config = documents.get("generation_config.json") or GenerationConfig.from_model_config(config).to_diff_dict()
+    policy = build_policy(gang, config, weights, frozen, adapted)
+    if rebuilt is not None:
+        shutil.rmtree(rebuilt, ignore_errors=True)  # all ranks have read it; another one of this node may be first
+    return policy, config, generation_config
+
+
+def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
+    """On this node's disk, verified, the whole files of a policy that is stored as a difference; None for one that is read from the store."""
+    folder: Path | None = None
+    for is_turn in (os.environ.get("LOCAL_RANK", "0") == "0", True):  # one rank of a node makes them, then the others see them
+        with gang.together():
+            if is_turn and is_delta(gang.store, ref):
+                folder = materialise(gang.store, ref, gang.scratch("policies"))
+    return folder
+
+
+def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> Weights:
+    """What reads the weights of a whole policy, from the store or from where it was rebuilt. All ranks ask for it: together they hash its files."""
+    files = [file for name, file in whole_files(gang.store, ref).items() if name.endswith(".safetensors")]
+    if rebuilt is None:
+        check_share(gang, ref.folder, files)
 
     def rows(lm: Any) -> ReadRows:
-        checkpoint = Checkpoint(ref.folder, [stored_file(gang, ref.folder, file) for file in weights], lm)
+        in_store = (stored_file(gang, ref.folder, file) for file in files)
+        checkpoint = Checkpoint(ref.folder, local_files(rebuilt) if rebuilt else [*in_store], lm)
         if faults := checkpoint.faults():  # before memory is taken for the shapes of config.json
             raise StoreError(f"{ref.folder}: {'; '.join(faults[:3])}")
         return checkpoint.rows
 
-    return build_policy(gang, config, rows, frozen), config, generation_config
+    return rows
+
+
+def adapter_rows(gang: Gang, ref: ArtifactRef) -> ReadRows:
+    """What reads the matrices of a stored adapter, fp32. All ranks ask for it, as for `whole_weights`."""
+    record = read_manifest(gang.store, ref.folder, ref.sha256).file(ADAPTER_WEIGHTS)
+    check_share(gang, ref.folder, [record])
+    file = stored_file(gang, ref.folder, record)
+
+    def rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
+        if file.shapes.get(PREFIX + name) != shape:
+            raise StoreError(f"{ref.folder}: the adapter has {name} in the shape {file.shapes.get(PREFIX + name)}, not {shape}")
+        return file.read(PREFIX + name, (start, end)).float()
+
+    return rows
+
+
+def with_adapter(weights: Weights, of_adapter: ReadRows) -> Weights:
+    """What reads the weights of a model that has an adapter, whose own come from elsewhere."""
+
+    def rows(lm: Any) -> ReadRows:
+        of_base = weights(lm)
+        return lambda name, shape, start, end: (of_adapter if is_adapter(name) else of_base)(name, shape, start, end)
+
+    return rows
 
 
 def check_share(gang: Gang, folder: str, files: list[FileRecord]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -48,10 +48,14 @@ STEP_METRICS = ("loss", "policy_loss", "kl", "grad_norm", *(name for name in TOK
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen policy of the KL, and how sequences may be put into its rows: it may be of another family than the policy."""
+    """The frozen policy of the KL, and how sequences may be put into its rows: it may be of another family than the policy.
+
+    `adapter`: the policy in training is it, with these values of its adapter (zeros: the adapter is off); empty for a model of its own.
+    """
 
     policy: PolicyModel
     rows: Rows
+    adapter: list[Tensor] = field(default_factory=list)
 
 
 def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: RlJob) -> JobResult:
@@ -82,7 +86,8 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     before = resident.policy if num_steps > 1 or settings.kl == "reward" else None
     with weights_of_start(resident, moved=first > 0):
         for index, batch in batches.items():
-            batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature)
+            others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
+            batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature, others)
             gang.report(progress := progress + len(batch.microbatches), total)
     advantages_N = advantages(gang, rollouts, list(batches.values()), settings)
     for index, batch in batches.items():
@@ -99,14 +104,17 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     return JobResult(metrics_of(gang, resident, passes))
 
 
-@contextlib.contextmanager
-def weights_of_start(resident: Resident, moved: bool) -> Iterator[None]:
+def weights_of_start(resident: Resident, moved: bool) -> contextlib.AbstractContextManager[None]:
     """In the body the policy has the weights that the iteration started from. `moved`: it has others now, and has them again behind it."""
-    if moved:
-        resident.exchange()
+    return exchanged(resident, resident.taken.start) if moved else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def exchanged(resident: Resident, others: list[Tensor]) -> Iterator[None]:
+    """In the body the policy has these weights, as many as it has shards."""
+    resident.exchange(others)
     yield
-    if moved:  # after a fault nothing stays resident
-        resident.exchange()
+    resident.exchange(others)  # after a fault nothing stays resident
 
 
 def metrics_of(gang: Gang, resident: Resident, passes: list[tuple[PolicyModel, int]]) -> JsonDict:
@@ -120,15 +128,24 @@ def metrics_of(gang: Gang, resident: Resident, passes: list[tuple[PolicyModel, i
     return summary(steps, STEP_METRICS, batches) | resident.policy.experts.metrics(gang.sum) | beside
 
 
-def with_frozen(batch: StepBatch, policy: PolicyModel | None, reference: PolicyModel | None, temperature: float) -> StepBatch:
-    """The batch with proximal_logprobs and reference_logprobs, where there is a policy and a reference."""
+def with_frozen(
+    batch: StepBatch,
+    policy: PolicyModel | None,
+    reference: PolicyModel | None,
+    temperature: float,
+    reference_weights: contextlib.AbstractContextManager[None] | None = None,
+) -> StepBatch:
+    """The batch with proximal_logprobs and reference_logprobs, where there is a policy and a reference, which has its weights within a body."""
 
     def of(frozen: PolicyModel | None) -> Sequence[Tensor | None]:
         return frozen_logprobs(frozen, batch.microbatches, temperature) if frozen else [None] * len(batch.microbatches)
 
+    proximal = of(policy)
+    with reference_weights or contextlib.nullcontext():
+        referenced = of(reference)
     microbatches = [
         replace(microbatch, proximal_logprobs_BT=proximal_BT, reference_logprobs_BT=reference_BT)
-        for microbatch, proximal_BT, reference_BT in zip(batch.microbatches, of(policy), of(reference), strict=True)
+        for microbatch, proximal_BT, reference_BT in zip(batch.microbatches, proximal, referenced, strict=True)
     ]
     return replace(batch, microbatches=microbatches)
 

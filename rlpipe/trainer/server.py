@@ -1,6 +1,6 @@
 """The trainer process: one rank of a torchrun gang. All ranks do the jobs; rank 0 also answers HTTP, in a thread of its own.
 
-GET /health, /status; POST /load, /train, /save (JSON, bearer key). A POST waits up to WAIT_S, then answers 202: ask again.
+GET /health, /status; POST /load, /train, /save, /offload (JSON, bearer key). A POST waits up to WAIT_S, then answers 202: ask again.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import NoReturn
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from torch import Tensor
 
 from rlpipe.config.secrecy import key_fits
 from rlpipe.processes.launch import die_with_parent
 from rlpipe.services.registration import LOOPBACK, service_key
+from rlpipe.trainer.adapted import adapter_of_reference
 from rlpipe.trainer.gang import Gang, Pulse, clear_scratch, join_gang
 from rlpipe.trainer.jobs import (
     ANY_JOB,
@@ -32,12 +35,14 @@ from rlpipe.trainer.jobs import (
     JobRefused,
     JobResult,
     LoadJob,
+    OffloadJob,
     SaveJob,
     SftJob,
     check_place,
     job_of,
 )
 from rlpipe.trainer.model import load_policy
+from rlpipe.trainer.offload import Offloaded, offload
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.rl import Reference, train_rl
 from rlpipe.trainer.selftest import proven_rows
@@ -65,17 +70,24 @@ class Trainer:
         self.gang = gang
         self.resident: Resident | None = None
         self._reference: tuple[str, Reference] | None = None
+        self._offloaded: Offloaded | None = None
 
     def run(self, job: GangJob) -> JobResult:
         """Does one job on all ranks. UserError, StoreError and StepRefused are raised on all of them alike.
 
         A load or train that fails leaves nothing resident: what it left would be neither its start nor its result.
         """
+        if isinstance(job, OffloadJob):
+            self._offloaded = self._offloaded or offload(self.gang, self._tensors())
+            return JobResult()
+        self._bring_back(job)
         if isinstance(job, SaveJob):
             assert self.resident is not None, "a save of nothing"
             return save(self.gang, self.resident, job)
         resident, self.resident = self.resident, None
         if isinstance(job, LoadJob):
+            if self._reference is not None and self._reference[1].adapter:
+                self._reference = None
             del resident  # its memory is needed
             self.resident, differs = load(self.gang, job)
             return JobResult(differs=differs)
@@ -83,19 +95,47 @@ class Trainer:
         if isinstance(job, SftJob):
             result = train_sft(self.gang, resident, job)
         else:
-            result = train_rl(self.gang, resident, self._reference_of(job.reference), job)
+            result = train_rl(self.gang, resident, self._reference_of(job.reference, resident), job)
         self.resident = resident
         return result
 
-    def _reference_of(self, ref: ArtifactRef | None) -> Reference | None:
-        """The frozen reference, loaded once for as long as it stays the same."""
+    def _tensors(self) -> Iterator[Tensor]:
+        """All that takes memory between two jobs, this rank's rows of it."""
+        policies = [self.resident.policy] if self.resident else []
+        if self._reference is not None:
+            reference = self._reference[1]
+            policies += [] if reference.adapter else [reference.policy]  # with an adapter it is the resident one
+            yield from reference.adapter
+        for policy in policies:
+            yield from (parameter.to_local() for _, parameter in policy.shards())
+            yield from policy.buffers()
+        if self.resident is not None:
+            yield from (tensor for entry in self.resident.optimizer.state.values() for tensor in entry.values())
+            yield from self.resident.taken.start
+
+    def _bring_back(self, job: GangJob) -> None:
+        """What was offloaded is on the device again; before a load, which needs none of it, it is dropped."""
+        offloaded, self._offloaded = self._offloaded, None
+        if offloaded is None:
+            return
+        if isinstance(job, LoadJob):
+            self.resident = self._reference = None
+            offloaded.forget()
+        else:
+            offloaded.restore()
+
+    def _reference_of(self, ref: ArtifactRef | None, resident: Resident) -> Reference | None:
+        """The frozen reference, loaded once for as long as it stays the same: the resident policy with another adapter, where it is that."""
         if ref is None:
             self._reference = None
             return None
         if self._reference is None or self._reference[0] != ref.sha256:
             self._reference = None
-            policy, _, _ = load_policy(self.gang, ref, frozen=True)
-            reference = Reference(policy, proven_rows(self.gang, policy))
+            if adapter := adapter_of_reference(self.gang, resident, ref):
+                reference = Reference(resident.policy, resident.rows, adapter)
+            else:
+                policy, _, _ = load_policy(self.gang, ref, frozen=True)
+                reference = Reference(policy, proven_rows(self.gang, policy))
             self._reference = (ref.sha256, reference)
         return self._reference[1]
 
@@ -176,7 +216,7 @@ class GangServer:
         if self.board.lost:
             return web.json_response({"error": self.board.lost}, status=STATUS_LOST)
         match request.method, request.path:
-            case "POST", "/load" | "/train" | "/save":
+            case "POST", "/load" | "/train" | "/save" | "/offload":
                 return await self._do(request.path.removeprefix("/"), body)
             case "GET", "/health":
                 return web.json_response({"ranks": self.ranks, "nodes": self.board.nodes()})

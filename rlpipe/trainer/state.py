@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig
 
-from rlpipe.data.chat import TOKENIZER_FILES
+from rlpipe.models.adapter import is_adapter
+from rlpipe.models.adapter_files import ADAPTED, Adapted
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
 from rlpipe.models.checkpoint import TensorFile, block_of, hub_tensors, tensors_of
 from rlpipe.models.folder import INDEX
-from rlpipe.store.artifacts import Blocks, blocks_of, read_file, read_manifest, write_bytes, write_file
+from rlpipe.store.artifacts import Blocks, read_file, read_manifest, write_bytes, write_file_in_blocks
+from rlpipe.trainer.adapted import save_adapter
 from rlpipe.trainer.batches import collate
+from rlpipe.trainer.documents import config_files, json_bytes, tokenizer_files
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, LoadJob, SaveJob
 from rlpipe.trainer.model import (
@@ -38,8 +41,11 @@ from rlpipe.trainer.model import (
     new_weights,
     row_range,
     stored_file,
+    whole_weights,
+    with_adapter,
 )
 from rlpipe.trainer.packing import TrainSequence
+from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.selftest import proven_rows
 from rlpipe.trainer.step import MOMENTS, Resident, frozen_logprobs, make_resident
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError
@@ -55,7 +61,7 @@ def load(gang: Gang, job: LoadJob) -> tuple[Resident, str]:
         policy = build_policy(gang, config, functools.partial(new_weights, config, job.new.seed))
         return _resident(gang, policy, config, GenerationConfig.from_model_config(config).to_diff_dict()), ""
     if job.policy is not None:
-        return _resident(gang, *load_policy(gang, job.policy)), ""
+        return _resident(gang, *load_policy(gang, job.policy, new=job.adapter)), ""
     assert job.state is not None, "neither a new model nor a reference"
     return _load_state(gang, job.state)
 
@@ -94,6 +100,11 @@ class StoredState:
             self._open[rank] = stored_file(self._gang, self._folder, self._files[rank], blocks)
         return self._open[rank]
 
+    @property
+    def adapted(self) -> Adapted | None:
+        """What the adapter is that the state is of; None where it is of a whole model."""
+        return ADAPTED.validate_python(self.record["adapted"]) if "adapted" in self.record else None
+
     def weights(self, lm: Any) -> ReadRows:
         """Reads the weights of `lm`; StoreError when they are another model's, before memory is taken for them."""
         for name, tensor in tensors_of(lm).items():
@@ -130,7 +141,11 @@ def _load_state(gang: Gang, ref: ArtifactRef) -> tuple[Resident, str]:
     assert stored is not None, "an error is raised"
     record = stored.record
     config = hf_config(record["config"])
-    policy = build_policy(gang, config, stored.weights)
+    weights, adapted = stored.weights, stored.adapted
+    if adapted is not None:
+        with gang.together():
+            weights = with_adapter(whole_weights(gang, adapted.base), stored.rows("param"))
+    policy = build_policy(gang, config, weights, adapted=adapted)
     resident = _resident(gang, policy, config, record["generation_config"])
     with gang.together():
         entries = [resident.optimizer.state[shard] for shard in resident.shards.values()]
@@ -153,10 +168,10 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
     HF weights come from rank 0, the state from every rank; manifests are the caller's. `probe`: a text and the logprobs (temperature 1)
     of its last tokens, as an engine with these weights must give them.
     """
-    policy = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else []
+    saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
     state = save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else []
     tokens = probe_tokens(resident.config, job.context_tokens_max)
-    return JobResult(policy=policy, state=state, probe={"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)})
+    return replace(saved, state=state, probe={"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)})
 
 
 def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:
@@ -167,8 +182,12 @@ def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[fl
     return frozen_logprobs(resident.policy, [microbatch], temperature=1.0)[0].flatten().tolist()
 
 
-def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> list[FileRecord]:
-    """HF files: weights in the dtype of the forward pass, gathered block by block, config, tokenizer. Records on rank 0."""
+def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> JobResult:
+    """HF files: weights in the dtype of the forward pass, gathered block by block, config, tokenizer; of an adapter its own files. Rank 0 gets records and metrics."""
+    if resident.policy.adapted is not None:
+        return JobResult(
+            policy=save_adapter(gang, resident, folder, job.attempt, config_files(gang, resident, job.stop_token_ids))
+        )
     dtype = getattr(torch, gang.options.dtype)
     tensors = tensors_of(resident.policy.lm)
     blocks: dict[str, list[str]] = {}
@@ -179,11 +198,12 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> li
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
     )
-    records: list[FileRecord] = []
+    saved = JobResult()
     index: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
+        writer = PolicyWriter(gang, job, folder, Path(scratch))
         for file_name, in_file in split.filename_to_tensors.items():
-            path = Path(scratch) / file_name
+            path = writer.whole / file_name
             gathered = ((name, _whole(tensors[name], dtype)) for block in in_file for name in blocks[block])  # by all ranks
             # cpu() of a one-rank gang is a view of the live weights, and safetensors refuses shared memory
             whole = {name: full.cpu().contiguous() for name, full in gathered if gang.rank == 0}
@@ -192,15 +212,14 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> li
                     stored = hub_tensors(resident.policy.lm, whole)
                     index |= dict.fromkeys(stored, file_name)
                     save_file(stored, path, metadata={"format": "pt"})
-                    records.append(write_file(gang.store, folder, job.attempt, file_name, path))
-                    path.unlink()
+                    writer.weights(path, dtype.itemsize)
         with gang.together():
             if gang.rank == 0:
-                beside = _documents(gang, resident, job.stop_token_ids) | _tokenizer_files(gang, job.tokenizer)
+                beside = config_files(gang, resident, job.stop_token_ids) | tokenizer_files(gang, job.tokenizer)
                 if split.is_sharded:
-                    beside[INDEX] = _json({"metadata": split.metadata, "weight_map": index})
-                records += [write_bytes(gang.store, folder, job.attempt, name, data) for name, data in beside.items()]
-    return records
+                    beside[INDEX] = json_bytes({"metadata": split.metadata, "weight_map": index})
+                saved = writer.documents(beside)
+    return saved
 
 
 def _saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -211,31 +230,6 @@ def _saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().to(_saved_as(tensor, dtype))
-
-
-def _json(document: JsonDict) -> bytes:
-    return json.dumps(document, indent=2, sort_keys=True).encode()
-
-
-def _documents(gang: Gang, resident: Resident, stop_token_ids: list[int]) -> dict[str, bytes]:
-    """The JSON files beside the weights, by their names. What ends a turn ends a generation: the generation config says all of it."""
-    generation_config = resident.generation_config
-    known = generation_config.get("eos_token_id")
-    ends = set(known if isinstance(known, list) else [known] if known is not None else [])
-    if not ends.issuperset(stop_token_ids):
-        generation_config = generation_config | {"eos_token_id": sorted(ends.union(stop_token_ids))}
-    config = json.loads(resident.config.to_json_string())
-    config |= {"architectures": [type(resident.policy.lm).__name__], "dtype": gang.options.dtype}
-    return {"config.json": _json(config), "generation_config.json": _json(generation_config)}
-
-
-def _tokenizer_files(gang: Gang, tokenizer: ArtifactRef | None) -> dict[str, bytes]:
-    """The tokenizer's own files among those of an artifact, by their names."""
-    if tokenizer is None:
-        return {}
-    records = read_manifest(gang.store, tokenizer.folder, tokenizer.sha256).files
-    own = [record for record in records if record.plain_name in TOKENIZER_FILES]
-    return {record.plain_name: read_file(gang.store, tokenizer.folder, record) for record in own}
 
 
 def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> list[FileRecord]:
@@ -264,13 +258,15 @@ def _write_rows(gang: Gang, resident: Resident, folder: str, attempt: str, name:
     with tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
         path = Path(scratch) / name
         save_file(_own_rows(gang, resident), path)
-        return [asdict(write_file(gang.store, folder, attempt, name, path)), asdict(blocks_of(path))]
+        return [asdict(part) for part in write_file_in_blocks(gang.store, folder, attempt, name, path)]
 
 
 def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
-    """This rank's rows of everything that is kept, by kind and name."""
-    tensors = {f"param/{name}": shard.to_local().detach().cpu().contiguous() for name, shard in resident.policy.shards()}
-    for name, buffer in resident.policy.kept_buffers().items():
+    """This rank's rows of everything that is kept, by kind and name. The base of an adapter is in the store already."""
+    policy, whole = resident.policy, resident.policy.adapted is None
+    shards = policy.shards() if whole else policy.trained()
+    tensors = {f"param/{name}": shard.to_local().detach().cpu().contiguous() for name, shard in shards}
+    for name, buffer in policy.kept_buffers().items() if whole else ():
         start, end = row_range(len(buffer) if buffer.ndim else 1, gang.part, gang.parts)
         tensors[f"param/{name}"] = (buffer if buffer.ndim else buffer[None])[start:end].cpu().clone()
     for moment in MOMENTS:
@@ -281,7 +277,8 @@ def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
 
 
 def _state_document(gang: Gang, resident: Resident) -> JsonDict:
-    shapes = {name: [*tensor.shape] for name, tensor in tensors_of(resident.policy.lm).items()}
+    adapted, tensors = resident.policy.adapted, tensors_of(resident.policy.lm)
+    shapes = {name: [*tensor.shape] for name, tensor in tensors.items() if adapted is None or is_adapter(name)}
     rows = {name: [row_range((*shape, 1)[0], part, gang.parts) for part in range(gang.parts)] for name, shape in shapes.items()}
     return {
         "schema_version": STATE_SCHEMA,
@@ -291,4 +288,4 @@ def _state_document(gang: Gang, resident: Resident) -> JsonDict:
         "config": json.loads(resident.config.to_json_string()),
         "generation_config": resident.generation_config,
         "tensors": {name: {"shape": shape, "rows": rows[name]} for name, shape in shapes.items()},
-    }
+    } | ({} if adapted is None else {"adapted": asdict(adapted)})

@@ -73,10 +73,10 @@ class Resident:
         self.policy.experts.forget()
 
     @torch.no_grad()
-    def exchange(self) -> None:
-        """The weights and the copy that was kept change places; done twice, nothing has changed. Outside of a forward pass only."""
-        assert len(self.taken.start) == len(self.shards), "no weights were kept"
-        for shard, kept in zip(self.shards.values(), self.taken.start, strict=True):
+    def exchange(self, others: list[Tensor]) -> None:
+        """The weights that are trained and these change places; done twice, nothing has changed. Outside of a forward pass only."""
+        assert len(others) == len(self.shards), "no weights were kept"
+        for shard, kept in zip(self.shards.values(), others, strict=True):
             here = shard.detach().clone()
             shard.copy_(kept)
             kept.copy_(here)

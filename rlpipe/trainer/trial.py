@@ -2,14 +2,14 @@
 on them.
 
 First line in: {"where", "folder" or "config", "context_tokens_max", "training": {"dtype", "tokens_max", "activation_checkpointing"} for a
-plan}; out: {"num_parameters", "rows": how sequences are put into them, "sizes": what a plan counts with} or {"error"}.
+plan, "adapter" where one is trained}; out: {"num_parameters", "rows": how sequences are put into them, "sizes": what a plan counts with} or {"error"}.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from rlpipe.models.adapter import is_adapter, put_adapter
+from rlpipe.models.adapter_files import ADAPTER
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.models.checkpoint import Checkpoint, local_files
 from rlpipe.models.folder import check_generation_config, folder_config
@@ -57,8 +59,13 @@ def try_model(hello: JsonDict) -> JsonDict:
             raise UserError(
                 f"{len(faults)} of its tensors are not as config.json says ({type(lm).__name__}): {'; '.join(faults[:3])}"
             )
-    sizes = asdict(sizes_of(lm, context_tokens_max, hello["training"])) if "training" in hello else None
-    return {"num_parameters": sum(parameter.numel() for parameter in lm.parameters()), "rows": rows_of(config), "sizes": sizes}
+    num_parameters, num_adapted = sum(parameter.numel() for parameter in lm.parameters()), 0
+    sizes = sizes_of(lm, context_tokens_max, hello["training"]) if "training" in hello else None
+    if "adapter" in hello:
+        put_adapter(lm, ADAPTER.validate_python(hello["adapter"]))
+        num_adapted = sum(parameter.numel() for name, parameter in lm.named_parameters() if is_adapter(name))
+    counted = None if sizes is None else asdict(replace(sizes, adapter=num_adapted))
+    return {"num_parameters": num_parameters, "rows": rows_of(config), "sizes": counted}
 
 
 def _try_shapes(config: PretrainedConfig) -> None:

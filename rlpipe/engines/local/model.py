@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from rlpipe.models.causal import MODEL_FAULTS, hf_config, small_windows
 from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_names
 from rlpipe.models.folder import folder_config
 from rlpipe.models.masks import Masks
+from rlpipe.models.storage import free, storages_of
 from rlpipe.types import StoreError, UserError
 
 PROMPT_STEP = 32
@@ -101,6 +102,7 @@ class LocalModel:
     def __init__(self, folder: str, device: str, requests_max: int = SLOTS_MAX) -> None:
         self.folder = folder
         self.requests_max = requests_max
+        self._sizes: list[tuple[UntypedStorage, int]] = []  # memory that was given back, and its bytes
         config = read_config(folder)
         text_config = config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
@@ -163,6 +165,24 @@ class LocalModel:
         self._load(folder)
         self.folder = folder
 
+    @property
+    def released(self) -> bool:
+        """Whether its weights are gone: nothing but `resume` may be asked of it."""
+        return bool(self._sizes)
+
+    def release(self) -> None:
+        """Gives the memory of its weights back."""
+        pieces = storages_of(tensors_of(self.lm).values())
+        self._sizes = [(piece, piece.nbytes()) for piece in pieces]
+        free(pieces)
+
+    def resume(self) -> None:
+        """Takes the memory again, and reads the weights that it had out of their folder."""
+        for piece, size in self._sizes:
+            piece.resize_(size)
+        self._load(self.folder)
+        self._sizes = []
+
     def _load(self, folder: str) -> None:
         # copies into the parameters that are there, so that memory stays flat over any number of reloads; tied names are not repeated
         self.lm.load_state_dict(read_checkpoint(Path(folder), self.lm), strict=False)
@@ -170,7 +190,7 @@ class LocalModel:
     def checksums(self) -> tuple[dict[str, str], str]:
         """sha256 of every tensor that serves, by name, and one over all of them."""
         by_name = {
-            name: hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+            name: hashlib.sha256(_copied(tensor).numpy().tobytes()).hexdigest()
             for name, tensor in sorted(tensors_of(self.lm).items())
         }
         return by_name, hashlib.sha256("".join(name + digest for name, digest in by_name.items()).encode()).hexdigest()
@@ -225,6 +245,11 @@ class LocalModel:
             use_cache=True,
         )
         return output.logits[:, 0].float()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in main memory of their own: memory that numpy has seen can never be released."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().clone()
 
 
 def read_config(folder: str) -> PretrainedConfig:

@@ -77,9 +77,12 @@ class Scheduler:
         with torch.inference_mode():
             while not self._stopping:
                 self.heartbeat_s = time.monotonic()
-                self._drain(wait=self.paused is not None or not self.live)
-                if self.paused is None and self.live:
+                self._drain(wait=not self._may_step())
+                if self._may_step():
                     self.step()
+
+    def _may_step(self) -> bool:
+        return bool(self.live) and self.paused is None and not self.model.released
 
     def stop(self) -> None:
         self._stopping = True
@@ -144,8 +147,32 @@ class Scheduler:
     def resume(self) -> None:
         self.paused = None
 
+    def release(self) -> None:
+        """Gives back the memory of weights, slots and computed prompts. UserError while there are requests."""
+        if self.live:
+            raise UserError(f"{len(self.live)} requests are not finished: abort them first")
+        if not self.model.released:
+            self.pools.clear()
+            self.prefixes = PrefixStore()
+            self.model.release()
+
+    def take_back(self) -> None:
+        """Undoes a release; requests that came meanwhile are computed from now on."""
+        if self.model.released:
+            self.model.resume()
+
+    def checksums(self) -> tuple[dict[str, str], str]:
+        """As the model's; UserError while it has no weights."""
+        self._check_present()
+        return self.model.checksums()
+
+    def _check_present(self) -> None:
+        if self.model.released:
+            raise UserError("the memory of the weights is released: resume it first")
+
     def update_weights(self, folder: str, version: str | None) -> None:
         """Puts new weights in place. UserError, nothing changed, when they do not fit or running jobs forbid a flush."""
+        self._check_present()
         if self._running() and self.paused == "in_place":
             raise UserError("requests run paused in place, and their cache must be flushed: pause with mode abort or retract")
         self._retract()  # their keys and values belong to the old weights

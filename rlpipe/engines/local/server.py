@@ -62,6 +62,8 @@ class Routes:
             "/abort_request": self.abort,
             "/update_weights_from_disk": self.update_weights,
             "/flush_cache": self.flush,
+            "/release_memory_occupation": self.release,
+            "/resume_memory_occupation": self.take_back,
             "/weights_checker": self.check_weights,
         }
 
@@ -86,6 +88,8 @@ class Routes:
             return await handler(request)
         except protocol.BadRequest as error:
             return web.json_response(error.as_json(), status=400)
+        except UserError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
 
     async def _ask(self, action: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self.scheduler.ask(action))
@@ -140,13 +144,21 @@ class Routes:
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
+    async def release(self, _: web.Request) -> web.Response:
+        await self._ask(self.scheduler.release)
+        return web.json_response(None)
+
+    async def take_back(self, _: web.Request) -> web.Response:
+        await self._ask(self.scheduler.take_back)
+        return web.json_response(None)
+
     async def check_weights(self, request: web.Request) -> web.Response:
         action = protocol.parse_body(protocol.CheckBody, await _json(request)).action
         if action != "checksum":
             return web.json_response(
                 {"success": False, "message": f"action={action!r:.100}: only checksum is known"}, status=400
             )
-        by_name, overall = await self._ask(self.scheduler.model.checksums)
+        by_name, overall = await self._ask(self.scheduler.checksums)
         ranks = [{"checksums": by_name, "per_gpu_checksum": overall}]
         return web.json_response({"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": overall})
 

@@ -1,0 +1,115 @@
+"""What a run of many iterations has in the store when it keeps few policies and states, and whether what it pruned can be made again.
+
+    .venv/bin/python benchmarks/retention.py [--iterations 200]
+
+One run of `rlpipe run tiny` of next to no work an iteration (that of benchmarks/growth.py). Prints the bytes in the store by kind at some of its iterations, verifies
+the run, forks it at an iteration whose policy was pruned, and compares the files that the fork made with the hashes of their manifest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.growth import NEAR_EMPTY
+from rlpipe.store.artifacts import check_file, is_pruned
+from rlpipe.store.backend import open_store
+from rlpipe.store.run import open_existing
+
+KEPT = ["checkpoint.keep_policies_every=50", "checkpoint.keep_policies_last=3", "checkpoint.keep_states=2"]
+SHOWN = (1, 5, 10, 20, 50, 100, 150, 200)  # iterations that are committed
+MOVES = "rl.entropy_coef=0.01"  # of four tokens a completion none is ever right: without it all policies would be the same
+FORK_AT = 77
+KINDS = ("policy", "state", "prompts", "rollouts", "scores", "batch", "documents")
+POLL_S, TIMEOUT_S = 0.05, 3600
+
+
+def rlpipe(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PREFECT_HOME": str(folder / "prefect")}
+    with (folder / "output.log").open("a") as log:
+        return subprocess.Popen(
+            [str(Path(sys.executable).parent / "rlpipe"), *arguments], cwd=folder, env=environment, stdout=log, stderr=log
+        )
+
+
+def ended(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    assert process.wait(timeout=TIMEOUT_S) == 0, (folder / "output.log").read_text()[-3000:]
+
+
+def sizes(root: Path) -> dict[str, int]:
+    """KB below the iterations of a run, by kind: data files by their stage, and all JSON documents."""
+    found: dict[str, int] = defaultdict(int)
+    for path in root.glob("rl/*/**/*"):
+        try:
+            num_bytes = path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:  # pruned at this moment
+            continue
+        kind = (
+            "documents"
+            if path.suffix == ".json" and path.parent.name in ("policy", "state")
+            else path.relative_to(root).parts[2]
+        )
+        found[kind if kind in KINDS else "documents"] += num_bytes
+    return {kind: found[kind] // 1000 for kind in KINDS}
+
+
+def watch(folder: Path, process: subprocess.Popen[bytes], iterations: int) -> None:
+    """Prints a line for each iteration of SHOWN while the run goes on."""
+    root = folder / "store/runs/lean"
+    print(f"{'iterations':>10s}  " + "".join(f"{kind:>10s}" for kind in KINDS) + "   KB")
+    for count in [count for count in SHOWN if count < iterations]:
+        while not (root / f"rl/{count - 1:05d}/iteration.json").exists():
+            assert process.poll() is None, (folder / "output.log").read_text()[-3000:]
+            time.sleep(POLL_S)
+        line(root, count)
+    ended(folder, process)
+    line(root, iterations)
+
+
+def line(root: Path, count: int) -> None:
+    print(f"{count:10d}  " + "".join(f"{size:10d}" for size in sizes(root).values()), flush=True)
+
+
+def measure(folder: Path, iterations: int) -> None:
+    settings = [*NEAR_EMPTY, *KEPT, MOVES, f"rl.num_iterations={iterations}", "tracking.uri=", f"store=file://{folder}/store"]
+    sets = [part for setting in settings for part in ("--set", setting)]
+    watch(folder, rlpipe(folder, "run", "tiny", "--run", "lean", *sets), iterations)
+    store = ["--store", f"file://{folder}/store"]
+    ended(folder, rlpipe(folder, "verify", "lean", *store))
+    run = open_existing(open_store(f"file://{folder}/store"), "lean")
+    kept = [version for version in range(1, iterations + 1) if not is_pruned(run.store, run.policy(version)[0].folder)]
+    at = min(FORK_AT, iterations // 2)
+    print(f"verify is clean; versions that have their files: {kept}")
+    ref, manifest = run.policy(at + 1)
+    assert is_pruned(run.store, ref.folder), f"version {at + 1} was kept"
+    began = time.monotonic()
+    ended(
+        folder,
+        rlpipe(folder, "fork", "lean", "--at", str(at), "--run", "again", "--set", f"rl.num_iterations={at + 2}", *store),
+    )
+    for record in manifest.files:
+        check_file(run.store, ref.folder, record)
+    print(f"fork --at {at}, and one iteration more: {time.monotonic() - began:.0f} s; its {len(manifest.files)} files have the hashes of "
+          f"their manifest, model.safetensors {manifest.file('model.safetensors').sha256}")  # fmt: skip
+    for name in ("lean", "again"):
+        ended(folder, rlpipe(folder, "verify", name, *store))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=200)
+    iterations = parser.parse_args().iterations
+    if iterations < 20:
+        parser.error(f"--iterations {iterations}: use 20 or more")
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(Path(scratch), iterations)
+
+
+if __name__ == "__main__":
+    main()

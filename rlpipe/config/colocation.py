@@ -1,0 +1,56 @@
+"""Trainer and engines on the same GPUs (`engines.colocate`): what that needs, and how much of a GPU's memory is whose.
+
+The figures are of one process on one GPU, GiB. They are estimates: none was measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlpipe.config.pipeline import PipelineConfig
+
+CONTEXT_GIB = 0.7  # of CUDA and cuBLAS, which only the end of a process gives back
+NCCL_GIB = 0.6  # of a gang of several ranks
+SLACK_GIB = 0.5
+ENGINE_REST_GIB = {"local": 0.7, "sglang": 3.0, "vllm": 3.0}  # that a released engine keeps: context, NCCL, CUDA graphs
+WORKING_SHARE = 0.12  # of a GPU, for what SGLang's fraction leaves out: activations and CUDA graphs
+GPU_GIB_SMALLEST = 24.0  # what a GPU is taken for that nobody knows
+
+
+def trainer_rest_gib(config: PipelineConfig) -> float:
+    """What a rank keeps of its GPU while its weights and moments are on the host."""
+    return CONTEXT_GIB + (NCCL_GIB if config.trainer.ranks > 1 else 0.0)
+
+
+def engine_fraction(config: PipelineConfig, gpu_gib: float) -> float:
+    """The part of a GPU of `gpu_gib` that an engine is told to take: SGLang for weights and KV cache, vLLM for all."""
+    left = 1 - (trainer_rest_gib(config) + SLACK_GIB) / gpu_gib
+    return max(0.1, int(100 * (left - WORKING_SHARE if config.engines.kind == "sglang" else left)) / 100)
+
+
+def broken_colocation(config: PipelineConfig) -> Iterator[str]:
+    """One line for each thing that keeps trainer and engines from sharing their GPUs."""
+    trainer, engines, rl = config.trainer, config.engines, config.rl
+    for name, part in (("trainer", trainer), ("engines", engines)):
+        if part.place != "process":
+            yield (
+                f"{name}.place={part.place!r}: may be another machine, and with engines.colocate trainer and engines take turns in the "
+                f"memory of one; set {name}.place = 'process', or engines.colocate = false"
+            )
+    if rl.overlap != "none":
+        yield (
+            f"{rl.overlap=}: trains and samples at once, and with engines.colocate only one of them has the memory; set rl.overlap = 'none', "
+            "or engines.colocate = false"
+        )
+    if sorted(trainer.gpu_ids) != sorted(engines.gpu_ids):
+        yield (
+            f"{engines.gpu_ids=}: with engines.colocate they are those of the trainer, {trainer.gpu_ids}; name the same for both, or set "
+            "engines.colocate = false"
+        )
+    elif engines.kind != "local" and not engines.gpu_ids:
+        yield (
+            f"{engines.kind=}: gives back the memory of GPUs only, and engines.gpu_ids names none; with engines.colocate use GPUs, or "
+            "kind = 'local'"
+        )

@@ -1,0 +1,51 @@
+"""One engine process as its host sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlpipe.engines.client import EngineClient
+from rlpipe.engines.commands import EngineAddress
+from rlpipe.processes.launch import Service
+from rlpipe.types import EngineError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Engine:
+    """One engine process and the client that talks to it."""
+
+    address: EngineAddress
+    service: Service
+    client: EngineClient
+    control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time; no repair during a reload
+    # the weight version that it was proved to serve; None: it may not sample, and only a restart helps
+    proved: int | None = None
+    released: bool = False  # it has given its memory back, or has ended: nobody restarts it before it is woken
+    restarting_on: Path | None = None  # the weights that a restart under way reads
+    unwell_since: float | None = None
+    given_up: str = ""  # why it is not restarted any more
+
+    async def release(self) -> None:
+        """Gives its memory back; an engine that cannot is ended, which does it too. A restart under way is waited for."""
+        async with self.control:
+            if self.released:
+                return
+            self.proved = None
+            try:
+                await self.client.release()
+            except EngineError as error:
+                log.warning("%s could not give its memory back (%s): it is ended until it is to serve", self.client.name, error)
+                await asyncio.to_thread(self.service.stop)
+            self.released, self.unwell_since = True, None
+
+    async def wake(self) -> None:
+        """Has its memory again, whatever the weights in it are worth. EngineError when it ended meanwhile. The caller holds `control`."""
+        assert self.control.locked(), "one control call at a time"
+        if self.released:
+            self.released = False  # whatever comes of it: from here on it is looked after
+            await self.client.resume()

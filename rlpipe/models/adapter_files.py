@@ -1,0 +1,83 @@
+"""The files of a LoRA adapter, in the format of the library peft, and of which whole policy it is an adapter. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from rlpipe.types import ArtifactRef, JsonDict, StoreError
+
+ADAPTER_WEIGHTS, ADAPTER_CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
+PREFIX = "base_model.model."  # before the name of a tensor in peft's files
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Two matrices beside each of many linear layers: x goes through the layer, and alpha / rank times through both matrices.
+
+    `targets`: names of layers, or how they end; none: all linear layers but the head. Example: Adapter(8, 16.0, ("q_proj", "v_proj"))
+    """
+
+    rank: Annotated[int, Field(ge=1)]
+    alpha: Annotated[float, Field(gt=0)]
+    targets: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What the adapter of a policy is, and which whole policy in the store it is beside. That one never changes."""
+
+    settings: Adapter
+    base: ArtifactRef
+
+
+ADAPTER, ADAPTED = TypeAdapter(Adapter), TypeAdapter(Adapted)
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """What `base.json` says: `policy` is the whole policy that an adapter is of."""
+
+    policy: ArtifactRef
+    schema_version: Literal[1] = 1  # of another, the document is refused
+
+
+@dataclass(frozen=True)
+class _PeftDocument:
+    """The fields of peft's adapter_config.json that change what an adapter computes, as far as rlpipe knows others than their defaults."""
+
+    peft_type: Literal["LORA"]
+    r: Annotated[int, Field(ge=1)]
+    lora_alpha: Annotated[float, Field(gt=0)]
+    target_modules: Annotated[list[str], Field(min_length=1)]
+    bias: Literal["none"] = "none"
+    fan_in_fan_out: Literal[False] = False
+    use_rslora: Literal[False] = False
+    use_dora: Literal[False] = False
+
+
+PEFT_DOCUMENT = TypeAdapter(_PeftDocument)
+
+
+def config_document(adapter: Adapter, targets: list[str]) -> JsonDict:
+    """peft's adapter_config.json of an adapter beside the layers that `targets` name."""
+    beside = {"task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True, "lora_dropout": 0.0}
+    computed = PEFT_DOCUMENT.dump_python(_PeftDocument("LORA", adapter.rank, adapter.alpha, targets))
+    return beside | computed | {"lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha}
+
+
+def adapter_of(where: str, document: JsonDict) -> Adapter:
+    """The adapter that an adapter_config.json describes; StoreError naming the field in which it is another kind."""
+    try:
+        config = PEFT_DOCUMENT.validate_python(document)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name = ".".join(map(str, fault["loc"]))
+        raise StoreError(f"{where}: {name}={fault['input']!r:.80}: {fault['msg']:.200}") from error
+    return Adapter(config.r, config.lora_alpha, tuple(config.target_modules))

@@ -1,0 +1,53 @@
+"""A policy in the store as a whole model in a local folder, whether it is stored whole or as an adapter. Imports no torch for a whole one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from rlpipe.models.adapter_files import BASE, AdapterBase
+from rlpipe.store.artifacts import new_attempt, read_file, read_manifest
+from rlpipe.store.backend import Store
+from rlpipe.store.documents import parse_document
+from rlpipe.store.local_copy import materialise
+from rlpipe.types import ArtifactRef
+
+
+def base_of(store: Store, ref: ArtifactRef) -> ArtifactRef | None:
+    """The whole policy that the policy `ref` is an adapter of; None of one that is whole."""
+    records = [record for record in read_manifest(store, ref.folder, ref.sha256).files if record.plain_name == BASE]
+    if not records:
+        return None
+    data = read_file(store, ref.folder, records[0])
+    return parse_document(store.address(f"{ref.folder}/{records[0].name}"), data, AdapterBase).policy
+
+
+def whole_policy(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Path | None = None) -> Path:
+    """A policy as a whole model in HF format in a local folder below `local_dir`: its files, or an adapter merged into its base.
+
+    Made once, verified, appears atomically. Whole policies, which are bases too, lie below `bases_dir` where one is given: a base is
+    fetched once for all its adapters. StoreError when an adapter and its base do not fit.
+    """
+    base = base_of(store, ref)
+    if base is None:
+        return materialise(store, ref, bases_dir or local_dir)
+    adapter = materialise(store, ref, local_dir)
+    target = local_dir / f"{adapter.name}-merged"
+    if target.is_dir():
+        return target
+    from rlpipe.models.merge import merge  # torch, which takes seconds to import
+
+    whole = materialise(store, base, bases_dir or local_dir)
+    partial = local_dir / f".{target.name}.{new_attempt()}"
+    partial.mkdir()
+    try:
+        merge(whole, adapter, partial)
+        os.rename(partial, target)
+    except OSError:
+        if not target.is_dir():  # else another process of this node was first
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    assert target.is_dir(), f"{target} was not merged"
+    return target

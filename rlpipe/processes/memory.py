@@ -1,0 +1,32 @@
+"""The memory of this process, and of this machine's GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import subprocess
+
+QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 30.0
+
+
+def trim() -> None:
+    """Gives the kernel what this process has freed and the C library has kept; does nothing where that is not glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def gpu_gib(gpu_ids: list[int]) -> float | None:
+    """Memory of the smallest of these GPUs of this machine; None where nvidia-smi does not say."""
+    try:
+        done = subprocess.run(
+            [*QUERY, f"--id={','.join(map(str, gpu_ids))}"],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=QUERY_TIMEOUT_S,
+            check=True,
+        )
+        return min(float(line) for line in done.stdout.split()) / 1024
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

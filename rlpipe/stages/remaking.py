@@ -1,0 +1,187 @@
+"""A policy whose files were pruned is made again: training goes on from the newest state before it, on the stored batches, and the files
+must have the hashes of its manifest. And a policy as a folder of its own (`rlpipe export`), which is made again where it has to be.
+
+Why nothing can go wrong when the run prunes meanwhile, or two do it at once: rlpipe/store/retention.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.models.whole import base_of, whole_policy
+from rlpipe.stages.session import Session, open_session
+from rlpipe.stages.stage import Attempt
+from rlpipe.stages.training import StoredAs, position, replay, save
+from rlpipe.store.artifacts import PRUNED, file_sha256, is_pruned, new_attempt
+from rlpipe.store.backend import Store, open_store
+from rlpipe.store.lease import RunHeld
+from rlpipe.store.local_copy import materialise, read_delta, whole_files
+from rlpipe.store.pruned import delete, wait_until_pruned
+from rlpipe.store.run import BEFORE_SFT, Run, open_existing
+from rlpipe.types import ArtifactRef, FileRecord, Manifest, StageResult, StoreError, UserError
+
+log = logging.getLogger(__name__)
+
+
+def pruned_versions(run: Run, iteration: int) -> list[int]:
+    """The weight versions that the engines need to begin an iteration and whose files are not all there."""
+    return [
+        version
+        for version in sorted({run.sampled_by(iteration), iteration})
+        if is_pruned(run.store, run.folder(*run.policy_place(version), "policy"))
+    ]
+
+
+def is_missing_to_evaluate(run: Run, version: int) -> bool:
+    """Whether a policy that this run has to evaluate was pruned."""
+    place = run.policy_place(version)
+    evaluated = run.owner(*place, "evaluation") is not run or run.artifact(*place, "evaluation") is not None
+    return not evaluated and is_pruned(run.store, run.folder(*place, "policy"))
+
+
+async def restore_policy(session: Session, *, version: int) -> StageResult:
+    """Makes the files of a pruned policy again and puts them where they were; `cached` when they are there.
+
+    StoreError naming both hashes where the trainer of this run makes other files: then nothing is written.
+    """
+    ref, manifest = await asyncio.to_thread(session.run.policy, version)
+    store = session.run.store
+    if not await asyncio.to_thread(wait_until_pruned, store, ref.folder):
+        return StageResult(ref, manifest.metrics, cached=True)
+    delta = await asyncio.to_thread(read_delta, store, ref.folder, manifest)
+    if delta is not None:  # first what it is a difference to
+        await restore_policy(session, version=version - 1)
+    scratch = session.work_dir / "remaking"
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        await remake_policy(session, version, Path(folder), manifest.files, delta.base if delta else None)
+        await asyncio.to_thread(put_back, store, ref.folder, manifest, Path(folder))
+    return StageResult(ref, manifest.metrics, cached=False)
+
+
+async def remake_policy(
+    session: Session, version: int, target: Path, wanted: list[FileRecord], base: ArtifactRef | None = None
+) -> None:
+    """Makes the files of a policy of RL again, under their plain names in a local folder; StoreError when one is not as `wanted`.
+
+    `base`: what they are a difference to; none: the policy whole.
+    """
+    run = session.run
+    phase, iteration = run.policy_place(version)
+    assert phase == "rl", f"weight version {version} is of phase {phase}, which is never pruned"
+    _, manifest = await asyncio.to_thread(run.policy, version)
+    # a gang writes into its own run only; nothing names these files, and they are gone at the end, or with `rlpipe gc`
+    attempt = Attempt(run.store, f"{run.root}/{phase}/{iteration:05d}/policy", new_attempt())
+    rebuild = functools.partial(replay, run, phase, iteration + 1)
+    log.info("weight version %d of run %s was pruned: making it again", version, manifest.run)
+    files: list[FileRecord] = []
+    try:
+        files = (
+            await save(session, position(run, phase, iteration), attempt, rebuild, stored=StoredAs(base, is_base=False))
+        ).policy
+        check_same_files(manifest, wanted, files)
+        await asyncio.to_thread(_download, attempt, files, target)
+    finally:
+        for file in files:
+            await asyncio.to_thread(delete, run.store, f"{attempt.folder}/{file.name}")
+
+
+def check_same_files(manifest: Manifest, wanted: list[FileRecord], files: list[FileRecord]) -> None:
+    """StoreError naming the first file that has another hash than what is wanted of a policy, or is in one of both only."""
+    before, made = ({file.plain_name: file.sha256 for file in records} for records in (wanted, files))
+    for name in sorted({*before, *made}):
+        if before.get(name) != made.get(name):
+            raise StoreError(
+                f"weight version {manifest.weight_version} of run {manifest.run} was pruned, and made again its {name} has sha256 "
+                f"{made.get(name, 'none')}, where its manifest has {before.get(name, 'none')}. Nothing was written. Training again gives the "
+                "same bits on one kind of machine, with the same versions, trainer.ranks and trainer.threads only (docs/store.md): do it "
+                "where the run was trained, or take a version that was kept (`rlpipe show` says which)"
+            )
+
+
+def _download(attempt: Attempt, files: list[FileRecord], target: Path) -> None:
+    for file in files:
+        attempt.store.get_file(f"{attempt.folder}/{file.name}", target / file.plain_name)
+        if file_sha256(target / file.plain_name) != file.sha256:
+            raise StoreError(f"{attempt.store.address(attempt.folder)}/{file.name} is not what the trainer wrote")
+
+
+def put_back(store: Store, folder: str, manifest: Manifest, source: Path) -> None:
+    """Puts the files of a pruned artifact back where its manifest has them; that it was pruned is forgotten last."""
+    for file in manifest.files:
+        store.put_file(f"{folder}/{file.name}", source / file.plain_name)
+    for file in manifest.files:
+        assert (size := store.size(f"{folder}/{file.name}")) == file.bytes, (
+            f"{folder}/{file.name} has {size} bytes, not {file.bytes}"
+        )
+    delete(store, f"{folder}/{PRUNED}")
+
+
+def committed_version(run: Run, version: int | None) -> int:
+    """The weight version that is asked for, or the newest one; UserError when it is not committed."""
+    if not run.has_base:
+        raise UserError(f"run {run.name} has no policy yet: `rlpipe run ... --run {run.name}` makes one")
+    oldest = BEFORE_SFT if run.num_segments else 0
+    newest = run.num_iterations if run.sft_complete else oldest
+    if version is not None and not oldest <= version <= newest:
+        raise UserError(f"version {version} of run {run.name} is not committed: there are {oldest} to {newest}")
+    return newest if version is None else version
+
+
+async def export_policy(config: PipelineConfig, version: int | None, target: Path) -> int:
+    """A policy of a run as a folder in HF format, which appears whole; the weight version. One that was pruned is made again by a trainer
+    of this config, and stays pruned in the store.
+
+    UserError when something is in the folder already, or the version is not committed.
+    """
+    run = open_existing(open_store(config.store), config.run)
+    number = committed_version(run, version)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"--to {target}: something is there already; name a folder that is not there, or an empty one")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    ref, manifest = run.policy(number)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        if is_pruned(run.store, ref.folder):
+            made = Path(scratch) / "policy"
+            made.mkdir()
+            await _remake(config, number, made, manifest, [*whole_files(run.store, ref).values()])
+            made = _whole(run.store, ref, made)
+        else:
+            made = whole_policy(run.store, ref, Path(scratch))
+        os.rename(made, target)
+    return number
+
+
+def _whole(store: Store, ref: ArtifactRef, made: Path) -> Path:
+    """The files of a policy, which were made again, as a whole model: merged into the base where they are an adapter."""
+    base = base_of(store, ref)
+    if base is None:
+        return made
+    from rlpipe.models.merge import merge  # torch
+
+    target = made.with_name("merged")
+    target.mkdir()
+    merge(materialise(store, base, made.parent), made, target)
+    return target
+
+
+async def _remake(config: PipelineConfig, version: int, target: Path, manifest: Manifest, wanted: list[FileRecord]) -> None:
+    if config.trainer.place == "deployment":
+        raise UserError(
+            f"version {version} of run {manifest.run} was pruned, and trainer.place='deployment' is started by a flow only; use "
+            f"--set trainer.place=process, or make it again in the store: rlpipe fork {manifest.run} --at {manifest.iteration} --run NEW"
+        )
+    try:
+        async with open_session(config) as session:
+            await remake_policy(session, version, target, wanted)
+    except RunHeld as error:
+        raise UserError(
+            f"version {version} was pruned, and {error}; meanwhile a fork can make it again, in the store: "
+            f"rlpipe fork {manifest.run} --at {manifest.iteration} --run NEW"
+        ) from error

@@ -1,0 +1,140 @@
+"""An artifact as a folder of this machine, whole and verified, however it is stored: all of its files, or its difference to another one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rlpipe.store.artifacts import is_pruned, new_attempt, read_file, read_manifest
+from rlpipe.store.backend import Store
+from rlpipe.store.deltas import DELTA, Delta, parse_delta, rebuild
+from rlpipe.store.transfer import PART_BYTES, FileContent
+from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError
+
+log = logging.getLogger(__name__)
+SMALL_FILES = 8  # of at most a part, that are fetched at the same time
+
+
+def way_to_remake(manifest: Manifest) -> str:
+    """How a policy of RL that was pruned can be had again."""
+    run, iteration = manifest.run, manifest.iteration
+    return (
+        f"`rlpipe export {run} --version {iteration + 1} --to DIR` makes it again in a folder, "
+        f"`rlpipe fork {run} --at {iteration} --run NEW` in the store"
+    )
+
+
+def read_delta(store: Store, folder: str, manifest: Manifest) -> Delta | None:
+    """How a policy is stored as a difference; None for an artifact that is stored whole."""
+    records = [record for record in manifest.files if record.plain_name == DELTA]
+    return parse_delta(store.address(f"{folder}/{records[0].name}"), read_file(store, folder, records[0])) if records else None
+
+
+def is_delta(store: Store, ref: ArtifactRef) -> bool:
+    """Whether an artifact is stored as a difference."""
+    return any(record.plain_name == DELTA for record in read_manifest(store, ref.folder, ref.sha256).files)
+
+
+def bases_of(store: Store, ref: ArtifactRef) -> list[ArtifactRef]:
+    """The policies that are needed to rebuild this one, nearest first: its base, the base of that, down to one that is stored whole."""
+    bases: list[ArtifactRef] = []
+    while delta := read_delta(store, ref.folder, read_manifest(store, ref.folder, ref.sha256)):
+        ref = delta.base  # its sha256 is in the manifest that names it: no chain can close
+        bases.append(ref)
+    return bases
+
+
+def whole_files(store: Store, ref: ArtifactRef) -> dict[str, FileRecord]:
+    """The files that `materialise` gives, by plain name: the same bytes and sha256 however the artifact is stored."""
+    manifest = read_manifest(store, ref.folder, ref.sha256)
+    delta = read_delta(store, ref.folder, manifest)
+    if delta is None:
+        return {record.plain_name: record for record in manifest.files}
+    attempt = manifest.files[0].name.split("/", 1)[0]
+    return {file.name: FileRecord(f"{attempt}/{file.name}", file.bytes, file.sha256) for file in delta.files}
+
+
+def read_small_file(store: Store, ref: ArtifactRef, name: str) -> bytes:
+    """One small file of an artifact, a JSON or a template, also where it is stored with a base alone; StoreError when there is none."""
+    manifest = read_manifest(store, ref.folder, ref.sha256)
+    delta = read_delta(store, ref.folder, manifest)
+    if delta is not None and any(file.name == name and file.stored == "base" for file in delta.files):
+        return read_small_file(store, delta.base, name)
+    return read_file(store, ref.folder, manifest.file(name))
+
+
+def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
+    """All files of an artifact under their plain names in a local folder, whole and verified; made once, appears atomically.
+
+    What is stored as a difference is rebuilt from its base, which is read from the store where `local_dir` does not have it.
+    """
+    manifest = read_manifest(store, ref.folder, ref.sha256)
+    target = _local_folder(ref, local_dir)
+    if target.is_dir():
+        return target
+    partial = local_dir / f".{target.name}.{new_attempt()}"
+    partial.mkdir(parents=True)
+    try:
+        os.rename(_whole_folder(store, ref, manifest, partial, local_dir), target)
+    except StoreError as error:
+        if not is_pruned(store, ref.folder):
+            raise
+        raise StoreError(f"{store.address(ref.folder)} was pruned; {way_to_remake(manifest)}") from error
+    except OSError:
+        if not target.is_dir():  # else another process of this node was first: the same bytes
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    assert target.is_dir(), f"{target} was not materialised"
+    return target
+
+
+def _local_folder(ref: ArtifactRef, local_dir: Path) -> Path:
+    return local_dir / f"{ref.folder.replace('/', '-')}-{ref.sha256[:12]}"
+
+
+def _whole_folder(store: Store, ref: ArtifactRef, manifest: Manifest, scratch: Path, local_dir: Path) -> Path:
+    """A new folder in `scratch` with the whole files of an artifact."""
+    stored, whole = (scratch / f"{ref.sha256[:12]}-{name}" for name in ("stored", "whole"))
+    stored.mkdir()
+    _fetch(store, ref.folder, manifest.files, stored)
+    delta = read_delta(store, ref.folder, manifest)
+    if delta is None:
+        return stored
+    address, base = store.address(ref.folder), _local_folder(delta.base, local_dir)
+    if base.is_dir():
+        try:
+            return rebuild(address, delta, stored, base, whole)
+        except (StoreError, OSError) as error:
+            log.warning("%s was damaged on this disk (%s): it is read from the store again", base, error)
+            shutil.rmtree(whole)
+    of_base = read_manifest(store, delta.base.folder, delta.base.sha256)
+    base = _whole_folder(store, delta.base, of_base, scratch, local_dir)
+    rebuild(address, delta, stored, base, whole)
+    shutil.rmtree(base)  # of a chain, two policies are on the disk at a time
+    return whole
+
+
+def _fetch(store: Store, folder: str, records: list[FileRecord], local_dir: Path) -> None:
+    """Puts files under their plain names into a local folder, verified; StoreError naming one that is not what its record says.
+
+    The small ones come several at a time, while the large ones come one after the other, each in parts.
+    """
+
+    assert len({record.plain_name for record in records}) == len(records), f"{folder}: two files of one name"
+
+    def small(record: FileRecord) -> None:
+        (local_dir / record.plain_name).write_bytes(read_file(store, folder, record))
+
+    with ThreadPoolExecutor(SMALL_FILES, "fetching") as threads:
+        fetches = [threads.submit(small, record) for record in records if record.bytes <= PART_BYTES]
+        for record in records:
+            if record.bytes > PART_BYTES:
+                key = f"{folder}/{record.name}"
+                if store.get_file(key, local_dir / record.plain_name) != FileContent(record.bytes, record.sha256):
+                    raise StoreError(f"{store.address(key)} does not have the sha256 of its manifest")
+        for fetch in fetches:
+            fetch.result()

@@ -1,0 +1,107 @@
+"""`pruned.json`: that the files of an artifact were deleted, or are about to be, and how they are made again. And the deleting itself.
+
+When that is done, and why it is safe: rlpipe/store/retention.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rlpipe.store import lease
+from rlpipe.store.artifacts import PRUNED, is_pruned, read_manifest
+from rlpipe.store.backend import Store
+from rlpipe.store.deltas import DELTA
+from rlpipe.store.documents import read_document, sealed
+from rlpipe.store.run import Run
+from rlpipe.types import StoreError
+
+FOLDER = re.compile(r"runs/[^/]+/rl/\d{5,6}/(policy|state)")
+WAIT_S = 300.0  # for another process to delete some files
+POLL_S = 1.0
+STAY = (DELTA, "base.json")  # small documents by which who makes the others again knows how they were stored
+
+
+@dataclass(frozen=True)
+class PruneRecord:
+    """What `pruned.json` says: what is gone, who deletes it, and how it is made again."""
+
+    run: str
+    iteration: int
+    stage: str  # policy or state
+    bytes: int
+    state_iteration: int  # training goes on from this state, or an earlier one that is still there; -1: from weight version 0
+    command: str  # that makes it again; empty for a state: nothing needs it
+    host: str
+    pid: int
+    began_at: str
+    finished: bool = False  # no file is left, and nobody deletes any more
+    schema_version: Literal[1] = 1  # of another, the document is refused
+
+
+def is_prunable(folder: str) -> bool:
+    """Whether the artifact of a folder is of a kind that is pruned: a policy or a state of phase rl."""
+    return FOLDER.fullmatch(folder) is not None
+
+
+def read_pruned(store: Store, folder: str) -> PruneRecord | None:
+    """What is known of the pruning of an artifact; None when it has all its files."""
+    try:
+        return read_document(store, f"{folder}/{PRUNED}", PruneRecord)
+    except StoreError:
+        if is_pruned(store, folder):  # else it was never there, or has just gone
+            raise
+        return None
+
+
+def pruned_folders(run: Run) -> set[str]:
+    """The folders of all artifacts without their files, of a run and of those that it was forked from. A listing each."""
+    own = {key.removesuffix(f"/{PRUNED}") for key in run.store.list(f"{run.root}/rl") if key.endswith(f"/{PRUNED}")}
+    return own | (pruned_folders(run.parent) if run.parent else set())
+
+
+def delete(store: Store, key: str) -> None:
+    """Deletes a key that may be gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        store.delete(key)
+
+
+def finish_pruning(store: Store, folder: str, stopped: threading.Event | None = None) -> None:
+    """Deletes what is left of the files of an artifact whose pruning began. The caller holds the run that it belongs to."""
+    record = read_pruned(store, folder)
+    if record is None or record.finished:
+        return
+    for file in read_manifest(store, folder).files:
+        if stopped is not None and stopped.is_set():
+            return
+        if file.plain_name not in STAY:
+            delete(store, f"{folder}/{file.name}")
+    store.put(f"{folder}/{PRUNED}", sealed(replace(record, finished=True)))
+
+
+def wait_until_pruned(store: Store, folder: str) -> bool:
+    """Whether an artifact was pruned: False when it has all its files, True once they are gone and nobody deletes any more.
+
+    Finishes what a process began that died. StoreError after WAIT_S.
+    """
+    deadline, root = time.monotonic() + WAIT_S, "/".join(folder.split("/")[:2])
+    while (record := read_pruned(store, folder)) is not None and not record.finished:
+        if time.monotonic() > deadline:
+            raise StoreError(
+                f"{store.address(folder)} is being pruned by pid {record.pid} on host {record.host}, and was not done after {WAIT_S:g} s; "
+                f"look whether that process works, then start again"
+            )
+        try:
+            held = lease.acquire(store, root)
+        except lease.RunHeld:
+            time.sleep(POLL_S)
+            continue
+        try:
+            finish_pruning(store, folder)
+        finally:
+            held.release()
+    return record is not None

@@ -1,0 +1,273 @@
+"""What a run keeps of its policies and training states, and when the others are pruned: their files go, their manifests stay.
+
+A pruned policy can be made again, to the same hashes: from the newest training state before it (or weight version 0) and the stored
+batches, which are always kept (rlpipe/stages/remaking.py). Only policies and states of phase `rl` are pruned, by the process that
+holds the run's lease, beside its work; SFT and what a run starts from stay. A forked run prunes its own iterations only.
+
+How it is safe. `pruned.json` stands beside the manifest from before the first file is deleted until every file is back; in it, `finished`
+says that no file is left and that nobody deletes any more. A file may be missing only beside it.
+
+- A fork begins while its parent prunes. The fork writes its run.json, then looks for pruned.json. The parent writes pruned.json, then looks
+  for forks, and takes pruned.json back when it sees one. Whoever came second saw the other: the policy stays, or the fork waits until
+  the pruning is `finished` and makes it again. Whoever looks once run.json is there leaves the policy alone.
+- Killed before the first deletion, between two, or before `finished`: the next holder of the run finishes it when its session begins; a fork
+  that waits does it itself when nobody holds the run, under the run's lease. Also for a version that forks share: they make it again.
+- Killed while a policy is made again: some files are back, under pruned.json, others are not. Who wants it makes it again, and puts the
+  same bytes.
+- Two make the same one: both replay, and put the same bytes under the same keys, each file as a whole. The second finds no pruned.json to
+  take away.
+- A holder that was taken for dead (on another host, silent for lease.STALE_S) and wakes up may delete files that were made again: `verify`
+  names them. Every lease has this limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from rlpipe.config.pipeline import CheckpointConfig
+from rlpipe.config.rules import is_run_name
+from rlpipe.store.artifacts import PRUNED, read_manifest
+from rlpipe.store.backend import Store
+from rlpipe.store.deltas import DELTA
+from rlpipe.store.documents import read_document, sealed
+from rlpipe.store.pruned import PruneRecord, delete, finish_pruning, read_pruned
+from rlpipe.store.run import Run
+from rlpipe.store.run_record import ForkRecord, RunRecord, record_key
+from rlpipe.types import IterationRecord, StoreError, UserError
+
+log = logging.getLogger(__name__)
+PLACE = re.compile(r"(\d{5,6})/(?:(iteration)\.json|(policy|state)/(manifest|pruned)\.json)")
+CLOSE_S = 60.0  # for what is being deleted when a session ends
+READERS = 16  # of pruned.json, at the same time
+
+
+def kept_versions(checkpoint: CheckpointConfig, newest: int, pinned: Collection[int]) -> set[int]:
+    """The weight versions of 1 to `newest` whose policies stay: the newest, those at equal distances, and what is `pinned`."""
+    last, every = checkpoint.keep_policies_last, checkpoint.keep_policies_every
+    recent = range(newest - last + 1 if last else 1, newest + 1)
+    spaced = range(every, newest + 1, every) if every else ()
+    return {version for version in (*recent, *spaced, *pinned) if 1 <= version <= newest}
+
+
+def kept_states(checkpoint: CheckpointConfig, states: Collection[int], pinned: Collection[int]) -> set[int]:
+    """Of the iterations with a training state those whose states stay: the newest, and what is `pinned`."""
+    newest = sorted(states)[-checkpoint.keep_states :]  # 0: all
+    return {*newest, *pinned}.intersection(states)
+
+
+class Pins(NamedTuple):
+    """Iterations of a run whose policies, and whose states, its forks begin from."""
+
+    policies: set[int]
+    states: set[int]
+
+
+class Forks:
+    """The forks in a store. What a run was forked from never changes, so each run.json is read once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._records: dict[str, ForkRecord | None] = {}
+        self._states: dict[tuple[str, int], int] = {}  # run and iteration -> that of the newest state then
+
+    def pins(self, run: str) -> Pins:
+        """By what is in the store now. StoreError when a run.json cannot be read: nobody knows then what must stay."""
+        for name in self._store.folders("runs"):
+            if name not in self._records and is_run_name(name) and self._store.exists(record_key(name)):
+                self._records[name] = read_document(self._store, record_key(name), RunRecord).fork
+        pins = Pins(set(), set())
+        for fork in filter(None, self._records.values()):
+            newest = _newest_shared(fork)
+            # one step off policy, a fork samples with the version before its first one too
+            pins.policies.update(at for at in (newest, newest - 1) if at >= 0 and self._owner(fork.run, at) == run)
+            state = self._newest_state(self._owner(fork.run, newest), newest) if newest >= 0 else -1
+            if state >= 0 and self._owner(fork.run, state) == run:
+                pins.states.add(state)
+        return pins
+
+    def _owner(self, name: str, iteration: int) -> str:
+        """The run that committed an iteration of run `name`."""
+        for _ in self._records:  # no chain of forks is longer
+            fork = self._records.get(name)
+            if fork is None or iteration > _newest_shared(fork):
+                break
+            name = fork.run
+        return name
+
+    def _newest_state(self, owner: str, iteration: int) -> int:
+        key = f"runs/{owner}/rl/{iteration:05d}/iteration.json"
+        if (owner, iteration) not in self._states and self._store.exists(key):
+            self._states[owner, iteration] = read_document(self._store, key, IterationRecord).state_iteration
+        return self._states.get((owner, iteration), -1)
+
+
+def _newest_shared(fork: ForkRecord) -> int:
+    """The newest iteration that is wholly the parent's; -1: none is."""
+    return fork.at - 1 if fork.redo else fork.at
+
+
+class Retention:
+    """Prunes one run, in a thread of its own, for as long as the caller holds the run. What fails is tried again after the next commit."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._forks = run, Forks(run.store)
+        self._files: dict[str, set[int]] = {"policy": set(), "state": set()}  # iterations whose artifacts have their files
+        self._deltas: dict[int, bool] = {}  # iterations whose policies are stored as differences, or not
+        self._newest = -1
+        self._unfinished: set[str] = set()  # folders whose pruning began
+        self._stopped = threading.Event()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retention")
+        self._passes: list[Future[None]] = []
+
+    def begin(self) -> None:
+        """Looks at the whole run, by one listing; then finishes what a kill interrupted, in the background."""
+        begun = self._look()
+
+        def work() -> None:
+            self._find_unfinished(begun)
+            self._finish()
+
+        self._submit(work)
+
+    def prune(self) -> None:
+        """Prunes what is too much, in the background. Not for who only reads the run: its config may be the one that it began with."""
+        self._submit(self._prune_all)
+
+    def committed(self, record: IterationRecord) -> None:
+        """An iteration was committed: what is too much now is pruned in the background."""
+
+        def work() -> None:
+            self._add(record)
+            self._prune_all()
+
+        self._submit(work)
+
+    def close(self) -> None:
+        """Returns when all that is too much was pruned, or after CLOSE_S: the next start does the rest."""
+        done, _ = wait(self._passes, timeout=CLOSE_S)
+        self._stopped.set()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+        for ended in done:
+            ended.result()  # a fault of ours
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        def attempt() -> None:
+            try:
+                work()
+            except (StoreError, UserError, OSError) as error:
+                log.warning("nothing is pruned before the next commit: %s", error)
+
+        while self._passes and self._passes[0].done():
+            self._passes.pop(0).result()  # a fault of ours
+        self._passes.append(self._worker.submit(attempt))
+
+    def _look(self) -> list[str]:
+        """Notes what has its files; returns the folders of what was pruned, or began to be."""
+        begun: list[str] = []
+        root = f"{self._run.root}/rl"
+        places = filter(None, (PLACE.fullmatch(key.removeprefix(f"{root}/")) for key in self._run.store.list(root)))
+        for number, committed, stage, document in (place.groups() for place in places):
+            if committed:
+                self._newest = max(self._newest, int(number))
+            elif document == "manifest":
+                self._files[stage].add(int(number))
+            else:
+                begun.append(f"{root}/{number}/{stage}")
+        for folder in begun:
+            number, stage = folder.split("/")[-2:]
+            self._files[stage].discard(int(number))
+        return begun
+
+    def _find_unfinished(self, folders: list[str]) -> None:
+        with ThreadPoolExecutor(READERS) as readers:
+            records = [*readers.map(lambda folder: read_pruned(self._run.store, folder), folders)]
+        for folder, record in zip(folders, records, strict=True):
+            if record is not None and not record.finished:
+                self._unfinished.add(folder)
+
+    def _finish(self) -> None:
+        for folder in sorted(self._unfinished):
+            finish_pruning(self._run.store, folder, self._stopped)
+            self._unfinished.discard(folder)
+
+    def _add(self, record: IterationRecord) -> None:
+        self._newest = max(self._newest, record.iteration)
+        for stage, iterations in self._files.items():
+            if stage in record.artifacts:
+                iterations.add(record.iteration)
+
+    def _prune_all(self) -> None:
+        self._finish()  # what failed before, also where a fork begins from it by now, and waits
+        for stage in self._files:
+            if self._surplus(stage, Pins(set(), set())):  # else nobody need look for forks
+                for iteration in sorted(self._surplus(stage, self._forks.pins(self._run.name))):
+                    self._prune_one(stage, iteration)
+
+    def _surplus(self, stage: str, pins: Pins) -> set[int]:
+        """The committed iterations whose policies, or states, are too many."""
+        checkpoint, committed = self._run.config.checkpoint, {at for at in self._files[stage] if at <= self._newest}
+        if stage == "state":
+            return committed - kept_states(checkpoint, committed, pins.states)
+        if not checkpoint.keep_policies_last or not committed:
+            return set()
+        pinned = {at + 1 for at in pins.policies} | self._versions_of_use()
+        return committed - self._with_bases({version - 1 for version in kept_versions(checkpoint, self._newest + 1, pinned)})
+
+    def _with_bases(self, iterations: set[int]) -> set[int]:
+        """These, and those of which their policies are stored as differences."""
+        whole = set(iterations)
+        for iteration in iterations:
+            while self._is_delta(iteration):
+                iteration -= 1
+                whole.add(iteration)
+        return whole
+
+    def _is_delta(self, iteration: int) -> bool:
+        if iteration not in self._files["policy"]:  # not of this run, or pruned
+            return False
+        if iteration not in self._deltas:
+            files = read_manifest(self._run.store, f"{self._run.root}/rl/{iteration:05d}/policy").files
+            self._deltas[iteration] = any(file.plain_name == DELTA for file in files)
+        return self._deltas[iteration]
+
+    def _versions_of_use(self) -> set[int]:
+        """The version that had the best mean reward, and the one that the run ends with by its config, which is registered."""
+        best = self._run.record(self._newest).best.iteration
+        return {self._run.sampled_by(best), self._run.config.rl.num_iterations}
+
+    def _prune_one(self, stage: str, iteration: int) -> None:
+        store, folder = self._run.store, f"{self._run.root}/rl/{iteration:05d}/{stage}"
+        if self._stopped.is_set():
+            return
+        record = self._record(stage, iteration, folder)
+        self._unfinished.add(folder)
+        created = store.create(f"{folder}/{PRUNED}", sealed(record))
+        if created and iteration not in self._surplus(stage, self._forks.pins(self._run.name)):  # a fork began meanwhile
+            delete(store, f"{folder}/{PRUNED}")
+            self._unfinished.discard(folder)
+            return
+        self._finish()
+        self._files[stage].discard(iteration)
+
+    def _record(self, stage: str, iteration: int, folder: str) -> PruneRecord:
+        run, files = self._run.name, read_manifest(self._run.store, folder).files
+        earlier = [at for at in self._files["state"] if at < iteration or (at == iteration and stage == "policy")]
+        return PruneRecord(
+            run=run,
+            iteration=iteration,
+            stage=stage,
+            bytes=sum(file.bytes for file in files),
+            state_iteration=max(earlier, default=-1),
+            command=f"rlpipe fork {run} --at {iteration} --run NEW" if stage == "policy" else "",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            began_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )

@@ -1,0 +1,255 @@
+"""Objects of one S3 bucket, through obstore (object_store of Rust): its transfers run beside the interpreter.
+
+Endpoint, region and keys are found as every AWS tool finds them: in the environment, in ~/.aws, from the machine's role.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import obstore
+from botocore.exceptions import BotoCoreError
+from botocore.session import Session
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import S3Store
+
+from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, write_at
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
+
+SMALL_BYTES = 1024 * 1024
+PARTS_MAX = 10_000  # of an upload, by S3's own rule
+CREATE_TRIES = 3
+CONNECT = timedelta(seconds=5)
+SILENCE = timedelta(seconds=20)  # nothing comes from the server, or a small request is not answered
+PART = timedelta(minutes=5)  # to send one part of an upload, or to read one: 8 MiB
+RETRY: RetryConfig = {
+    "max_retries": 6,  # of a refused connection, in about 8 s
+    "retry_timeout": timedelta(seconds=30),
+    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 3},
+}
+KEYS = timedelta(minutes=10)  # obstore asks for keys again five minutes before they end
+
+_used_by: int | None = None  # the process in which the threads of obstore run
+
+
+@dataclass(frozen=True)
+class _Clients:
+    """`quick`: an answer within seconds, or another try. `patient`: for uploads, which are answered when all is sent."""
+
+    quick: S3Store
+    patient: S3Store
+
+
+class Bucket:
+    """The objects below a prefix of a bucket, as a flat map of keys to bytes.
+
+    Every fault is an OSError, within a minute but for the transfer of parts; FileNotFoundError for an object that is not there.
+    """
+
+    parts_at_once = PARTS
+
+    def __init__(self, bucket: str, prefix: str) -> None:
+        self._bucket, self._prefix = bucket, prefix
+        self._opened: _Clients | None = None
+        self._lock = threading.Lock()
+
+    def exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def size(self, key: str) -> int:
+        with self._faults(key):
+            return obstore.head(self._clients().quick, self._path(key))["size"]
+
+    def read(self, key: str) -> bytes:
+        with self._faults(key):
+            result = obstore.get(self._clients().quick, self._path(key))
+            if result.meta["size"] <= PART_BYTES:
+                return bytes(result.bytes())
+        return b"".join(parts_ahead(functools.partial(self.read_part, key), 0, result.meta["size"], PARTS))
+
+    def read_part(self, key: str, start: int, end: int) -> memoryview:
+        """Fewer bytes when the object ends before."""
+        try:
+            with self._faults(key):
+                return memoryview(obstore.get_range(self._clients().quick, self._path(key), start=start, end=end))
+        except OSError as error:
+            if " 416 " in str(error.strerror):  # it ends before `start`
+                return memoryview(b"")
+            raise
+
+    def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
+        """Writes a part to the same place of an open file, as it comes. Where it ended, which is before `end` when the object does."""
+        with self._faults(key):
+            result = obstore.get(self._clients().quick, self._path(key), options={"range": (start, end)})
+            for piece in result.stream(min_chunk_size=PIECE_BYTES):
+                start = write_at(descriptor, piece, start)
+        return start
+
+    def put(self, key: str, data: bytes) -> None:
+        if len(data) > PART_BYTES:
+            view = memoryview(data)
+            self.put_parts(key, len(data), (view[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)))
+            return
+        with self._faults(key):
+            obstore.put(self._client_for(data), self._path(key), data, use_multipart=False)
+
+    def put_parts(self, key: str, size: int, pieces: Iterable[bytes | memoryview]) -> None:
+        """Sends pieces of any size in parts, PARTS at the same time. The object becomes visible whole, when the last part has landed."""
+        part_bytes = max(PART_BYTES, -(-size // PARTS_MAX))
+        assert part_bytes * PARTS_MAX >= size, f"{key}: {size} bytes"
+        try:
+            with self._faults(key):
+                obstore.put(
+                    self._clients().patient, self._path(key), iter(pieces),
+                    use_multipart=True, chunk_size=part_bytes, max_concurrency=PARTS,
+                )  # fmt: skip
+        except FileNotFoundError:
+            # the upload is over, though nobody answered so: a first request to complete it did, and its answer was lost
+            if not self.exists(key) or self.size(key) != size:
+                raise
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Whether this call created `key`, or a try of it whose answer was lost: such a try loses against itself, so equal bytes are ours."""
+        fault: OSError | None = None
+        for _ in range(CREATE_TRIES):
+            try:
+                with self._faults(key):
+                    obstore.put(self._client_for(data), self._path(key), data, mode="create", use_multipart=False)
+                return True
+            except PermissionError:
+                raise
+            except OSError as error:  # it is there; or nobody answered; or another creator was refused at the same moment
+                fault = error
+            with contextlib.suppress(FileNotFoundError):
+                return self.read(key) == data
+        assert fault is not None, "every try failed"
+        raise fault
+
+    def list(self, prefix: str) -> list[str]:
+        with self._faults(prefix):
+            entries = obstore.list(self._clients().quick, self._path(prefix)).collect()
+        return [self._key(entry["path"]) for entry in entries]
+
+    def folders(self, prefix: str) -> list[str]:
+        with self._faults(prefix):
+            entries = obstore.list_with_delimiter(self._clients().quick, self._path(prefix))
+        return [path.rsplit("/", 1)[-1] for path in entries["common_prefixes"]]
+
+    def delete(self, key: str) -> None:
+        with self._faults(key):
+            obstore.delete(self._clients().quick, self._path(key))
+
+    def check_writable(self, key: str) -> None:
+        """OSError when `key` could not be created. Writes nothing that stays."""
+        self.put(key, b"probe")
+        self.delete(key)
+
+    def _path(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def _key(self, path: str) -> str:
+        return path.removeprefix(f"{self._prefix}/") if self._prefix else path
+
+    def _client_for(self, data: bytes) -> S3Store:
+        return self._clients().quick if len(data) <= SMALL_BYTES else self._clients().patient
+
+    def _clients(self) -> _Clients:
+        """Made when they are first needed. OSError in a process that was forked after that: it has none of obstore's threads, and would wait for ever."""
+        global _used_by
+        if _used_by not in (None, os.getpid()):
+            raise OSError(
+                errno.ENOTSUP, "this process was forked from one that used S3; start it by exec or spawn", self._path("")
+            )
+        _used_by = os.getpid()
+        with self._lock:
+            self._opened = self._opened or _open(self._bucket)
+        return self._opened
+
+    @contextlib.contextmanager
+    def _faults(self, key: str) -> Iterator[None]:
+        """obstore's errors as OSErrors with a short text that names the object."""
+        try:
+            yield
+        except (BaseError, BotoCoreError, FileNotFoundError, ValueError) as error:  # ValueError: no key of S3
+            raise _as_oserror(error, f"s3://{self._bucket}/{self._path(key)}") from None
+
+
+def _as_oserror(error: Exception, address: str) -> OSError:
+    """The same fault. Its kind is that of the server's answer, which is only in the text when it was to a listing."""
+    text, _, debug = str(error).partition("\n\nDebug source")
+    causes = re.findall(r'message: "([^"]+)"', debug) or re.findall(r"HttpError {\s+kind: (\w+)", debug)
+    reason = " ".join([*text.split(), *(f"({cause})" for cause in causes[-1:])])
+    if "NoSuchBucket" in reason:
+        return OSError(errno.EIO, "this bucket does not exist", address)
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, reason, address)
+    if isinstance(error, AlreadyExistsError):
+        return FileExistsError(errno.EEXIST, reason, address)
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or " 403 " in reason:
+        return PermissionError(errno.EACCES, reason, address)
+    return OSError(errno.EIO, reason, address)
+
+
+class _Keys:
+    """What obstore calls for keys: those that botocore found, and new ones before they end."""
+
+    def __init__(self, session: Session) -> None:
+        credentials = session.get_credentials()
+        if credentials is None:
+            raise PermissionError(
+                errno.EACCES,
+                "no keys: neither AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, nor a profile, nor a role of this machine",
+            )
+        self._credentials: Any = credentials
+
+    def __call__(self) -> S3Credential:
+        keys = self._credentials.get_frozen_credentials()
+        return {
+            "access_key_id": keys.access_key,
+            "secret_access_key": keys.secret_key,
+            "token": keys.token,
+            "expires_at": datetime.now(UTC) + KEYS,
+        }
+
+
+def _open(bucket: str) -> _Clients:
+    session = Session()
+    keys, endpoint = _Keys(session), _endpoint(session)
+    region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
+    plain = endpoint is not None and endpoint.startswith("http://")
+    options: ClientConfig = {"connect_timeout": CONNECT, "timeout": PART, "allow_http": plain}
+    if certificates := session.get_config_variable("ca_bundle"):
+        options["root_certificate"] = Path(certificates).read_bytes()
+    # what TLS protects anyway needs no sha256 of its own on the way
+    config: S3Config = {"region": region, "unsigned_payload": not plain}
+    if endpoint:
+        config["endpoint"] = endpoint
+
+    def client(options: ClientConfig) -> S3Store:
+        return S3Store(bucket, config=config, client_options=options, retry_config=RETRY, credential_provider=keys)
+
+    return _Clients(quick=client({**options, "read_timeout": SILENCE}), patient=client(options))
+
+
+def _endpoint(session: Session) -> str | None:
+    """The address of an S3 server that is not Amazon's, in the order in which AWS tools look for it."""
+    profile = session.get_scoped_config()
+    service = session.full_config.get("services", {}).get(profile.get("services"), {}).get("s3", {})
+    configured = (service.get("endpoint_url"), profile.get("endpoint_url"))
+    return next(filter(None, (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), *configured)), None)

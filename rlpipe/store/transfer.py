@@ -1,0 +1,106 @@
+"""How the bytes of large files pass through memory: in parts of one size, a few at a time, hashed by a thread beside."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+Part = bytes | memoryview
+PART_BYTES = 8 * 1024 * 1024
+PARTS = 8  # of one file, that are under way at the same time
+WAITING = 32  # pieces that were sent, and are not hashed yet
+PIECE_BYTES = 256 * 1024  # of a part on its way from or to a file: larger ones cost more processor time than they save
+
+
+@dataclass(frozen=True)
+class FileContent:
+    """What a file holds: its bytes, and their sha256."""
+
+    bytes: int
+    sha256: str
+
+
+class Hashing:
+    """The sha256 and the number of the bytes that pass by. A thread computes it; at most WAITING pieces wait for it."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread, self._sha256, self._bytes = thread, hashlib.sha256(), 0
+        self._pending: deque[Future[None]] = deque()
+
+    def passing(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """The same pieces, of which the hash is taken."""
+        for piece in pieces:
+            if len(self._pending) == WAITING:
+                self._pending.popleft().result()
+            self._bytes += len(piece)
+            self._pending.append(self._thread.submit(self._sha256.update, piece))
+            yield piece
+
+    def content(self) -> FileContent:
+        """Of all that passed."""
+        while self._pending:
+            self._pending.popleft().result()
+        return FileContent(self._bytes, self._sha256.hexdigest())
+
+
+@contextlib.contextmanager
+def hashing() -> Iterator[Hashing]:
+    with ThreadPoolExecutor(1, "hashing") as thread:
+        yield Hashing(thread)
+
+
+def write_at(descriptor: int, data: bytes, start: int) -> int:
+    """Writes all of it at a place of an open file. Where it ends there."""
+    left = memoryview(data)
+    while left:
+        left = left[os.pwrite(descriptor, left, start + len(data) - len(left)) :]
+    return start + len(data)
+
+
+def pieces_of(file: io.BufferedIOBase) -> Iterator[bytes]:
+    """What is left of an open file."""
+    while piece := file.read(PIECE_BYTES):
+        yield piece
+
+
+def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int, at_once: int) -> Iterator[Part]:
+    """The bytes `start` to `end` in order, as `read_part(start, end)` gives them. In memory are the parts that are read `at_once`, and one more."""
+    assert 0 <= start <= end, f"{start} to {end}"
+    spans = [(at, min(at + PART_BYTES, end)) for at in range(start, end, PART_BYTES)]
+    if len(spans) <= 1:
+        yield from (read_part(*span) for span in spans)
+        return
+    with ThreadPoolExecutor(min(at_once, len(spans)), "reading") as threads:
+        waiting: deque[Future[Part]] = deque()
+        try:
+            for span in spans:
+                if len(waiting) > at_once:
+                    yield waiting.popleft().result()
+                waiting.append(threads.submit(read_part, *span))
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for part in waiting:  # somebody wants no more of them
+                part.cancel()
+
+
+def content_of_parts(file: io.FileIO, size: int, fetch_part: Callable[[int, int], None], at_once: int) -> FileContent:
+    """What `file` holds after `fetch_part(start, end)` wrote every part of its `size` bytes, some `at_once`: hashed as they land, in order."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
+    starts = range(0, size, PART_BYTES)
+    with ThreadPoolExecutor(max(1, min(at_once, len(starts))), "fetching") as threads:
+        landed = [threads.submit(fetch_part, at, min(at + PART_BYTES, size)) for at in starts]
+        try:
+            for at, part in zip(starts, landed, strict=True):
+                part.result()
+                while file.tell() < min(at + PART_BYTES, size) and (count := file.readinto(piece)):
+                    digest.update(piece[:count])
+        finally:
+            threads.shutdown(cancel_futures=True)
+    return FileContent(file.tell(), digest.hexdigest())

@@ -1,0 +1,56 @@
+"""A policy that is an adapter beside a base which never changes: how the adapter goes to the store, and how it stands in for the KL's reference."""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from rlpipe.models.adapter import target_names
+from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX, AdapterBase, config_document
+from rlpipe.models.whole import base_of
+from rlpipe.store.artifacts import write_bytes
+from rlpipe.store.documents import sealed
+from rlpipe.trainer.documents import json_bytes
+from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.model import adapter_rows, fill
+from rlpipe.trainer.step import Resident
+from rlpipe.types import ArtifactRef, FileRecord
+
+
+def save_adapter(gang: Gang, resident: Resident, folder: str, attempt: str, documents: dict[str, bytes]) -> list[FileRecord]:
+    """The adapter in peft's files, in the number type of the forward pass, the reference to its base, and the documents. Records on rank 0."""
+    adapted, dtype = resident.policy.adapted, getattr(torch, gang.options.dtype)
+    assert adapted is not None, "the policy is whole"
+    # gathered by all ranks; cloned, as of one rank they are views of the live weights
+    whole = {PREFIX + name: shard.full_tensor().detach().to(dtype).cpu().clone() for name, shard in resident.policy.trained()}
+    records: list[FileRecord] = []
+    with gang.together():
+        if gang.rank == 0:
+            config = config_document(adapted.settings, target_names(resident.policy.lm))
+            beside = {
+                ADAPTER_WEIGHTS: save(whole, metadata={"format": "pt"}),
+                ADAPTER_CONFIG: json_bytes(config),
+                BASE: sealed(AdapterBase(adapted.base)),
+            }
+            records = [write_bytes(gang.store, folder, attempt, name, data) for name, data in (beside | documents).items()]
+    return records
+
+
+def adapter_of_reference(gang: Gang, resident: Resident, ref: ArtifactRef) -> list[Tensor]:
+    """This rank's rows of the adapter with which the policy in training is the policy `ref`: zeros where that is its base, with the adapter off.
+
+    Empty where it is no policy of the same base, and has to be loaded as a model of its own.
+    """
+    adapted, rows = resident.policy.adapted, None
+    if adapted is None:
+        return []
+    with gang.together():
+        if ref != adapted.base:
+            if base_of(gang.store, ref) != adapted.base:
+                return []
+            rows = adapter_rows(gang, ref)
+        tensors = [torch.zeros_like(shard, requires_grad=False) for shard in resident.shards.values()]
+        if rows is not None:
+            fill(gang, resident.policy.trained(), tensors, rows)
+    return tensors

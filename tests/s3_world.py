@@ -1,0 +1,188 @@
+"""A real S3 server (SeaweedFS), and a proxy before it that counts requests, holds them up, and loses answers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rlpipe.processes.launch import free_port
+from rlpipe.store.backend import open_store
+
+START_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A SeaweedFS S3 server with one bucket and one pair of credentials."""
+
+    endpoint: str
+    bucket: str
+    environment: dict[str, str]
+
+    def url(self) -> str:
+        return f"s3://{self.bucket}/{uuid.uuid4().hex[:8]}"
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[S3Server]:
+    """A server whose files are in `folder`, and whose address and keys are in the environment meanwhile."""
+    port = free_port()
+    process = _start_weed(folder, port)
+    environment = {
+        "AWS_ACCESS_KEY_ID": "test-key",
+        "AWS_SECRET_ACCESS_KEY": "test-secret",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        _wait_for_bucket(process, folder)
+        yield S3Server(environment["AWS_ENDPOINT_URL"], "rlpipe", environment)
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _start_weed(folder: Path, endpoint_port: int) -> subprocess.Popen[bytes]:
+    identity = {
+        "name": "test",
+        "credentials": [{"accessKey": "test-key", "secretKey": "test-secret"}],
+        "actions": ["Admin", "Read", "List", "Tagging", "Write"],
+    }
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    ports = ["master", "volume", "filer"]
+    options = [f"-{name}.port={free_port()}" for name in ports] + [f"-{name}.port.grpc={free_port()}" for name in ports]
+    command = [
+        str(Path(sys.executable).parent / "weed"), "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+        f"-s3.port={endpoint_port}", f"-s3.port.grpc={free_port()}", f"-admin.port={free_port()}", f"-admin.port.grpc={free_port()}",
+        "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        f"-s3.config={folder}/s3.json", "-bucket=rlpipe", *options,
+    ]  # fmt: skip
+    log = (folder / "weed.log").open("wb")
+    with log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "GOMEMLIMIT": "512MiB"}, cwd=folder)
+
+
+def _wait_for_bucket(process: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    last = ""
+    while time.monotonic() < deadline:
+        assert process.poll() is None, (folder / "weed.log").read_text()[-2000:]
+        try:
+            open_store("s3://rlpipe/ready").put("probe", b"x")
+            return
+        except OSError as error:
+            last = str(error)
+            time.sleep(0.5)
+    raise AssertionError(f"SeaweedFS did not start in {START_TIMEOUT_S} s: {last}\n{(folder / 'weed.log').read_text()[-2000:]}")
+
+
+@dataclass(frozen=True)
+class S3Request:
+    """A request that reached the server."""
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    sent_bytes: int
+    answered_bytes: int
+
+
+class S3Proxy:
+    """Hands every request to the server behind it, and writes it down.
+
+    `loses`: whether the answer to a request is lost: the server has done it, and the client sees a closed connection.
+    `holds`: whether a request waits before it reaches the server, until `release` is set.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.requests: list[S3Request] = []
+        self.loses: Callable[[S3Request], bool] = lambda request: False
+        self.holds: Callable[[str, str], bool] = lambda method, query: False
+        self.held, self.release = threading.Event(), threading.Event()
+        self.most_at_once = 0
+        self._at_once = 0
+        self._lock = threading.Lock()
+        upstream = urlsplit(endpoint)
+        self._host, self._port = str(upstream.hostname), int(upstream.port or 80)
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def forward(self) -> None:
+                proxy.forward(self)
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward
+
+            def log_message(self, format: str, *args: object) -> None:
+                return
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.release.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def forward(self, handler: BaseHTTPRequestHandler) -> None:
+        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        path, _, query = handler.path.partition("?")
+        if self.holds(handler.command, query):
+            self.held.set()
+            self.release.wait(timeout=60)
+        with self._lock:
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            status, headers, answer = self._ask(handler, body)
+        finally:
+            with self._lock:
+                self._at_once -= 1
+        request = S3Request(handler.command, path, query, dict(handler.headers), len(body), len(answer))
+        with self._lock:
+            self.requests.append(request)
+            lost = self.loses(request)
+        if lost:
+            handler.close_connection = True
+            return
+        handler.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in ("transfer-encoding", "connection"):
+                handler.send_header(name, value)
+        if "content-length" not in {name.lower() for name, _ in headers}:
+            handler.send_header("Content-Length", str(len(answer)))
+        handler.end_headers()
+        with contextlib.suppress(OSError):  # the client is gone
+            handler.wfile.write(answer)
+
+    def _ask(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=60)
+        try:
+            connection.putrequest(handler.command, handler.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in handler.headers.items():  # also Host, which the signature is of
+                connection.putheader(name, value)
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
