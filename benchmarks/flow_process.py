@@ -85,6 +85,8 @@ class PlayedHost:
     async def clients(self, version: int) -> list[EngineClient]:
         return self.served
 
+    async def release(self) -> None: ...
+
     async def close(self) -> None: ...
 
 
