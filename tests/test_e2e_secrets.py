@@ -223,7 +223,7 @@ AWAY = "127.0.0.1:9"  # nobody listens there
         ("reward", {}, "$GRADER_URL"),
         ("mlflow", {"MLFLOW_TRACKING_URI": f"http://user:{PLANTED['mlflow']}@{AWAY}"}, f"MLflow at http://{AWAY} cannot be reached"),
         ("store", {"AWS_ENDPOINT_URL": f"http://{AWAY}"}, "cannot be written"),
-        ("store-key", {"AWS_ACCESS_KEY_ID": "wrong"}, "check the bucket, AWS_ACCESS_KEY_ID"),
+        ("store-key", {"AWS_ACCESS_KEY_ID": "wrong"}, "check the bucket, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID"),
         ("prefect", {"PREFECT_API_URL": f"http://{AWAY}/api"}, AWAY),
         ("prefect-key", {"PREFECT_API_AUTH_STRING": "admin:wrong"}, "401"),
         ("service-key", {"RLPIPE_SERVICE_KEY": f"{PLANTED['service']}\x01"}, "RLPIPE_SERVICE_KEY has characters"),

@@ -25,6 +25,10 @@ class Disk:
             (self._root / key).stat()
         except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # a link to itself leads to no file
+                raise
+            return False
         return True
 
     def size(self, key: str) -> int:
