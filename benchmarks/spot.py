@@ -34,7 +34,7 @@ GRACE_S = 30.0  # what a machine has between its notice and its end
 SETTINGS = [
     "engines.place=elsewhere", "engines.count=1", "engines.in_flight_max=16", "trainer.threads=1", "model.context_tokens_max=256",
     "sft.num_steps=8", "sft.segment_steps=8", "sft.decay_steps=8", "sft.warmup_steps=2", "data.short_words.rows_max=400",
-    "data.words.rows_max=300", "rl.completion_tokens_max=192", "rl.num_prompts=64", "rl.group_size=8", "rl.filters={}",
+    "data.words.rows_max=300", "rl.completion_tokens_max=192", "rl.num_prompts=512", "rl.group_size=8", "rl.shard_prompts=64", "rl.filters={}",
     "evaluation.every=0", "evaluation.prompts_max=8",
 ]  # fmt: skip
 Span = tuple[float, float]  # of the clock, seconds
