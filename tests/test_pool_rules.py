@@ -63,7 +63,7 @@ class Played(EngineClient):
         raise NotImplementedError
 
     async def abort(self, request_ids: list[str]) -> None:
-        raise NotImplementedError
+        """Nothing: on a machine that stood still for TIMEOUT_S, a pool rightly asks for it."""
 
     async def healthy(self) -> bool:
         return not self.down
@@ -201,14 +201,14 @@ async def test_a_fault_that_comes_while_groups_wait_ends_the_wait() -> None:
     pending = asyncio.create_task(pool.generate(groups(2)))
     await asyncio.sleep(0.1)
     host.fault = EngineError("all engines ended; their log says why")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(EngineError, match="log says why"):
             await pending
 
 
 async def test_without_any_engine_the_wait_has_an_end() -> None:
     pool = await pool_of(PlayedHost([]))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(EngineError, match="no engine was well"):
             await pool.generate(groups(1))
 
@@ -285,6 +285,6 @@ async def test_without_engines_a_fault_of_the_search_ends_the_wait() -> None:
     pool = await pool_over(hosts)
     pending = await sampling(pool)
     hosts.append(EngineError("no host answered"))  # type: ignore[arg-type]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(EngineError, match="no host answered"):
             await pending

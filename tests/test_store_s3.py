@@ -120,14 +120,14 @@ def test_large_files_of_an_artifact_are_fetched_in_parts_beside_the_small_ones(s
     records = [artifacts.write_file(store, "p", "a1", name, tmp_path / name) for name in sizes]
     local = tmp_path / "local"
     local.mkdir()
-    local_copy._fetch(store, "p", records, local)
+    local_copy.fetch(store, "p", records, local)
     assert {name: artifacts.file_sha256(local / name) for name in sizes} == {
         record.plain_name: record.sha256 for record in records
     }
     (tmp_path / "large-1.bin").write_bytes(os.urandom(2 * PART_BYTES + 1))
     store.put_file("p/a1/large-1.bin", tmp_path / "large-1.bin")
     with pytest.raises(StoreError, match=r"large-1\.bin does not have the sha256"):
-        local_copy._fetch(store, "p", records, local)
+        local_copy.fetch(store, "p", records, local)
 
 
 def loses_first(wanted: Callable[[S3Request], bool]) -> Callable[[S3Request], bool]:

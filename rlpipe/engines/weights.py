@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pydantic import StrictFloat, StrictInt
 from safetensors import safe_open
 
 from rlpipe.models.folder import INDEX, file_shapes, tensor_shapes
+from rlpipe.store.disk import link
 from rlpipe.types import StoreError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -84,7 +84,7 @@ def untied(folder: Path) -> Path:
 
 def _build_untied(folder: Path, building: Path) -> None:
     rewritten = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "config.json")
-    shutil.copytree(folder, building, copy_function=_link, ignore=rewritten, dirs_exist_ok=True)
+    shutil.copytree(folder, building, copy_function=link, ignore=rewritten, dirs_exist_ok=True)
     parts = sorted(folder.glob("*.safetensors"))
     # transformers reads no index beside a file named model.safetensors
     names = [f"model-{index + 1:05d}-of-{len(parts) + 1:05d}.safetensors" for index in range(len(parts) + 1)]
@@ -92,7 +92,7 @@ def _build_untied(folder: Path, building: Path) -> None:
     for part, name in zip(parts, names, strict=False):
         shapes = file_shapes(part)
         weight_map |= dict.fromkeys(shapes, name)
-        _link(part, building / name)
+        link(part, building / name)
         if EMBEDDING in shapes:
             _copy_as_head(part, building / names[-1])
     total = sum((building / name).stat().st_size for name in names)
@@ -106,10 +106,3 @@ def _copy_as_head(part: Path, path: Path) -> None:
 
     with safe_open(part, framework="pt") as source:
         save_file({HEAD: source.get_tensor(EMBEDDING)}, path, {"format": "pt"})
-
-
-def _link(source: str | Path, target: str | Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)

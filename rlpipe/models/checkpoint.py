@@ -35,6 +35,7 @@ from rlpipe.types import StoreError
 
 BLOCK = re.compile(r"(.*?\.\d+)\..*")
 LENGTH_BYTES = 8  # before the header of a safetensors file: how long it is
+FILE_BYTES_MAX = 5 * 10**9  # of one file of weights
 
 
 @dataclass(frozen=True)

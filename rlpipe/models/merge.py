@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,10 @@ from torch import Tensor
 from rlpipe.models.adapter import merged
 from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX, Adapter, adapter_of
 from rlpipe.models.causal import empty_model, hf_config
-from rlpipe.models.checkpoint import Checkpoint, block_of, hub_tensors, local_files, tensors_of
+from rlpipe.models.checkpoint import FILE_BYTES_MAX, Checkpoint, block_of, hub_tensors, local_files, tensors_of
 from rlpipe.models.folder import INDEX, folder_config
+from rlpipe.store.disk import link
 from rlpipe.types import StoreError
-
-FILE_BYTES_MAX = 5 * 10**9
 
 
 class AdapterFolder:
@@ -70,7 +67,7 @@ def merge(base: Path, adapter: Path, target: Path) -> None:
     for path in sorted({*base.iterdir(), *adapter.iterdir()}):  # its documents, and the base's tokenizer
         weights = path.suffix == ".safetensors" or path.name in (INDEX, ADAPTER_CONFIG, BASE)
         if not weights and (path.parent == adapter or path.name not in own):
-            _link(path, target / path.name)
+            link(path, target / path.name)
 
 
 def _write_weights(checkpoint: Checkpoint, lm: Any, matrices: AdapterFolder, dtype: torch.dtype, target: Path) -> None:
@@ -91,10 +88,3 @@ def _write_weights(checkpoint: Checkpoint, lm: Any, matrices: AdapterFolder, dty
         index |= dict.fromkeys(stored, file_name)
     if split.is_sharded:
         (target / INDEX).write_text(json.dumps({"metadata": split.metadata, "weight_map": index}, indent=2, sort_keys=True))
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)

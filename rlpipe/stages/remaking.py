@@ -18,10 +18,10 @@ from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.stages.session import Session, open_session
 from rlpipe.stages.stage import Attempt
 from rlpipe.stages.training import StoredAs, position, replay, save
-from rlpipe.store.artifacts import PRUNED, file_sha256, is_pruned, new_attempt
+from rlpipe.store.artifacts import PRUNED, is_pruned, new_attempt
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.lease import RunHeld
-from rlpipe.store.local_copy import materialise, read_delta, whole_files
+from rlpipe.store.local_copy import fetch, materialise, read_delta, whole_files
 from rlpipe.store.pruned import delete, wait_until_pruned
 from rlpipe.store.run import BEFORE_SFT, Run, open_existing
 from rlpipe.types import ArtifactRef, FileRecord, Manifest, StageResult, StoreError, UserError
@@ -86,7 +86,7 @@ async def remake_policy(
             await save(session, position(run, phase, iteration), attempt, rebuild, stored=StoredAs(base, is_base=False))
         ).policy
         check_same_files(manifest, wanted, files)
-        await asyncio.to_thread(_download, attempt, files, target)
+        await asyncio.to_thread(fetch, run.store, attempt.folder, files, target)
     finally:
         for file in files:
             await asyncio.to_thread(delete, run.store, f"{attempt.folder}/{file.name}")
@@ -103,13 +103,6 @@ def check_same_files(manifest: Manifest, wanted: list[FileRecord], files: list[F
                 "same bits on one kind of machine, with the same versions, trainer.ranks and trainer.threads only (docs/store.md): do it "
                 "where the run was trained, or take a version that was kept (`rlpipe show` says which)"
             )
-
-
-def _download(attempt: Attempt, files: list[FileRecord], target: Path) -> None:
-    for file in files:
-        attempt.store.get_file(f"{attempt.folder}/{file.name}", target / file.plain_name)
-        if file_sha256(target / file.plain_name) != file.sha256:
-            raise StoreError(f"{attempt.store.address(attempt.folder)}/{file.name} is not what the trainer wrote")
 
 
 def put_back(store: Store, folder: str, manifest: Manifest, source: Path) -> None:

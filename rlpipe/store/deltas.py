@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rlpipe.store.disk import link
 from rlpipe.store.documents import parse_document
 from rlpipe.types import ArtifactRef, StoreError, is_key
 
@@ -108,7 +108,7 @@ def rebuild(address: str, delta: Delta, stored: Path, base: Path, whole: Path) -
                 raise StoreError(f"{base / file.name} has {size} bytes, and is the base of {file.bytes}")
             digest = _apply(base / file.name, stored / f"{file.name}{SUFFIX}", file, delta.frame_bytes, target)
         else:
-            _link((base if file.stored == "base" else stored) / file.name, target)
+            link((base if file.stored == "base" else stored) / file.name, target)
             with target.open("rb") as target_file:
                 digest = hashlib.file_digest(target_file, "sha256").hexdigest()
         if digest != file.sha256:
@@ -173,10 +173,3 @@ def _in_order(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[M
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)

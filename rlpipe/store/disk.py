@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -96,6 +97,14 @@ class Disk:
             (folder / key).touch()
         finally:
             (folder / key).unlink(missing_ok=True)
+
+
+def link(source: str | Path, target: str | Path) -> None:
+    """The file `source` under another name too; a copy on a file system without hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _refuse_unless_gone(error: OSError) -> None:

@@ -100,7 +100,7 @@ def _whole_folder(store: Store, ref: ArtifactRef, manifest: Manifest, scratch: P
     """A new folder in `scratch` with the whole files of an artifact."""
     stored, whole = (scratch / f"{ref.sha256[:12]}-{name}" for name in ("stored", "whole"))
     stored.mkdir()
-    _fetch(store, ref.folder, manifest.files, stored)
+    fetch(store, ref.folder, manifest.files, stored)
     delta = read_delta(store, ref.folder, manifest)
     if delta is None:
         return stored
@@ -118,7 +118,7 @@ def _whole_folder(store: Store, ref: ArtifactRef, manifest: Manifest, scratch: P
     return whole
 
 
-def _fetch(store: Store, folder: str, records: list[FileRecord], local_dir: Path) -> None:
+def fetch(store: Store, folder: str, records: list[FileRecord], local_dir: Path) -> None:
     """Puts files under their plain names into a local folder, verified; StoreError naming one that is not what its record says.
 
     The small ones come several at a time, while the large ones come one after the other, each in parts.

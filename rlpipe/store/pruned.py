@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rlpipe.models.adapter_files import BASE
 from rlpipe.store import lease
 from rlpipe.store.artifacts import PRUNED, is_pruned, read_manifest
 from rlpipe.store.backend import Store
@@ -23,7 +24,7 @@ from rlpipe.types import StoreError
 FOLDER = re.compile(r"runs/[^/]+/rl/\d{5,6}/(policy|state)")
 WAIT_S = 300.0  # for another process to delete some files
 POLL_S = 1.0
-STAY = (DELTA, "base.json")  # small documents by which who makes the others again knows how they were stored
+STAY = (DELTA, BASE)  # small documents by which who makes the others again knows how they were stored
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from rlpipe.models.adapter import is_adapter
 from rlpipe.models.adapter_files import ADAPTED, Adapted
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
-from rlpipe.models.checkpoint import TensorFile, block_of, hub_tensors, tensors_of
+from rlpipe.models.checkpoint import FILE_BYTES_MAX, TensorFile, block_of, hub_tensors, tensors_of
 from rlpipe.models.folder import INDEX
 from rlpipe.store.artifacts import Blocks, read_file, read_manifest, write_bytes, write_file_in_blocks
 from rlpipe.trainer.adapted import save_adapter
@@ -51,7 +51,6 @@ from rlpipe.trainer.step import MOMENTS, Resident, frozen_logprobs, make_residen
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError
 
 STATE_SCHEMA = 1
-FILE_BYTES_MAX = 5 * 10**9
 
 
 def load(gang: Gang, job: LoadJob) -> tuple[Resident, str]:
