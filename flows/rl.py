@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from prefect import flow
 
@@ -46,6 +47,7 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
                 record = await ITERATION[config.rl.overlap](config, iteration)
                 assert record.iteration == iteration, f"iteration {iteration} was computed, {record.iteration} was committed"
                 iteration += 1
-                await committed(record)
+                session.behind.then(partial(committed, record))
                 reason = await reason_to_end(session, "rl", iteration)
+            await session.behind.landed()
         return await ended(session, ("rl",), session.run.policy(iteration)[0].as_json(), reason)

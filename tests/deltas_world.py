@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from rlpipe.store.artifacts import commit, new_attempt
 from rlpipe.store.run import Run
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
+from rlpipe.trainer.publishing import upload
 from rlpipe.trainer.saving import WEIGHTS, PolicyWriter
+from rlpipe.trainer.state import publication
 from rlpipe.types import ArtifactRef, Manifest
 
 Files = dict[str, bytes]
@@ -18,13 +19,14 @@ Files = dict[str, bytes]
 def write(gang: Gang, folder: str, files: Files, base: ArtifactRef | None, is_base: bool = True) -> JobResult:
     """Writes the files of a policy; not committed."""
     job = SaveJob("somewhere", folder, None, new_attempt(), None, [0], 64, base, is_base)
-    with tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
-        writer = PolicyWriter(gang, job, folder, Path(scratch))
-        for name in sorted(files):
-            if name.endswith(WEIGHTS):
-                (writer.whole / name).write_bytes(files[name])
-                writer.weights(writer.whole / name, 2)
-        return writer.documents({name: data for name, data in files.items() if not name.endswith(WEIGHTS)})
+    writer = PolicyWriter(gang, job, folder)
+    for name in sorted(files):
+        if name.endswith(WEIGHTS):
+            (writer.whole / name).write_bytes(files[name])
+            writer.weights(writer.whole / name, [], 2)
+    result = writer.documents({name: data for name, data in files.items() if not name.endswith(WEIGHTS)})
+    upload(gang.store, gang.published, publication(job, result))
+    return result
 
 
 def save(gang: Gang, run: Run, version: int, files: Files, base: ArtifactRef | None, is_base: bool = True) -> ArtifactRef:

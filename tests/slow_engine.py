@@ -16,6 +16,7 @@ from rlpipe.engines.pool import EnginePool, GroupRequest
 from rlpipe.engines.protocols import SglangClient
 from rlpipe.engines.weights import Probe
 from rlpipe.services.calls import new_session
+from rlpipe.store.nearby import Nearby
 from rlpipe.types import ArtifactRef
 
 VERSION = 3
@@ -99,7 +100,7 @@ class SlowEngine:
 
     # as a host of one engine
 
-    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None: ...
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None: ...
 
     async def clients(self, version: int) -> list[EngineClient]:
         return self.clients_now

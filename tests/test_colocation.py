@@ -27,6 +27,7 @@ from rlpipe.services.calls import new_session
 from rlpipe.stages.colocation import MemoryTurns
 from rlpipe.stages.session import Session
 from rlpipe.store.limits import gpus_held
+from rlpipe.store.nearby import Nearby
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, UserError
 
@@ -173,9 +174,9 @@ async def test_a_session_makes_the_calls_in_turn(tmp_path: Path, monkeypatch: py
     session = Session(create_or_continue(config(f"store=file://{tmp_path}", "tracking.uri=")), tmp_path / "work")
     pool, trainer, policy, calls = session.pool, session.trainer, ArtifactRef("policy", "sha"), []
 
-    async def serve(policy: ArtifactRef, version: int, probe: Probe) -> None:
+    async def serve(policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
         calls.append(f"serve {version}")
-        pool.fleet._served = (policy, version, probe)
+        pool.fleet._served = (policy, version, probe, nearby)
 
     async def start() -> None:
         calls.append("start the trainer")

@@ -206,7 +206,7 @@ def dies_at(method: Callable[..., object], number: int) -> Callable[..., object]
     return call
 
 
-@pytest.mark.parametrize("name", ["put_file", "put", "read"])
+@pytest.mark.parametrize("name", ["put_file", "read"])
 def test_killed_at_any_write_or_read_nothing_is_lost(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(f"file://{tmp_path}/store")
     gang, run = replace(trainer_world.solo_gang(tmp_path), store=store), create_or_continue(tiny(store))

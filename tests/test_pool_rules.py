@@ -23,6 +23,7 @@ from rlpipe.engines.client import (
 from rlpipe.engines.fleet import Host
 from rlpipe.engines.pool import EnginePool, GroupRequest, NextTurn
 from rlpipe.engines.weights import Probe
+from rlpipe.store.nearby import Nearby
 from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
 
 REF, PROBE = ArtifactRef("policy", "sha"), Probe([1, 2], [-1.0])
@@ -78,7 +79,7 @@ class PlayedHost:
     progress: int = 0
     refuses: int = 0  # so often
 
-    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
         if self.refuses:
             self.refuses -= 1
             raise EngineError("out of memory")

@@ -35,6 +35,7 @@ from rlpipe.store.local_copy import materialise
 from rlpipe.trainer import server as bounded
 from rlpipe.trainer.jobs import Board
 from rlpipe.trainer.process import TrainerOptions
+from rlpipe.trainer.publishing import Uploads
 from rlpipe.trainer.server import GangServer
 from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError, is_key
 
@@ -179,7 +180,8 @@ def gang_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gan
     monkeypatch.setattr(bounded, "REQUEST_S", 0.5)
     monkeypatch.setattr(bounded, "CONNECTIONS_MAX", 4)
     options = TrainerOptions(store=f"file://{tmp_path}/store", run="a", host="127.0.0.1", port=0, work_dir=str(tmp_path))
-    server, loop = GangServer(options, Board(), 1), asyncio.new_event_loop()
+    uploads = Uploads(open_store(options.store), tmp_path / "published")
+    server, loop = GangServer(options, Board(), 1, uploads), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     serving = asyncio.run_coroutine_threadsafe(server.serve(), loop)

@@ -309,7 +309,8 @@ def test_two_ranks_read_each_byte_of_a_state_once(s3_proxy: S3Proxy, s3_server: 
     store, rows = open_store(s3_server.url()), 16 * MIB // 4 // 256
     tensors = {f"param/{index}": np.random.default_rng(index).random((rows, 256), dtype=np.float32) for index in range(4)}
     save_file(tensors, tmp_path / "state.safetensors")
-    record, blocks = artifacts.write_file_in_blocks(store, "s", "a1", "state.safetensors", tmp_path / "state.safetensors")
+    record = artifacts.write_file(store, "s", "a1", "state.safetensors", tmp_path / "state.safetensors")
+    blocks = artifacts.blocks_of(tmp_path / "state.safetensors")
     s3_proxy.requests.clear()
     for start, end in ((0, rows // 2), (rows // 2, rows)):
         file = ranged_file(

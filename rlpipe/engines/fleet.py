@@ -14,6 +14,7 @@ from typing import Protocol
 
 from rlpipe.engines.client import EngineClient, EngineUnavailable
 from rlpipe.engines.weights import Probe
+from rlpipe.store.nearby import Nearby
 from rlpipe.types import ArtifactRef, EngineError, StoreError
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ class Host(Protocol):
         """Another number each time while weights are fetched or loaded: what takes long is waited for, what stands still is not."""
         ...
 
-    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
-        """Puts a committed policy on its engines. StoreError: refused before any engine saw it. EngineError: none serves it."""
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
+        """Puts a policy on its engines. StoreError: refused before any engine saw it. EngineError: none serves it."""
 
     async def release(self) -> None: ...  # its engines give their memory back, until the next `serve`
 
@@ -42,6 +43,7 @@ class Host(Protocol):
     async def close(self) -> None: ...
 
 
+Served = tuple[ArtifactRef, int, Probe, Nearby | None]  # what a host is given to serve
 FindHosts = Callable[[], Awaitable[list[Host]]]
 
 
@@ -54,7 +56,7 @@ class Fleet:
         self.clients: list[EngineClient] = []
         self.well_at = 0.0
         self._find_hosts = find_hosts
-        self._served: tuple[ArtifactRef, int, Probe] | None = None
+        self._served: Served | None = None
         self._serving: set[Host] = set()  # those that took what is served
         self._progress: list[int] = []  # of the hosts, as last looked up
         self._found_at = 0.0
@@ -65,18 +67,18 @@ class Fleet:
         """The weight version that is served; None before the start and after a reload that failed."""
         return self._served[1] if self._served else None
 
-    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
         """Puts a policy on all hosts. StoreError: it was refused and the old one keeps serving. EngineError: no host serves it."""
         before, self._served = self._served, None
         self.hosts = await self._find_hosts()
         assert self.hosts, "who finds the hosts waits for one"
-        faults = await self._put(self.hosts, (policy, version, probe))
+        faults = await self._put(self.hosts, (policy, version, probe, nearby))
         if len(faults) == len(self.hosts):
             fault = next((fault for fault in faults if not isinstance(fault, EngineUnavailable)), faults[0])
             if isinstance(fault, StoreError):
                 self._served = before
             raise fault
-        self._served = (policy, version, probe)
+        self._served = (policy, version, probe, nearby)
 
     async def look_up(self) -> None:
         """Which engines may sample now. A fault of one host is that host's; of all, and a lasting one, it is raised."""
@@ -127,7 +129,7 @@ class Fleet:
         if waiting and served is not None:  # what faults there are says the next look-up
             await self._put(waiting, served)
 
-    async def _put(self, hosts: list[Host], served: tuple[ArtifactRef, int, Probe]) -> list[BaseException]:
+    async def _put(self, hosts: list[Host], served: Served) -> list[BaseException]:
         """Asks hosts to serve a policy; the faults of those that do not."""
         outcomes = await asyncio.gather(*(host.serve(*served) for host in hosts), return_exceptions=True)
         self._serving = (self._serving - {*hosts}) & {*self.hosts}

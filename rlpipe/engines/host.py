@@ -26,6 +26,7 @@ from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.services.calls import new_session
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
+from rlpipe.store.nearby import Nearby, nearer
 from rlpipe.types import ArtifactRef, EngineError, UserError
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
 class EngineHost:
     """Owns `engines.count` engine processes, all on the weights that it was last told to serve.
 
-    `address`: where the engines listen. `keys`: API key and admin key of the engines.
+    `address`: where the engines listen. `keys`: API key and admin key of the engines; `nearby_key`: of the trainer
+    where it is on another node.
     """
 
     config: PipelineConfig
@@ -50,6 +52,7 @@ class EngineHost:
     name: str = "engine"
     address: str = "127.0.0.1"
     keys: tuple[str, str] = field(default_factory=lambda: (secrets.token_hex(16), secrets.token_hex(16)))
+    nearby_key: str = ""
     engines: list[Engine] = field(default_factory=list, init=False)
     weights: Weights | None = field(default=None, init=False)
     _served: tuple[ArtifactRef, int] | None = field(default=None, init=False)
@@ -60,8 +63,8 @@ class EngineHost:
 
     # what the pool asks
 
-    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
-        """Puts a committed policy on all engines, starting them if need be; nothing to do when they serve it.
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None = None) -> None:
+        """Puts a policy on all engines, starting them if need be; nothing to do when they serve it.
 
         One canary first, then all. An engine that fails is restarted on the new weights beside the work of the others.
         UserError or StoreError before any engine sees weights that do not fit; EngineError when no engine serves them.
@@ -71,7 +74,7 @@ class EngineHost:
                 return
             self._fetching = True
             try:
-                weights = await asyncio.to_thread(self._fetch, policy, version, probe)
+                weights = await asyncio.to_thread(self._fetch, policy, version, probe, nearby)
             finally:
                 self._fetching = False
             serving = (self.weights or weights).folder
@@ -120,14 +123,15 @@ class EngineHost:
 
     # weights
 
-    def _fetch(self, policy: ArtifactRef, version: int, probe: Probe) -> Weights:
-        made = read_manifest(self.store, policy.folder, policy.sha256).weight_version
+    def _fetch(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> Weights:
+        store = nearer(self.store, nearby, self.nearby_key)
+        made = read_manifest(store, policy.folder, policy.sha256).weight_version
         # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
         if made not in (None, max(version, 0)):
             raise UserError(f"version={version}: {policy.folder} is weight version {made}")
         local = self.work_dir / "weights"
         folder = materialised = whole_policy(
-            self.store, policy, local, local / BASES if self.config.model.adapter != "none" else None
+            store, policy, local, local / BASES if self.config.model.adapter != "none" else None
         )
         assert (folder / "config.json").is_file(), f"{folder} is no policy"
         if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from rlpipe.engines.client import Completion, EngineClient, EngineLoad, EngineUnavailable, SampleRequest, Sampling, ask
 from rlpipe.engines.fleet import FindHosts, Fleet
 from rlpipe.engines.weights import Probe
+from rlpipe.store.nearby import Nearby
 from rlpipe.types import ArtifactRef, EngineError, rollout_seed
 
 log = logging.getLogger(__name__)
@@ -76,9 +77,12 @@ class EnginePool:
         """When a token of any rollout came last."""
         return max((load.heard_at for load in self._loads.values()), default=0.0)
 
-    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
-        """Puts a policy on all hosts. StoreError: it was refused and the old one keeps serving. EngineError: no host serves it."""
-        await self.fleet.serve(policy, version, probe)
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None = None) -> None:
+        """Puts a policy on all hosts. StoreError: it was refused and the old one keeps serving. EngineError: no host serves it.
+
+        `nearby`: where its files are beside the store, which may not have them yet.
+        """
+        await self.fleet.serve(policy, version, probe, nearby)
 
     async def generate(
         self,

@@ -32,6 +32,7 @@ from rlpipe.services.calls import new_session
 from rlpipe.services.finder import ANSWER_TIMEOUT_S, Peer, ServiceFinder, StartService
 from rlpipe.services.registration import ENGINES, Registration, ServiceRecord, service_key
 from rlpipe.store.backend import Store
+from rlpipe.store.nearby import Nearby
 from rlpipe.store.run import Run
 from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
 
@@ -57,6 +58,7 @@ class ServeRequest(BaseModel):
     policy: Annotated[ArtifactRef, PlainValidator(ArtifactRef.from_json)]
     version: int
     probe: Probe
+    nearby: Nearby | None = None
 
 
 class HostService:
@@ -68,7 +70,7 @@ class HostService:
         self._port = port or free_port()
         record = ServiceRecord(name, f"http://{address}:{self._port}", config.engines.kind)
         self.registration = Registration(store, f"runs/{config.run}", ENGINES, record)
-        self.host = EngineHost(config, store, self.registration.work_dir(), name, address, engine_keys(self.key))
+        self.host = EngineHost(config, store, self.registration.work_dir(), name, address, engine_keys(self.key), self.key)
         self.fault: Exception | None = None  # why the newest weights are not served
         self._serving: dict[asyncio.Task[None], ServeRequest] = {}
         self._called_at = time.monotonic()
@@ -133,7 +135,7 @@ class HostService:
 
     async def _serve(self, wanted: ServeRequest) -> None:
         try:
-            await self.host.serve(wanted.policy, wanted.version, wanted.probe)
+            await self.host.serve(wanted.policy, wanted.version, wanted.probe, wanted.nearby)
             self.fault = None
         except LOCAL_FAULTS as error:
             self.fault = error
@@ -163,8 +165,9 @@ class RemoteHost:
         self.session = session
         self.progress = 0  # as the host said last
 
-    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None:
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
         body = {"policy": policy.as_json(), "version": version, "probe": asdict(probe)}
+        body |= {"nearby": asdict(nearby)} if nearby else {}
         await self._call("POST", "/serve", body, SERVE_TIMEOUT_S)
 
     async def release(self) -> None: ...  # of another machine: nobody waits for its memory

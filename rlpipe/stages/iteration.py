@@ -8,7 +8,6 @@ from typing import NamedTuple
 from rlpipe.records.rollout import CarriedRollout, Group, is_finished
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import now
-from rlpipe.store.documents import sealed
 from rlpipe.store.limits import add_iteration, best_so_far, gpus_held, own_record, spent_before
 from rlpipe.types import ArtifactRef, IterationRecord, JsonDict, Metrics, UserError
 
@@ -37,7 +36,7 @@ def committed_before(session: Session, iteration: int) -> Before:
 async def commit_iteration(
     session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict
 ) -> IterationRecord:
-    """Commits an iteration and returns its record (the standing one when it was committed before).
+    """The record of an iteration, which is committed after the policy that it names (the standing one when it was committed before).
 
     `artifacts`: the iteration's prompts, batch, policy and, when there is one, evaluation.
     """
@@ -45,12 +44,15 @@ async def commit_iteration(
         f"no artifacts of an iteration: {sorted(artifacts)}"
     )
     named = {name: value for name, value in metrics.items() if "/" in name}  # the rest is bookkeeping of the stages
-    record = await asyncio.to_thread(_commit, session, iteration, artifacts, named)
-    session.retention.committed(record)
+    record = await asyncio.to_thread(session.run.iteration, iteration)
+    if record is None:
+        record = await asyncio.to_thread(_record, session, iteration, artifacts, named)
+        session.behind.record(session.run.iteration_key(iteration), record)
+    session.behind.then(lambda: asyncio.to_thread(session.retention.committed, record))
     return record
 
 
-def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: Metrics) -> IterationRecord:
+def _record(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: Metrics) -> IterationRecord:
     run = session.run
     previous = run.iteration(iteration - 1) if iteration else None
     state = run.artifact("rl", iteration, "state")
@@ -58,7 +60,7 @@ def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
         artifacts = artifacts | {"state": state[0]}
     metrics = metrics | time_metrics(session, iteration, metrics)
     metrics |= add_iteration(spent_before(run, iteration), metrics, gpus_held(run.config, "rl"))
-    record = IterationRecord(
+    return IterationRecord(
         run=run.name,
         iteration=iteration,
         weight_version=iteration + 1,
@@ -69,10 +71,6 @@ def _commit(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
         best=best_so_far(own_record(run, iteration - 1), iteration, metrics["rollout/reward_mean"]),
         ended_at=now(),
     )
-    run.store.create(run.iteration_key(iteration), sealed(record))
-    standing = run.iteration(iteration)
-    assert standing is not None, f"iteration {iteration} was committed and is not there"
-    return standing
 
 
 def time_metrics(session: Session, iteration: int, metrics: Metrics) -> Metrics:

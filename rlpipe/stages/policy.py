@@ -1,4 +1,4 @@
-"""The stages train, checkpoint and reload_engines: a batch becomes weight version k + 1, durable, then served."""
+"""The stages train, checkpoint and reload_engines: a batch becomes weight version k + 1, published, served, and behind that durable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
-from rlpipe.stages.training import TRAINED_BY, StoredAs, rl_job, save_job, step_jobs, train_job
+from rlpipe.stages.training import TRAINED_BY, StoredAs, commit_state, rl_job, save_job, step_jobs, train_job
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.types import ArtifactRef, JsonDict, Metrics, StageResult, StepRefused
 
@@ -99,16 +99,19 @@ async def checkpoint(
     reference: ArtifactRef | None = None,
     metrics: JsonDict,
 ) -> Produced:
-    """Commits the policy after an iteration (weight version iteration + 1), and before it the state when that is due.
+    """Publishes the policy after an iteration (weight version iteration + 1), and the state when that is due. They are committed, the state
+    first, when the store has their files: behind the sampling of the next iteration.
 
     `reference`: that of the KL, where it is another model than what RL starts from.
     """
+    await session.behind.landed()  # at most one iteration is under way
     due = (iteration + 1) % session.config.checkpoint.state_every == 0
     inputs = {"batch": batch} | ({"reference": reference} if reference else {})
-    job, state_inputs = rl_job(session.run, iteration, batch), inputs if due else None
     stored = stored_as(session.config, iteration + 1, previous)
-    saved = await save_job(session, iteration, job, attempt, state_inputs, stored)
-    return saved.produced(metrics | saved.metrics, iteration + 1)
+    saved = await save_job(session, iteration, rl_job(session.run, iteration, batch), attempt, due, stored)
+    if due:
+        await commit_state(session, "rl", iteration, inputs, saved, saved.published)
+    return saved.produced(metrics | saved.metrics, iteration + 1, saved.published)
 
 
 def stored_as(config: PipelineConfig, version: int, previous: ArtifactRef) -> StoredAs:
@@ -119,5 +122,5 @@ def stored_as(config: PipelineConfig, version: int, previous: ArtifactRef) -> St
 
 
 async def reload_engines(session: Session, *, policy: ArtifactRef, version: int) -> StageResult:
-    """Puts a committed policy on every engine; `cached` when they served it already."""
+    """Puts a policy on every engine; `cached` when they served it already."""
     return StageResult(policy, {}, cached=not await session.serve(policy, version))

@@ -82,9 +82,10 @@ async def remake_policy(
     log.info("weight version %d of run %s was pruned: making it again", version, manifest.run)
     files: list[FileRecord] = []
     try:
-        files = (
-            await save(session, position(run, phase, iteration), attempt, rebuild, stored=StoredAs(base, is_base=False))
-        ).policy
+        stored = StoredAs(base, is_base=False)
+        saved = await save(session, position(run, phase, iteration), attempt, rebuild, stored=stored)
+        files = saved.policy
+        await saved.published.land()
         check_same_files(manifest, wanted, files)
         await asyncio.to_thread(fetch, run.store, attempt.folder, files, target)
     finally:

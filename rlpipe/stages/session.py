@@ -31,10 +31,10 @@ from rlpipe.report.curves import DataSet, fetch_points
 from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
+from rlpipe.stages.behind import Behind
 from rlpipe.stages.clock import Clock
 from rlpipe.stages.colocation import MemoryTurns
 from rlpipe.store import lease
-from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
@@ -61,6 +61,7 @@ class Session:
         self._memory = MemoryTurns(self.pool, self.trainer) if engines.colocate else None
         self.tracker = Tracker(run, partial(fetch_points, run))
         self.retention = Retention(run)
+        self.behind = Behind(run)
         self.prompts: PromptSets = _once(partial(load_sets, run.config))
         self.fitting: PromptSets = _once(self._fitting)
         self.committed_before = {phase: self.num_committed(phase) for phase in ("sft", "rl")}
@@ -106,19 +107,22 @@ class Session:
         return self.trainer
 
     async def serve(self, policy: ArtifactRef, version: int) -> bool:
-        """Puts a committed policy on every engine, starting the pool if need be; False when it was served already."""
+        """Puts a policy on every engine, starting the pool if need be; False when it was served already."""
         async with self._pool_lock:
             self.check_open()
             if self.pool.version == version:
                 return False
             if self._memory:
                 await self._memory.to_engines()
-            await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy))
+            nearby = self.behind.nearby(policy)
+            if nearby and not nearby.url and not self.config.engines_here:  # nobody reaches it there
+                await self.behind.committed([policy.sha256])
+            await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy), nearby)
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True
 
     def _probe(self, policy: ArtifactRef) -> Probe:
-        metrics = read_manifest(self.run.store, policy.folder, policy.sha256).metrics
+        metrics = self.run.manifest(policy).metrics
         if "probe" not in metrics:  # a base model that was copied
             metrics = self.run.committed("base", 0, "probe")[1].metrics
         return Probe(**metrics["probe"])
@@ -193,18 +197,24 @@ class Session:
         """What `with` calls at the end of a session: with the error that ended it, which the tracker says."""
         if error is not None:
             self.tracker.status = status_of(error)
-        await self.close()
+        await self.close(failed=error is not None)
 
-    async def close(self) -> None:
-        self._closed = True
-        await self._closing.aclose()  # first: a shard that outlived a failed one scores and steps no more
-        await asyncio.gather(
-            self.pool.close(),
-            self._hosts.close(),
-            self.trainer.close(),
-            asyncio.to_thread(self.tracker.close),
-            asyncio.to_thread(self.retention.close),
-        )
+    async def close(self, failed: bool = False) -> None:
+        """Commits what is under way, and ends all parts. `failed`: something else has ended the session."""
+        try:
+            if not failed:
+                await self.behind.landed()
+        finally:
+            self._closed = True
+            await self._closing.aclose()  # first: a shard that outlived a failed one scores and steps no more
+            await self.behind.close()
+            await asyncio.gather(
+                self.pool.close(),
+                self._hosts.close(),
+                self.trainer.close(),
+                asyncio.to_thread(self.tracker.close),
+                asyncio.to_thread(self.retention.close),
+            )
 
 
 def _once(load: PromptSets) -> PromptSets:

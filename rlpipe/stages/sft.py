@@ -13,7 +13,7 @@ from rlpipe.records.prompt import Messages
 from rlpipe.records.rollout import Conversation
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
-from rlpipe.stages.training import TRAINED_BY, OnProgress, save_job, sft_job, train_job
+from rlpipe.stages.training import TRAINED_BY, OnProgress, commit_state, save_job, sft_job, train_job
 from rlpipe.store.run import Run
 from rlpipe.types import ArtifactRef, UserError, data_seed, sha256_of
 
@@ -93,7 +93,9 @@ async def train_segment(
     job = sft_job(session.run, segment, data)
     metrics = await train_job(session, segment, job, on_progress)
     inputs = {"data": data, "tokenizer": tokenizer, "previous": previous}
-    saved = await save_job(session, segment, job, attempt, state_inputs=inputs)
+    saved = await save_job(session, segment, job, attempt, with_state=True)
+    await saved.published.land()
+    await commit_state(session, "sft", segment, inputs, saved)
     return saved.produced(metrics, 0)
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlpipe.config.pipeline import PipelineConfig, stored_tree
 from rlpipe.records.columns import to_parquet, to_table
+from rlpipe.stages.behind import Published
 from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import check_same, commit, new_attempt, write_bytes
 from rlpipe.store.backend import Store
@@ -53,11 +54,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Produced:
-    """What a stage wrote, before it is committed."""
+    """What a stage wrote, before it is committed. `published`: where it is on its way to the store from; else it is there."""
 
     files: list[FileRecord]
     metrics: JsonDict = field(default_factory=dict)
     weight_version: int | None = None
+    published: Published | None = None
 
 
 Result = TypeVar("Result")
@@ -133,9 +135,11 @@ async def run_stage(
 ) -> StageResult:
     """Answers from the stage's manifest if it has one, else produces and commits it. `produce` is called in a thread.
 
+    It is committed after all of its inputs, which may be on their way to the store; what was only published itself is committed behind.
     UserError when the manifest records other inputs or settings than these.
     """
     run = session.run
+    session.behind.check()
     hashes = {name: ref.sha256 for name, ref in inputs.items()}
     standing = await asyncio.to_thread(run.artifact, *key)
     if standing is not None:
@@ -167,6 +171,9 @@ async def run_stage(
         started_at=started_at,
         ended_at=now(),
     )
+    if produced.published is not None:
+        return StageResult(session.behind.publish(attempt.folder, manifest, produced.published), manifest.metrics, cached=False)
+    await session.behind.committed(hashes.values())
     ref, manifest = await asyncio.to_thread(commit, run.store, attempt.folder, manifest)
     return StageResult(ref, manifest.metrics, cached=False)
 

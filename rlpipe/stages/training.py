@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
 from rlpipe.models.adapter_files import Adapter
+from rlpipe.stages.behind import Published
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage_settings
 from rlpipe.store.artifacts import is_pruned
@@ -115,16 +116,18 @@ WHOLE = StoredAs(None, is_base=False)
 
 @dataclass(frozen=True)
 class Saved:
-    """What the trainer wrote. `probe`: what an engine with these weights must answer, as the manifest of the policy has it; `metrics`: of the policy's files."""
+    """What the trainer made. `probe`: what an engine with these weights must answer, as the manifest of the policy has it; `metrics`: of the policy's files;
+    `published`: where the files are, and how they get to the store."""
 
     policy: list[FileRecord]
     state: list[FileRecord]
     probe: dict[str, Sequence[float]]
     metrics: Metrics
+    published: Published
 
-    def produced(self, metrics: JsonDict, weight_version: int | None) -> Produced:
+    def produced(self, metrics: JsonDict, weight_version: int | None, published: Published | None = None) -> Produced:
         """The policy, to be committed with these metrics."""
-        return Produced(self.policy, metrics | {"probe": self.probe}, weight_version)
+        return Produced(self.policy, metrics | {"probe": self.probe}, weight_version, published)
 
 
 def step_jobs(run: Run, iteration: int, steps: list[ArtifactRef], num_steps: int) -> list[RlJob]:
@@ -160,33 +163,39 @@ async def train_job(
 
 
 async def save_job(
-    session: Session,
-    iteration: int,
-    job: RlJob | SftJob,
-    attempt: Attempt,
-    state_inputs: dict[str, ArtifactRef] | None,
-    stored: StoredAs = WHOLE,
+    session: Session, iteration: int, job: RlJob | SftJob, attempt: Attempt, with_state: bool, stored: StoredAs = WHOLE
 ) -> Saved:
-    """Saves what `job` results in, and commits its state where `state_inputs` are given; trains it again when it is not held."""
+    """Publishes what `job` results in, its policy and its state if that is wanted; trains it again when it is not held."""
     phase = job.kind
 
     async def rebuild(gang: TrainerClient) -> None:
         await replay(session.run, phase, iteration, gang)
         await _send(gang, job)
 
-    state_folder = session.run.folder(phase, iteration, "state") if state_inputs else None
-    saved = await save(session, job.result, attempt, rebuild, state_folder=state_folder, stored=stored)
-    if state_inputs:
-        key, settings = StageKey(phase, iteration, "state"), stage_settings(session.config, TRAINED_BY[phase])
-        await run_stage(session, key, state_inputs, settings, lambda _: Produced(saved.state))
-    return saved
+    state_folder = session.run.folder(phase, iteration, "state") if with_state else None
+    return await save(session, job.result, attempt, rebuild, state_folder=state_folder, stored=stored)
+
+
+async def commit_state(
+    session: Session,
+    phase: str,
+    iteration: int,
+    inputs: dict[str, ArtifactRef],
+    saved: Saved,
+    published: Published | None = None,
+) -> None:
+    """Commits a state that was saved."""
+    key, settings = StageKey(phase, iteration, "state"), stage_settings(session.config, TRAINED_BY[phase])
+    await run_stage(session, key, inputs, settings, lambda _: Produced(saved.state, published=published))
 
 
 async def save_loaded(session: Session, load: LoadJob, attempt: Attempt, *, policy: bool = True) -> Saved:
-    """Saves what the trainer makes of a job that loads: the policy, or only its probe."""
+    """What the trainer makes of a job that loads, in the store: the policy, or only its probe."""
     rebuild = functools.partial(_send, job=load)
     await rebuild(await session.gang())
-    return await save(session, load.position, attempt, rebuild, policy=policy)
+    saved = await save(session, load.position, attempt, rebuild, policy=policy)
+    await saved.published.land()
+    return saved
 
 
 async def save(
@@ -199,7 +208,7 @@ async def save(
     state_folder: str | None = None,
     stored: StoredAs = WHOLE,
 ) -> Saved:
-    """Saves what the trainer holds: its policy as files of the attempt, its state where there is a folder for it."""
+    """Publishes what the trainer holds: its policy as files of the attempt, its state where there is a folder for it."""
     chat = await asyncio.to_thread(lambda: session.tokenizer)
     assert chat.stop_token_ids, "a policy that could never end"
     tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
@@ -211,7 +220,25 @@ async def save(
     assert bool(files) == policy and bool(state) == bool(state_folder), (
         f"saved {len(files)} files of a policy, {len(state)} of a state"
     )
-    return Saved(files, state, answer["probe"], answer["metrics"])
+    published = Published(answer["published"], session.trainer.files_url, lambda: _land(session, job, rebuild, answer))
+    return Saved(files, state, answer["probe"], answer["metrics"], published)
+
+
+async def _land(session: Session, job: SaveJob, rebuild: Rebuild, answer: JsonDict) -> None:
+    """Returns when the store has all that a save published. A trainer that lost it makes it again; TrainerError when that has other bits."""
+    for _ in range(ATTEMPTS_MAX):
+        try:
+            await session.trainer.run("upload", {"attempt": job.attempt})
+            return
+        except (NotResident, GangLost) as error:
+            log.warning("%s: what it had of %s is made again", error, job.position)
+        again = await _do(session, job, rebuild)
+        if any(again[name] != answer[name] for name in ("policy", "state")):
+            raise TrainerError(
+                f"the trainer was lost before {job.position} was in the store, and what it makes again has other bits. The iteration is trained "
+                "again from its batch at the next start"
+            )
+    raise TrainerError(f"the trainer was lost {ATTEMPTS_MAX} times before {job.position} was in the store")
 
 
 async def _do(session: Session, job: GangJob, rebuild: Rebuild, on_progress: OnProgress = None) -> JsonDict:

@@ -56,13 +56,6 @@ def write_file(store: Store, folder: str, attempt: str, name: str, source: Path)
     return FileRecord(f"{attempt}/{name}", content.bytes, content.sha256)
 
 
-def write_file_in_blocks(store: Store, folder: str, attempt: str, name: str, source: Path) -> tuple[FileRecord, Blocks]:
-    """As `write_file`; and the blocks by which parts of it are verified, hashed while it is uploaded."""
-    with ThreadPoolExecutor(1, "blocks") as beside:
-        blocks = beside.submit(blocks_of, source)
-        return write_file(store, folder, attempt, name, source), blocks.result()
-
-
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

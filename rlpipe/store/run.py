@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rlpipe.config.pipeline import PipelineConfig, as_begun
-from rlpipe.store.artifacts import MANIFEST, find, read_artifact
+from rlpipe.store.artifacts import MANIFEST, find, read_artifact, read_manifest
 from rlpipe.store.backend import Store, check_access, open_store
 from rlpipe.store.documents import read_document
 from rlpipe.store.forks import AT_SFT, check_committed, differences, fixed_differences, way_to_change
+from rlpipe.store.pending import Pending
 from rlpipe.store.run_record import ForkRecord, create_record, read_record, record_key
 from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError, UserError, is_key
 
@@ -36,13 +37,14 @@ class OtherSettings(UserError):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a store, with the config it is worked on with now."""
+    """One run of a store, with the config it is worked on with now. What is `pending` it answers like what is committed."""
 
     store: Store
     config: PipelineConfig
     parent: Run | None = None
     fork_at: int = AT_SFT  # the newest RL iteration that is wholly the parent's
     redo: str = ""  # the stage that iteration fork_at + 1 redoes; empty: the iteration is all its own
+    pending: Pending = field(default_factory=Pending, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -87,11 +89,18 @@ class Run:
 
     def artifact(self, phase: str, iteration: int, stage: str) -> tuple[ArtifactRef, Manifest] | None:
         """The committed artifact, or None."""
-        return find(self.store, self.folder(phase, iteration, stage))
+        folder = self.folder(phase, iteration, stage)
+        return self.pending.artifacts.get(folder) or find(self.store, folder)
 
     def committed(self, phase: str, iteration: int, stage: str) -> tuple[ArtifactRef, Manifest]:
         """The committed artifact; StoreError when it is missing."""
-        return read_artifact(self.store, self.folder(phase, iteration, stage))
+        folder = self.folder(phase, iteration, stage)
+        return self.pending.artifacts.get(folder) or read_artifact(self.store, folder)
+
+    def manifest(self, ref: ArtifactRef) -> Manifest:
+        """What an artifact says of itself; StoreError when it is missing, or another."""
+        pending = self.pending.artifacts.get(ref.folder)
+        return pending[1] if pending and pending[0] == ref else read_manifest(self.store, ref.folder, ref.sha256)
 
     def iteration_key(self, iteration: int) -> str:
         return f"{self.owner('rl', iteration).root}/rl/{iteration:05d}/iteration.json"
@@ -99,6 +108,8 @@ class Run:
     def iteration(self, iteration: int) -> IterationRecord | None:
         """What the commit of an iteration says, or None when it is not committed."""
         key = self.iteration_key(iteration)
+        if pending := self.pending.records.get(key):
+            return pending
         if not self.store.exists(key):
             return None
         record = read_document(self.store, key, IterationRecord)

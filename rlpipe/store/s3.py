@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
-import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import obstore
-from botocore.exceptions import BotoCoreError
 from botocore.session import Session
-from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, write_at
+from rlpipe.store.remote import RemoteObjects, check_process
+from rlpipe.store.transfer import PART_BYTES, PARTS
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
@@ -41,8 +38,6 @@ RETRY: RetryConfig = {
 }
 KEYS = timedelta(minutes=10)  # obstore asks for keys again five minutes before they end
 
-_used_by: int | None = None  # the process in which the threads of obstore run
-
 
 @dataclass(frozen=True)
 class _Clients:
@@ -52,13 +47,11 @@ class _Clients:
     patient: S3Store
 
 
-class Bucket:
+class Bucket(RemoteObjects):
     """The objects below a prefix of a bucket, as a flat map of keys to bytes.
 
     Every fault is an OSError, within a minute but for the transfer of parts; FileNotFoundError for an object that is not there.
     """
-
-    parts_at_once = PARTS
 
     def __init__(self, bucket: str, prefix: str) -> None:
         self._bucket, self._prefix = bucket, prefix
@@ -75,31 +68,6 @@ class Bucket:
     def size(self, key: str) -> int:
         with self._faults(key):
             return obstore.head(self._clients().quick, self._path(key))["size"]
-
-    def read(self, key: str) -> bytes:
-        with self._faults(key):
-            result = obstore.get(self._clients().quick, self._path(key))
-            if result.meta["size"] <= PART_BYTES:
-                return bytes(result.bytes())
-        return b"".join(parts_ahead(functools.partial(self.read_part, key), 0, result.meta["size"], PARTS))
-
-    def read_part(self, key: str, start: int, end: int) -> memoryview:
-        """Fewer bytes when the object ends before."""
-        try:
-            with self._faults(key):
-                return memoryview(obstore.get_range(self._clients().quick, self._path(key), start=start, end=end))
-        except OSError as error:
-            if " 416 " in str(error.strerror):  # it ends before `start`
-                return memoryview(b"")
-            raise
-
-    def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
-        """Writes a part to the same place of an open file, as it comes. Where it ended, which is before `end` when the object does."""
-        with self._faults(key):
-            result = obstore.get(self._clients().quick, self._path(key), options={"range": (start, end)})
-            for piece in result.stream(min_chunk_size=PIECE_BYTES):
-                start = write_at(descriptor, piece, start)
-        return start
 
     def put(self, key: str, data: bytes) -> None:
         if len(data) > PART_BYTES:
@@ -163,6 +131,12 @@ class Bucket:
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
 
+    def _address(self, key: str) -> str:
+        return f"s3://{self._bucket}/{self._path(key)}"
+
+    def _reader(self) -> S3Store:
+        return self._clients().quick
+
     def _key(self, path: str) -> str:
         return path.removeprefix(f"{self._prefix}/") if self._prefix else path
 
@@ -170,40 +144,11 @@ class Bucket:
         return self._clients().quick if len(data) <= SMALL_BYTES else self._clients().patient
 
     def _clients(self) -> _Clients:
-        """Made when they are first needed. OSError in a process that was forked after that: it has none of obstore's threads, and would wait for ever."""
-        global _used_by
-        if _used_by not in (None, os.getpid()):
-            raise OSError(
-                errno.ENOTSUP, "this process was forked from one that used S3; start it by exec or spawn", self._path("")
-            )
-        _used_by = os.getpid()
+        """Made when they are first needed."""
+        check_process(self._path(""))
         with self._lock:
             self._opened = self._opened or _open(self._bucket)
         return self._opened
-
-    @contextlib.contextmanager
-    def _faults(self, key: str) -> Iterator[None]:
-        """obstore's errors as OSErrors with a short text that names the object."""
-        try:
-            yield
-        except (BaseError, BotoCoreError, FileNotFoundError, ValueError) as error:  # ValueError: no key of S3
-            raise _as_oserror(error, f"s3://{self._bucket}/{self._path(key)}") from None
-
-
-def _as_oserror(error: Exception, address: str) -> OSError:
-    """The same fault. Its kind is that of the server's answer, which is only in the text when it was to a listing."""
-    text, _, debug = str(error).partition("\n\nDebug source")
-    causes = re.findall(r'message: "([^"]+)"', debug) or re.findall(r"HttpError {\s+kind: (\w+)", debug)
-    reason = " ".join([*text.split(), *(f"({cause})" for cause in causes[-1:])])
-    if "NoSuchBucket" in reason:
-        return OSError(errno.EIO, "this bucket does not exist", address)
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(errno.ENOENT, reason, address)
-    if isinstance(error, AlreadyExistsError):
-        return FileExistsError(errno.EEXIST, reason, address)
-    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or " 403 " in reason:
-        return PermissionError(errno.EACCES, reason, address)
-    return OSError(errno.EIO, reason, address)
 
 
 class _Keys:

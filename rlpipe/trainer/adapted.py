@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from safetensors.torch import save
 from torch import Tensor
@@ -9,17 +11,17 @@ from torch import Tensor
 from rlpipe.models.adapter import target_names
 from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX, AdapterBase, config_document
 from rlpipe.models.whole import base_of
-from rlpipe.store.artifacts import write_bytes
 from rlpipe.store.documents import sealed
 from rlpipe.trainer.documents import json_bytes
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import adapter_rows, fill
+from rlpipe.trainer.publishing import publish_bytes
 from rlpipe.trainer.step import Resident
 from rlpipe.types import ArtifactRef, FileRecord
 
 
-def save_adapter(gang: Gang, resident: Resident, folder: str, attempt: str, documents: dict[str, bytes]) -> list[FileRecord]:
-    """The adapter in peft's files, in the number type of the forward pass, the reference to its base, and the documents. Records on rank 0."""
+def save_adapter(gang: Gang, resident: Resident, folder: Path, documents: dict[str, bytes]) -> list[FileRecord]:
+    """Publishes in a folder the adapter in peft's files, in the number type of the forward pass, the reference to its base, and the documents. Records on rank 0."""
     adapted, dtype = resident.policy.adapted, getattr(torch, gang.options.dtype)
     assert adapted is not None, "the policy is whole"
     # gathered by all ranks; cloned, as of one rank they are views of the live weights
@@ -33,7 +35,7 @@ def save_adapter(gang: Gang, resident: Resident, folder: str, attempt: str, docu
                 ADAPTER_CONFIG: json_bytes(config),
                 BASE: sealed(AdapterBase(adapted.base)),
             }
-            records = [write_bytes(gang.store, folder, attempt, name, data) for name, data in (beside | documents).items()]
+            records = [publish_bytes(folder, name, data) for name, data in (beside | documents).items()]
     return records
 
 

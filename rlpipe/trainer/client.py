@@ -12,7 +12,7 @@ import aiohttp
 
 from rlpipe.services.calls import http_call, json_of, new_session
 from rlpipe.trainer.jobs import STATUS_LOST
-from rlpipe.trainer.process import GangPlace
+from rlpipe.trainer.process import GangPlace, GangProcess
 from rlpipe.types import JsonDict, StepRefused, TrainerError
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,11 @@ class TrainerClient:
     def started(self) -> bool:
         return self.session is not None
 
+    @property
+    def files_url(self) -> str:
+        """Where other nodes get what this gang has published, by the key of the run's services; empty for a gang of this process alone."""
+        return "" if isinstance(self.place, GangProcess) else f"{self.url}/files"
+
     async def start(self) -> None:
         """Starts the gang, or finds it, and waits until it answers."""
         assert self.session is None, "the gang runs already"
@@ -48,7 +53,7 @@ class TrainerClient:
         self.session = new_session()
 
     async def run(self, job: str, body: JsonDict, on_progress: Callable[[JsonDict], None] | None = None) -> JsonDict:
-        """Does one job (`load`, `train`, `save` or `offload`) and returns its result.
+        """Does one job (`load`, `train`, `save`, `upload` or `offload`) and returns its result.
 
         NotResident when the gang holds another position, GangLost when it died (and was restarted, empty),
         StepRefused when a step would be non-finite, TrainerError past JOB_TIMEOUT_S.

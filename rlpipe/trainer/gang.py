@@ -85,6 +85,16 @@ class Gang:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
+    @property
+    def published(self) -> Path:
+        """Where files of this node lie, under their keys in the store, before the store has them."""
+        return self.scratch("published")
+
+    @property
+    def first_node(self) -> int:
+        """How many ranks share the disk of rank 0, which serves and uploads what is published there: the first ones."""
+        return min(self.options.trainer.ranks, self.size)
+
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, on all ranks: torch's own gather would unpickle whatever comes in at the port."""
         data = json.dumps(value).encode()

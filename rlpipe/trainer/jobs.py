@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from rlpipe.config.training import RlConfig, SftConfig
 from rlpipe.models.adapter_files import Adapter
@@ -70,7 +71,7 @@ class LoadJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class SaveJob:
-    """Writes what is resident at `position` to the store: the policy, the state, or both."""
+    """Publishes what is resident at `position`, the policy, the state, or both, and begins to upload it."""
 
     position: str
     policy_folder: str | None
@@ -141,6 +142,13 @@ JOBS: dict[str, TypeAdapter[Any]] = {
 }
 
 
+class _Attempt(TypedDict):
+    attempt: Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}$")]
+
+
+_ATTEMPT = TypeAdapter(_Attempt)
+
+
 def job_of(kind: str, body: bytes) -> GangJob:
     """The job of a request; UserError naming the field when the body is not JSON of exactly its fields."""
     try:
@@ -149,6 +157,14 @@ def job_of(kind: str, body: bytes) -> GangJob:
         fault = error.errors(include_url=False)[0]
         name = ".".join(map(str, fault["loc"])) or "the body"
         raise UserError(f"{kind}: {name}={fault['input']!r:.{VALUE_CHARS_MAX}}: {fault['msg']:.{VALUE_CHARS_MAX}}") from error
+
+
+def attempt_of(body: bytes) -> str:
+    """The attempt whose upload is waited for; UserError when the body is not {"attempt": NAME}."""
+    try:
+        return _ATTEMPT.validate_json(body)["attempt"]
+    except ValidationError as error:
+        raise UserError(f"upload: {error.errors(include_url=False)[0]['msg']:.{VALUE_CHARS_MAX}}") from error
 
 
 def check_place(job: GangJob, run: str) -> None:
@@ -172,6 +188,7 @@ class JobResult:
     policy: list[FileRecord] = field(default_factory=list)
     state: list[FileRecord] = field(default_factory=list)
     probe: dict[str, Sequence[float]] = field(default_factory=dict)  # tokens, and the logprobs of the last of them
+    published: str = ""  # the folder of the first node's disk where a save's files lie, under their keys in the store
 
 
 @dataclass(eq=False)

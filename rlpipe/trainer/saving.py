@@ -1,55 +1,83 @@
-"""How the files of a policy get to the store: whole, or as differences to the policy before, whose files stay on this node for that."""
+"""How the files of a policy are published: whole, or as differences to the policy before, whose files stay on this node for that."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rlpipe.store.artifacts import write_bytes, write_file
+from pydantic import TypeAdapter
+
 from rlpipe.store.deltas import DELTA, FRAME_BYTES, SUFFIX, Delta, DeltaFile, write_difference
+from rlpipe.store.disk import link
 from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import materialise, whole_files
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
+from rlpipe.trainer.publishing import publish_bytes, published_file
 from rlpipe.types import FileRecord, Metrics, StoreError, sha256_of
 
 WEIGHTS = ".safetensors"
 
 
+@dataclass(frozen=True)
+class WrittenFiles:
+    """What a rank wrote of a policy: the files as they are stored, the whole files, and in which of these its tensors are."""
+
+    stored: list[FileRecord]
+    files: list[DeltaFile]
+    index: dict[str, str]
+
+
+WRITTEN: TypeAdapter[list[WrittenFiles]] = TypeAdapter(list[WrittenFiles])
+
+
 class PolicyWriter:
-    """Writes the files of one policy, on rank 0. The caller makes the whole files of its weights in the folder `whole`, one after the other.
+    """Publishes the files of one policy, on the ranks of the first node. The caller makes whole files of weights in the folder `whole`, which
+    these ranks share, one after the other.
 
     A file is stored as its difference where the job names a base, and the base has a file of that name and size.
     """
 
-    def __init__(self, gang: Gang, job: SaveJob, folder: str, scratch: Path) -> None:
-        self.whole = scratch / "whole"
-        self.whole.mkdir()
-        self._gang, self._job, self._folder, self._scratch = gang, job, folder, scratch
+    def __init__(self, gang: Gang, job: SaveJob, folder: str) -> None:
+        self._gang, self._job, self._folder = gang, job, gang.published / folder / job.attempt
+        self.whole = gang.scratch("saving") / job.attempt
+        for needed in (self.whole, self._folder):
+            needed.mkdir(parents=True, exist_ok=True)
         self._stored: list[FileRecord] = []
         self._files: list[DeltaFile] = []
+        self._index: dict[str, str] = {}
 
     @cached_property
     def _base(self) -> dict[str, FileRecord]:
         """The whole files of the base by name; none without a base."""
         return whole_files(self._gang.store, self._job.base) if self._job.base else {}
 
-    def weights(self, path: Path, width: int) -> None:
-        """Writes one file of `whole`, most of whose numbers have `width` bytes, and deletes it where no later policy needs it."""
+    def weights(self, path: Path, tensors: Iterable[str], width: int) -> None:
+        """Publishes one file of `whole`, which has these tensors, most of whose numbers have `width` bytes, and deletes it where no later policy needs it."""
         base, size = self._base.get(path.name), path.stat().st_size
+        self._index |= dict.fromkeys(tensors, path.name)
         if base is not None and base.bytes == size > 0:
-            self._write_difference(base, path, width)
+            self._publish_difference(base, path, width)
         else:
-            self._add(write_file(self._gang.store, self._folder, self._job.attempt, path.name, path))
+            link(path, self._folder / path.name)
+            self._add(published_file(self._folder / path.name))
         if not self._job.is_base:
             path.unlink()
 
+    def together(self) -> dict[str, str]:
+        """What all ranks wrote is known to rank 0; the file of each tensor. A collective."""
+        written = WRITTEN.validate_python(self._gang.gather(asdict(WrittenFiles(self._stored, self._files, self._index))))
+        self._stored = sorted((record for part in written for record in part.stored), key=lambda record: record.name)
+        self._files = sorted((file for part in written for file in part.files), key=lambda file: file.name)
+        return {name: file for part in written for name, file in part.index.items()}
+
     def documents(self, documents: dict[str, bytes]) -> JobResult:
-        """Writes the small files, and where there are differences what is stored of each file; the records of all files, and metrics."""
-        gang, job = self._gang, self._job
+        """Publishes the small files, and where there are differences what is stored of each file; the records of all files, and metrics."""
         frames = [frame for file in self._files for frame in file.frames]
         base = self._base if frames else {}  # for the small files alone no policy is bound to another
         for name, data in documents.items():
@@ -57,12 +85,11 @@ class PolicyWriter:
             if name in base and (base[name].bytes, base[name].sha256) == (len(data), digest):
                 self._files.append(DeltaFile(name, len(data), digest, "base"))
             else:
-                self._add(write_bytes(gang.store, self._folder, job.attempt, name, data))
+                self._add(publish_bytes(self._folder, name, data))
         metrics: Metrics = {"checkpoint/policy_bytes": sum(file.bytes for file in self._files)}
         if frames:
-            assert job.base is not None, "a difference to nothing"
-            document = sealed(Delta(job.base, self._files, FRAME_BYTES))
-            self._stored.append(write_bytes(gang.store, self._folder, job.attempt, DELTA, document))
+            assert self._job.base is not None, "a difference to nothing"
+            self._stored.append(publish_bytes(self._folder, DELTA, sealed(Delta(self._job.base, self._files, FRAME_BYTES))))
             numbers = sum(file.bytes / file.width for file in self._files if file.stored == "xor")
             metrics["checkpoint/changed_fraction"] = sum(frame.changed for frame in frames) / numbers
         metrics["checkpoint/stored_bytes"] = sum(record.bytes for record in self._stored)
@@ -73,25 +100,25 @@ class PolicyWriter:
         self._stored.append(record)
         self._files.append(DeltaFile(record.plain_name, record.bytes, record.sha256, "whole"))
 
-    def _write_difference(self, base: FileRecord, path: Path, width: int) -> None:
-        target = self._scratch / f"{path.name}{SUFFIX}"
-        for folder in self._base_folders(path.name, base.bytes):
-            file, base_sha256 = write_difference(folder / path.name, path, target, width)
-            if base_sha256 == base.sha256:
-                break
-        else:
-            raise StoreError(f"{path.name} of {self._job.base} changed on this disk while it was read")
+    def _publish_difference(self, base: FileRecord, path: Path, width: int) -> None:
+        target = self._folder / f"{path.name}{SUFFIX}"
+        with tempfile.TemporaryDirectory(dir=self.whole.parent) as scratch:
+            for folder in self._base_folders(base, Path(scratch)):
+                file, base_sha256 = write_difference(folder / path.name, path, target, width)
+                if base_sha256 == base.sha256:
+                    break
+            else:
+                raise StoreError(f"{path.name} of {self._job.base} changed on this disk while it was read")
         self._files.append(file)
-        self._stored.append(write_file(self._gang.store, self._folder, self._job.attempt, target.name, target))
-        target.unlink()
+        self._stored.append(published_file(target))
 
-    def _base_folders(self, name: str, size: int) -> Iterator[Path]:
+    def _base_folders(self, base: FileRecord, scratch: Path) -> Iterator[Path]:
         """Where the base's file is: kept since it was saved, else out of the store."""
-        kept = self._kept(self._base.values()) / name
-        if kept.is_file() and kept.stat().st_size == size:
+        kept = self._kept(self._base.values()) / base.plain_name
+        if kept.is_file() and kept.stat().st_size == base.bytes:
             yield kept.parent
         assert self._job.base is not None
-        yield materialise(self._gang.store, self._job.base, self._scratch)
+        yield materialise(self._gang.store, self._job.base, scratch)
 
     def _kept(self, files: Iterable[FileRecord | DeltaFile]) -> Path:
         """Where the weights of a policy with these files are kept on this node: a folder that is named by what it holds."""
@@ -104,3 +131,5 @@ class PolicyWriter:
             shutil.rmtree(folder)
         if self._job.is_base:
             self.whole.rename(self._kept(self._files))
+        else:
+            self.whole.rmdir()

@@ -1,6 +1,6 @@
 """The trainer process: one rank of a torchrun gang. All ranks do the jobs; rank 0 also answers HTTP, in a thread of its own.
 
-GET /health, /status; POST /load, /train, /save, /offload (JSON, bearer key). A POST waits up to WAIT_S, then answers 202: ask again.
+GET /health, /status, /files/KEY; POST /load, /train, /save, /offload, /upload (JSON, bearer key). A POST waits up to WAIT_S, then answers 202: ask again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NoReturn
 
@@ -38,18 +38,20 @@ from rlpipe.trainer.jobs import (
     OffloadJob,
     SaveJob,
     SftJob,
+    attempt_of,
     check_place,
     job_of,
 )
 from rlpipe.trainer.model import load_policy
 from rlpipe.trainer.offload import Offloaded, offload
 from rlpipe.trainer.process import TrainerOptions
+from rlpipe.trainer.publishing import Publication, Uploads, upload
 from rlpipe.trainer.rl import Reference, train_rl
 from rlpipe.trainer.selftest import proven_rows
 from rlpipe.trainer.sft import train_sft
-from rlpipe.trainer.state import load, save
+from rlpipe.trainer.state import load, publication, save
 from rlpipe.trainer.step import Resident
-from rlpipe.types import ArtifactRef, StepRefused, StoreError, UserError
+from rlpipe.types import ArtifactRef, StepRefused, StoreError, UserError, is_key
 
 log = logging.getLogger(__name__)
 http_log = logging.getLogger("rlpipe.trainer.http")
@@ -57,17 +59,23 @@ WAIT_S = 20.0
 TICK_S = 5.0  # idle ranks meet this often: none waits for another as long as the collective timeout
 STATUS_OF = {UserError: 400, StoreError: 500, StepRefused: 422}
 DELIVERY_S = 2.0  # for the last answer
-CONNECTIONS_MAX = 128
+CONNECTIONS_MAX = 1024  # a host that fetches weights has eight
 REQUEST_S = 30.0  # for the head of a request, and again for its body; a connection without a request is closed
 REFUSED_S = 1.0  # a stranger's body is read for so long, so that he reads the answer; closing with more unread would reset it
 BODY_BYTES_MAX = 4 * 1024 * 1024
+FILES = "/files/"
+FILE_CHUNK = 1024 * 1024
 
 
 class Trainer:
-    """The gang's memory: the policy in training and the frozen reference. Both can be rebuilt from the store."""
+    """The gang's memory: the policy in training and the frozen reference. Both can be rebuilt from the store.
 
-    def __init__(self, gang: Gang) -> None:
+    `on_published`: is given what each save published, on rank 0; without it the files are in the store when the job is done.
+    """
+
+    def __init__(self, gang: Gang, on_published: Callable[[Publication], None] | None = None) -> None:
         self.gang = gang
+        self._on_published = on_published or partial(upload, gang.store, gang.published)
         self.resident: Resident | None = None
         self._reference: tuple[str, Reference] | None = None
         self._offloaded: Offloaded | None = None
@@ -83,7 +91,11 @@ class Trainer:
         self._bring_back(job)
         if isinstance(job, SaveJob):
             assert self.resident is not None, "a save of nothing"
-            return save(self.gang, self.resident, job)
+            result = save(self.gang, self.resident, job)
+            with self.gang.together():
+                if self.gang.rank == 0:
+                    self._on_published(publication(job, result))
+            return result
         resident, self.resident = self.resident, None
         if isinstance(job, LoadJob):
             if self._reference is not None and self._reference[1].adapter:
@@ -178,9 +190,10 @@ class Connections(web.Server):
 class GangServer:
     """The HTTP side of a gang of `ranks`: JSON in, JSON out. Strangers cannot fill it: they get little time, memory and room."""
 
-    def __init__(self, options: TrainerOptions, board: Board, ranks: int) -> None:
+    def __init__(self, options: TrainerOptions, board: Board, ranks: int, uploads: Uploads) -> None:
         self.board = board
         self.ranks = ranks
+        self.uploads = uploads
         self._run = options.run
         self._key = service_key()
         assert self._key or options.host in LOOPBACK, f"{options.host}: a gang that others can reach needs a key"
@@ -215,9 +228,13 @@ class GangServer:
             body = await request.content.read()
         if self.board.lost:
             return web.json_response({"error": self.board.lost}, status=STATUS_LOST)
+        if request.method in ("GET", "HEAD") and request.path.startswith(FILES):
+            return self._file(request.path.removeprefix(FILES))
         match request.method, request.path:
             case "POST", "/load" | "/train" | "/save" | "/offload":
                 return await self._do(request.path.removeprefix("/"), body)
+            case "POST", "/upload":
+                return await self._await_upload(body)
             case "GET", "/health":
                 return web.json_response({"ranks": self.ranks, "nodes": self.board.nodes()})
             case "GET", "/status":
@@ -239,6 +256,30 @@ class GangServer:
         self.board.delivered(record)
         status, answer = record.answer.result()
         return web.json_response(answer, status=status)
+
+    def _file(self, key: str) -> web.StreamResponse:
+        """A file that was published, or the part of it that is wanted: other nodes get policies so, before the store has them."""
+        path = self.uploads.disk / key
+        if not is_key(key) or not path.resolve().is_relative_to(self.uploads.disk.resolve()) or not path.is_file():
+            return web.json_response({"error": f"{key!r:.200} is not published here"}, status=404)
+        return web.FileResponse(path, chunk_size=FILE_CHUNK)
+
+    async def _await_upload(self, body: bytes) -> web.Response:
+        """Answers when what a save published is in the store. Not resident: this gang has nothing of it."""
+        try:
+            sending = self.uploads.of(attempt_of(body))
+        except UserError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        if sending is None:
+            return web.json_response({"error": "not resident", "position": self.board.position}, status=409)
+        waiting = asyncio.wrap_future(sending)
+        waiting.add_done_callback(asyncio.Future.exception)  # whoever asks is told, and asks here
+        await asyncio.wait({waiting}, timeout=WAIT_S)
+        if not sending.done():
+            return web.json_response({"progress": {"done": 0, "total": 0}}, status=202)
+        if fault := sending.exception():
+            return web.json_response({"error": f"the upload failed: {fault}"}, status=500)
+        return web.json_response({"result": {}})
 
 
 def _refused(status: int, error: str) -> web.Response:
@@ -263,15 +304,15 @@ def main(argument: str) -> None:
     options = TrainerOptions.model_validate_json(argument)
     clear_scratch(options)
     gang = join_gang(options)
-    board = Board() if gang.rank == 0 else None
+    board, uploads = Board() if gang.rank == 0 else None, Uploads(gang.store, gang.published)
     pulse = Pulse(gang, partial(end, board))
     if board is not None:
         board.nodes = pulse.nodes
-        server = GangServer(options, board, gang.size)
+        server = GangServer(options, board, gang.size, uploads)
         threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True, name="http").start()
         log.info("a gang of %d serves on %s:%d (pid %d)", gang.size, options.host, options.port, os.getpid())
     with pulse:
-        serve_jobs(Trainer(gang), board)
+        serve_jobs(Trainer(gang, uploads.begin), board)
 
 
 def end(board: Board | None, why: str) -> NoReturn:

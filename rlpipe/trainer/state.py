@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
+import shutil
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from rlpipe.models.adapter_files import ADAPTED, Adapted
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
 from rlpipe.models.checkpoint import FILE_BYTES_MAX, TensorFile, block_of, hub_tensors, tensors_of
 from rlpipe.models.folder import INDEX
-from rlpipe.store.artifacts import Blocks, read_file, read_manifest, write_bytes, write_file_in_blocks
+from rlpipe.store.artifacts import Blocks, read_file, read_manifest
 from rlpipe.trainer.adapted import save_adapter
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.documents import config_files, json_bytes, tokenizer_files
@@ -45,6 +44,7 @@ from rlpipe.trainer.model import (
     with_adapter,
 )
 from rlpipe.trainer.packing import TrainSequence
+from rlpipe.trainer.publishing import Publication, publish_bytes, published_in_blocks
 from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.selftest import proven_rows
 from rlpipe.trainer.step import MOMENTS, Resident, frozen_logprobs, make_resident
@@ -162,15 +162,27 @@ def differences(before: dict[str, str], now: dict[str, str]) -> str:
 
 
 def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
-    """Rank 0 gets the records of all files written; the lists are empty where nothing was asked for.
+    """Publishes the policy, the state, or both, in place of what was published before. Rank 0 gets the records of all files; the lists are
+    empty where nothing was wanted.
 
-    HF weights come from rank 0, the state from every rank; manifests are the caller's. `probe`: a text and the logprobs (temperature 1)
-    of its last tokens, as an engine with these weights must give them.
+    Policies come from the ranks of the first node, the state from every rank; uploads and manifests are the caller's. `probe`: a text and the
+    logprobs (temperature 1) of its last tokens, as an engine with these weights must give them.
     """
+    with gang.together():
+        if gang.rank == 0:
+            shutil.rmtree(gang.published)
+            shutil.rmtree(gang.scratch("saving"))
     saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
     state = save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else []
     tokens = probe_tokens(resident.config, job.context_tokens_max)
-    return replace(saved, state=state, probe={"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)})
+    probe = {"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)}
+    return replace(saved, state=state, probe=probe, published=str(gang.published))
+
+
+def publication(job: SaveJob, result: JobResult) -> Publication:
+    """What a save published, by its keys."""
+    policy = {f"{job.policy_folder}/{record.name}": record for record in result.policy}
+    return Publication(job.attempt, policy, {f"{job.state_folder}/{record.name}": record for record in result.state})
 
 
 def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:
@@ -184,9 +196,8 @@ def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[fl
 def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> JobResult:
     """HF files: weights in the dtype of the forward pass, gathered block by block, config, tokenizer; of an adapter its own files. Rank 0 gets records and metrics."""
     if resident.policy.adapted is not None:
-        return JobResult(
-            policy=save_adapter(gang, resident, folder, job.attempt, config_files(gang, resident, job.stop_token_ids))
-        )
+        target, documents = gang.published / folder / job.attempt, config_files(gang, resident, job.stop_token_ids)
+        return JobResult(policy=save_adapter(gang, resident, target, documents))
     dtype = getattr(torch, gang.options.dtype)
     tensors = tensors_of(resident.policy.lm)
     blocks: dict[str, list[str]] = {}
@@ -197,27 +208,27 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> Jo
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
     )
-    saved = JobResult()
-    index: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
-        writer = PolicyWriter(gang, job, folder, Path(scratch))
-        for file_name, in_file in split.filename_to_tensors.items():
-            path = writer.whole / file_name
+    writer = PolicyWriter(gang, job, folder)
+    files = [*split.filename_to_tensors.items()]
+    for first in range(0, len(files), gang.first_node):  # each of its ranks has one file in memory at a time
+        own: tuple[str, dict[str, Tensor]] | None = None
+        for rank, (file_name, in_file) in enumerate(files[first : first + gang.first_node]):
             gathered = ((name, _whole(tensors[name], dtype)) for block in in_file for name in blocks[block])  # by all ranks
             # cpu() of a one-rank gang is a view of the live weights, and safetensors refuses shared memory
-            whole = {name: full.cpu().contiguous() for name, full in gathered if gang.rank == 0}
-            with gang.together():
-                if gang.rank == 0:
-                    stored = hub_tensors(resident.policy.lm, whole)
-                    index |= dict.fromkeys(stored, file_name)
-                    save_file(stored, path, metadata={"format": "pt"})
-                    writer.weights(path, dtype.itemsize)
+            whole = {name: full.cpu().contiguous() for name, full in gathered if gang.rank == rank}
+            own = (file_name, whole) if gang.rank == rank else own
         with gang.together():
-            if gang.rank == 0:
-                beside = config_files(gang, resident, job.stop_token_ids) | tokenizer_files(gang, job.tokenizer)
-                if split.is_sharded:
-                    beside[INDEX] = json_bytes({"metadata": split.metadata, "weight_map": index})
-                saved = writer.documents(beside)
+            if own is not None:
+                path, stored = writer.whole / own[0], hub_tensors(resident.policy.lm, own[1])
+                save_file(stored, path, metadata={"format": "pt"})
+                writer.weights(path, stored, dtype.itemsize)
+    index, saved = writer.together(), JobResult()
+    with gang.together():
+        if gang.rank == 0:
+            beside = config_files(gang, resident, job.stop_token_ids) | tokenizer_files(gang, job.tokenizer)
+            if split.is_sharded:
+                beside[INDEX] = json_bytes({"metadata": split.metadata, "weight_map": index})
+            saved = writer.documents(beside)
     return saved
 
 
@@ -234,13 +245,20 @@ def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> list[FileRecord]:
     """Every rank of the first copy of the model writes its own rows of weights and moments. Records on rank 0.
 
-    `state.json` holds what is needed to read the ranks' files on another number of ranks, and to check what was read.
+    `state.json` holds what is needed to read the ranks' files on another number of ranks, and to check what was read. What ranks of other
+    nodes write is in the store already.
     """
-    name, first_copy = state_file(gang.part, gang.parts), gang.rank < gang.parts
+    first_copy = gang.rank < gang.parts
+    path = gang.published / folder / attempt / state_file(gang.part, gang.parts)
     own: list[object] = []
     with gang.together():
         if first_copy:
-            own = _write_rows(gang, resident, folder, attempt, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(_own_rows(gang, resident), path)
+            own = [asdict(part) for part in published_in_blocks(path)]
+            if gang.rank >= gang.first_node:
+                gang.store.put_file(f"{folder}/{attempt}/{path.name}", path)
+                path.unlink()
     written = [entry for entry in gang.gather(own) if entry]
     assert len(written) == gang.parts, f"{len(written)} of {gang.parts} parts of the state were written"
     records = [FileRecord(**record) for record, _ in written]
@@ -248,16 +266,8 @@ def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> lis
         if gang.rank == 0:
             document = _state_document(gang, resident) | {"blocks": [blocks for _, blocks in written]}
             data = json.dumps(document, indent=1, sort_keys=True).encode()
-            records.append(write_bytes(gang.store, folder, attempt, "state.json", data))
+            records.append(publish_bytes(path.parent, "state.json", data))
     return records
-
-
-def _write_rows(gang: Gang, resident: Resident, folder: str, attempt: str, name: str) -> list[object]:
-    """Writes this rank's rows; the record of the file and its blocks, as JSON."""
-    with tempfile.TemporaryDirectory(dir=gang.scratch("saving")) as scratch:
-        path = Path(scratch) / name
-        save_file(_own_rows(gang, resident), path)
-        return [asdict(part) for part in write_file_in_blocks(gang.store, folder, attempt, name, path)]
 
 
 def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:

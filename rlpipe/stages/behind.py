@@ -1,0 +1,122 @@
+"""What is used before it is committed: the policy of an iteration, its state, and the iteration's record. They are committed in this order,
+behind what goes on: engines load the policy from the disk of the node that made it, and sample with it while the store gets its files.
+
+What was not committed has not happened. Who commits something that was made of a policy waits until the policy is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from rlpipe.store.artifacts import commit
+from rlpipe.store.documents import sealed
+from rlpipe.store.nearby import Nearby
+from rlpipe.store.run import Run
+from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError
+
+log = logging.getLogger(__name__)
+CLOSE_S = 60.0  # for what is on its way when something else has failed
+
+Act = Callable[[], Awaitable[object]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """Files that lie on the disk of the trainer's first node, and are on their way to the store.
+
+    `disk`: a folder there, `url`: a server of it for other nodes, empty without one. `land` returns when the store has all of them.
+    """
+
+    disk: str
+    url: str
+    land: Act
+
+
+class Behind:
+    """The commits of a run that are under way, one after the other. The first fault ends them, and is raised for whoever waits."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._last: asyncio.Task[None] | None = None
+        self._commits: dict[str, asyncio.Task[None]] = {}  # by the hash of what is committed
+        self._nearby: dict[str, Nearby] = {}
+
+    def publish(self, folder: str, manifest: Manifest, published: Published) -> ArtifactRef:
+        """The artifact that a manifest will be, committed once the store has its files. Until then this process reads it here."""
+        document = sealed(manifest)
+        ref = ArtifactRef(folder, hashlib.sha256(document).hexdigest())
+        self._run.pending.artifacts[folder] = (ref, manifest)
+        self._nearby = {ref.sha256: Nearby(folder, document.decode(), published.disk, published.url)}
+
+        async def land() -> None:
+            await published.land()
+            standing, _ = await asyncio.to_thread(commit, self._run.store, folder, manifest)
+            if standing != ref:
+                raise StoreError(f"{folder} was committed by somebody else while this run used its own")
+            del self._run.pending.artifacts[folder]
+
+        self._commits = {sha256: task for sha256, task in self._commits.items() if not _succeeded(task)}
+        self._commits[ref.sha256] = self.then(land)
+        return ref
+
+    def record(self, key: str, record: IterationRecord) -> None:
+        """Commits the record of an iteration after its artifacts."""
+        self._run.pending.records[key] = record
+
+        async def land() -> None:
+            await asyncio.to_thread(self._run.store.create, key, sealed(record))
+            del self._run.pending.records[key]
+
+        self.then(land)
+
+    def then(self, act: Act) -> asyncio.Task[None]:
+        """Does something after all that is under way now."""
+        before = self._last
+
+        async def follow() -> None:
+            if before is not None:
+                await before
+            await act()
+
+        self._last = asyncio.create_task(follow())
+        self._last.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever waits is told
+        return self._last
+
+    def nearby(self, ref: ArtifactRef) -> Nearby | None:
+        """Where the files of an artifact are beside the store; None where only the store has them."""
+        return self._nearby.get(ref.sha256)
+
+    def check(self) -> None:
+        """Raises the fault that ended the commits, if there is one."""
+        if self._last is not None and self._last.done():
+            self._last.result()
+
+    async def committed(self, hashes: Iterable[str]) -> None:
+        """Returns when all artifacts with these hashes that are under way are committed."""
+        for sha256 in hashes:
+            if sha256 in self._commits:
+                await asyncio.shield(self._commits[sha256])
+
+    async def landed(self) -> None:
+        """Returns when nothing is under way."""
+        if self._last is not None:
+            await asyncio.shield(self._last)
+
+    async def close(self) -> None:
+        """What is still under way gets CLOSE_S. What becomes of it is only logged: who closes before it has landed has another fault to raise."""
+        if self._last is None:
+            return
+        done, _ = await asyncio.wait({self._last}, timeout=CLOSE_S)
+        if not done:
+            self._last.cancel()
+            log.warning("what the newest iteration made was not committed within %g s: it is made again", CLOSE_S)
+        elif not _succeeded(self._last):
+            log.warning("what the newest iteration made was not committed (%r): it is made again", self._last.exception())
+
+
+def _succeeded(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -1,0 +1,124 @@
+"""Reading objects of a server through obstore (object_store of Rust), whose transfers run beside the interpreter: of S3, and of another node."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import obstore
+from botocore.exceptions import BotoCoreError
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import HTTPStore
+
+from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, write_at
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig, S3Store
+
+CONNECT, SILENCE, RETRY = timedelta(seconds=3), timedelta(seconds=20), timedelta(seconds=5)  # of a node that serves files
+PART = timedelta(minutes=5)
+
+_used_by: int | None = None  # the process in which the threads of obstore run
+
+
+def check_process(address: str) -> None:
+    """OSError in a process that was forked after obstore was used: it has none of its threads, and would wait for ever."""
+    global _used_by
+    if _used_by not in (None, os.getpid()):
+        raise OSError(errno.ENOTSUP, "this process was forked from one that used S3; start it by exec or spawn", address)
+    _used_by = os.getpid()
+
+
+class RemoteObjects(ABC):
+    """Objects that are read in parts. Every fault is an OSError, FileNotFoundError for an object that is not there."""
+
+    parts_at_once = PARTS
+
+    @abstractmethod
+    def _path(self, key: str) -> str:
+        """The path of a key below what the client is for."""
+
+    @abstractmethod
+    def _address(self, key: str) -> str:
+        """As a person finds it."""
+
+    @abstractmethod
+    def _reader(self) -> S3Store | HTTPStore:
+        """The client that reads."""
+
+    def read(self, key: str) -> bytes:
+        with self._faults(key):
+            result = obstore.get(self._reader(), self._path(key))
+            if result.meta["size"] <= PART_BYTES:
+                return bytes(result.bytes())
+        return b"".join(parts_ahead(functools.partial(self.read_part, key), 0, result.meta["size"], PARTS))
+
+    def read_part(self, key: str, start: int, end: int) -> memoryview:
+        """Fewer bytes when the object ends before."""
+        try:
+            with self._faults(key):
+                return memoryview(obstore.get_range(self._reader(), self._path(key), start=start, end=end))
+        except OSError as error:
+            if " 416 " in str(error.strerror):  # it ends before `start`
+                return memoryview(b"")
+            raise
+
+    def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
+        """Writes a part to the same place of an open file, as it comes. Where it ended, which is before `end` when the object does."""
+        with self._faults(key):
+            result = obstore.get(self._reader(), self._path(key), options={"range": (start, end)})
+            for piece in result.stream(min_chunk_size=PIECE_BYTES):
+                start = write_at(descriptor, piece, start)
+        return start
+
+    @contextlib.contextmanager
+    def _faults(self, key: str) -> Iterator[None]:
+        """obstore's errors as OSErrors with a short text that names the object."""
+        try:
+            yield
+        except (BaseError, BotoCoreError, FileNotFoundError, ValueError) as error:  # ValueError: no key of S3
+            raise _as_oserror(error, self._address(key)) from None
+
+
+def _as_oserror(error: Exception, address: str) -> OSError:
+    """The same fault. Its kind is that of the server's answer, which is only in the text when it was to a listing."""
+    text, _, debug = str(error).partition("\n\nDebug source")
+    causes = re.findall(r'message: "([^"]+)"', debug) or re.findall(r"HttpError {\s+kind: (\w+)", debug)
+    reason = " ".join([*text.split(), *(f"({cause})" for cause in causes[-1:])])
+    if "NoSuchBucket" in reason:
+        return OSError(errno.EIO, "this bucket does not exist", address)
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, reason, address)
+    if isinstance(error, AlreadyExistsError):
+        return FileExistsError(errno.EEXIST, reason, address)
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or " 403 " in reason:
+        return PermissionError(errno.EACCES, reason, address)
+    return OSError(errno.EIO, reason, address)
+
+
+class FileServer(RemoteObjects):
+    """Files of another node at `url`/key, by its bearer key. A node that is gone is noticed within seconds."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url = url
+        plain: ClientConfig = {"default_headers": {"authorization": f"Bearer {key}"}, "allow_http": True}
+        deadlines: ClientConfig = {"connect_timeout": CONNECT, "read_timeout": SILENCE, "timeout": PART}
+        retries: RetryConfig = {"max_retries": 1, "retry_timeout": RETRY}
+        check_process(url)
+        self._client = HTTPStore.from_url(url, client_options={**plain, **deadlines}, retry_config=retries)
+
+    def _path(self, key: str) -> str:
+        return key
+
+    def _address(self, key: str) -> str:
+        return f"{self._url}/{key}"
+
+    def _reader(self) -> HTTPStore:
+        return self._client

@@ -1,0 +1,111 @@
+"""What a save leaves on this node's disk, under its keys in the store, and how that gets there: in the background, while others use it already."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlpipe.store.artifacts import Blocks, blocks_of, file_sha256
+from rlpipe.store.backend import Store
+from rlpipe.store.transfer import PART_BYTES, FileContent
+from rlpipe.types import FileRecord, StoreError
+
+log = logging.getLogger(__name__)
+SMALL_FILES = 8  # of at most a part, that are sent at the same time
+TRIES = 6  # of an upload, beside those that the store's client makes of each request
+WAIT_FIRST_S = 1.0  # before the second one, doubled each time
+
+
+@dataclass(frozen=True)
+class Publication:
+    """The files of one save by their keys in the store. They lie below a folder of this node, or are in the store already.
+
+    Those of a state are deleted once the store has them: no engine needs them.
+    """
+
+    attempt: str
+    policy: dict[str, FileRecord]
+    state: dict[str, FileRecord]
+
+
+def publish_bytes(folder: Path, name: str, data: bytes) -> FileRecord:
+    """Writes a small file into the folder of an attempt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
+    return FileRecord(f"{folder.name}/{name}", len(data), hashlib.sha256(data).hexdigest())
+
+
+def published_file(path: Path) -> FileRecord:
+    """The record of a file that lies in the folder of its attempt."""
+    return FileRecord(f"{path.parent.name}/{path.name}", path.stat().st_size, file_sha256(path))
+
+
+def published_in_blocks(path: Path) -> tuple[FileRecord, Blocks]:
+    """As `published_file`; and the blocks by which parts of it are verified."""
+    with ThreadPoolExecutor(1, "blocks") as beside:
+        blocks = beside.submit(blocks_of, path)
+        return published_file(path), blocks.result()
+
+
+def upload(store: Store, disk: Path, publication: Publication) -> None:
+    """Sends all files to the store. OSError when it cannot be reached, StoreError when a file is not what its record says."""
+
+    def send(key: str, record: FileRecord) -> None:
+        if not (disk / key).is_file():  # a rank on another node has sent it itself
+            assert (size := store.size(key)) == record.bytes, f"{key} has {size} bytes, not {record.bytes}"
+        elif store.put_file(key, disk / key) != FileContent(record.bytes, record.sha256):
+            raise StoreError(f"{disk / key} changed on this disk before it was in the store")
+
+    files = publication.policy | publication.state
+    with ThreadPoolExecutor(SMALL_FILES, "sending") as threads:
+        small = [threads.submit(send, key, record) for key, record in files.items() if record.bytes <= PART_BYTES]
+        for key, record in files.items():
+            if record.bytes > PART_BYTES:
+                send(key, record)
+        for sent in small:
+            sent.result()
+    for key in publication.state:
+        (disk / key).unlink(missing_ok=True)
+
+
+class Uploads:
+    """The uploads of a gang, one after the other in a thread of rank 0. The newest is known by its attempt."""
+
+    def __init__(self, store: Store, disk: Path) -> None:
+        self.disk = disk
+        self._store = store
+        self._newest: tuple[Publication, Future[None]] | None = None
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "upload")
+
+    def begin(self, publication: Publication) -> None:
+        with self._lock:
+            self._newest = publication, self._thread.submit(self._upload, publication)
+
+    def of(self, attempt: str) -> Future[None] | None:
+        """The upload of a save; None where this gang has not published it, or other files since."""
+        with self._lock:
+            publication, sending = self._newest or (None, None)
+            return sending if publication is not None and publication.attempt == attempt else None
+
+    def _upload(self, publication: Publication) -> None:
+        _tried(lambda: upload(self._store, self.disk, publication))
+
+
+def _tried(send: Callable[[], None]) -> None:
+    """Until it succeeds, TRIES times at most; then the last OSError."""
+    for left in reversed(range(TRIES)):
+        try:
+            send()
+            return
+        except OSError as error:
+            if not left:
+                raise
+            log.warning("the upload failed, it is tried again (%d more): %s", left, error)
+            time.sleep(WAIT_FIRST_S * 2 ** (TRIES - 1 - left))
