@@ -33,7 +33,7 @@ from tokenizers import Tokenizer
 from rlpipe.store.artifacts import write_file
 from rlpipe.store.deltas import write_difference
 from rlpipe.store.local_copy import bases_of, materialise
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict
 from tests import trainer_world as world
 

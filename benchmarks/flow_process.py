@@ -38,6 +38,7 @@ from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.calls import new_session
 from rlpipe.stages.generation import PromptGroup, rollouts_of
 from rlpipe.stages.scoring import rewarded
+from rlpipe.store.nearby import Nearby
 from rlpipe.types import ArtifactRef
 
 ENGINES, ANSWERS, GROUP, SHARD, EVENT, VERSION = 2, 256, 16, 64, 32, 3
@@ -80,7 +81,7 @@ class PlayedHost:
     def __init__(self, clients: list[EngineClient]) -> None:
         self.served = clients
 
-    async def serve(self, policy: ArtifactRef, version: int, probe: Probe) -> None: ...
+    async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None: ...
 
     async def clients(self, version: int) -> list[EngineClient]:
         return self.served

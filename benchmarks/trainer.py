@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.models.causal import hf_config
 from rlpipe.trainer.gang import Gang
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import JsonDict
 from tests import trainer_world as world
 

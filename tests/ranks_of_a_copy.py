@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlpipe.trainer.gang import join_gang
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef
 from tests import trainer_world as world
 

@@ -16,7 +16,7 @@ from rlpipe.store import artifacts
 from rlpipe.store.backend import Store
 from rlpipe.trainer import state
 from rlpipe.trainer.gang import Gang, join_gang
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict
 from tests import trainer_world as world
 

@@ -15,8 +15,8 @@ from rlpipe.trainer.batches import Microbatch, read_rl_batch
 from rlpipe.trainer.gang import join_gang
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.rl import advantages, loss_part, with_advantages, with_frozen
-from rlpipe.trainer.server import Trainer
 from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
+from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 
 

@@ -33,7 +33,7 @@ from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.report.plan import ModelSizes, adapter_lines, training_bytes
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.trainer import server
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.trial import try_model
 from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError
 from tests import trainer_world as world

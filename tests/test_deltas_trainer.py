@@ -11,7 +11,7 @@ import pytest
 from rlpipe.store.backend import Store
 from rlpipe.store.local_copy import bases_of, materialise, whole_files
 from rlpipe.trainer.gang import Gang
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict, StoreError
 from tests import trainer_world as world
 from tests.test_trainer_jobs import flip

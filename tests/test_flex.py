@@ -24,7 +24,7 @@ from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import BRANCHES, Row, Rows, Text, TrainSequence
 from rlpipe.trainer.selftest import PROMPT, behind, own_logprobs, row_logprobs, sequence
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.trial import LiveBytes
 from tests import trainer_world as world
 

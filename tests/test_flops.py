@@ -14,7 +14,7 @@ from rlpipe.trainer import flops
 from rlpipe.trainer.flops import Work, forward_flops, mfu, peak_flops, work_of
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.selftest import behind, sequence
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 
 TOKENS = 200

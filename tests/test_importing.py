@@ -20,7 +20,8 @@ from rlpipe.stages.session import Session, load_sets
 from rlpipe.store.artifacts import commit, read_manifest, write_bytes
 from rlpipe.store.audit import verify
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import Run, create_or_continue, fork, planned_fork, run_names
+from rlpipe.store.run import Run, create_or_continue, fork, planned_fork
+from rlpipe.store.run_record import run_names
 from rlpipe.types import JsonDict, Manifest, StageResult, UserError, canonical_json
 from tests.rows import KEPT_REWARDS, PROMPTS, ROLLOUTS, SCORES, read_rows
 from tests.test_rollout_files import row, write

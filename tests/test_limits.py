@@ -147,7 +147,9 @@ async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(
     async def commit(each: PipelineConfig, run: object, iteration: int) -> IterationRecord:
         session = Session(run, tmp_path / "work")  # type: ignore[arg-type]
         metrics = {"rollout/reward_mean": 1.0 - iteration, "rollout/num_tokens": 100}
-        return await commit_iteration(session, iteration, {}, metrics)
+        record = await commit_iteration(session, iteration, {}, metrics)
+        await session.behind.landed()
+        return record
 
     first = config(*sets)
     run = create_or_continue(first)

@@ -21,7 +21,7 @@ from rlpipe.trainer.batches import read_conversations
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import Proof, prove
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.trial import rows_of
 from rlpipe.types import JsonDict, UserError
 from scripts.models_table import in_page, try_family

@@ -199,6 +199,7 @@ class World:
         metrics = over_rounds([done.metrics for done in scores]) | batch.metrics
         artifacts = {"prompts": prompts.ref, "batch": batch.ref}
         await commit_iteration(self.session, iteration, artifacts, metrics)
+        await self.session.behind.landed()
         return batch.metrics | {"rounds": [ref.folder for ref in rounds]}
 
     def rows(self, iteration: int, stage: str, name: str, schema: Any) -> list[JsonDict]:

@@ -25,7 +25,7 @@ from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.trainer.client import NotResident
 from rlpipe.trainer.jobs import LoadJob, SaveJob, TrainJob, check_place, job_of
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict, Manifest, StoreError
 from tests import trainer_world as world
 from tests.rows import BATCH, fill, to_parquet

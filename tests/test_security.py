@@ -94,7 +94,7 @@ import torch, transformers, pyarrow.parquet, safetensors.torch, tokenizers  # wh
 from tests import trainer_world as world
 from tests.rows import CONVERSATIONS, read_rows
 from rlpipe.store.backend import open_store
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.state import load
 from rlpipe.models.folder import tensor_shapes
 

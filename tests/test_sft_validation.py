@@ -32,7 +32,7 @@ from rlpipe.stages.sft import (
 from rlpipe.store.artifacts import commit
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, create_or_continue, fork
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, Manifest, StageResult, UserError, canonical_json
 from tests import trainer_world as world
 from tests.rows import CONVERSATIONS, read_rows, to_parquet

@@ -21,7 +21,8 @@ from rlpipe.store.artifacts import MANIFEST, commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.forks import AT_SFT, differences, fixed_differences
-from rlpipe.store.run import SHARED_BY_REDO, Run, create_or_continue, fork, open_existing, run_names
+from rlpipe.store.run import SHARED_BY_REDO, Run, create_or_continue, fork, open_existing
+from rlpipe.store.run_record import run_names
 from rlpipe.types import ArtifactRef, BestReward, IterationRecord, Manifest, StoreError, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

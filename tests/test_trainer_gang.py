@@ -20,8 +20,8 @@ from rlpipe.processes.launch import free_port
 from rlpipe.services.registration import KEY_VARIABLE
 from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.process import torchrun_argv
-from rlpipe.trainer.server import Trainer
 from rlpipe.trainer.state import StoredState, state_file
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict
 from tests import trainer_world as world
 

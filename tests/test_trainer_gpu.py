@@ -15,7 +15,7 @@ import sys, math
 from pathlib import Path
 from tests import trainer_world as world
 from rlpipe.trainer.gang import join_gang
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 options = world.options(Path(sys.argv[1]), gpu_ids=[0], dtype=sys.argv[2], tokens_max=512, activation_checkpointing=True)
 gang = join_gang(options)
 trainer = Trainer(gang)

@@ -15,10 +15,10 @@ from rlpipe.stages.policy import first_step_faults
 from rlpipe.stages.training import warn_of_differences
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.local_copy import materialise
-from rlpipe.trainer import server
+from rlpipe.trainer import trainer as memory
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.packing import Rows
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict, StepRefused, StoreError, UserError
 from tests import trainer_world as world
 
@@ -141,7 +141,7 @@ def test_a_reference_of_another_family_sets_how_rows_are_filled(trainer: Trainer
     data = world.batch(store, "batch", world.rollout_rows(6, 4))
     job = world.train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.0}) | {"reference": start.as_json()}
     packed = world.run(trainer, "train", job)["metrics"]["train/packing_efficiency"]
-    monkeypatch.setattr(server, "proven_rows", lambda gang, policy: Rows.SINGLE)
+    monkeypatch.setattr(memory, "proven_rows", lambda gang, policy: Rows.SINGLE)
     trainer._reference = None
     alone = []
     for _ in range(2):

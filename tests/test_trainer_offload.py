@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from rlpipe.trainer import offload as offload_room
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict, StoreError
 from tests import trainer_world as world
 from tests.test_trainer_jobs import policy_sha

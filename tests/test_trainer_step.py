@@ -27,8 +27,8 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.rl import TOKEN_SUMS, advantages, loss_part, with_advantages, with_frozen
-from rlpipe.trainer.server import Trainer
 from rlpipe.trainer.step import Resident, StepBatch, StepSettings, forward, optimizer_step, plan_batch
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import JsonDict, StepRefused
 from tests import maths_oracle as oracle
 from tests import trainer_world as world

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlpipe.algorithms.steps import step_ranges
 from rlpipe.trainer.batches import read_rl_batch, rows_of_steps
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict, UserError
 from tests import trainer_world as world
 from tests.test_trainer_jobs import policy_sha

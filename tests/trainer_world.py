@@ -20,7 +20,7 @@ from rlpipe.store.backend import Store
 from rlpipe.trainer.gang import Gang, join_gang
 from rlpipe.trainer.jobs import job_of
 from rlpipe.trainer.process import TrainerOptions
-from rlpipe.trainer.server import Trainer
+from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Manifest
 from tests.rows import CONVERSATIONS, to_parquet
 

@@ -17,7 +17,8 @@ from rlpipe.store.backend import Store
 from rlpipe.store.lease import held_by
 from rlpipe.store.limits import reason_to_stop
 from rlpipe.store.pruned import pruned_folders
-from rlpipe.store.run import Run, open_existing, run_names
+from rlpipe.store.run import Run, open_existing
+from rlpipe.store.run_record import run_names
 from rlpipe.types import IterationRecord, StoreError, UserError, moment_of
 
 NOTHING = "-"

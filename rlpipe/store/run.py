@@ -17,7 +17,7 @@ from rlpipe.store.backend import Store, check_access, open_store
 from rlpipe.store.documents import read_document
 from rlpipe.store.forks import AT_SFT, check_committed, differences, fixed_differences, way_to_change
 from rlpipe.store.pending import Pending
-from rlpipe.store.run_record import ForkRecord, create_record, read_record, record_key
+from rlpipe.store.run_record import ForkRecord, create_record, read_record, record_key, run_names
 from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError, UserError, is_key
 
 BEFORE_SFT = -1  # in place of a weight version: the base model, where SFT makes version 0 of it
@@ -26,7 +26,6 @@ SHARED_BY_REDO = {  # the redone stage -> what its iteration shares with the par
     "filter": ("prompts", "rollouts", "scores"),
     "train": ("prompts", "rollouts", "scores", "batch"),
 }
-
 
 ITERATION = re.compile(r"(\d{5,6})/iteration\.json")
 
@@ -270,10 +269,6 @@ def open_existing(store: Store, name: str, forks: tuple[str, ...] = ()) -> Run:
             f"{store.address(record_key(name))} is damaged: nothing can be forked at {shared.at}, redoing {shared.redo!r:.40}"
         )
     return _fork_of(open_existing(store, shared.run, (*forks, name)), shared.at, config, shared.redo)
-
-
-def run_names(store: Store) -> list[str]:
-    return [name for name in store.folders("runs") if store.exists(f"runs/{name}/run.json")]
 
 
 def planned_fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:

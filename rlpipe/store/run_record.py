@@ -54,6 +54,10 @@ def code_version() -> str:
         return version("rlpipe")
 
 
+def run_names(store: Store) -> list[str]:
+    return [name for name in store.folders("runs") if store.exists(f"runs/{name}/run.json")]
+
+
 def record_key(name: str) -> str:
     """UserError for what is no name of a run: it would lead to another folder."""
     if not is_run_name(name):

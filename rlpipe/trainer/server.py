@@ -13,19 +13,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NoReturn
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from torch import Tensor
 
 from rlpipe.config.secrecy import key_fits
 from rlpipe.processes.launch import die_with_parent
 from rlpipe.services.registration import LOOPBACK, service_key
-from rlpipe.trainer.adapted import adapter_of_reference
-from rlpipe.trainer.gang import Gang, Pulse, clear_scratch, join_gang
+from rlpipe.trainer.gang import Pulse, clear_scratch, join_gang
 from rlpipe.trainer.jobs import (
     ANY_JOB,
     STATUS_LOST,
@@ -33,25 +30,14 @@ from rlpipe.trainer.jobs import (
     Board,
     GangJob,
     JobRefused,
-    JobResult,
-    LoadJob,
-    OffloadJob,
-    SaveJob,
-    SftJob,
     attempt_of,
     check_place,
     job_of,
 )
-from rlpipe.trainer.model import load_policy
-from rlpipe.trainer.offload import Offloaded, offload
 from rlpipe.trainer.process import TrainerOptions
-from rlpipe.trainer.publishing import Publication, Uploads, upload
-from rlpipe.trainer.rl import Reference, train_rl
-from rlpipe.trainer.selftest import proven_rows
-from rlpipe.trainer.sft import train_sft
-from rlpipe.trainer.state import load, publication, save
-from rlpipe.trainer.step import Resident
-from rlpipe.types import ArtifactRef, StepRefused, StoreError, UserError, is_key
+from rlpipe.trainer.publishing import Uploads
+from rlpipe.trainer.trainer import Trainer
+from rlpipe.types import StepRefused, StoreError, UserError, is_key
 
 log = logging.getLogger(__name__)
 http_log = logging.getLogger("rlpipe.trainer.http")
@@ -65,91 +51,6 @@ REFUSED_S = 1.0  # a stranger's body is read for so long, so that he reads the a
 BODY_BYTES_MAX = 4 * 1024 * 1024
 FILES = "/files/"
 FILE_CHUNK = 1024 * 1024
-
-
-class Trainer:
-    """The gang's memory: the policy in training and the frozen reference. Both can be rebuilt from the store.
-
-    `on_published`: is given what each save published, on rank 0; without it the files are in the store when the job is done.
-    """
-
-    def __init__(self, gang: Gang, on_published: Callable[[Publication], None] | None = None) -> None:
-        self.gang = gang
-        self._on_published = on_published or partial(upload, gang.store, gang.published)
-        self.resident: Resident | None = None
-        self._reference: tuple[str, Reference] | None = None
-        self._offloaded: Offloaded | None = None
-
-    def run(self, job: GangJob) -> JobResult:
-        """Does one job on all ranks. UserError, StoreError and StepRefused are raised on all of them alike.
-
-        A load or train that fails leaves nothing resident: what it left would be neither its start nor its result.
-        """
-        if isinstance(job, OffloadJob):
-            self._offloaded = self._offloaded or offload(self.gang, self._tensors())
-            return JobResult()
-        self._bring_back(job)
-        if isinstance(job, SaveJob):
-            assert self.resident is not None, "a save of nothing"
-            result = save(self.gang, self.resident, job)
-            with self.gang.together():
-                if self.gang.rank == 0:
-                    self._on_published(publication(job, result))
-            return result
-        resident, self.resident = self.resident, None
-        if isinstance(job, LoadJob):
-            if self._reference is not None and self._reference[1].adapter:
-                self._reference = None
-            del resident  # its memory is needed
-            self.resident, differs = load(self.gang, job)
-            return JobResult(differs=differs)
-        assert resident is not None, f"{job.kind} with nothing resident"
-        if isinstance(job, SftJob):
-            result = train_sft(self.gang, resident, job)
-        else:
-            result = train_rl(self.gang, resident, self._reference_of(job.reference, resident), job)
-        self.resident = resident
-        return result
-
-    def _tensors(self) -> Iterator[Tensor]:
-        """All that takes memory between two jobs, this rank's rows of it."""
-        policies = [self.resident.policy] if self.resident else []
-        if self._reference is not None:
-            reference = self._reference[1]
-            policies += [] if reference.adapter else [reference.policy]  # with an adapter it is the resident one
-            yield from reference.adapter
-        for policy in policies:
-            yield from (parameter.to_local() for _, parameter in policy.shards())
-            yield from policy.buffers()
-        if self.resident is not None:
-            yield from (tensor for entry in self.resident.optimizer.state.values() for tensor in entry.values())
-            yield from self.resident.taken.start
-
-    def _bring_back(self, job: GangJob) -> None:
-        """What was offloaded is on the device again; before a load, which needs none of it, it is dropped."""
-        offloaded, self._offloaded = self._offloaded, None
-        if offloaded is None:
-            return
-        if isinstance(job, LoadJob):
-            self.resident = self._reference = None
-            offloaded.forget()
-        else:
-            offloaded.restore()
-
-    def _reference_of(self, ref: ArtifactRef | None, resident: Resident) -> Reference | None:
-        """The frozen reference, loaded once for as long as it stays the same: the resident policy with another adapter, where it is that."""
-        if ref is None:
-            self._reference = None
-            return None
-        if self._reference is None or self._reference[0] != ref.sha256:
-            self._reference = None
-            if adapter := adapter_of_reference(self.gang, resident, ref):
-                reference = Reference(resident.policy, resident.rows, adapter)
-            else:
-                policy, _, _ = load_policy(self.gang, ref, frozen=True)
-                reference = Reference(policy, proven_rows(self.gang, policy))
-            self._reference = (ref.sha256, reference)
-        return self._reference[1]
 
 
 def serve_jobs(trainer: Trainer, board: Board | None) -> None:
