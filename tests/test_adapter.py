@@ -32,7 +32,7 @@ from rlpipe.models.small import small_config, small_model
 from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.report.plan import ModelSizes, adapter_lines, training_bytes
 from rlpipe.store.artifacts import read_manifest
-from rlpipe.trainer import server
+from rlpipe.trainer import trainer as memory
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.trial import try_model
 from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError
@@ -326,7 +326,7 @@ def test_the_reference_is_the_resident_policy_with_another_adapter(
     results = []
     for own in (False, True):
         if own:
-            monkeypatch.setattr(server, "adapter_of_reference", lambda *_: [])
+            monkeypatch.setattr(memory, "adapter_of_reference", lambda *_: [])
         world.run(trainer, "load", world.load_ref("rl-0", "policy", start) if after_sft else fresh(ref))
         metrics = [world.run(trainer, "train", job)["metrics"] for job in jobs]
         reference = trainer._reference
