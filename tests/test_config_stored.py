@@ -105,7 +105,8 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
         "checkpoint": {"full_every": 1, "keep_states": 0, "keep_policies_last": 0, "keep_policies_every": 0},
         "evaluation": {"completion_tokens_max": None, "temperature": 1.0, "top_p": None, "rewards": {}},
     }
-    assert stored == RECORD["config"] | {section: RECORD["config"][section] | fields for section, fields in newer.items()}
+    sections = {section: RECORD["config"][section] | fields for section, fields in newer.items()}
+    assert stored == RECORD["config"] | sections | {"scratch": ".rlpipe"}
     assert check(from_stored(stored)) == check(stored) == config
 
 

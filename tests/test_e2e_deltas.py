@@ -1,4 +1,5 @@
-"""A run whose policies are stored as differences, killed and continued with another `checkpoint.full_every`, ends with the same bits."""
+"""A run whose policies are stored as differences, killed and continued with another `checkpoint.full_every` and its local copies elsewhere, ends
+with the same bits."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def test_differences_end_with_the_bits_of_whole_policies(folder: Folder, undistu
         folder.wait_for("a", "rl/00001/policy/manifest.json", process)
     finally:
         kill_group(process)
-    folder.complete("a", *MINI, "checkpoint.full_every=10")
+    folder.complete("a", *MINI, "checkpoint.full_every=10", f"scratch={folder.path}/fast")
+    assert any((folder.path / "fast").glob("a-*/weights")) and any((folder.path / "fast").glob("a-*/trainer.log"))
     code, output = folder.rlpipe("verify", "a", "--store", folder.store)
     assert code == 0, output
     stores = folder.open_store(), undisturbed.folder.open_store()

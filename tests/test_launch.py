@@ -29,7 +29,7 @@ def wait_gone(pid: int) -> bool:
 
 
 def start_parent_of(child_argv: list[str]) -> tuple[subprocess.Popen[str], int]:
-    """A process with one child in a session of its own; returns both."""
+    """A process with one child in a session of its own, which has said something; returns both."""
     program = (
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen({child_argv!r}, start_new_session=True)\n"
@@ -38,22 +38,21 @@ def start_parent_of(child_argv: list[str]) -> tuple[subprocess.Popen[str], int]:
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
+    parent.stdout.readline()
     parent.stdout.close()
     return parent, pid
 
 
 def test_a_service_dies_with_a_parent_that_was_killed() -> None:
-    child = "from rlpipe.processes.launch import die_with_parent; import time; die_with_parent(); time.sleep(600)"
+    child = "from rlpipe.processes.launch import die_with_parent; import time; die_with_parent(); print('watching', flush=True); time.sleep(600)"
     parent, pid = start_parent_of([sys.executable, "-c", child])
-    time.sleep(1.5)  # it watches by then
     parent.kill()
     parent.wait(timeout=10)
     assert wait_gone(pid)
 
 
 def test_a_foreign_program_and_its_children_die_with_the_wrapper_s_parent() -> None:
-    parent, pid = start_parent_of(wrapped(["sh", "-c", "sleep 600 & sleep 600"]))
-    time.sleep(1.5)
+    parent, pid = start_parent_of(wrapped(["sh", "-c", "sleep 600 & echo begun; sleep 600"]))
     family = [process.pid for process in psutil.Process(pid).children(recursive=True)]
     assert len(family) >= 2
     parent.kill()

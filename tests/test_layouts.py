@@ -30,6 +30,7 @@ GPUS = ["model.dtype=bfloat16", "trainer.gpu_ids=[0]", "engines.kind=sglang", "e
         (["engines.gpu_ids=[-1]"], "engines.gpu_ids=.*from 0"),
         (["engines.gpu_ids=[1,2,3,4]", "engines.count=2", "engines.flags=['--tp', '4']"], "engines.flags=.*: an engine would take 4 GPUs, and has 2"),
         (["engines.gpu_ids=[1,2]", "engines.flags=['--dp-size=2']"], "engines.flags=.*: an engine would take 4 GPUs, and has 2"),
+        (["scratch=s3://bucket/fast"], "scratch=.*: a folder of this machine's disk"),
         (["trainer.tokens_max=64"], "trainer.tokens_max=64: .*model.context_tokens_max=128 .*set trainer.tokens_max = 128"),
     ],
 )  # fmt: skip

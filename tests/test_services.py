@@ -121,13 +121,12 @@ async def test_a_service_whose_place_was_taken_ends_and_leaves_the_other_alone(s
     assert await other.stands()
 
 
-def test_a_start_never_meets_what_a_killed_one_left(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    killed, other = service(store).work_dir(), service(store, "node-1").work_dir()
+def test_a_start_never_meets_what_a_killed_one_left(store: Store, tmp_path: Path) -> None:
+    killed, other = service(store).work_dir(tmp_path), service(store, "node-1").work_dir(tmp_path)
     for folder in (killed, other):
         (folder / "weights" / "half").mkdir(parents=True)
         (folder / "node-0-0.log").write_text("why")
-    fresh = service(store).work_dir()
+    fresh = service(store).work_dir(tmp_path)
     assert fresh != killed and not fresh.exists()
     assert not (killed / "weights").exists() and (killed / "node-0-0.log").exists()
     assert (other / "weights" / "half").exists()  # another service of this machine

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, model_validator
@@ -17,7 +18,7 @@ from rlpipe.config.secrecy import refuse_secrets
 from rlpipe.config.training import BETA1, RlConfig, SftConfig
 from rlpipe.types import JsonDict
 
-OPERATIONAL = {"run", "store", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
+OPERATIONAL = {"run", "store", "scratch", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
 OPERATIONAL_FIELDS = {
     "rl.num_iterations",
     "rl.reward_workers",
@@ -164,6 +165,11 @@ class PipelineConfig(BaseModel, **STRICT):
     store: str = Field(
         default="./rlpipe-store", description="Where everything is kept: file:///path or s3://bucket/prefix", min_length=1
     )
+    scratch: str = Field(
+        default=".rlpipe",
+        min_length=1,
+        description="Folder of each node for logs and local copies, best on a fast disk: room for three policies and a state",
+    )
     budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What the run may spend")
     stop: StopConfig = Field(default_factory=StopConfig, description="Rules that end RL early")
     approval: list[Literal["rl", "register"]] = Field(
@@ -193,6 +199,11 @@ class PipelineConfig(BaseModel, **STRICT):
         if lines:
             raise ValueError("\n".join(lines))
         return self
+
+    @property
+    def scratch_folder(self) -> Path:
+        """Of this machine, below the working directory unless it is absolute."""
+        return Path(self.scratch).expanduser().absolute()
 
     @property
     def engines_here(self) -> bool:

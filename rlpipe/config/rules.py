@@ -223,7 +223,9 @@ def _of_what_is_kept(config: PipelineConfig) -> Iterator[str]:
 def broken_layout(config: PipelineConfig) -> Iterator[str]:
     """One line for each way in which what is to run cannot run where it is put. A stored config is not asked: its run may be over, and
     the next start of it may put everything elsewhere."""
-    model, trainer, engines = config.model, config.trainer, config.engines
+    model, trainer, engines, scratch = config.model, config.trainer, config.engines, config.scratch
+    if "://" in scratch:
+        yield f"{scratch=}: a folder of this machine's disk, as /fast/rlpipe; what is kept for good is in the store"
     for name, gpu_ids in (("trainer", trainer.gpu_ids), ("engines", engines.gpu_ids)):
         if len({*gpu_ids}) < len(gpu_ids) or min(gpu_ids, default=0) < 0:
             yield f"{name}.{gpu_ids=}: these are numbers of a node's GPUs, from 0; name each once"

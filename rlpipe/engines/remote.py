@@ -70,7 +70,9 @@ class HostService:
         self._port = port or free_port()
         record = ServiceRecord(name, f"http://{address}:{self._port}", config.engines.kind)
         self.registration = Registration(store, f"runs/{config.run}", ENGINES, record)
-        self.host = EngineHost(config, store, self.registration.work_dir(), name, address, engine_keys(self.key), self.key)
+        self.host = EngineHost(
+            config, store, self.registration.work_dir(config.scratch_folder), name, address, engine_keys(self.key), self.key
+        )
         self.fault: Exception | None = None  # why the newest weights are not served
         self._serving: dict[asyncio.Task[None], ServeRequest] = {}
         self._called_at = time.monotonic()

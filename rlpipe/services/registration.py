@@ -102,9 +102,9 @@ class Registration:
     kind: str
     record: ServiceRecord
 
-    def work_dir(self) -> Path:
-        """Its own folder for logs and scratch below the working directory; scratch of earlier starts, which were killed, is removed."""
-        folder = Path.cwd() / ".rlpipe" / f"{self.kind}-{self.run_root.rsplit('/', 1)[-1]}-{self.record.name}"
+    def work_dir(self, below: Path) -> Path:
+        """Its own folder for logs and local copies; those of earlier starts, which were killed, are removed."""
+        folder = below / f"{self.kind}-{self.run_root.rsplit('/', 1)[-1]}-{self.record.name}"
         for scratch in folder.glob("*/*/"):
             shutil.rmtree(scratch, ignore_errors=True)
         return folder / self.record.start

@@ -242,9 +242,9 @@ def is_open(config: PipelineConfig) -> bool:
 
 
 def work_dir_of(config: PipelineConfig) -> Path:
-    """Logs and local copies of a run on this machine: `.rlpipe/<run>-<store>` below the working directory."""
+    """Logs and local copies of a run on this machine: `<run>-<store>` below `scratch`."""
     digest = hashlib.sha256(config.store.encode()).hexdigest()[:8]
-    return Path.cwd() / ".rlpipe" / f"{config.run}-{digest}"
+    return config.scratch_folder / f"{config.run}-{digest}"
 
 
 @contextlib.asynccontextmanager

@@ -198,7 +198,7 @@ class GangService:
         self._node = node
         self._address = address
         self._key = service_key()
-        self._work_dir = self.registration.work_dir()
+        self._work_dir = self.registration.work_dir(config.scratch_folder)
         self._gang: GangProcess | None = None
 
     async def work(self) -> Never:
