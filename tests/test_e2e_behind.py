@@ -25,10 +25,12 @@ def hold(proxy: S3Proxy, *parts: str) -> None:
     """Holds up the writes of what has all of these in its path; the reads of a test pass."""
     proxy.held.clear()
     proxy.release.clear()
+    proxy.drops = True
     proxy.holds = lambda method, target: method in ("PUT", "POST") and all(part in target for part in parts)
 
 
 def let_go(proxy: S3Proxy) -> None:
+    """What was held up never reached the server; who still lives sends it again."""
     proxy.holds = lambda method, target: False
     proxy.release.set()
 
