@@ -21,6 +21,7 @@ from rlpipe.processes.launch import free_port
 from rlpipe.store.backend import open_store
 
 START_TIMEOUT_S = 60
+HELD_MAX_S = 600  # longer than any client waits
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,15 @@ class S3Proxy:
     """Hands every request to the server behind it, and writes it down.
 
     `loses`: whether the answer to a request is lost: the server has done it, and the client sees a closed connection.
-    `holds`: whether a request waits before it reaches the server, until `release` is set.
+    `holds`: whether a request, by its method and its path with the query, waits before it reaches the server, until `release` is set;
+    `drops`: whether it is thrown away then, as one of a process that is gone.
     """
 
     def __init__(self, endpoint: str) -> None:
         self.requests: list[S3Request] = []
         self.loses: Callable[[S3Request], bool] = lambda request: False
-        self.holds: Callable[[str, str], bool] = lambda method, query: False
+        self.holds: Callable[[str, str], bool] = lambda method, target: False
+        self.drops = False
         self.held, self.release = threading.Event(), threading.Event()
         self.most_at_once = 0
         self._at_once = 0
@@ -147,9 +150,12 @@ class S3Proxy:
     def forward(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         path, _, query = handler.path.partition("?")
-        if self.holds(handler.command, query):
+        if self.holds(handler.command, handler.path):
             self.held.set()
-            self.release.wait(timeout=60)
+            self.release.wait(timeout=HELD_MAX_S)
+            if self.drops:
+                handler.close_connection = True
+                return
         with self._lock:
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)

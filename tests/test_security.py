@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from rlpipe.config.secrecy import key_fits, without_passwords
 from rlpipe.config.source import read_config
+from rlpipe.engines import remote
 from rlpipe.engines.host import EngineHost
 from rlpipe.engines.remote import HostService
 from rlpipe.engines.weights import Probe
@@ -32,10 +33,12 @@ from rlpipe.services.registration import KEY_VARIABLE, service_key
 from rlpipe.store.artifacts import commit, file_sha256, new_attempt, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.local_copy import materialise
+from rlpipe.store.nearby import Nearby
+from rlpipe.trainer import publishing
 from rlpipe.trainer import server as bounded
 from rlpipe.trainer.jobs import Board
 from rlpipe.trainer.process import TrainerOptions
-from rlpipe.trainer.publishing import Uploads
+from rlpipe.trainer.publishing import Publication, Uploads
 from rlpipe.trainer.server import GangServer
 from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError, is_key
 
@@ -285,6 +288,76 @@ def test_a_body_that_is_no_job_is_refused(gang_server: GangServer, body: str) ->
     assert said.split(b" ")[1] == b"400"
 
 
+def get(server: GangServer, path: str, key: str = KEY, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+    client = http.client.HTTPConnection(*server.address, timeout=60)
+    client.putrequest(method, path, skip_accept_encoding=True)
+    for name, value in {"Authorization": f"Bearer {key}", **headers}.items():
+        client.putheader(name, value)
+    client.endheaders()
+    answer = client.getresponse()
+    body = answer.read()
+    client.close()
+    return answer.status, body
+
+
+def test_the_gang_gives_what_it_published_to_who_has_the_key_and_nothing_else(gang_server: GangServer, tmp_path: Path) -> None:
+    disk = tmp_path / "published"
+    (disk / "runs/a/policy/a1").mkdir(parents=True)
+    (disk / "runs/a/policy/a1/x").write_bytes(b"weights")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (disk / "runs/link").symlink_to(tmp_path / "secret")
+    (disk / "runs/up").symlink_to(tmp_path)
+    path = "/files/runs/a/policy/a1/x"
+    assert get(gang_server, path) == (200, b"weights")
+    assert get(gang_server, path, Range="bytes=2-4") == (206, b"igh")
+    assert get(gang_server, path, method="HEAD") == (200, b"")
+    assert get(gang_server, path, Range="bytes=99-")[0] == 416
+    for key in ("", "wrong", f"{KEY}x"):
+        assert get(gang_server, path, key)[0] == 401
+    outside = [
+        "../secret", "runs/../../secret", "%2e%2e/secret", "..%2fsecret", "runs/link", "runs/up/secret", f"/{tmp_path}/secret", "%2f" + str(tmp_path)[1:] + "/secret",
+        "", "runs", "runs/a/policy/a1", "runs/a/policy/a1/x/", "runs/a/policy/a1/%00x", "y" * 300, "a/" * 2000 + "b", "runs/./a/policy/a1/x",
+    ]  # fmt: skip
+    for key in outside:
+        status, body = get(gang_server, f"/files/{key}")
+        assert status == 404 and b"secret" not in body.replace(b"secret' is not", b"").replace(b"/secret", b""), key
+    assert get(gang_server, path, method="POST")[0] == 404
+
+
+def test_an_upload_is_waited_for_by_its_attempt_and_counts_as_work(
+    gang_server: GangServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded, "WAIT_S", 0.05)
+    uploads, gate = gang_server.uploads, threading.Event()
+
+    def post(attempt: str) -> tuple[int, dict[str, object]]:
+        body = json.dumps({"attempt": attempt}).encode()
+        said = answer_to(gang_server, head("upload", f"Content-Length: {len(body)}", "Connection: close"), body)
+        return int(said.split(b" ")[1]), json.loads(said.partition(b"\r\n\r\n")[2])
+
+    assert post("../x")[0] == 400
+    assert post("a1") == (409, {"error": "not resident", "position": None})
+    for fault, status in ((None, 200), (OSError("the store is away"), 502), (StoreError("it changed"), 500)):
+
+        def send(*_: object, fault: Exception | None = fault) -> None:
+            gate.wait(30)
+            if fault:
+                raise fault
+
+        monkeypatch.setattr(publishing, "upload", send)
+        monkeypatch.setattr(publishing, "TRIES", 1)
+        gate.clear()
+        uploads.begin(Publication("a1", {}, {}))
+        assert post("a1")[0] == 202
+        assert json.loads(get(gang_server, "/status")[1])["idle_s"] == 0
+        gate.set()
+        sending = uploads.of("a1")
+        assert sending is not None
+        sending.exception(timeout=30)
+        assert post("a1") == (status, {"error": f"the upload failed: {fault}"} if fault else {"result": {}})
+    assert json.loads(get(gang_server, "/status")[1])["idle_s"] > 0
+
+
 # --- the host's HTTP
 
 
@@ -294,6 +367,42 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostService:
     monkeypatch.chdir(tmp_path)
     config = read_config("tiny", ["run=a", f"store=file://{tmp_path}/store"], PRESETS)
     return HostService(open_store(config.store), config, "node-0", "127.0.0.1")
+
+
+async def test_a_host_that_cannot_reach_the_trainer_waits_until_the_store_has_the_policy(
+    service: HostService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "COMMIT_POLL_S", 0.01)
+    served: list[tuple[int, bool]] = []
+
+    async def serve(policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None = None) -> None:
+        served.append((version, nearby is not None))
+        if nearby is not None:
+            raise StoreError("missing from the store")
+
+    monkeypatch.setattr(service.host, "serve", serve)
+
+    def wanted(version: int, nearby: Nearby | None) -> remote.ServeRequest:
+        policy: Any = {"folder": f"runs/a/{version}", "sha256": "0" * 64}
+        return remote.ServeRequest(policy=policy, version=version, probe=Probe([1, 2], [0.0]), nearby=nearby)
+
+    def near(version: int) -> Nearby:
+        return Nearby(f"runs/a/{version}", "{}", "/nowhere", "http://127.0.0.1:1/files")
+
+    waiting = asyncio.create_task(service._serve(wanted(1, near(1))))
+    await asyncio.sleep(0.05)
+    assert served == [(1, True)] and not waiting.done() and service.fault is None and service._waited > 0
+    service.host.store.put("runs/a/1/manifest.json", b"{}")
+    await asyncio.wait_for(waiting, 30)
+    assert served == [(1, True), (1, False)] and service.fault is None
+    older = asyncio.create_task(service._serve(wanted(2, near(2))))
+    await asyncio.sleep(0.05)
+    await service._serve(wanted(3, None))  # what another start of the run wants: the older one is not waited for any more
+    await asyncio.wait_for(older, 30)
+    assert served[-2:] == [(2, True), (3, False)]
+    service.host.store.put("runs/a/4/manifest.json", b"{}")
+    await service._serve(wanted(4, near(4)))
+    assert isinstance(service.fault, StoreError)
 
 
 async def test_the_host_asks_for_the_key_and_takes_only_what_it_knows(service: HostService, tmp_path: Path) -> None:

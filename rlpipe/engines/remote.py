@@ -31,6 +31,7 @@ from rlpipe.processes.launch import free_port
 from rlpipe.services.calls import new_session
 from rlpipe.services.finder import ANSWER_TIMEOUT_S, Peer, ServiceFinder, StartService
 from rlpipe.services.registration import ENGINES, Registration, ServiceRecord, service_key
+from rlpipe.store.artifacts import MANIFEST
 from rlpipe.store.backend import Store
 from rlpipe.store.nearby import Nearby
 from rlpipe.store.run import Run
@@ -39,6 +40,8 @@ from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
 log = logging.getLogger(__name__)
 RELOAD_WAIT_S = 10.0
 SERVE_TIMEOUT_S = 20.0  # longer than a host waits for a reload
+COMMIT_WAIT_S = 7200.0  # for an upload
+COMMIT_POLL_S = 1.0
 SHUTDOWN_S = 1.0  # for answers that are still being written
 LOCAL_FAULTS = (StoreError, EngineError, UserError, OSError, AssertionError)
 FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "UserError": UserError}  # all else is an EngineError
@@ -75,6 +78,8 @@ class HostService:
         )
         self.fault: Exception | None = None  # why the newest weights are not served
         self._serving: dict[asyncio.Task[None], ServeRequest] = {}
+        self._wanted: ServeRequest | None = None  # the newest
+        self._waited = 0  # looks at the store for what is on its way there
         self._called_at = time.monotonic()
 
     async def work(self) -> Never:
@@ -136,12 +141,33 @@ class HostService:
         return web.json_response({})
 
     async def _serve(self, wanted: ServeRequest) -> None:
+        self._wanted = wanted
         try:
-            await self.host.serve(wanted.policy, wanted.version, wanted.probe, wanted.nearby)
+            try:
+                await self.host.serve(wanted.policy, wanted.version, wanted.probe, wanted.nearby)
+            except StoreError as error:
+                await self._until_committed(wanted, error)
+                if wanted is not self._wanted:
+                    return
+                await self.host.serve(wanted.policy, wanted.version, wanted.probe)
             self.fault = None
         except LOCAL_FAULTS as error:
             self.fault = error
             log.error("weight version %d is not served: %s", wanted.version, error)
+
+    async def _until_committed(self, wanted: ServeRequest, fault: StoreError) -> None:
+        """Returns when the store has a policy that could not be had from the trainer's node; raises the fault where it had it all the time."""
+        manifest, deadline = f"{wanted.policy.folder}/{MANIFEST}", time.monotonic() + COMMIT_WAIT_S
+        if wanted.nearby is None or await asyncio.to_thread(self.host.store.exists, manifest):
+            raise fault
+        log.warning(
+            "weight version %d cannot be had from the trainer's node: waiting for the store (%s)", wanted.version, fault
+        )
+        while wanted is self._wanted and not await asyncio.to_thread(self.host.store.exists, manifest):
+            if time.monotonic() > deadline:
+                raise fault
+            self._waited += 1
+            await asyncio.sleep(COMMIT_POLL_S)
 
     async def status(self, request: web.Request) -> web.Response:
         """The engines that were proved to serve the version in question, and how far the host is with weights that it brings."""
@@ -151,7 +177,7 @@ class HostService:
             raise UserError(f"/status?version={version:.20}: a weight version is a number")
         clients = await self.host.clients(int(version))
         engines = [{"name": client.name, "url": client.url} for client in clients]
-        return web.json_response({"engines": engines, "progress": self.host.progress})
+        return web.json_response({"engines": engines, "progress": self.host.progress + self._waited})
 
     def _raise_fault(self) -> None:
         if self.fault is not None:

@@ -68,7 +68,8 @@ class Behind:
         self._run.pending.records[key] = record
 
         async def land() -> None:
-            await asyncio.to_thread(self._run.store.create, key, sealed(record))
+            if not await asyncio.to_thread(self._run.store.create, key, sealed(record)):
+                raise StoreError(f"{self._run.store.address(key)} was committed by somebody else while this run made its own")
             del self._run.pending.records[key]
 
         self.then(land)
@@ -89,6 +90,11 @@ class Behind:
     def nearby(self, ref: ArtifactRef) -> Nearby | None:
         """Where the files of an artifact are beside the store; None where only the store has them."""
         return self._nearby.get(ref.sha256)
+
+    def is_under_way(self, ref: ArtifactRef) -> bool:
+        """Whether an artifact is used already, and not committed."""
+        commit_of = self._commits.get(ref.sha256)
+        return commit_of is not None and not _succeeded(commit_of)
 
     def check(self) -> None:
         """Raises the fault that ended the commits, if there is one."""

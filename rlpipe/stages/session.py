@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import shutil
 import threading
 from collections import defaultdict
@@ -40,11 +41,12 @@ from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import gang_place
-from rlpipe.types import ArtifactRef, EngineError, data_seed, sha256_of
+from rlpipe.types import ArtifactRef, EngineError, StoreError, data_seed, sha256_of
 
 if TYPE_CHECKING:
     from rlpipe.stages.filtering import Survivors
 
+log = logging.getLogger(__name__)
 PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
 
 
@@ -58,7 +60,7 @@ class Session:
         self._hosts = HostFinder(run, work_dir, start_service)
         self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.progress_timeout_s)
         self.trainer = TrainerClient(gang_place(run, work_dir, start_service))
-        self._memory = MemoryTurns(self.pool, self.trainer) if engines.colocate else None
+        self.memory = MemoryTurns(self.pool, self.trainer) if engines.colocate else None
         self.tracker = Tracker(run, partial(fetch_points, run))
         self.retention = Retention(run)
         self.behind = Behind(run)
@@ -71,6 +73,7 @@ class Session:
         self.begun: dict[tuple[str, int, str], asyncio.Event] = defaultdict(asyncio.Event)  # shards that asked the pool
         self._closed = False
         self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
+        self.trainer_turn = asyncio.Lock()  # of who brings the trainer to a position, and asks it for what it holds then
         self._trainer_lock = asyncio.Lock()
         self._pool_lock = asyncio.Lock()
 
@@ -100,8 +103,8 @@ class Session:
         """The trainer, for a job: started if need be, with the memory that it may share with engines."""
         async with self._trainer_lock:
             self.check_open()
-            if self._memory:
-                await self._memory.to_trainer()
+            if self.memory:
+                await self.memory.to_trainer()
             if not self.trainer.started:
                 await self.trainer.start()
         return self.trainer
@@ -112,12 +115,23 @@ class Session:
             self.check_open()
             if self.pool.version == version:
                 return False
-            if self._memory:
-                await self._memory.to_engines()
+            if self.memory:
+                async with self.trainer_turn:
+                    await self.memory.to_engines()
             nearby = self.behind.nearby(policy)
             if nearby and not nearby.url and not self.config.engines_here:  # nobody reaches it there
                 await self.behind.committed([policy.sha256])
-            await self.pool.serve(policy, version, await asyncio.to_thread(self._probe, policy), nearby)
+            probe = await asyncio.to_thread(self._probe, policy)
+            try:
+                await self.pool.serve(policy, version, probe, nearby)
+            except StoreError as error:  # the trainer that had it was lost
+                if not self.behind.is_under_way(policy):
+                    raise
+                log.warning(
+                    "no engine got weight version %d from the trainer's disk (%s): waiting for the store", version, error
+                )
+                await self.behind.committed([policy.sha256])
+                await self.pool.serve(policy, version, probe)
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True
 

@@ -11,9 +11,10 @@ from rlpipe.data.cursor import PromptCursor
 from rlpipe.data.sources import fitting, load_conversations, split_validation
 from rlpipe.records.prompt import Messages
 from rlpipe.records.rollout import Conversation
+from rlpipe.stages.landing import OnProgress
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
-from rlpipe.stages.training import TRAINED_BY, OnProgress, commit_state, save_job, sft_job, train_job
+from rlpipe.stages.training import TRAINED_BY, commit_state, save_job, sft_job, train_job
 from rlpipe.store.run import Run
 from rlpipe.types import ArtifactRef, UserError, data_seed, sha256_of
 

@@ -9,24 +9,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
 from rlpipe.models.adapter_files import Adapter
 from rlpipe.stages.behind import Published
+from rlpipe.stages.landing import Landing, OnProgress, Rebuild, do_job, send
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage_settings
 from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.run import Run
-from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
-from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, NewAdapter, RlJob, SaveJob, SftJob
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Metrics, TrainerError, data_seed
+from rlpipe.trainer.client import TrainerClient
+from rlpipe.trainer.jobs import LoadJob, NewAdapter, RlJob, SaveJob, SftJob
+from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Metrics, data_seed
 
 log = logging.getLogger(__name__)
-ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
-KIND: dict[type[GangJob], str] = {LoadJob: "load", RlJob: "train", SftJob: "train", SaveJob: "save"}
 OPTIMIZER = [*OptimizerConfig.model_fields, *RETIRED["sft"]]
 RL_TRAINING = [
     *OPTIMIZER, "num_steps", "objective", "clip_low", "clip_high", "dual_clip", "aggregation", "kl", "kl_coef", "kl_estimator",
@@ -37,9 +36,6 @@ TRAINED_BY = {  # phase -> the config fields that its policies and states depend
     "rl": [f"rl.{name}" for name in RL_TRAINING],
     "sft": [f"sft.{name}" for name in SFT_TRAINING],
 }
-
-Rebuild = Callable[[TrainerClient], Awaitable[object]]  # brings the trainer to the position that a job starts from
-OnProgress = Callable[[dict[str, int]], None] | None
 
 
 def position(run: Run, phase: str, iteration: int) -> str:
@@ -157,9 +153,10 @@ async def train_job(
     async def rebuild(gang: TrainerClient) -> None:
         await replay(session.run, job.kind, iteration, gang)
         for before in earlier:
-            await _send(gang, before)
+            await send(gang, before)
 
-    return (await _do(session, job, rebuild, on_progress))["metrics"]
+    # what is under way may need the trainer too, and what this one is rebuilt from may be under way
+    return (await do_job(session, job, rebuild, on_progress, before_rebuild=session.behind.landed))["metrics"]
 
 
 async def save_job(
@@ -170,7 +167,7 @@ async def save_job(
 
     async def rebuild(gang: TrainerClient) -> None:
         await replay(session.run, phase, iteration, gang)
-        await _send(gang, job)
+        await send(gang, job)
 
     state_folder = session.run.folder(phase, iteration, "state") if with_state else None
     return await save(session, job.result, attempt, rebuild, state_folder=state_folder, stored=stored)
@@ -191,7 +188,7 @@ async def commit_state(
 
 async def save_loaded(session: Session, load: LoadJob, attempt: Attempt, *, policy: bool = True) -> Saved:
     """What the trainer makes of a job that loads, in the store: the policy, or only its probe."""
-    rebuild = functools.partial(_send, job=load)
+    rebuild = functools.partial(send, job=load)
     await rebuild(await session.gang())
     saved = await save(session, load.position, attempt, rebuild, policy=policy)
     await saved.published.land()
@@ -215,65 +212,28 @@ async def save(
     folder, context_tokens_max = attempt.folder if policy else None, session.config.model.context_tokens_max
     place = position, folder, state_folder, attempt.name
     job = SaveJob(*place, tokenizer, chat.stop_token_ids, context_tokens_max, stored.base, stored.is_base)
-    answer = await _do(session, job, rebuild)
+    answer = await do_job(session, job, rebuild)
     files, state = ([FileRecord(**record) for record in answer[name]] for name in ("policy", "state"))
     assert bool(files) == policy and bool(state) == bool(state_folder), (
         f"saved {len(files)} files of a policy, {len(state)} of a state"
     )
-    published = Published(answer["published"], session.trainer.files_url, lambda: _land(session, job, rebuild, answer))
+    landing = Landing(session, job, rebuild, answer)
+    published = Published(answer["published"], session.trainer.files_url, landing.land)
     return Saved(files, state, answer["probe"], answer["metrics"], published)
-
-
-async def _land(session: Session, job: SaveJob, rebuild: Rebuild, answer: JsonDict) -> None:
-    """Returns when the store has all that a save published. A trainer that lost it makes it again; TrainerError when that has other bits."""
-    for _ in range(ATTEMPTS_MAX):
-        try:
-            await session.trainer.run("upload", {"attempt": job.attempt})
-            return
-        except (NotResident, GangLost) as error:
-            log.warning("%s: what it had of %s is made again", error, job.position)
-        again = await _do(session, job, rebuild)
-        if any(again[name] != answer[name] for name in ("policy", "state")):
-            raise TrainerError(
-                f"the trainer was lost before {job.position} was in the store, and what it makes again has other bits. The iteration is trained "
-                "again from its batch at the next start"
-            )
-    raise TrainerError(f"the trainer was lost {ATTEMPTS_MAX} times before {job.position} was in the store")
-
-
-async def _do(session: Session, job: GangJob, rebuild: Rebuild, on_progress: OnProgress = None) -> JsonDict:
-    """One job of the trainer; whenever it does not hold what the job starts from, or was lost, it is rebuilt. TrainerError past the bound."""
-    last = ""
-    for attempt in range(ATTEMPTS_MAX):
-        gang = await session.gang()
-        try:
-            if attempt:
-                await rebuild(gang)
-            return await _send(gang, job, on_progress)
-        except (NotResident, GangLost) as error:
-            last = str(error)
-            log.log(logging.WARNING if attempt or isinstance(error, GangLost) else logging.INFO, "%s: rebuilding it", error)
-    raise TrainerError(
-        f"{KIND[type(job)]} failed {ATTEMPTS_MAX} times because the trainer was lost; its log: {session.work_dir}/trainer.log; "
-        f"at last {last}"
-    )
-
-
-async def _send(gang: TrainerClient, job: GangJob, on_progress: OnProgress = None) -> JsonDict:
-    return await gang.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
 
 
 async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> None:
     """Brings the trainer to the start of `iteration`: loads the newest state before it and trains on the stored batches since."""
     newest = _newest_state(run, phase, iteration - 1)
     state = run.committed(phase, newest, "state")[0] if newest >= 0 else None
+    assert state is None or state.folder not in run.pending.artifacts, f"{state} is not in the store yet"
     policy = _first_policy(run, phase) if state is None else None
     adapter = new_adapter(run.config) if policy else None
     load = LoadJob(position(run, phase, newest), new=None, policy=policy, state=state, adapter=adapter)
     log.info("trainer: loading %s, then replaying %d", load.position, iteration - 1 - newest)
-    warn_of_differences(load.position, (await _send(gang, load))["differs"])
+    warn_of_differences(load.position, (await send(gang, load))["differs"])
     for replayed in range(newest + 1, iteration):
-        await _send(gang, rl_job(run, replayed, run.record(replayed).artifact("batch")))
+        await send(gang, rl_job(run, replayed, run.record(replayed).artifact("batch")))
 
 
 @functools.cache

@@ -95,13 +95,17 @@ def read_manifest(store: Store, folder: str, sha256: str | None = None) -> Manif
 def read_artifact(store: Store, folder: str) -> tuple[ArtifactRef, Manifest]:
     """The committed artifact of `folder`; StoreError when its manifest is missing or damaged."""
     data = store.read(f"{folder}/{MANIFEST}")
-    manifest = parse_document(store.address(f"{folder}/{MANIFEST}"), data, Manifest)
+    manifest = parse_manifest(store.address(f"{folder}/{MANIFEST}"), data)
+    return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), manifest
+
+
+def parse_manifest(address: str, data: bytes) -> Manifest:
+    """The manifest in a document; StoreError naming `address` when it is malformed, or names files outside of its artifact."""
+    manifest = parse_document(address, data, Manifest)
     for record in manifest.files:
         if not is_key(record.name) or record.name.count("/") != 1:
-            raise StoreError(
-                f"{store.address(folder)}/{MANIFEST} is damaged: the file name {record.name!r:.200} leads elsewhere"
-            )
-    return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), manifest
+            raise StoreError(f"{address} is damaged: the file name {record.name!r:.200} leads elsewhere")
+    return manifest
 
 
 def is_pruned(store: Store, folder: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import aiohttp
 
 from rlpipe.services.calls import http_call, json_of, new_session
-from rlpipe.trainer.jobs import STATUS_LOST
+from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE
 from rlpipe.trainer.process import GangPlace, GangProcess
 from rlpipe.types import JsonDict, StepRefused, TrainerError
 
@@ -36,6 +37,8 @@ class TrainerClient:
         self.place = place
         self.session: aiohttp.ClientSession | None = None
         self.url = ""
+        self._times_lost = 0
+        self._bringing_back = asyncio.Lock()
 
     @property
     def started(self) -> bool:
@@ -56,18 +59,21 @@ class TrainerClient:
         """Does one job (`load`, `train`, `save`, `upload` or `offload`) and returns its result.
 
         NotResident when the gang holds another position, GangLost when it died (and was restarted, empty),
-        StepRefused when a step would be non-finite, TrainerError past JOB_TIMEOUT_S.
+        StepRefused when a step would be non-finite, OSError when the store could not be reached, TrainerError past JOB_TIMEOUT_S.
         """
         deadline = time.monotonic() + JOB_TIMEOUT_S
         while time.monotonic() < deadline:
-            status, answer = await self._post(job, body)
+            times_lost = self._times_lost
+            status, answer = await self._post(job, body, times_lost)
             message = str(answer.get("error"))
             if status == 200:
                 return answer["result"]
             if status == 422:
                 raise StepRefused(message)
             if status == STATUS_LOST:
-                raise await self._lost(job, message)
+                raise await self._lost(job, message, times_lost)
+            if status == STATUS_STORE:
+                raise OSError(errno.EIO, message)
             if status == 409 and message == "not resident":
                 raise NotResident(f"the trainer holds {answer.get('position')}, not what {job} starts from")
             if status not in (202, 409):
@@ -86,22 +92,29 @@ class TrainerClient:
             with contextlib.suppress(GangLost):
                 await self.run("offload", {"kind": "offload"})
 
-    async def _post(self, job: str, body: JsonDict) -> tuple[int, JsonDict]:
+    async def _post(self, job: str, body: JsonDict, times_lost: int) -> tuple[int, JsonDict]:
         assert self.session is not None, "start comes first"
         try:
             url, key = f"{self.url}/{job}", self.place.key
             status, answer = await http_call(self.session, "POST", url, key, body, CALL_TIMEOUT_S)
             return status, json_of(url, status, answer)
         except ConnectionError as error:
-            raise await self._lost(job, f"node 0 does not answer ({error})") from error
+            raise await self._lost(job, f"node 0 does not answer ({error})", times_lost) from error
 
-    async def _lost(self, job: str, why: str) -> GangLost:
-        """Brings the gang back; what is to be raised then. TrainerError, which names what was lost, when it does not come."""
-        log.warning("the trainer was lost while doing %s (%s): bringing it back", job, why)
-        try:
-            self.url = await self.place.bring_back()
-        except TrainerError as error:
-            raise TrainerError(f"{error}\nThe trainer was lost while doing {job}: {why}") from error
+    async def _lost(self, job: str, why: str, times_lost: int) -> GangLost:
+        """Brings the gang back, once for all that were asking; what is to be raised then. TrainerError, which names what was lost, when it
+        does not come.
+
+        `times_lost`: how often that had happened when the gang was asked.
+        """
+        async with self._bringing_back:
+            if self._times_lost == times_lost:
+                log.warning("the trainer was lost while doing %s (%s): bringing it back", job, why)
+                try:
+                    self.url = await self.place.bring_back()
+                except TrainerError as error:
+                    raise TrainerError(f"{error}\nThe trainer was lost while doing {job}: {why}") from error
+                self._times_lost += 1
         return GangLost(f"the trainer was lost while doing {job}: {why}")
 
     async def close(self) -> None:

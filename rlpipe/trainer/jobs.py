@@ -23,6 +23,7 @@ from rlpipe.types import ArtifactRef, FileRecord, JsonDict, UserError
 
 STATUS_OK = 200
 STATUS_LOST = 503
+STATUS_STORE = 502  # the store could not be reached
 VALUE_CHARS_MAX = 200
 ATTEMPT = re.compile("[0-9a-z]{1,32}")
 EXACT = ConfigDict(extra="forbid")

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +57,8 @@ def upload(store: Store, disk: Path, publication: Publication) -> None:
 
     def send(key: str, record: FileRecord) -> None:
         if not (disk / key).is_file():  # a rank on another node has sent it itself
-            assert (size := store.size(key)) == record.bytes, f"{key} has {size} bytes, not {record.bytes}"
+            if not store.objects.exists(key) or store.size(key) != record.bytes:
+                raise StoreError(f"{disk / key} was deleted before it was in the store")
         elif store.put_file(key, disk / key) != FileContent(record.bytes, record.sha256):
             raise StoreError(f"{disk / key} changed on this disk before it was in the store")
 
@@ -94,18 +94,20 @@ class Uploads:
             publication, sending = self._newest or (None, None)
             return sending if publication is not None and publication.attempt == attempt else None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether something that was published is not in the store yet, and may come there."""
+        with self._lock:
+            return self._newest is not None and not self._newest[1].done()
+
     def _upload(self, publication: Publication) -> None:
-        _tried(lambda: upload(self._store, self.disk, publication))
-
-
-def _tried(send: Callable[[], None]) -> None:
-    """Until it succeeds, TRIES times at most; then the last OSError."""
-    for left in reversed(range(TRIES)):
-        try:
-            send()
-            return
-        except OSError as error:
-            if not left:
-                raise
-            log.warning("the upload failed, it is tried again (%d more): %s", left, error)
-            time.sleep(WAIT_FIRST_S * 2 ** (TRIES - 1 - left))
+        """Sends until it succeeds, TRIES times at most; then the last OSError. What was replaced by another save is not tried again."""
+        for left in reversed(range(TRIES)):
+            try:
+                upload(self._store, self.disk, publication)
+                return
+            except OSError as error:
+                if not left or self.of(publication.attempt) is None:
+                    raise
+                log.warning("the upload failed, it is tried again (%d more): %s", left, error)
+                time.sleep(WAIT_FIRST_S * 2 ** (TRIES - 1 - left))

@@ -27,6 +27,7 @@ from rlpipe.trainer.jobs import (
     ANY_JOB,
     STATUS_LOST,
     STATUS_OK,
+    STATUS_STORE,
     Board,
     GangJob,
     JobRefused,
@@ -139,7 +140,7 @@ class GangServer:
             case "GET", "/health":
                 return web.json_response({"ranks": self.ranks, "nodes": self.board.nodes()})
             case "GET", "/status":
-                return web.json_response(self.board.status())
+                return web.json_response(self.board.status() | ({"idle_s": 0.0} if self.uploads.under_way else {}))
         return web.json_response({"error": f"no {request.path}"}, status=404)
 
     async def _do(self, kind: str, body: bytes) -> web.Response:
@@ -160,8 +161,12 @@ class GangServer:
 
     def _file(self, key: str) -> web.StreamResponse:
         """A file that was published, or the part of it that is wanted: other nodes get policies so, before the store has them."""
-        path = self.uploads.disk / key
-        if not is_key(key) or not path.resolve().is_relative_to(self.uploads.disk.resolve()) or not path.is_file():
+        path, disk = self.uploads.disk / key, self.uploads.disk.resolve()
+        try:
+            is_published = is_key(key) and path.resolve().is_relative_to(disk) and path.is_file()
+        except OSError:  # a name that is too long for a file
+            is_published = False
+        if not is_published:
             return web.json_response({"error": f"{key!r:.200} is not published here"}, status=404)
         return web.FileResponse(path, chunk_size=FILE_CHUNK)
 
@@ -179,7 +184,8 @@ class GangServer:
         if not sending.done():
             return web.json_response({"progress": {"done": 0, "total": 0}}, status=202)
         if fault := sending.exception():
-            return web.json_response({"error": f"the upload failed: {fault}"}, status=500)
+            status = STATUS_STORE if isinstance(fault, OSError) else 500
+            return web.json_response({"error": f"the upload failed: {fault}"}, status=status)
         return web.json_response({"result": {}})
 
 

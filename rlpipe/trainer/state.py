@@ -170,7 +170,7 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
     """
     with gang.together():
         if gang.rank == 0:
-            shutil.rmtree(gang.published)
+            shutil.rmtree(gang.published, ignore_errors=True)  # an upload for a flow that is gone may delete its files too
             shutil.rmtree(gang.scratch("saving"))
     saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
     state = save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else []

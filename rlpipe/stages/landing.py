@@ -1,0 +1,111 @@
+"""Who asks the trainer: a stage for its job, and beside it what is under way to the store, when the trainer that published it was lost.
+
+A position takes several jobs to reach, so a rebuild and the job that follows are one turn: two at once would take the trainer from each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from rlpipe.stages.behind import Act
+from rlpipe.stages.session import Session
+from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
+from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, RlJob, SaveJob, SftJob
+from rlpipe.types import JsonDict, TrainerError
+
+log = logging.getLogger(__name__)
+ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
+KIND: dict[type[GangJob], str] = {LoadJob: "load", RlJob: "train", SftJob: "train", SaveJob: "save"}
+
+Rebuild = Callable[[TrainerClient], Awaitable[object]]  # brings the trainer to the position that a job starts from
+OnProgress = Callable[[dict[str, int]], None] | None
+
+
+async def send(gang: TrainerClient, job: GangJob, on_progress: OnProgress = None) -> JsonDict:
+    """One job of whatever the trainer holds; errors as of `TrainerClient.run`."""
+    return await gang.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
+
+
+async def nothing() -> None: ...
+
+
+async def do_job(
+    session: Session, job: GangJob, rebuild: Rebuild, on_progress: OnProgress = None, before_rebuild: Act = nothing
+) -> JsonDict:
+    """One job of the trainer; whenever it does not hold what the job starts from, or was lost, it is rebuilt. TrainerError past the bound.
+
+    `before_rebuild` is awaited outside of the turn: it may need the trainer.
+    """
+    last = ""
+    for attempt in range(ATTEMPTS_MAX):
+        if attempt:
+            await before_rebuild()
+        try:
+            async with session.trainer_turn:
+                gang = await session.gang()
+                if attempt:
+                    await rebuild(gang)
+                return await send(gang, job, on_progress)
+        except (NotResident, GangLost) as error:
+            last = str(error)
+            log.log(logging.WARNING if attempt or isinstance(error, GangLost) else logging.INFO, "%s: rebuilding it", error)
+    raise TrainerError(
+        f"{KIND[type(job)]} failed {ATTEMPTS_MAX} times because the trainer was lost; its log: {session.work_dir}/trainer.log; "
+        f"at last {last}"
+    )
+
+
+@dataclass
+class Landing:
+    """The way to the store of what one save published, which `answer` lists.
+
+    It lands once, though it is several artifacts: files of an artifact that is committed are never written again.
+    """
+
+    session: Session
+    job: SaveJob
+    rebuild: Rebuild
+    answer: JsonDict
+    _landed: bool = field(default=False, init=False)
+
+    async def land(self) -> None:
+        """Returns when the store has all of it. A trainer that lost it makes it again; TrainerError when that has other bits."""
+        if self._landed:
+            return
+        for _ in range(2 * ATTEMPTS_MAX):  # a trainer that was lost is asked once more: then it says that it has nothing
+            try:
+                await self.session.trainer.run("upload", {"attempt": self.job.attempt})
+                self._landed = True
+                return
+            except GangLost as error:
+                log.warning("%s", error)
+            except NotResident as error:
+                log.warning("%s: what it had of %s is made again", error, self.job.position)
+                await self._publish_again()
+        raise TrainerError(f"the trainer was lost {ATTEMPTS_MAX} times before {self.job.position} was in the store")
+
+    async def _publish_again(self) -> None:
+        async with self.session.trainer_turn:
+            self._check_memory()
+            try:
+                gang = await self.session.gang()
+                await self.rebuild(gang)
+                again = await send(gang, self.job)
+            except (GangLost, NotResident) as error:
+                log.warning("%s", error)
+                return
+        if any(again[name] != self.answer[name] for name in ("policy", "state")):
+            raise TrainerError(
+                f"the trainer was lost before {self.job.position} was in the store, and what it makes again has other bits. The iteration is "
+                "trained again from its batch at the next start"
+            )
+
+    def _check_memory(self) -> None:
+        """TrainerError where engines that sample have the memory in which the trainer would make it again."""
+        if self.session.memory and self.session.memory.turn == "engines":
+            raise TrainerError(
+                f"the trainer was lost before {self.job.position} was in the store, and engines have its memory (engines.colocate). The "
+                "iteration is trained again from its batch at the next start"
+            )

@@ -1,0 +1,161 @@
+"""What is used before it is committed: in which order it is committed, and what becomes of it when something fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from rlpipe.stages import behind as module
+from rlpipe.stages.behind import Behind, Published
+from rlpipe.store.artifacts import commit, find
+from rlpipe.store.backend import open_store
+from rlpipe.store.run import Run, create_or_continue
+from rlpipe.types import IterationRecord, Manifest, StoreError, UserError
+from tests.test_store_run import record_of, tiny
+
+MOMENT = "2026-03-04T05:06:07.000+00:00"
+FOLDER = "runs/a/rl/00000/policy"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return create_or_continue(tiny(open_store(f"file://{tmp_path}")))
+
+
+def manifest(stage: str = "policy", inputs: dict[str, str] | None = None, ended_at: str = MOMENT) -> Manifest:
+    return Manifest("a", "rl", 0, stage, inputs or {}, "0", {}, [], {}, 1, "x", MOMENT, ended_at)
+
+
+def record(run: Run) -> IterationRecord:
+    return record_of(run, 0, {}, {})
+
+
+def published(land: Callable[[], Awaitable[object]]) -> Published:
+    return Published("/nowhere", "", land)
+
+
+async def landed() -> None: ...
+
+
+async def test_what_is_pending_is_answered_and_is_committed_in_order_once_it_has_landed(run: Run) -> None:
+    behind, gate, order = Behind(run), asyncio.Event(), []
+    state = behind.publish("runs/a/rl/00000/state", manifest("state"), published(gate.wait))
+    policy = behind.publish(FOLDER, manifest(), published(gate.wait))
+    key = run.iteration_key(0)
+    behind.record(key, record(run))
+
+    async def last() -> None:
+        order.append([find(run.store, state.folder) is not None, find(run.store, FOLDER) is not None, run.store.exists(key)])
+
+    behind.then(last)
+    await asyncio.sleep(0.05)
+    assert run.policy(1) == (policy, manifest())
+    assert run.iteration(0) == record(run)
+    assert run.num_committed("rl", 5) == 0
+    assert behind.is_under_way(policy)
+    assert (near := behind.nearby(policy)) is not None and near.folder == FOLDER
+    assert behind.nearby(state) is None
+    assert find(run.store, state.folder) is None
+    gate.set()
+    await behind.landed()
+    assert order == [[True, True, True]]
+    assert find(run.store, FOLDER) == (policy, manifest())
+    assert run.num_committed("rl", 5) == 1
+    assert not run.pending.artifacts and not run.pending.records
+    assert not behind.is_under_way(policy)
+
+
+async def test_who_waits_for_one_artifact_waits_for_that_and_what_was_before_it(run: Run) -> None:
+    behind, first, second = Behind(run), asyncio.Event(), asyncio.Event()
+    state = behind.publish("runs/a/rl/00000/state", manifest("state"), published(first.wait))
+    policy = behind.publish(FOLDER, manifest(), published(second.wait))
+    waiting = asyncio.create_task(behind.committed([policy.sha256]))
+    await behind.committed(["of what was committed long ago"])
+    first.set()
+    await behind.committed([state.sha256])
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    second.set()
+    await waiting
+
+
+async def test_the_first_fault_ends_the_commits_and_is_raised_for_whoever_waits(run: Run) -> None:
+    behind, order = Behind(run), []
+
+    async def fails() -> None:
+        raise OSError("the store is away")
+
+    async def never() -> None:
+        order.append("never")
+
+    behind.check()
+    policy = behind.publish(FOLDER, manifest(), published(fails))
+    behind.record(run.iteration_key(0), record(run))
+    behind.then(never)
+    for wait in (behind.landed, lambda: behind.committed([policy.sha256]), behind.landed):
+        with pytest.raises(OSError, match="the store is away"):
+            await wait()
+    with pytest.raises(OSError, match="the store is away"):
+        behind.check()
+    assert find(run.store, FOLDER) is None
+    assert not run.store.exists(run.iteration_key(0))
+    assert order == []
+    await behind.close()
+
+
+async def test_a_commit_of_somebody_else_is_a_fault(run: Run) -> None:
+    behind = Behind(run)
+    commit(run.store, FOLDER, manifest(ended_at="2026-01-01T00:00:00.000+00:00"))
+    behind.publish(FOLDER, manifest(), published(landed))
+    with pytest.raises(StoreError, match="was committed by somebody else"):
+        await behind.landed()
+    behind = Behind(run)
+    behind.publish(FOLDER, manifest(inputs={"batch": "another"}), published(landed))
+    with pytest.raises(UserError, match="input batch"):
+        await behind.landed()
+    behind = Behind(run)
+    run.store.create(run.iteration_key(0), b"another one's")
+    behind.record(run.iteration_key(0), record(run))
+    with pytest.raises(StoreError, match=r"iteration\.json was committed by somebody else"):
+        await behind.landed()
+
+
+async def test_who_stops_waiting_ends_nothing(run: Run) -> None:
+    behind, gate = Behind(run), asyncio.Event()
+    policy = behind.publish(FOLDER, manifest(), published(gate.wait))
+    for wait in (behind.landed(), behind.committed([policy.sha256])):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(wait, 0.05)
+    gate.set()
+    await behind.landed()
+    assert find(run.store, FOLDER) is not None
+
+
+async def test_close_waits_for_what_is_under_way_but_not_for_ever(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    await Behind(run).close()
+    behind, gate = Behind(run), asyncio.Event()
+    behind.publish("runs/a/rl/00000/state", manifest("state"), published(gate.wait))
+    asyncio.get_running_loop().call_later(0.05, gate.set)
+    await behind.close()
+    assert find(run.store, "runs/a/rl/00000/state") is not None
+    monkeypatch.setattr(module, "CLOSE_S", 0.05)
+    behind = Behind(run)
+    behind.publish(FOLDER, manifest(), published(asyncio.Event().wait))
+    behind.record(run.iteration_key(0), record(run))
+    await behind.close()
+    with pytest.raises(asyncio.CancelledError):
+        await behind.landed()
+    assert find(run.store, FOLDER) is None
+    assert not run.store.exists(run.iteration_key(0))
+
+
+def test_another_process_sees_the_store_alone(run: Run) -> None:
+    async def publish() -> None:
+        Behind(run).publish(FOLDER, manifest(), published(asyncio.Event().wait))
+        assert run.artifact("rl", 0, "policy") is not None
+
+    asyncio.run(publish())
+    assert create_or_continue(run.config).artifact("rl", 0, "policy") is None
