@@ -8,14 +8,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NET = "10.9.8"
+BURST_BYTES = 256 * 1024  # of a throttled cable: more than the largest piece that the kernel hands over
 
 
 @dataclass(frozen=True)
 class Node:
-    """`inside` goes before a command that is to run on the node; who is elsewhere reaches it at `address`."""
+    """`inside` goes before a command that is to run on the node; who is elsewhere reaches it at `address`.
+
+    `ends`: of its cable, each a command's beginning and the device there; what is sent at the first end goes to the node. None on loopback.
+    """
 
     inside: tuple[str, ...]
     address: str
+    ends: tuple[tuple[tuple[str, ...], str], ...] = ()
+
+    def throttle(self, bytes_per_s: float) -> None:
+        """Its cable carries so much, both ways; 0: as much as the machine can."""
+        assert self.ends, "loopback has no cable"
+        rate = f"tbf rate {8 * bytes_per_s:.0f}bit burst {max(BURST_BYTES, bytes_per_s / 100):.0f} latency 50ms"
+        for inside, device in self.ends:
+            subprocess.run([*inside, "tc", "qdisc", "del", "dev", device, "root"], check=False, capture_output=True)
+            if bytes_per_s:
+                subprocess.run([*inside, "tc", "qdisc", "add", "dev", device, "root", *rate.split()], check=True)
 
 
 def unavailable() -> str:
@@ -40,7 +54,8 @@ def network(*names: str) -> Iterator[dict[str, Node]]:
         for index, name in enumerate(names, 1):
             holder = stack.enter_context(_namespace())
             _join(switch, holder, index)
-            nodes[name] = Node(_inside(holder), f"{NET}.{index}")
+            ends = (_inside(switch), f"port{index}"), (_inside(holder), "eth0")
+            nodes[name] = Node(_inside(holder), f"{NET}.{index}", ends)
         yield nodes
 
 

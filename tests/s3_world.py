@@ -19,9 +19,11 @@ from urllib.parse import urlsplit
 
 from rlpipe.processes.launch import free_port
 from rlpipe.store.backend import open_store
+from tests.network_world import Node
 
 START_TIMEOUT_S = 60
 HELD_MAX_S = 600  # longer than any client waits
+HERE = Node((), "127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,14 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[S3Server]:
+def serving(folder: Path, node: Node = HERE) -> Iterator[S3Server]:
     """A server whose files are in `folder`, and whose address and keys are in the environment meanwhile."""
     port = free_port()
-    process = _start_weed(folder, port)
+    process = _start_weed(folder, port, node)
     environment = {
         "AWS_ACCESS_KEY_ID": "test-key",
         "AWS_SECRET_ACCESS_KEY": "test-secret",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": f"http://{node.address}:{port}",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     before = {name: os.environ.get(name) for name in environment}
@@ -59,7 +61,7 @@ def serving(folder: Path) -> Iterator[S3Server]:
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
-def _start_weed(folder: Path, endpoint_port: int) -> subprocess.Popen[bytes]:
+def _start_weed(folder: Path, endpoint_port: int, node: Node) -> subprocess.Popen[bytes]:
     identity = {
         "name": "test",
         "credentials": [{"accessKey": "test-key", "secretKey": "test-secret"}],
@@ -69,7 +71,7 @@ def _start_weed(folder: Path, endpoint_port: int) -> subprocess.Popen[bytes]:
     ports = ["master", "volume", "filer"]
     options = [f"-{name}.port={free_port()}" for name in ports] + [f"-{name}.port.grpc={free_port()}" for name in ports]
     command = [
-        str(Path(sys.executable).parent / "weed"), "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+        *node.inside, str(Path(sys.executable).parent / "weed"), "mini", f"-dir={folder}", f"-ip={node.address}", f"-ip.bind={node.address}",
         f"-s3.port={endpoint_port}", f"-s3.port.grpc={free_port()}", f"-admin.port={free_port()}", f"-admin.port.grpc={free_port()}",
         "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
         f"-s3.config={folder}/s3.json", "-bucket=rlpipe", *options,

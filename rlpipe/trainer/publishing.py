@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,9 @@ log = logging.getLogger(__name__)
 SMALL_FILES = 8  # of at most a part, that are sent at the same time
 TRIES = 6  # of an upload, beside those that the store's client makes of each request
 WAIT_FIRST_S = 1.0  # before the second one, doubled each time
+BEGIN_S = 1.0  # after a save other nodes have begun to fetch it, if they do
+QUIET_S = 0.3  # between two fetches of one node
+GIVE_WAY_S = 120.0  # so long an upload leaves the cable to other nodes
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,49 @@ def upload(store: Store, disk: Path, publication: Publication) -> None:
         (disk / key).unlink(missing_ok=True)
 
 
+class Fetches:
+    """What other nodes fetch from this one now. Uploads give way to it: both take the cable of this node, and engines wait for theirs.
+
+    `begin_s`: how long after a save nobody may have begun yet. `going`: the files, or parts of them, that are being sent.
+    """
+
+    def __init__(self, begin_s: float) -> None:
+        self.going: set[object] = set()
+        self._begin_s = begin_s
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """One of them, for as long as the body takes."""
+        fetch = object()
+        with self._changed:
+            self.going.add(fetch)
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.going.discard(fetch)
+                self._changed.notify_all()
+
+    def give_way(self) -> None:
+        """Returns when other nodes have what they want of a save that was just published, after GIVE_WAY_S at the latest."""
+        deadline, quiet_s = time.monotonic() + GIVE_WAY_S, self._begin_s
+        with self._changed:
+            while self._changed.wait_for(lambda: bool(self.going), quiet_s):
+                if not self._changed.wait_for(lambda: not self.going, deadline - time.monotonic()):
+                    log.warning("an upload waited %g s for other nodes that fetch weights: it waits no longer", GIVE_WAY_S)
+                    self.going.clear()  # of a node that is gone nothing is heard for long: it holds up no other upload
+                    return
+                quiet_s = QUIET_S
+
+
 class Uploads:
     """The uploads of a gang, one after the other in a thread of rank 0. The newest is known by its attempt."""
 
-    def __init__(self, store: Store, disk: Path) -> None:
+    def __init__(self, store: Store, disk: Path, begin_s: float = 0.0) -> None:
         self.disk = disk
+        self.fetches = Fetches(begin_s)
         self._store = store
         self._newest: tuple[Publication, Future[None]] | None = None
         self._lock = threading.Lock()
@@ -86,6 +129,7 @@ class Uploads:
 
     def begin(self, publication: Publication) -> None:
         with self._lock:
+            self._thread.submit(self.fetches.give_way)
             self._newest = publication, self._thread.submit(self._upload, publication)
 
     def of(self, attempt: str) -> Future[None] | None:

@@ -14,9 +14,11 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 
 from rlpipe.config.secrecy import key_fits
@@ -36,7 +38,7 @@ from rlpipe.trainer.jobs import (
     job_of,
 )
 from rlpipe.trainer.process import TrainerOptions
-from rlpipe.trainer.publishing import Uploads
+from rlpipe.trainer.publishing import BEGIN_S, Fetches, Uploads
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import StepRefused, StoreError, UserError, is_key
 
@@ -168,7 +170,7 @@ class GangServer:
             is_published = False
         if not is_published:
             return web.json_response({"error": f"{key!r:.200} is not published here"}, status=404)
-        return web.FileResponse(path, chunk_size=FILE_CHUNK)
+        return FetchedFile(path, self.uploads.fetches)
 
     async def _await_upload(self, body: bytes) -> web.Response:
         """Answers when what a save published is in the store. Not resident: this gang has nothing of it."""
@@ -187,6 +189,18 @@ class GangServer:
             status = STATUS_STORE if isinstance(fault, OSError) else 500
             return web.json_response({"error": f"the upload failed: {fault}"}, status=status)
         return web.json_response({"result": {}})
+
+
+class FetchedFile(web.FileResponse):
+    """A published file, or a part of it; while it is sent, uploads give way."""
+
+    def __init__(self, path: Path, fetches: Fetches) -> None:
+        super().__init__(path, chunk_size=FILE_CHUNK)
+        self._fetches = fetches
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        with self._fetches.fetching():
+            return await super().prepare(request)
 
 
 def _refused(status: int, error: str) -> web.Response:
@@ -211,7 +225,9 @@ def main(argument: str) -> None:
     options = TrainerOptions.model_validate_json(argument)
     clear_scratch(options)
     gang = join_gang(options)
-    board, uploads = Board() if gang.rank == 0 else None, Uploads(gang.store, gang.published)
+    board = Board() if gang.rank == 0 else None
+    # of a gang that only this machine reaches, engines link what was published
+    uploads = Uploads(gang.store, gang.published, 0.0 if options.host in LOOPBACK else BEGIN_S)
     pulse = Pulse(gang, partial(end, board))
     if board is not None:
         board.nodes = pulse.nodes
