@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlpipe.engines.local.model import LocalModel, SlotCache
+from rlpipe.engines.local.model import LocalModel
 from rlpipe.models.causal import empty_model, hf_config, probe_tokens, restore_buffers, small_windows
 from rlpipe.models.small import small_config, small_model
 from rlpipe.store.local_copy import materialise
@@ -268,12 +268,12 @@ def test_logits_do_not_depend_on_the_neighbours(family: str, folder_of: Callable
         assert all(torch.equal(block.logits_RV[0], blocks[0].logits_RV[0]) for block in blocks)
         decoded = []
         for seed in range(3):
-            cache = SlotCache(model, 16, 64)
-            cache.kv_N2SHLD[:, :, :1, :, :32] = blocks[0].kv_N2RHPD[:, :, :1]
+            kv_N2SHLD = model.empty_slots(16, 64)
+            kv_N2SHLD[:, :, :1, :, :32] = blocks[0].kv_N2RHPD[:, :, :1]
             random = torch.Generator().manual_seed(seed)
             tokens_S, position_S = torch.randint(0, 90, (16,), generator=random), torch.randint(0, 60, (16,), generator=random)
             tokens_S[0], position_S[0] = 7, 20
-            decoded.append(model.decode(cache, tokens_S, position_S)[0])
+            decoded.append(model.decode(tokens_S, position_S, kv_N2SHLD)[0])
     assert all(torch.equal(logits_V, decoded[0]) for logits_V in decoded)
 
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, UntypedStorage
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
+from rlpipe.engines.local.recorded import Recorded
 from rlpipe.models.causal import MODEL_FAULTS, hf_config, small_windows
 from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_names
 from rlpipe.models.folder import folder_config
@@ -76,18 +77,16 @@ class PrefixBlock:
 
 
 class SlotCache:
-    """One row of keys and values per slot; every decode step writes each row at its own position and reads whole rows."""
+    """One row of keys and values per slot; a decode step writes each row at its own position and reads whole rows."""
 
-    def __init__(self, model: LocalModel, slots: int, bucket: int) -> None:
-        layers, _, _, heads, _, head_size = model.kv_shape
-        # zeros and not empty: a masked NaN still poisons a row, 0 * NaN = NaN
-        self.kv_N2SHLD = torch.zeros(layers, 2, slots, heads, bucket, head_size, dtype=model.lm.dtype, device=model.device)
-        self.rows_S = torch.arange(slots, device=model.device)
-        self.position_S = torch.zeros(slots, dtype=torch.long, device=model.device)
+    def __init__(self, kv_N2SHLD: Tensor, position_S: Tensor) -> None:
+        self.kv_N2SHLD = kv_N2SHLD
+        self.position_S = position_S
+        self.rows_S = torch.arange(position_S.shape[0], device=position_S.device)
 
     def update(self, key_SH1D: Tensor, value_SH1D: Tensor, layer_index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """What transformers calls in each layer of a decode step."""
-        keys_SHLD, values_SHLD = self.kv_N2SHLD[layer_index]
+        keys_SHLD, values_SHLD = self.kv_N2SHLD[layer_index, 0], self.kv_N2SHLD[layer_index, 1]
         keys_SHLD[self.rows_S, :, self.position_S] = key_SH1D[:, :, 0]
         values_SHLD[self.rows_S, :, self.position_S] = value_SH1D[:, :, 0]
         return keys_SHLD, values_SHLD
@@ -102,6 +101,7 @@ class LocalModel:
     def __init__(self, folder: str, device: str, requests_max: int = SLOTS_MAX) -> None:
         self.folder = folder
         self.requests_max = requests_max
+        self._passes: dict[tuple[int, ...], Recorded] = {}  # by shape
         self._sizes: list[tuple[UntypedStorage, int]] = []  # memory that was given back, and its bytes
         config = read_config(folder)
         text_config = config.get_text_config()
@@ -145,14 +145,14 @@ class LocalModel:
         with small_windows(self.lm.config):
             own_LV = self.lm(input_ids=torch.tensor([tokens], device=self.device)).logits[0].float()
             block = self.prefill([tokens[:PROVEN_PROMPT]], PROMPT_STEP)
-            cache = SlotCache(self, SLOTS_MIN, BUCKET_STEP)
-            cache.kv_N2SHLD[:, :, :1, :, :PROMPT_STEP] = block.kv_N2RHPD[:, :, :1]
+            kv_N2SHLD = self.empty_slots(SLOTS_MIN, BUCKET_STEP)
+            kv_N2SHLD[:, :, :1, :, :PROMPT_STEP] = block.kv_N2RHPD[:, :, :1]
             logits = [block.logits_RV[0]]
             for position in range(PROVEN_PROMPT, PROVEN_TOKENS):
                 tokens_S, position_S = (
                     torch.full((SLOTS_MIN,), value, device=self.device) for value in (tokens[position], position)
                 )
-                logits.append(self.decode(cache, tokens_S, position_S)[0])
+                logits.append(self._decode(tokens_S, position_S, kv_N2SHLD)[0])
         given_LV = torch.stack(logits)
         return float((given_LV.log_softmax(-1) - own_LV[PROVEN_PROMPT - 1 :].log_softmax(-1)).abs().mean())
 
@@ -186,6 +186,8 @@ class LocalModel:
     def _load(self, folder: str) -> None:
         # copies into the parameters that are there, so that memory stays flat over any number of reloads; tied names are not repeated
         self.lm.load_state_dict(read_checkpoint(Path(folder), self.lm), strict=False)
+        for recorded in self._passes.values():
+            recorded.weights_changed()
 
     def checksums(self) -> tuple[dict[str, str], str]:
         """sha256 of every tensor that serves, by name, and one over all of them."""
@@ -233,9 +235,19 @@ class LocalModel:
         )
         return output.logits, cache
 
-    def decode(self, cache: SlotCache, tokens_S: Tensor, position_S: Tensor) -> Tensor:
-        """Logits [S, V] after one more token per slot, written at `position_S`."""
-        cache.position_S = position_S
+    def empty_slots(self, slots: int, bucket: int) -> Tensor:
+        """Keys and values [N, 2, S, H, L, D] of slots that hold nothing."""
+        layers, _, _, heads, _, head_size = self.kv_shape
+        # zeros and not empty: a masked NaN still poisons a row, 0 * NaN = NaN
+        return torch.zeros(layers, 2, slots, heads, bucket, head_size, dtype=self.lm.dtype, device=self.device)
+
+    def decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor) -> Tensor:
+        """Logits [S, V] after one more token per slot, whose key and value are written at `position_S`."""
+        step = self._passes.setdefault(tuple(kv_N2SHLD.shape), Recorded(self._decode))
+        return step(tokens_S, position_S, kv_N2SHLD)
+
+    def _decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor) -> Tensor:
+        cache = SlotCache(kv_N2SHLD, position_S)
         key_L = torch.arange(cache.get_seq_length(), device=self.device)
         output = self.lm(
             input_ids=tokens_S[:, None],

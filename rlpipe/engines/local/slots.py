@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpipe.engines.local.model import LocalModel, PrefixBlock, SlotCache, round_up, slot_count
+from rlpipe.engines.local.model import LocalModel, PrefixBlock, round_up, slot_count
 from rlpipe.engines.local.protocol import SamplingJob
 
 VOCAB_STEP = 64  # with a multiple of 64, every row of the sampler starts on a vector's border
 GREEDY_BELOW = 1e-6
-# slots that are sampled together: with a large vocabulary, larger tensors would be new pages of the kernel every time, 4 times slower
-ROWS = 16
+ROWS_MIN, VALUES = 16, 1 << 17  # sampled together: larger tensors would be new pages of the kernel every time, 4 times slower
 TOP_K_OFF = 1 << 62
 SETTINGS = np.dtype([("seed", np.uint64), ("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64)])
 
@@ -29,7 +28,7 @@ class SlotPool:
         self.model = model
         self.bucket = bucket
         num_slots = slot_count(bucket, model.requests_max)
-        self.cache = SlotCache(model, num_slots, bucket)
+        self.kv_N2SHLD = model.empty_slots(num_slots, bucket)
         self.slots: dict[SamplingJob, int] = {}
         self.free = list(range(num_slots))
         padded_vocab = round_up(model.vocab_size + 1, VOCAB_STEP)  # +1: the bits of a logprob depend on this width
@@ -43,7 +42,7 @@ class SlotPool:
         assert padded <= self.bucket, "a prompt longer than its bucket"
         assert job not in self.slots and len(job.tokens) < job.sampling.max_new_tokens, f"{job.rid} has nothing left to sample"
         slot = self.slots[job] = self.free.pop()
-        self.cache.kv_N2SHLD[:, :, slot, :, :padded] = block.kv_N2RHPD[:, :, row]
+        self.kv_N2SHLD[:, :, slot, :, :padded] = block.kv_N2RHPD[:, :, row]
         self.logits_SV[slot, : self.model.vocab_size] = block.logits_RV[row]
         sampling = job.sampling
         top_k = sampling.top_k if sampling.top_k > 0 else TOP_K_OFF
@@ -78,7 +77,7 @@ class SlotPool:
         assert max(position) < self.bucket, "a row outgrew its bucket"
         device = self.model.device
         last_S, position_S = torch.tensor(last, device=device), torch.tensor(position, device=device)
-        self.logits_SV[:, : self.model.vocab_size] = self.model.decode(self.cache, last_S, position_S)
+        self.logits_SV[:, : self.model.vocab_size] = self.model.decode(last_S, position_S, self.kv_N2SHLD)
 
 
 def no_settings(num_slots: int) -> np.ndarray:
@@ -103,7 +102,8 @@ def _mix(x_S: np.ndarray) -> np.ndarray:
 def sample(logits_SV: Tensor, settings_S: np.ndarray, uniform_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and logprobs of all slots. Logprobs are of the temperature-scaled distribution, before top-k and top-p."""
     assert logits_SV.shape[0] == len(settings_S) == len(uniform_S) and logits_SV.dtype == torch.float32
-    borders = [(first, first + ROWS) for first in range(0, len(uniform_S), ROWS)]
+    rows = max(ROWS_MIN, VALUES // logits_SV.shape[1])
+    borders = [(first, first + rows) for first in range(0, len(uniform_S), rows)]
     parts = [_sample_rows(logits_SV[first:end], settings_S[first:end], uniform_S[first:end]) for first, end in borders]
     return np.concatenate([tokens for tokens, _ in parts]), np.concatenate([logprobs for _, logprobs in parts])
 
@@ -114,15 +114,16 @@ def _sample_rows(logits_SV: Tensor, settings_S: np.ndarray, uniform_S: np.ndarra
         torch.tensor(settings_S[name], device=device) for name in ("temperature", "top_p", "top_k")
     )
     greedy_S = temperature_S < GREEDY_BELOW
-    logprobs_SV = torch.log_softmax(logits_SV.double() / temperature_S.masked_fill(greedy_S, 1.0)[:, None], dim=-1)
-    probs_SV = logprobs_SV.exp()
+    probs_SV = torch.softmax(logits_SV.double() / temperature_S.masked_fill(greedy_S, 1.0)[:, None], dim=-1)
+    kept_SV = probs_SV
     if (settings_S["top_p"] < 1).any() or (settings_S["top_k"] < logits_SV.shape[1]).any():
-        probs_SV = _filtered(probs_SV, top_p_S, top_k_S)
-    cdf_SV = probs_SV.cumsum(-1)
+        kept_SV = _filtered(probs_SV, top_p_S, top_k_S)
+    cdf_SV = kept_SV.cumsum(-1)
     target_S1 = torch.from_numpy(uniform_S).to(device)[:, None] * cdf_SV[:, -1:]
-    drawn_S = (cdf_SV <= target_S1).sum(-1).clamp_(max=logits_SV.shape[1] - 1)
-    tokens_S = torch.where(greedy_S, logits_SV.argmax(-1), drawn_S)
-    chosen_S = logprobs_SV.gather(1, tokens_S[:, None])[:, 0]
+    tokens_S = torch.searchsorted(cdf_SV, target_S1, right=True)[:, 0].clamp_(max=logits_SV.shape[1] - 1)
+    if (settings_S["temperature"] < GREEDY_BELOW).any():
+        tokens_S = torch.where(greedy_S, logits_SV.argmax(-1), tokens_S)
+    chosen_S = probs_SV.gather(1, tokens_S[:, None])[:, 0].log()
     return tokens_S.cpu().numpy(), chosen_S.cpu().numpy()
 
 

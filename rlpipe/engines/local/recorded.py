@@ -1,0 +1,72 @@
+"""Forward passes recorded as graphs, so that a step of a small model is not spent in Python.
+
+A graph holds the very operations that the model's code called, in their order: its results have the same bits. That is proved on
+the data of a request, after every load of weights. A model whose code looks at values keeps running its code.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlpipe.models.causal import MODEL_FAULTS
+
+RECORD_AFTER = 32  # calls: to record costs about as much as a graph saves in as many
+
+
+class Recorded:
+    """A function of tensors of fixed shapes, which gives one tensor or a tuple, and may be called twice with the same ones."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._graph: Any = None
+        self._calls = 0
+        self.proven = False
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        # optimised, a graph would fuse operations, which gives other bits, and fold weights, which are loaded anew
+        with torch.jit.optimized_execution(False):
+            if self.proven:
+                return self._graph(*tensors)
+            outcome = self._function(*tensors)
+            self._calls += 1
+            if self._calls == RECORD_AFTER:
+                self._prove(tensors, outcome)
+            return outcome
+
+    def weights_changed(self) -> None:
+        """Its next call proves the graph again."""
+        if self._graph is not None:
+            self.proven, self._calls = False, RECORD_AFTER - 1
+
+    def _prove(self, tensors: tuple[Tensor, ...], expected: Any) -> None:
+        """Records the function if need be; the graph is used from now on if it gives the bits that are expected."""
+        try:
+            if self._graph is None:
+                with _ValuesUnseen():
+                    self._function(*tensors)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # shapes become numbers, which is what is wanted: they never change
+                    self._graph = torch.jit.trace(self._function, tensors, check_trace=False)
+            pairs = zip(_tuple(self._graph(*tensors)), _tuple(expected), strict=True)
+            self.proven = all(torch.equal(given, wanted) for given, wanted in pairs)
+        except MODEL_FAULTS:
+            self.proven = False
+
+
+class _ValuesUnseen(TorchDispatchMode):
+    """RuntimeError where a tensor's values become a number or a truth in Python: a graph would hold those of one call."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            raise RuntimeError(f"{func} looks at values")
+        return func(*args, **(kwargs or {}))
+
+
+def _tuple(outcome: Any) -> tuple[Tensor, ...]:
+    return outcome if isinstance(outcome, tuple) else (outcome,)

@@ -1,0 +1,67 @@
+"""A step that was recorded as a graph gives the bits of the model's own code, and only such a step is recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from rlpipe.engines.local import recorded
+from rlpipe.engines.local.model import LocalModel
+from rlpipe.engines.local.recorded import Recorded
+from rlpipe.models.small import small_config, small_model
+
+SLOTS, BUCKET = 16, 64
+
+
+@pytest.fixture(autouse=True)
+def early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "RECORD_AFTER", 2)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
+def test_a_recorded_step_has_the_same_bits_before_and_after_a_reload(family: str, tmp_path: Path) -> None:
+    """gemma3_text adds 1 to its norms' weights: a graph must not keep the sum."""
+    lm = small_model(small_config(AutoConfig.for_model(family)))
+    lm.save_pretrained(tmp_path / "a")
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.mul_(1.3).add_(0.01)
+    lm.save_pretrained(tmp_path / "b")
+    random = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        model = LocalModel(str(tmp_path / "a"), "cpu", 1)
+        kv_N2SHLD = model.empty_slots(SLOTS, BUCKET)
+
+        def check_steps() -> None:
+            for _ in range(4):
+                tokens_S = torch.randint(0, 90, (SLOTS,), generator=random)
+                position_S = torch.randint(0, BUCKET, (SLOTS,), generator=random)
+                given_SV = model.decode(tokens_S, position_S, kv_N2SHLD)
+                assert torch.equal(given_SV, model._decode(tokens_S, position_S, kv_N2SHLD))
+            assert [step.proven for step in model._passes.values()] == [True]
+
+        check_steps()
+        model.reload(str(tmp_path / "b"))
+        check_steps()
+        model.release()
+        model.resume()
+        check_steps()
+
+
+def test_what_looks_at_values_is_not_recorded() -> None:
+    step = Recorded(lambda numbers: numbers * 2 if numbers.max() > 5 else numbers)
+    for value in (1.0, 1.0, 1.0, 9.0):
+        assert step(torch.tensor([value])).tolist() == [18.0 if value == 9 else value] and not step.proven
+
+
+def test_a_graph_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = torch.jit.trace
+    monkeypatch.setattr(
+        torch.jit, "trace", lambda function, *inputs, **how: trace(lambda x: function(x) + 1e-6, *inputs, **how)
+    )
+    step = Recorded(lambda numbers: numbers * 2)
+    for _ in range(4):
+        assert step(torch.ones(3)).tolist() == [2.0] * 3 and not step.proven
