@@ -92,14 +92,19 @@ class PlayedHost:
 
 
 class Parts:
-    """Seconds of each part, and the most memory until its end."""
+    """Seconds of each part, those of this process's processors, and the most memory until its end."""
 
     def __init__(self) -> None:
-        self.began = self.at = time.perf_counter()
+        self.began = self.at = self.now()
+
+    @staticmethod
+    def now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
 
     def end(self, name: str) -> None:
-        now, most = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
-        print(f"{name:42s} {now - self.at:8.1f} s   {most:6.2f} GiB at most", flush=True)
+        now, most = self.now(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+        wall, used = (end - start for start, end in zip(self.at, now, strict=True))
+        print(f"{name:42s} {wall:8.1f} s   {used:8.1f} s of a processor   {most:6.2f} GiB at most", flush=True)
         self.at = now
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlpipe.config.source import read_config
-from rlpipe.engines.client import NOTHING_YET, Completion
+from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
 from rlpipe.records.columns import from_table, read_table, to_parquet, to_table
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
@@ -94,8 +94,8 @@ def test_a_carried_group_survives_the_store_and_goes_on_where_it_was() -> None:
     assert [row.as_prompt for row in rows] == [PROMPT] * 3
     assert [row.prompt_tokens.tolist() for row in rows] == [[5, 6]] * 3
     assert [prior_of(row, 16) for row in rows] == [
-        Completion([10, 11], [-0.5] * 2, "stop", [(8, 2)], "engine-0"),
-        Completion([10, 11, 12, 13, 14], [-0.5] * 5, "abort", [(8, 3), (9, 2)], "engine-0"),
+        Completion(tokens_of([10, 11]), logprobs_of([-0.5] * 2), "stop", [(8, 2)], "engine-0"),
+        Completion(tokens_of([10, 11, 12, 13, 14]), logprobs_of([-0.5] * 5), "abort", [(8, 3), (9, 2)], "engine-0"),
         NOTHING_YET,
     ]
     assert prior_of(rows[1], 5).finished  # a fork that allows fewer tokens has nothing left to sample

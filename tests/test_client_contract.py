@@ -12,7 +12,7 @@ import functools
 import shutil
 import signal
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,8 @@ from rlpipe.engines.client import (
     RequestRefused,
     SampleRequest,
     Sampling,
+    logprobs_of,
+    tokens_of,
 )
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
 from rlpipe.engines.protocols import client_of
@@ -137,11 +139,11 @@ async def sample(client: EngineClient, *requests: SampleRequest) -> list[Complet
     for completion, said in zip(completions, heard, strict=True):
         assert len(completion.rollout_logprobs) == len(completion.tokens) == sum(count for _, count in completion.spans)
         assert completion.engine == "engine-0"
-        assert (completion.tokens, completion.rollout_logprobs) == (said.tokens, said.logprobs)
+        assert (completion.tokens, completion.rollout_logprobs) == (tokens_of(said.tokens), logprobs_of(said.logprobs))
     return completions
 
 
-def assert_logprobs(logprobs: list[float], expected: torch.Tensor) -> None:
+def assert_logprobs(logprobs: Sequence[float | None], expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(logprobs, dtype=torch.float64), expected, atol=TOLERANCE, rtol=0)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.data.cursor import PromptCursor
-from rlpipe.engines.client import Completion
+from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.rewards.score import Score
 from rlpipe.stages.sampling import FLOOR, PassRate, chance, take_accepted, updated
@@ -120,7 +120,10 @@ class EvenPool(PlayedPool):
         self, groups: list[GroupRequest], on_group: OnGroup | None = None, enough: Any = None
     ) -> list[list[Completion]]:
         return [
-            [Completion([2 + each.seed % 50_000], [-1.0], "stop", [(self.version, 1)], "engine-0") for each in group.params]
+            [
+                Completion(tokens_of([2 + each.seed % 50_000]), logprobs_of([-1.0]), "stop", [(self.version, 1)], "engine-0")
+                for each in group.params
+            ]
             for group in groups
         ]
 

@@ -17,7 +17,8 @@ TIMEOUT_S = 0.5  # 25 ticks
 
 
 def check(completion: Completion, length: int, engine: str) -> None:
-    assert completion.tokens == text(length) and completion.rollout_logprobs == [-float(token) for token in text(length)]
+    assert completion.tokens.tolist() == text(length)
+    assert completion.rollout_logprobs.tolist() == [-float(token) for token in text(length)]
     assert (completion.finish_reason, completion.spans, completion.engine) == ("length", [(VERSION, length)], engine)
 
 

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
-from rlpipe.engines.client import Completion
+from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnRollout
 from rlpipe.environments.pool import EnvironmentFault
 from rlpipe.environments.protocol import Step
@@ -97,9 +97,8 @@ class PlayedPool:
         wanted = self.random.randint(1, 10)
         tokens = [self.token + index for index in range(min(room, wanted))]
         self.token += len(tokens)
-        rest = Completion(
-            tokens, [-float(token) for token in tokens], "stop" if wanted <= room else "length", [(0, len(tokens))], "e"
-        )
+        logprobs, reason = [-float(token) for token in tokens], "stop" if wanted <= room else "length"
+        rest = Completion(tokens_of(tokens), logprobs_of(logprobs), reason, [(0, len(tokens))], "e")
         return prior.then(rest)
 
     async def close(self) -> None: ...
@@ -439,7 +438,7 @@ def test_metrics_are_means_over_rollouts_and_none_without_an_environment() -> No
     told = {"turns_mean": 2.0, "environment_reward_mean": 1.0, "environment_calls_mean": 1.0}
     assert environment_metrics(rows) == told
     assert environment_metrics(rows[:1], names_from=rows) == told | {"turns_mean": 1.0, "environment_calls_mean": 0.0}
-    played = PlayedCompletion([1], [0.0], "stop", [(0, 1)], "e", [1], EnvironmentOutcome(0.0, 1, ""))
+    played = PlayedCompletion(tokens_of([1]), logprobs_of([0.0]), "stop", [(0, 1)], "e", [1], EnvironmentOutcome(0.0, 1, ""))
     assert played.finished and isinstance(played, Completion)
 
 

@@ -11,7 +11,7 @@ import pytest
 from flows.evaluate import version_to_evaluate
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
-from rlpipe.engines.client import Completion
+from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
@@ -49,7 +49,9 @@ class ToldPool:
 
     async def generate(self, groups: list[GroupRequest]) -> list[list[Completion]]:
         self.groups = groups
-        return [[Completion([5], [-0.5], "stop", [(0, 1)], "e") for _ in group.params] for group in groups]
+        return [
+            [Completion(tokens_of([5]), logprobs_of([-0.5]), "stop", [(0, 1)], "e") for _ in group.params] for group in groups
+        ]
 
     async def close(self) -> None: ...
 

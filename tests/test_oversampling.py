@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.cursor import PromptCursor
-from rlpipe.engines.client import Completion
+from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.records.prompt import Prompt
 from rlpipe.rewards.score import Score
@@ -121,7 +121,8 @@ class PlayedPool:
             spans.append((self.version, 1))
         reason = "stop" if self.random.random() < 0.3 else "abort"
         reason = "length" if reason == "abort" and len(tokens) == tokens_max else reason
-        return Completion(tokens, [*completion.rollout_logprobs, -float(self.token)], reason, spans, "engine-0")
+        logprobs = [*completion.rollout_logprobs, -float(self.token)]
+        return Completion(tokens_of(tokens), logprobs_of(logprobs), reason, spans, "engine-0")
 
     async def close(self) -> None: ...
 

@@ -19,6 +19,8 @@ from rlpipe.engines.client import (
     SampleRequest,
     Sampling,
     cut_short,
+    logprobs_of,
+    tokens_of,
 )
 from rlpipe.engines.fleet import Host
 from rlpipe.engines.pool import EnginePool, GroupRequest, NextTurn
@@ -46,7 +48,7 @@ class Played(EngineClient):
         self.most = max(self.most, self.now)
         await asyncio.sleep(self.seconds)
         self.now -= 1
-        return Completion([7], [-0.5], "length", [(1, 1)], self.name)
+        return Completion(tokens_of([7]), logprobs_of([-0.5]), "length", [(1, 1)], self.name)
 
     async def score(self, tokens: list[int], num_scored: int) -> list[float]:
         raise NotImplementedError
@@ -134,14 +136,14 @@ async def test_what_on_rollout_returns_is_the_rollout_s_next_turn_where_it_was()
         turns.append((number, index))
         if index or turns.count((number, index)) == 3:
             return None
-        said = Completion([5, 6], [0.0, 0.0], "abort", [(1, 2)], completion.engine)
+        said = Completion(tokens_of([5, 6]), logprobs_of([0.0, 0.0]), "abort", [(1, 2)], completion.engine)
         return wanted[number].params[index], replace(completion, finish_reason="abort").then(said)
 
     done = await pool.generate(wanted, on_rollout=on_rollout)
     assert Counter(turns) == {(number, index): 1 if index else 3 for number in range(6) for index in (0, 1)}
     for first, second in done:
-        assert first.tokens == [7, 5, 6, 7, 5, 6, 7] and first.spans == [(1, 7)]
-        assert second.tokens == [7]
+        assert first.tokens.tolist() == [7, 5, 6, 7, 5, 6, 7] and first.spans == [(1, 7)]
+        assert second.tokens.tolist() == [7]
 
 
 async def test_an_engine_that_refuses_to_abort_is_asked_once_and_named(caplog: pytest.LogCaptureFixture) -> None:

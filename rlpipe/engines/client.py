@@ -11,16 +11,17 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, ClassVar
 
 import aiohttp
-import orjson
+import numpy as np
 
-from rlpipe.services.calls import http_call, http_stream
+from rlpipe.services.calls import http_call, http_stream, json_events
 from rlpipe.types import EngineError
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ INFO_TIMEOUT_S = 5.0
 MESSAGE_CHARS_MAX = 1000
 ABORT_ANSWER_S = 5.0  # for what a request that is given up has
 ABORT_AGAIN_S = 0.2  # a request may reach the engine after the abort: it is repeated until it has answered
-EVENT, LAST_EVENT = b"data: ", b"data: [DONE]"
 
 
 class EngineUnavailable(EngineError):
@@ -70,10 +70,13 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled for one rollout. `spans`: (weight version, number of tokens) in order; they add up to the tokens."""
+    """What was sampled for one rollout. `spans`: (weight version, number of tokens) in order; they add up to the tokens.
 
-    tokens: list[int]
-    rollout_logprobs: list[float]  # of the temperature-scaled distribution
+    Tokens and logprobs are packed, as `tokens_of` and `logprobs_of` make them: as lists they would take eight times the memory.
+    """
+
+    tokens: array[int]  # int32
+    rollout_logprobs: array[float]  # float32, of the temperature-scaled distribution
     finish_reason: str  # "stop", "length" or "abort" (cut short: `tokens` is what there was); more in an environment
     spans: list[tuple[int, int]]
     engine: str  # the name of the engine that sampled last; empty when nothing was sampled yet
@@ -91,7 +94,17 @@ class Completion:
         return Completion(self.tokens + rest.tokens, logprobs, rest.finish_reason, spans, engine)
 
 
-NOTHING_YET = Completion([], [], "abort", [], "")
+def tokens_of(tokens: Sequence[int] | np.ndarray) -> array[int]:
+    """The tokens, packed."""
+    return array("i", np.asarray(tokens, np.int32).tobytes())
+
+
+def logprobs_of(logprobs: Sequence[float | None] | np.ndarray) -> array[float]:
+    """The logprobs, packed. A NaN comes as null, and is NaN here too."""
+    return array("f", np.asarray(logprobs, np.float32).tobytes())
+
+
+NOTHING_YET = Completion(tokens_of([]), logprobs_of([]), "abort", [], "")
 
 
 @dataclass(eq=False)
@@ -100,13 +113,17 @@ class Heard:
 
     on_tokens: Callable[[], None] = lambda: None
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
 
-    def add(self, tokens: list[int], logprobs: list[float]) -> None:
+    def add(self, tokens: list[int], logprobs: list[float | None]) -> None:
         assert len(tokens) == len(logprobs), "every token comes with its logprob"
         self.tokens += tokens
         self.logprobs += logprobs
         self.on_tokens()
+
+    def completion(self, finish_reason: str, spans: list[tuple[int, int]], engine: str) -> Completion:
+        """What was said, packed."""
+        return Completion(tokens_of(self.tokens), logprobs_of(self.logprobs), finish_reason, spans, engine)
 
 
 @dataclass(eq=False)
@@ -185,23 +202,21 @@ class EngineClient(ABC):
             raise self._fault(path, status, answer.decode(errors="replace"))
         return answer
 
-    async def events(self, path: str, body: object) -> AsyncGenerator[Any]:
-        """What one POST answers, event by event, as server-sent JSON. There is no deadline after the connection is made."""
+    async def events(self, path: str, body: object) -> AsyncGenerator[Iterator[Any]]:
+        """What one POST answers as server-sent JSON, as `json_events` has it. There is no deadline after the connection is made."""
         try:
             async with http_stream(self.session, self.url + path, self.api_key, body, CONTROL_TIMEOUT_S) as response:
                 if response.status >= 400:
                     raise self._fault(path, response.status, await response.text(errors="replace"))
-                unread = b""
-                async for part in response.content.iter_any():
-                    *lines, unread = (unread + part).split(b"\n")
-                    for line in lines:
-                        if line.startswith(EVENT) and line != LAST_EVENT:
-                            event = orjson.loads(line[len(EVENT) :])
-                            if "error" in event:  # too late for a status
-                                raise self._fault(path, int(event["error"].get("code") or 500), str(event["error"]))
-                            yield event
+                async for events in json_events(response):
+                    yield (self._checked(path, event) for event in events)
         except ConnectionError as error:
             raise EngineUnavailable(str(error)) from error
+
+    def _checked(self, path: str, event: Any) -> Any:
+        if "error" in event:  # too late for a status
+            raise self._fault(path, int(event["error"].get("code") or 500), str(event["error"]))
+        return event
 
     def _fault(self, path: str, status: int, answer: str) -> EngineError:
         message = f"{self.url}{path} answered {status}: {answer[:MESSAGE_CHARS_MAX]}"
@@ -263,7 +278,7 @@ async def ask(
         return NOTHING_YET, fault
     # it was proved to serve this version before it was asked
     spans = [(version, len(heard.tokens))]
-    return Completion([*heard.tokens], [*heard.logprobs], "abort", spans, client.name), fault
+    return heard.completion("abort", spans, client.name), fault
 
 
 async def cut_short(client: EngineClient, request_id: str, enough: asyncio.Event) -> None:

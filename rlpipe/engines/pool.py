@@ -235,4 +235,6 @@ def _request(group: GroupRequest, params: Sampling, prior: Completion, so_far: C
     gained = len(so_far.tokens) - len(prior.tokens)
     seed = rollout_seed(params.seed, "rest", gained) if gained else params.seed
     # random: the same rollout may still run on an engine that was given up; equal lengths: no id is a prefix of another
-    return SampleRequest(uuid.uuid4().hex, group.prompt_tokens + so_far.tokens, replace(params, max_new_tokens=left, seed=seed))
+    return SampleRequest(
+        uuid.uuid4().hex, group.prompt_tokens + so_far.tokens.tolist(), replace(params, max_new_tokens=left, seed=seed)
+    )

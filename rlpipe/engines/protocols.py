@@ -96,12 +96,13 @@ class SglangClient(EngineClient):
             order.answer.add_done_callback(left)
 
     async def _stream(self, batch: list[Order]) -> None:
-        async with contextlib.aclosing(self.events("/generate", self._body(batch))) as events:
-            async for event in events:
-                order = batch[event.get("index", 0)]
-                completion = self._hear(event, order.heard)
-                if completion is not None and not order.answer.done():
-                    order.answer.set_result(completion)
+        async with contextlib.aclosing(self.events("/generate", self._body(batch))) as parts:
+            async for events in parts:
+                for event in events:
+                    order = batch[event.get("index", 0)]
+                    completion = self._hear(event, order.heard)
+                    if completion is not None and not order.answer.done():
+                        order.answer.set_result(completion)
 
     def _body(self, batch: list[Order]) -> object:
         params = [asdict(order.request.params) for order in batch]
@@ -132,7 +133,7 @@ class SglangClient(EngineClient):
             if span["start"] < min(span["end"], num_tokens)
         ]
         assert sum(count for _, count in spans) == num_tokens, f"{self.url}: spans {spans} of {num_tokens} tokens"
-        return Completion(heard.tokens, heard.logprobs, reason["type"], spans, self.name)
+        return heard.completion(reason["type"], spans, self.name)
 
     async def score(self, tokens: list[int], num_scored: int) -> list[float]:
         body = {
@@ -195,12 +196,13 @@ class VllmClient(EngineClient):
         params = {"max_tokens": fields.pop("max_new_tokens"), **fields, "logprobs": 0}
         body = {**_body(request.request_id, request.tokens, params), "stream": True}
         choice: Any = {}
-        async with contextlib.aclosing(self.events(GENERATE, body)) as events:
-            async for event in events:
-                choice = event["choices"][0]
-                tokens, scored = choice["token_ids"] or [], (choice["logprobs"] or {"content": []})["content"]
-                assert [entry["token_id"] for entry in scored] == tokens, f"{self.url}: logprobs and tokens differ"
-                heard.add(tokens, [entry["logprob"] for entry in scored])
+        async with contextlib.aclosing(self.events(GENERATE, body)) as parts:
+            async for events in parts:
+                for event in events:
+                    choice = event["choices"][0]
+                    tokens, scored = choice["token_ids"] or [], (choice["logprobs"] or {"content": []})["content"]
+                    assert [entry["token_id"] for entry in scored] == tokens, f"{self.url}: logprobs and tokens differ"
+                    heard.add(tokens, [entry["logprob"] for entry in scored])
         num_tokens, reason = len(heard.tokens), choice.get("finish_reason")
         if reason is None:
             raise EngineUnavailable(f"{self.url} ended its answer too early")
@@ -212,7 +214,7 @@ class VllmClient(EngineClient):
             )
         spans = [(self._version(span["version"]), span["end"] - span["start"]) for span in choice["weight_versions"] or []]
         assert sum(count for _, count in spans) == num_tokens, f"spans {spans} of {num_tokens} tokens"
-        return Completion(heard.tokens, heard.logprobs, reason, spans, self.name)
+        return heard.completion(reason, spans, self.name)
 
     async def score(self, tokens: list[int], num_scored: int) -> list[float]:
         # one token has to be sampled; prompt_logprobs are never taken from the prefix cache

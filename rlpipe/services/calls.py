@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
+import orjson
 
 KEEPALIVE_S = 2.0
+EVENT, LAST_EVENT = b"data: ", b"data: [DONE]"
 
 
 def new_session() -> aiohttp.ClientSession:
@@ -51,6 +53,17 @@ async def http_stream(
             yield response
     except (aiohttp.ClientError, OSError) as error:
         raise ConnectionError(f"{url}: {type(error).__name__} {error}") from error
+
+
+async def json_events(response: aiohttp.ClientResponse) -> AsyncGenerator[Iterator[Any]]:
+    """The server-sent events of an answer as JSON: what came together at a time, to be read before the next is asked for.
+
+    Each is parsed when it is read: many that are there at once would keep the garbage collector busy.
+    """
+    unread = b""
+    async for part in response.content.iter_any():
+        *lines, unread = (unread + part).split(b"\n")
+        yield (orjson.loads(line[len(EVENT) :]) for line in lines if line.startswith(EVENT) and line != LAST_EVENT)
 
 
 def json_of(url: str, status: int, content: bytes) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlpipe.algorithms.steps import step_ranges
 from rlpipe.config.training import RlConfig
-from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
+from rlpipe.engines.client import NOTHING_YET, Completion, Sampling, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
@@ -177,7 +177,7 @@ def rollouts_of(
                 rollout_index=index,
                 prompt=str(prompt.messages[-1]["content"]),
                 prompt_tokens=prompt.prompt_tokens,
-                completion=session.tokenizer.decode(completion.tokens),
+                completion=session.tokenizer.decode(completion.tokens.tolist()),
                 completion_tokens=np.array(completion.tokens, dtype=np.int32),
                 loss_mask=mask,
                 rollout_logprobs=np.array(completion.rollout_logprobs, dtype=np.float32),
@@ -201,11 +201,11 @@ def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bo
 
 def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:
     """What there is already of a carried rollout. One that has all its tokens is finished (a fork may allow fewer)."""
-    tokens, reason = carried.completion_tokens.tolist(), carried.finish_reason
+    tokens, reason = tokens_of(carried.completion_tokens), carried.finish_reason
     if reason == CUT_SHORT and len(tokens) >= tokens_max:
         reason = TRUNCATED
     spans = [(span.version, span.num_tokens) for span in carried.weight_versions]
-    return Completion(tokens, carried.rollout_logprobs.tolist(), reason, spans, carried.engine)
+    return Completion(tokens, logprobs_of(carried.rollout_logprobs), reason, spans, carried.engine)
 
 
 async def _survivors(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlpipe.engines.client import NOTHING_YET, Completion
+from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, NextTurn
 from rlpipe.environments.pool import EnvironmentFault, RemoteEnvironment
 from rlpipe.records.prompt import Message, Prompt
@@ -57,7 +57,7 @@ class Turns:
         self.completion = longer
         if longer.finish_reason == "stop":
             try:
-                await self._answer(self.session.tokenizer.decode(longer.tokens[before:]))
+                await self._answer(self.session.tokenizer.decode(longer.tokens[before:].tolist()))
             except EnvironmentFault as fault:
                 self._end("fault")
                 self.fault = fault.reason
@@ -83,7 +83,9 @@ class Turns:
         if len(self.completion.tokens) + len(answer) >= self.tokens_max:  # the policy would have no token left to go on with
             return self._end("length")
         version, _ = self.completion.spans[-1]
-        said = Completion(answer, [0.0] * len(answer), CUT_SHORT, [(version, len(answer))], self.completion.engine)
+        said = Completion(
+            tokens_of(answer), logprobs_of([0.0] * len(answer)), CUT_SHORT, [(version, len(answer))], self.completion.engine
+        )
         self.completion = self.completion.then(said)
         self.policy_mask += [0] * len(answer)
         return None
