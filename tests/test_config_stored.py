@@ -99,7 +99,7 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
     stored = stored_tree(config)
     newer: dict[str, JsonDict] = {  # what came since
         "tracking": {"project": "rlpipe"},
-        "trainer": {"deployment": "", "split_over": "gang"},
+        "trainer": {"deployment": "", "split_over": "gang", "context_ranks": 1},
         "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False},
         "rl": {"reference": "", "overlap": "none"},
         "checkpoint": {"full_every": 1, "keep_states": 0, "keep_policies_last": 0, "keep_policies_every": 0},

@@ -15,6 +15,7 @@ from rlpipe.types import UserError
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "flows" / "presets"
 GPUS = ["model.dtype=bfloat16", "trainer.gpu_ids=[0]", "engines.kind=sglang", "engines.count=1"]
+FOUR = ["trainer.ranks=4", "trainer.gpu_ids=[0,1,2,3]"]
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,9 @@ GPUS = ["model.dtype=bfloat16", "trainer.gpu_ids=[0]", "engines.kind=sglang", "e
     [
         (["trainer.ranks=8", "trainer.gpu_ids=[0,1,2,3]"], "trainer.ranks=8: .*set trainer.ranks = 4"),
         (["trainer.gpu_ids=[0,1,2,3,4,5,6,7]"], "trainer.ranks=1: .*set trainer.ranks = 8"),
+        ([*FOUR, "trainer.context_ranks=3"], "trainer.context_ranks=3: .*trainer.ranks=4; set it to 1 or 2 or 4"),
+        ([*FOUR, "trainer.context_ranks=2", "trainer.tokens_max=64", "model.context_tokens_max=200"],
+         "trainer.tokens_max=64: .*is shared by trainer.context_ranks=2 of them; set trainer.tokens_max = 100 or more"),
         (["engines.count=8", "engines.gpu_ids=[4,5,6,7]"], "engines.count=8: 4 GPUs .*set engines.count = 4"),
         (["engines.count=4", "engines.gpu_ids=[1,2]"], "engines.count=4: 2 GPUs .*set engines.count = 2"),
         (["engines.count=2", "engines.gpu_ids=[1,2,3]"], "engines.count=2: 3 GPUs .*set engines.count = 1"),

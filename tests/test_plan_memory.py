@@ -76,6 +76,20 @@ def test_a_checkpoint_a_layer_is_what_recomputed_activations_take() -> None:
     assert kept > recomputed + 2 * (more - recomputed)
 
 
+def test_ranks_that_share_rows_are_counted_with_their_share() -> None:
+    few = hf_config({**QWEN3_8B, "num_hidden_layers": 3})
+
+    def growth(ranks: int) -> int:
+        """Bytes that twice the tokens take more: gradients and a chunk of logits are whole however many share."""
+        short, long = (trial.microbatch_bytes(few, torch.bfloat16, 1, length, False, ranks) for length in (16384, 32768))
+        assert short is not None and long is not None
+        return long - short
+
+    assert 0.1 * growth(1) < growth(4) < 0.3 * growth(1)
+    with pytest.raises(UserError, match=r"the 32 attention heads .*; use 1 or 2"):
+        trial.microbatch_bytes(few, torch.bfloat16, 1, 16384, True, 3)
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_the_estimate_is_near_to_what_a_step_takes(recomputed: bool, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.memory_of_a_step", str(tmp_path), str(int(recomputed)), json.dumps(MEASURED)]
@@ -97,6 +111,11 @@ def test_the_lines_of_a_plan_add_up() -> None:
     with_kl = read_config("multi-node", ["rl.kl=loss", "rl.kl_coef=0.01"], PRESETS)
     _, training, _ = memory_lines(with_kl, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB))
     assert "gradients and optimizer, and of the reference, 18.00 + gathered" in training  # 2 bytes a parameter, of 16 ranks
+    sharing = read_config("multi-node", ["trainer.context_ranks=2"], PRESETS)
+    assert (
+        "a microbatch of 16384 tokens of rows that 2 ranks share 3.00"
+        in memory_lines(sharing, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB))[1]
+    )
     assert "tokens not known" in memory_lines(config, ModelSizes(16, 1, 1, 1, None))[1]
 
 

@@ -279,10 +279,10 @@ def test_the_gang_ends_with_its_parent(gang: GangUnderTest) -> None:
     assert not alive
 
 
-def run_ranks(program: str, ranks: int, folder: Path) -> None:
+def run_ranks(program: str, ranks: int, folder: Path, *arguments: str) -> None:
     """A program of the tests under torchrun."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", program]
-    done = subprocess.run([*launch, str(folder)], capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run([*launch, str(folder), *arguments], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -290,6 +290,23 @@ def test_no_rank_keeps_a_whole_gradient(tmp_path: Path) -> None:
     run_ranks("tests.ranks_of_a_step", 2, tmp_path)
     told = json.loads((tmp_path / "kept.json").read_text())
     assert told["ranks"] == 2 and told["microbatches"] > 1 and told["kept"] == [0] * told["microbatches"], told
+
+
+def test_ranks_that_share_rows_do_what_each_does_with_its_own(tmp_path: Path) -> None:
+    """2 and 4 of them, of 4: gradients, weights and every metric of two steps, with a reference and with an objective over whole sequences."""
+    run_ranks("tests.ranks_of_a_team", 4, tmp_path, "qwen3:ppo,gspo", "gemma3_text:sft")
+    entries = json.loads((tmp_path / "team.json").read_text())
+    assert [entry["ranks"] for entry in entries] == [2, 4] * 3
+    for entry in entries:
+        assert entry["rows"] == "SHARED" and entry["moments"] < 5e-6 and entry["weights"] < 2e-5, entry
+        for metric in set(entry["alone"]) - {
+            "train_s",
+            "train/packing_efficiency",
+            "train/peak_memory_gib",
+            "losses",
+            "first_step",
+        }:
+            assert entry["metrics"][metric] == pytest.approx(entry["alone"][metric], rel=1e-5, abs=1e-6), metric
 
 
 def test_every_rank_reads_its_own_rows_and_no_more(tmp_path: Path) -> None:

@@ -181,6 +181,17 @@ def test_a_sequence_that_does_not_fit_is_named() -> None:
     assert plan_step([], 2, 64) == [[], []]
     with pytest.raises(UserError, match=r"a sequence has 301 tokens, trainer\.tokens_max=300; set trainer\.tokens_max to 301"):
         plan_step([301], 1, 300)
+    with pytest.raises(
+        UserError, match=r"601 tokens, .*=300 and trainer\.context_ranks=2 ranks share a row; set trainer\.tokens_max to 301"
+    ):
+        plan_step([601], 4, 300, context_ranks=2)
+
+
+def test_ranks_that_share_rows_have_one_plan() -> None:
+    lengths = [150, 90, 80, 40, 7]
+    plans = plan_step(lengths, 4, 100, context_ranks=2)
+    assert plans[0] == plans[1] and plans[2] == plans[3]
+    assert plans[::2] == plan_step(lengths, 2, 200)
 
 
 @given(count=st.integers(1, 30), batch_size=st.integers(1, 40), seed=st.integers(0, 9))

@@ -88,11 +88,22 @@ class TrainerConfig(ServiceConfig):
 
     ranks: int = Field(default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)")
     tokens_max: int = Field(default=4096, ge=64, le=TOKENS_MAX, description="Tokens of a microbatch, per rank")
+    context_ranks: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Ranks of one node that share each row, for rows longer than one holds: a row may have context_ranks x tokens_max tokens",
+    )
     activation_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass: less memory")
     split_over: Literal["gang", "node"] = Field(
         default="gang",
         description="Over what weights, gradients and moments are split. node: every node holds a whole copy, and only gradients cross between nodes",
     )
+
+    @property
+    def row_tokens_max(self) -> int:
+        """Tokens of the longest row: those of a microbatch of all ranks that share it."""
+        return self.tokens_max * self.context_ranks
 
     @property
     def copies(self) -> int:

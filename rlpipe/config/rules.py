@@ -245,10 +245,14 @@ def broken_layout(config: PipelineConfig) -> Iterator[str]:
             f"model.dtype is not given: on GPUs {model.dtype} takes twice the memory of bfloat16 and several times its time; set "
             "model.dtype = 'bfloat16' (a run that has begun keeps what it has: 'float32' if it was never given)"
         )
-    if trainer.tokens_max < model.context_tokens_max:
+    if trainer.ranks % trainer.context_ranks:
+        fitting = [str(count) for count in range(2, trainer.ranks + 1) if trainer.ranks % count == 0]
+        yield f"{trainer.context_ranks=}: ranks that share rows are of one node, which has {trainer.ranks=}; set it to {' or '.join(['1', *fitting])}"
+    elif trainer.row_tokens_max < model.context_tokens_max:
+        shared = f"is shared by {trainer.context_ranks=} of them" if trainer.context_ranks > 1 else "is never split"
         yield (
-            f"{trainer.tokens_max=}: a sequence may have {model.context_tokens_max=} tokens, and is never split; "
-            f"set trainer.tokens_max = {model.context_tokens_max} or more"
+            f"{trainer.tokens_max=}: of each rank; a sequence may have {model.context_tokens_max=} tokens, and {shared}; set trainer.tokens_max = "
+            f"{-(-model.context_tokens_max // trainer.context_ranks)} or more, or let more ranks share a row (trainer.context_ranks)"
         )
 
 

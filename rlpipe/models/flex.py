@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from rlpipe.types import UserError
 
 FLEX = "rlpipe_flex_attention"  # transformers asks a family whether it supports what has flex_attention in its name
+TEAM = "rlpipe_team_"  # before the name of an attention whose rows are shared by ranks (team.py)
 BLOCK = 128
 # a kernel for each of: one row or several, one block or several, with or without gradient; for a policy, its reference and the proofs
 KERNELS_MAX = 64
@@ -28,15 +29,21 @@ KERNELS_MAX = 64
 
 def use_flex(lm: Any) -> None:
     """From here on `lm` computes its attention by flex_attention. UserError naming a family whose code does not support it."""
-    if not (lm._supports_flex_attn and lm._can_set_attn_implementation()):
+    if not supports_flex(lm):
         raise UserError(f"model config: {lm.config.model_type} does not support flex_attention")
-    lm._before_flex = lm.config._attn_implementation
-    lm.set_attn_implementation(FLEX)
+    before = lm.config._attn_implementation
+    lm._before_flex = before
+    choose_attention(lm, TEAM + FLEX if before.startswith(TEAM) else FLEX)
+
+
+def supports_flex(lm: Any) -> bool:
+    """Whether its family's code does."""
+    return lm._supports_flex_attn and lm._can_set_attn_implementation()
 
 
 def uses_flex(lm: Any) -> bool:
     """Whether it does."""
-    return lm.config.get_text_config()._attn_implementation == FLEX
+    return lm.config.get_text_config()._attn_implementation.endswith(FLEX)
 
 
 def leave_flex(lm: Any) -> None:
@@ -45,16 +52,25 @@ def leave_flex(lm: Any) -> None:
         lm.set_attn_implementation(lm._before_flex)
 
 
+def choose_attention(lm: Any, name: str) -> None:
+    """From here on `lm` computes its attention by that name; what its own is stays known."""
+    if not hasattr(lm, "_own_attention"):
+        lm._own_attention = lm.config._attn_implementation
+    lm.set_attn_implementation(name)
+
+
 @contextlib.contextmanager
 def own_attention(lm: Any) -> Iterator[None]:
-    """Meanwhile `lm` computes its attention as it does without flex_attention."""
-    flex = uses_flex(lm)
-    leave_flex(lm)
+    """Meanwhile `lm` computes its attention as its own code does."""
+    chosen = lm.config._attn_implementation
+    own = getattr(lm, "_own_attention", chosen)
+    if own != chosen:
+        lm.set_attn_implementation(own)
     try:
         yield
     finally:
-        if flex:
-            use_flex(lm)
+        if own != chosen:
+            lm.set_attn_implementation(chosen)
 
 
 def texts_of(positions_RL: Tensor) -> Tensor:

@@ -50,16 +50,17 @@ class Masks:
         masks = {kind: self._form((seen if seen_RQK is None else seen & seen_RQK)[:, None]) for kind, seen in visible.items()}
         return masks if self.named else masks[self.kinds[0]]
 
-    def of_rows(self, positions_RL: Tensor, branch_RL: Tensor | None, branches: int) -> AttentionMask:
-        """That of rows of texts. Where they branch, a token sees those before it in its own branch, and in the branch 0 of its text.
+    @property
+    def whole(self) -> bool:
+        """Whether all layers see all that comes before in a text: rows of one text each need no mask."""
+        return self.kinds == [FULL]
 
-        Without branches there is one of blocks; of L x L a model makes it itself.
-        """
+    def of_rows(self, positions_RL: Tensor, branch_RL: Tensor | None, branches: int) -> AttentionMask:
+        """That of rows of texts. Where they branch, a token sees those before it in its own branch, and in the branch 0 of its text."""
+        own_RL = texts_of(positions_RL) * branches if branch_RL is None else branch_RL
         if not self._flex:
-            assert branch_RL is not None, "the model makes the mask"
-            return self.of(positions_RL[:, :, None], positions_RL[:, None, :], own_branch(branch_RL, branches))
-        own_RL = texts_of(positions_RL) if branch_RL is None else branch_RL
-        root_RL = own_RL if branch_RL is None else branch_RL // branches * branches
+            return self.of(positions_RL[:, :, None], positions_RL[:, None, :], own_branch(own_RL, branches))
+        root_RL = own_RL // branches * branches
         masks = {kind: block_mask(own_RL, root_RL, positions_RL, self._first(kind, positions_RL)) for kind in self.kinds}
         return masks if self.named else masks[self.kinds[0]]
 

@@ -37,12 +37,13 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     sharded, gathered, microbatch = (part / GIB for part in training_bytes(config, sizes))
     reference = ", and of the reference," if config.rl.kl != "none" else ""
     how = "recomputed" if trainer.activation_checkpointing else "kept"
+    slices = f" of rows that {trainer.context_ranks} ranks share" if trainer.context_ranks > 1 else ""
     activations = "not known" if sizes.microbatch is None else f"{microbatch:.2f}"
     return [
         *adapter_lines(sizes, BYTES[dtype]),
         f"model: {sizes.parameters / 1e6:,.1f}M parameters, {dtype}",
         f"memory per training rank, estimated: its rows of weights, gradients and optimizer{reference} {sharded:.2f} + gathered layers {gathered:.2f}"
-        f" + a microbatch of {trainer.tokens_max} tokens {activations} (activations are {how}) = {sharded + gathered + microbatch:.2f} GiB",
+        f" + a microbatch of {trainer.tokens_max} tokens{slices} {activations} (activations are {how}) = {sharded + gathered + microbatch:.2f} GiB",
         *([_engine_line(config, sizes), *_colocated_lines(config, sizes)] if config.samples else []),
     ]
 

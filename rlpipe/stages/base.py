@@ -117,10 +117,11 @@ class TriedModel:
 
 def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: bool) -> TriedModel:
     """Tries a model in a process of its own: `where` it is from, and its `folder` or its `config`; `sized`: with what a plan counts."""
-    trainer, hello = config.trainer, {**named, "context_tokens_max": config.model.context_tokens_max}
+    trainer, shared = config.trainer, {"context_ranks": config.trainer.context_ranks}
+    hello = {**named, "context_tokens_max": config.model.context_tokens_max, **shared}
     if sized:
         training = {"tokens_max": trainer.tokens_max, "activation_checkpointing": trainer.activation_checkpointing}
-        hello["training"] = training | {"dtype": config.model.dtype}
+        hello["training"] = training | {"dtype": config.model.dtype} | shared
     field = str(named["where"])
     with closing(ChildPool(field, "rlpipe.trainer.trial", hello, start_timeout_s=TRIAL_TIMEOUT_S)) as trial:
         (ready,) = trial.on_all(Child.start)

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import platform
-import shutil
 import socket
 import sys
 import threading
@@ -34,6 +33,7 @@ from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
+from rlpipe.models.team import Team, join_team
 from rlpipe.processes.launch import die_with_parent
 from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.process import TrainerOptions
@@ -62,6 +62,7 @@ class Gang:
     mesh: DeviceMesh
     control: dist.ProcessGroup
     store: Store
+    team: Team | None = None  # the ranks that share every row with this one; None where none are shared
     report: Callable[[int, int], None] = field(default=lambda done, total: None)
 
     @property
@@ -78,6 +79,15 @@ class Gang:
     def copies(self) -> int:
         """How many ranks have the same part, and do the same with it."""
         return self.size // self.parts
+
+    @property
+    def context_ranks(self) -> int:
+        """How many ranks share a row."""
+        return self.team.ranks if self.team else 1
+
+    def once(self, values: torch.Tensor) -> torch.Tensor:
+        """For sums over ranks, what all ranks of a team have alike: zeros on all but the first of them."""
+        return torch.zeros_like(values) if self.team and self.team.rank else values
 
     def scratch(self, name: str) -> Path:
         """A folder of this node's scratch."""
@@ -119,7 +129,8 @@ class Gang:
             device, library = torch.cuda.get_device_name(self.device), ".".join(map(str, nccl.version()))
         cuda, threads = str(torch.version.cuda).lower(), self.options.trainer.threads
         of_gang = {"torch": torch.__version__, "cuda": cuda, "nccl": library, "device": device}
-        return of_gang | {"ranks": str(self.size), "copies": str(self.copies), "threads": str(threads)}
+        shape = {"ranks": self.size, "copies": self.copies, "context_ranks": self.context_ranks, "threads": threads}
+        return of_gang | {name: str(count) for name, count in shape.items()}
 
     def peak_memory_gib(self) -> float:
         """The most that a rank has held since it started: of its GPU, else of main memory."""
@@ -150,12 +161,6 @@ class Gang:
 def _bytes(data: bytes, length: int) -> torch.Tensor:
     """`data`, filled up with zeros to `length`."""
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
-
-
-def clear_scratch(options: TrainerOptions) -> None:
-    """Removes what a killed gang left on this node; before the ranks meet, so that none uses it yet."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        shutil.rmtree(options.work_dir, ignore_errors=True)
 
 
 def _keep_to_interface(address: str) -> None:
@@ -189,7 +194,8 @@ def join_gang(options: TrainerOptions) -> Gang:
     assert size % copies == 0, f"{copies} copies on {size} ranks"
     shape, names = ((copies, size // copies), ("copy", "part")) if copies > 1 else ((size,), ("part",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    return Gang(options, rank, size, device, mesh, control, open_store(options.store))
+    team = join_team(size, options.trainer.context_ranks, rank, device)
+    return Gang(options, rank, size, device, mesh, control, open_store(options.store), team)
 
 
 class Pulse:

@@ -27,7 +27,8 @@ from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX,
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, local_files, ranged_file, tensors_of, tied_names
 from rlpipe.models.flex import own_attention, uses_flex
-from rlpipe.models.masks import Masks
+from rlpipe.models.masks import AttentionMask, Masks
+from rlpipe.models.team import Team, use_team, uses_team
 from rlpipe.models.whole import base_of
 from rlpipe.store.artifacts import Blocks, check_file, read_manifest, read_range
 from rlpipe.store.local_copy import is_delta, materialise, read_small_file, whole_files
@@ -43,9 +44,10 @@ Weights = Callable[[Any], ReadRows]  # where the rows of a model, which has none
 class PolicyModel(nn.Module):
     """A causal language model whose forward pass gives logprobs, so that lm_head is unsharded where it is used."""
 
-    def __init__(self, lm: Any, adapted: Adapted | None = None) -> None:
+    def __init__(self, lm: Any, adapted: Adapted | None = None, team: Team | None = None) -> None:
         super().__init__()
         self.lm = lm
+        self.team = team  # with which every row is shared
         self.adapted = adapted  # of a model with an adapter
         vocab_size = lm.config.get_text_config().vocab_size
         self.chunk, self.kept = chunk_size(vocab_size), chunk_size(vocab_size, LOGITS_KEPT)
@@ -62,13 +64,30 @@ class PolicyModel(nn.Module):
         entropy_trained: bool = True,
         branch_RL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies, fp32, of `target_N`, each predicted at the flat position `source_N`."""
-        needed = branch_RL is not None or uses_flex(self.lm)
-        mask = Masks(self.lm).of_rows(positions_RL, branch_RL, BRANCHES) if needed else None
+        """Logprobs and entropies, fp32, of `target_N`, each predicted at the flat position `source_N`; all ranks of a team give the same, and get
+        the same."""
+        team, length, count, place_M = self.team if uses_team(self.lm) else None, tokens_RL.shape[1], len(target_N), None
+        if team:
+            tokens_RL, positions_RL, branch_RL = team.filled(tokens_RL, positions_RL, branch_RL)
+        mask = self._mask(positions_RL, branch_RL, team)
+        if team:
+            own = team.slice(tokens_RL, positions_RL, source_N, target_N, length)
+            tokens_RL, positions_RL, place_M = own.tokens_RS, own.positions_RS, own.place_M
+            source_N, target_N = own.source_M, own.target_M
         with self.experts.counting(source_N):
             hidden_NH = hidden_states(self.lm, tokens_RL, positions_RL, mask).flatten(0, 1).index_select(0, source_N)
         how = {"temperature": temperature, "chunk": self.chunk, "kept": self.kept, "entropy_trained": entropy_trained}
-        return chunked_logprobs(hidden_NH, target_N, self._project, **how)
+        parts = chunked_logprobs(hidden_NH, target_N, self._project, **how)
+        return parts if team is None or place_M is None else team.joined(parts, place_M, count)
+
+    def _mask(self, positions_RL: Tensor, branch_RL: Tensor | None, team: Team | None) -> AttentionMask | None:
+        """What the model does not make itself: it makes none of whole rows where it has a slice of them."""
+        if branch_RL is None and not team and not uses_flex(self.lm):
+            return None
+        masks = Masks(self.lm)
+        if branch_RL is None and not uses_flex(self.lm) and masks.whole and team and team.is_single(positions_RL):
+            return None  # the causal kernel needs none
+        return masks.of_rows(positions_RL, branch_RL, BRANCHES)
 
     def plain_logprobs(self, tokens_L: Tensor) -> Tensor:
         """Logprobs of `tokens_L` but the first, as the language model itself gives them for this text alone: what `forward` must equal."""
@@ -114,10 +133,12 @@ def build_policy(
                 f"model config: {config.model_type} has parameters without a dimension ({odd[:3]}): they cannot be sharded"
             )
         read_rows = weights(lm)
+        if gang.team is not None:
+            use_team(lm, gang.team)
         if adapted is not None:  # the names of the files are those of the model without it
             put_adapter(lm, adapted.settings)
     assert read_rows is not None, "an error is raised"
-    policy, dtype = PolicyModel(lm, adapted), getattr(torch, gang.options.dtype)
+    policy, dtype = PolicyModel(lm, adapted, gang.team), getattr(torch, gang.options.dtype)
     if frozen:
         policy.requires_grad_(False)
     for parameter in policy.parameters() if frozen or adapted else []:

@@ -97,34 +97,43 @@ def pack_rows(indices: Sequence[int], lengths: Sequence[int], row_tokens: int) -
 
 
 def plan_texts(
-    sequences: list[TrainSequence], ranks: int, tokens_max: int, rows: Rows = Rows.PACKED
+    sequences: list[TrainSequence], ranks: int, tokens_max: int, rows: Rows = Rows.PACKED, context_ranks: int = 1
 ) -> tuple[list[Text], list[RankPlan]]:
     """The texts of a step and their plan: a prompt is shared by as many as costs least.
 
     Shared by many it is computed once, but their row is long, and attention within it, though masked, costs as much as if all saw all.
     """
     longest = max((len(sequence.tokens) for sequence in sequences), default=0)
-    limits = {min(times * longest, SHARED_TOKENS_MAX, tokens_max) for times in TEXT_LENGTHS} if rows is Rows.SHARED else set()
+    row_tokens_max = tokens_max * context_ranks
+    limits = (
+        {min(times * longest, SHARED_TOKENS_MAX, row_tokens_max) for times in TEXT_LENGTHS} if rows is Rows.SHARED else set()
+    )
     tried: list[tuple[float, list[Text], list[RankPlan]]] = []
     for text_tokens_max in (0, *sorted(limits)):
         texts = share_prompts(sequences, text_tokens_max)
         lengths = list(map(text_tokens, texts))
-        plans = plan_step(lengths, ranks, tokens_max, rows)
+        plans = plan_step(lengths, ranks, tokens_max, rows, context_ranks)
         tried.append((cost(plans, lengths), texts, plans))
     _, texts, plans = min(tried, key=lambda plan: plan[0])
     return texts, plans
 
 
-def plan_step(lengths: Sequence[int], ranks: int, tokens_max: int, rows: Rows = Rows.PACKED) -> list[RankPlan]:
-    """The plan of every rank: rows of the length that costs least, in microbatches of rows that are alike and at most `tokens_max` tokens.
+def plan_step(
+    lengths: Sequence[int], ranks: int, tokens_max: int, rows: Rows = Rows.PACKED, context_ranks: int = 1
+) -> list[RankPlan]:
+    """The plan of every rank: rows of the length that costs least, in microbatches of rows that are alike and at most `tokens_max` tokens a rank.
 
-    A rank with less to do gets microbatches without rows, so that all run the same number. UserError when a sequence does not fit.
+    `context_ranks` neighbours share each row, and have one plan. A rank with less to do gets microbatches without rows, so that all run the same
+    number. UserError when a sequence does not fit.
     """
     longest = max(lengths, default=1)
-    if longest > tokens_max:
+    if longest > tokens_max * context_ranks:
+        shared = f" and trainer.context_ranks={context_ranks} ranks share a row" if context_ranks > 1 else ""
         raise UserError(
-            f"a sequence has {longest} tokens, trainer.tokens_max={tokens_max}; set trainer.tokens_max to {longest}"
+            f"a sequence has {longest} tokens, trainer.tokens_max={tokens_max}{shared}; set trainer.tokens_max to "
+            f"{-(-longest // context_ranks)}, or let more ranks share a row (trainer.context_ranks)"
         )
+    tokens_max, ranks = tokens_max * context_ranks, ranks // context_ranks
     hands, tried = deal(lengths, ranks), {}
     for row_tokens in (min(times * longest, tokens_max) for times in ROW_LENGTHS):
         filled = [
@@ -135,7 +144,8 @@ def plan_step(lengths: Sequence[int], ranks: int, tokens_max: int, rows: Rows = 
     _, plans = min(tried.items())
     count = max(map(len, plans))
     plans = [plan + [[]] * (count - len(plan)) for plan in plans]
-    placed = sorted(index for plan in plans for rows in plan for row in rows for index in row)
+    plans = [plan for plan in plans for _ in range(context_ranks)]
+    placed = sorted(index for plan in plans[::context_ranks] for rows in plan for row in rows for index in row)
     assert placed == list(range(len(lengths))), "a sequence was lost or placed twice"
     return plans
 

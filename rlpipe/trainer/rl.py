@@ -174,7 +174,7 @@ def with_advantages(batch: StepBatch, advantages_N: Tensor) -> StepBatch:
 
 
 def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimator: str) -> np.ndarray:
-    """KL of the starting policy to the reference at the N scored tokens: each rank fills in its own, the sum is exact."""
+    """KL of the starting policy to the reference at the N scored tokens: each team of ranks fills in its own, the sum is exact."""
     kl_N = torch.zeros(int(rollouts.lengths_B.sum()), dtype=torch.float64)
     for microbatch in (microbatch for batch in batches for microbatch in batch.microbatches):
         proximal_BT, reference_BT = microbatch.proximal_logprobs_BT, microbatch.reference_logprobs_BT
@@ -182,7 +182,7 @@ def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimato
         scored_N = microbatch.mask_BT.flatten()[microbatch.slot_N]  # none in a microbatch of padding
         values_N = kl(proximal_BT, reference_BT, estimator=estimator).flatten()[microbatch.slot_N]
         kl_N[microbatch.place_N[scored_N].cpu()] = values_N[scored_N].double().cpu()
-    return gang.sum(kl_N).numpy()
+    return gang.sum(gang.once(kl_N)).numpy()
 
 
 def loss_part(batch: StepBatch, settings: RlConfig) -> LossPart:

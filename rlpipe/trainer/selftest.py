@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rlpipe.models.causal import MODEL_FAULTS, WINDOW_TESTED, other_windows, small_windows
 from rlpipe.models.flex import leave_flex, own_attention, use_flex, uses_flex
+from rlpipe.models.team import uses_team
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
@@ -78,12 +79,23 @@ def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
     """
     if gang.device.type in FLEX_DEVICES and (rows := flex_rows(gang, policy)) is not None:
         return rows
+    if gang.team and not uses_team(policy.lm):
+        raise UserError(f"model: {policy.lm.config.model_type}: its attention is computed in its own way{_alone(gang)}")
     family, proof = policy.lm.config.model_type, _of_ranks(gang, policy)
-    rows = proof.rows(family, gang.options.dtype)
+    try:
+        rows = proof.rows(family, gang.options.dtype)
+    except UserError as error:
+        raise UserError(f"{error}{_alone(gang)}") from None
     if rows is Rows.SINGLE and gang.rank == 0:
         log.warning(
             "%s: sequences are trained one a row: packed ones would see each other (%.2g per token)", family, proof.leak
         )
+    try:
+        far = gradient_distance(gang, policy, Rows.SINGLE) if gang.team else 0.0
+    except MODEL_FAULTS as error:
+        raise UserError(f"model: {family} has no gradient here ({error!s:.300}){_alone(gang)}") from error
+    if not far <= FAR_GRADIENT[gang.options.dtype]:
+        raise UserError(f"model: {family} cannot be trained here: its gradients differ by {far:.2g}{_alone(gang)}")
     # packed rows take a mask of L x L, which keeps a GPU from its fast kernels; on a CPU padding costs more than the mask
     return Rows.SINGLE if gang.device.type == "cuda" else rows
 
@@ -96,7 +108,7 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
             raise UserError(f"its own code bounds attention ({', '.join(own)})")
         use_flex(lm)
         rows = _of_ranks(gang, policy).rows(lm.config.model_type, gang.options.dtype)
-        far = gradient_distance(gang, policy) if rows >= Rows.PACKED else 0.0
+        far = gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED) if rows >= Rows.PACKED else 0.0
         if rows is Rows.SINGLE or not far <= FAR_GRADIENT[gang.options.dtype]:
             fault = f"its gradients differ by {far:.2g}" if rows else "packed sequences see each other"
     except MODEL_FAULTS as error:
@@ -110,19 +122,27 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
     return None if fault else rows
 
 
+def _alone(gang: Gang) -> str:
+    """What is to be tried where ranks share rows and it does not come to the same; with flex_attention, which no longer computes anything."""
+    count = gang.context_ranks
+    return f" where {count} ranks share each row; use trainer.context_ranks = 1" if count > 1 else ""
+
+
 def _of_ranks(gang: Gang, policy: PolicyModel) -> Proof:
     try:
         own = asdict(prove(policy, gang.device))
     except MODEL_FAULTS as error:
         family = policy.lm.config.model_type
-        raise UserError(f"model: {family} cannot be trained here: its forward pass fails ({error!s:.300})") from error
+        raise UserError(
+            f"model: {family} cannot be trained here: its forward pass fails ({error!s:.300}){_alone(gang)}"
+        ) from error
     of_ranks = gang.gather(own)
     return Proof(**{name: float(np.max([values[name] for values in of_ranks])) for name in own})  # a nan of any rank stays
 
 
-def gradient_distance(gang: Gang, policy: PolicyModel) -> float:
-    """|gradient by flex_attention - gradient by the model's own attention| / |the latter|, of rows of several blocks, single or packed; 0 for a
-    policy that is not trained."""
+def gradient_distance(gang: Gang, policy: PolicyModel, *kinds: Rows) -> float:
+    """|gradient by the attention in use - gradient by the model's own attention of whole rows| / |the latter|, of such rows, which have several
+    blocks; 0 for a policy that is not trained."""
     vocab_size = policy.lm.config.get_text_config().vocab_size
     texts = [sequence(length, vocab_size, 0) for length in LONG]
     if not any(parameter.requires_grad for parameter in policy.parameters()):
@@ -132,7 +152,7 @@ def gradient_distance(gang: Gang, policy: PolicyModel) -> float:
             own = _gradients(policy, texts, Rows.SINGLE, gang.device)
         whole = gang.sum(_square(own)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
         distances: list[float] = []
-        for rows in (Rows.SINGLE, Rows.PACKED):
+        for rows in kinds:
             apart = [one - other for one, other in zip(_gradients(policy, texts, rows, gang.device), own, strict=True)]
             distances.append(float(gang.sum(_square(apart)).sqrt() / whole))
     return float(np.max(distances))
@@ -145,7 +165,8 @@ def _square(parts: list[Tensor]) -> Tensor:
 def _gradients(policy: PolicyModel, texts: list[TrainSequence], rows: Rows, device: torch.device) -> list[Tensor]:
     """Of the mean logprob, this rank's rows of every parameter; zeros where it does not reach."""
     logprobs = row_logprobs(policy, texts, rows, device, gradient=True)
-    torch.cat(logprobs).mean().backward()
+    # FSDP takes the mean over ranks, and each of a team has a part of the gradient
+    (torch.cat(logprobs).mean() * (policy.team.ranks if policy.team and uses_team(policy.lm) else 1)).backward()
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
     policy.zero_grad(set_to_none=True)

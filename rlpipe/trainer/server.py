@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -24,7 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from rlpipe.config.secrecy import key_fits
 from rlpipe.processes.launch import die_with_parent
 from rlpipe.services.registration import LOOPBACK, service_key
-from rlpipe.trainer.gang import Pulse, clear_scratch, join_gang
+from rlpipe.trainer.gang import Pulse, join_gang
 from rlpipe.trainer.jobs import (
     ANY_JOB,
     STATUS_LOST,
@@ -236,6 +237,12 @@ def main(argument: str) -> None:
         log.info("a gang of %d serves on %s:%d (pid %d)", gang.size, options.host, options.port, os.getpid())
     with pulse:
         serve_jobs(Trainer(gang, uploads.begin), board)
+
+
+def clear_scratch(options: TrainerOptions) -> None:
+    """Removes what a killed gang left on this node; before the ranks meet, so that none uses it yet."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        shutil.rmtree(options.work_dir, ignore_errors=True)
 
 
 def end(board: Board | None, why: str) -> NoReturn:

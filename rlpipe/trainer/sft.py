@@ -66,7 +66,7 @@ def _validation(gang: Gang, resident: Resident, data: ArtifactRef, batch_size: i
         num_tokens += batch.num_tokens
         for logprobs_BT in frozen_logprobs(resident.policy, batch.microbatches, 1.0):  # 0 outside the mask
             total -= logprobs_BT.double().sum().cpu()
-    loss = float(gang.sum(total)) / num_tokens
+    loss = float(gang.sum(gang.once(total))) / num_tokens
     if not math.isfinite(loss):
         raise StepRefused(f"{data.folder}: the validation loss is {loss}")
     return {"train/validation_loss": loss}

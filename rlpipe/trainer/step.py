@@ -141,7 +141,7 @@ def learning_rate(settings: OptimizerConfig, step: int) -> float:
 def plan_batch(gang: Gang, rows: Rows, sequences: list[TrainSequence]) -> StepBatch:
     """Packs the sequences of one step; those without a scored token take no part. UserError when one is too long."""
     kept = [sequence for sequence in sequences if len(sequence.scored)]
-    texts, plans = plan_texts(kept, gang.size, gang.options.trainer.tokens_max, rows)
+    texts, plans = plan_texts(kept, gang.size, gang.options.trainer.tokens_max, rows, gang.context_ranks)
     lengths = list(map(text_tokens, texts))
     microbatches = [collate(texts, filled).to(gang.device) for filled in plans[gang.rank]]
     num_tokens = sum(len(sequence.scored) for sequence in kept)
@@ -150,7 +150,7 @@ def plan_batch(gang: Gang, rows: Rows, sequences: list[TrainSequence]) -> StepBa
         num_tokens,
         len(kept),
         sum(len(sequence.tokens) for sequence in kept),
-        sum(slots for slots, _ in shapes(plans, lengths)),
+        sum(slots for slots, _ in shapes(plans[:: gang.context_ranks], lengths)),
         work_of(texts),
     )
 
@@ -183,7 +183,8 @@ def frozen_logprobs(policy: PolicyModel, microbatches: list[Microbatch], tempera
 def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossPart, settings: StepSettings) -> Metrics:
     """One update. Returns the sums of all microbatches and ranks, with `loss`, `grad_norm` and `learning_rate`.
 
-    `part` divides by global counts; FSDP averages gradients over ranks, so each part is multiplied by their number.
+    `part` divides by global counts; FSDP averages gradients over ranks, so each part is multiplied by their number. All ranks of a team have
+    the same loss, and of its gradient each has what came through its own slices: their sum is the whole.
     StepRefused, on all ranks and without an update, when the loss or the gradient is not finite.
     """
     policy = resident.policy
@@ -201,7 +202,7 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
     assert totals is not None
     gradients = resident.gradients()
     squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum() / gang.copies
-    reduced = gang.sum(torch.cat([totals, squares[None]]).cpu()).tolist()
+    reduced = gang.sum(torch.cat([gang.once(totals), squares[None]]).cpu()).tolist()
     result = dict(zip([*names, "grad_norm"], [*reduced[:-1], math.sqrt(reduced[-1])], strict=True))
     if not (math.isfinite(result["loss"]) and math.isfinite(result["grad_norm"])):
         raise StepRefused(f"{settings.address}: loss {result['loss']}, gradient norm {result['grad_norm']}; no update was made")

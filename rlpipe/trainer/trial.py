@@ -1,12 +1,14 @@
 """A model's config and its tensors' names and shapes, tried without its weights (`python -m rlpipe.trainer.trial`) before a run depends
 on them.
 
-First line in: {"where", "folder" or "config", "context_tokens_max", "training": {"dtype", "tokens_max", "activation_checkpointing"} for a
-plan, "adapter" where one is trained}; out: {"num_parameters", "rows": how sequences are put into them, "sizes": what a plan counts with} or {"error"}.
+First line in: {"where", "folder" or "config", "context_tokens_max", "context_ranks", "training": {"dtype", "tokens_max",
+"activation_checkpointing", "context_ranks"} for a plan, "adapter" where one is trained}; out: {"num_parameters", "rows": how sequences are put
+into them, "sizes": what a plan counts with} or {"error"}.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -31,6 +33,7 @@ from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.models.checkpoint import Checkpoint, local_files
 from rlpipe.models.folder import check_generation_config, folder_config
 from rlpipe.models.small import small_config, small_model
+from rlpipe.models.team import Team, check_team, use_team
 from rlpipe.processes.user_code import CodeRaised, Loaded, cause_of, serve, user_code
 from rlpipe.report.plan import ModelSizes
 from rlpipe.trainer.model import PolicyModel, layers_of, recompute
@@ -51,6 +54,7 @@ def try_model(hello: JsonDict) -> JsonDict:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and positions < context_tokens_max:
         raise UserError(f"it has {positions} positions, and model.context_tokens_max={context_tokens_max} is more; lower it")
+    check_team(config, hello.get("context_ranks", 1))
     lm = empty_model(config)
     _try_shapes(config)
     if "folder" in hello:
@@ -78,6 +82,22 @@ def _try_shapes(config: PretrainedConfig) -> None:
             PolicyModel(lm).eval()(row, row, row[0], row[0], 1.0)
     except NEEDS_VALUES:
         return
+
+
+class ShapesOfTeam(Team):
+    """A rank whose team is not there: what it would get has the right shape, and nothing else is asked of it."""
+
+    def send(self, parts_C: Tensor) -> Tensor:
+        return parts_C.clone()
+
+    def add(self, values: Tensor) -> Tensor:
+        return values
+
+    def own(self, slice_N: Tensor) -> Tensor:
+        return torch.arange(len(slice_N) // self.ranks)
+
+    def is_single(self, positions_RL: Tensor) -> bool:
+        return True
 
 
 class LiveBytes(TorchDispatchMode):
@@ -111,24 +131,33 @@ def sizes_of(lm: Any, context_tokens_max: int, training: Mapping[str, Any]) -> M
     total = sum(parameter.numel() for parameter in lm.parameters())
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, getattr(text, "num_attention_heads", 1))
-    length = min(context_tokens_max, training["tokens_max"])
-    rows = training["tokens_max"] // length
-    taken = microbatch_bytes(lm.config, getattr(torch, training["dtype"]), rows, length, training["activation_checkpointing"])
+    ranks = training.get("context_ranks", 1)
+    slots = training["tokens_max"] * ranks  # of a microbatch of all ranks that share its rows
+    length = min(context_tokens_max, slots)
+    rows, dtype = slots // length, getattr(torch, training["dtype"])
+    taken = microbatch_bytes(lm.config, dtype, rows, length, training["activation_checkpointing"], ranks)
     return ModelSizes(
         parameters=total,
         layer=max(of_layers, default=0),
         rest=total - sum(of_layers),
         kv_token=2 * text.num_hidden_layers * heads * head_dim,
-        microbatch=None if taken is None else round(taken * training["tokens_max"] / (rows * length)),
+        microbatch=None if taken is None else round(taken * slots / (rows * length)),
     )
 
 
-def microbatch_bytes(config: PretrainedConfig, dtype: torch.dtype, rows: int, length: int, recomputed: bool) -> int | None:
-    """The most bytes that activations, logits and gradients take at once in the forward and backward pass of a microbatch, found by
-    running both on shapes; None where the family's code asks for values. Each gradient goes when it is whole, as it is reduced at once."""
+def microbatch_bytes(
+    config: PretrainedConfig, dtype: torch.dtype, rows: int, length: int, recomputed: bool, context_ranks: int = 1
+) -> int | None:
+    """The most bytes that activations, logits and gradients take at once in the forward and backward pass of a microbatch, on one of the
+    ranks that share its rows, found by running both on shapes; None where the family's code asks for values. Each gradient goes when it is whole,
+    as it is reduced at once."""
     try:
         with FakeTensorMode():
-            policy = PolicyModel(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
+            team = ShapesOfTeam(None, context_ranks, 0) if context_ranks > 1 else None
+            # a copy: how attention is computed is written into it
+            policy = PolicyModel(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval(), team=team)
+            if team:
+                use_team(policy.lm, team)
             for layer in layers_of(policy.lm) if recomputed else []:
                 recompute(layer)
             for parameter in policy.parameters():
@@ -139,7 +168,7 @@ def microbatch_bytes(config: PretrainedConfig, dtype: torch.dtype, rows: int, le
                 logprobs_N.sum().backward()
             assert live.most > 0, "a pass that makes no tensor"
             return live.most
-    except NEEDS_VALUES:
+    except (*NEEDS_VALUES, NotImplementedError):  # flex_attention has no backward pass on a CPU
         return None
 
 

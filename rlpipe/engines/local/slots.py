@@ -16,6 +16,7 @@ from rlpipe.engines.local.protocol import SamplingJob
 
 VOCAB_STEP = 64  # with a multiple of 64, every row of the sampler starts on a vector's border
 GREEDY_BELOW = 1e-6
+LEAST = 1e-300  # where a probability rounds to 0 its logprob is a number all the same
 ROWS_MIN, VALUES = 16, 1 << 17  # sampled together: larger tensors would be new pages of the kernel every time, 4 times slower
 TOP_K_OFF = 1 << 62
 SETTINGS = np.dtype([("seed", np.uint64), ("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64)])
@@ -123,7 +124,7 @@ def _sample_rows(logits_SV: Tensor, settings_S: np.ndarray, uniform_S: np.ndarra
     tokens_S = torch.searchsorted(cdf_SV, target_S1, right=True)[:, 0].clamp_(max=logits_SV.shape[1] - 1)
     if (settings_S["temperature"] < GREEDY_BELOW).any():
         tokens_S = torch.where(greedy_S, logits_SV.argmax(-1), tokens_S)
-    chosen_S = probs_SV.gather(1, tokens_S[:, None])[:, 0].log()
+    chosen_S = probs_SV.gather(1, tokens_S[:, None])[:, 0].clamp_min(LEAST).log()
     return tokens_S.cpu().numpy(), chosen_S.cpu().numpy()
 
 

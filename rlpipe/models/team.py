@@ -1,0 +1,215 @@
+"""Rows that are shared by a team of ranks: each holds a slice of every row's tokens, and in attention all tokens of a part of the heads (Ulysses).
+
+Attention itself, its masks and its kernels are those of rows that one rank holds. Legend: R rows, L tokens of a row, S those of a slice, A
+heads, D numbers of a head, N scored positions, M those of a slice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rlpipe.models.causal import other_windows
+from rlpipe.models.flex import FLEX, TEAM, choose_attention, supports_flex
+from rlpipe.types import UserError
+
+SDPA = "sdpa"
+HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values
+OUT_TOKENS, OUT_HEADS = 1, 2  # and of what attention gives
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one rank has of a microbatch. `place_M`: where its scored positions are among all N."""
+
+    tokens_RS: Tensor
+    positions_RS: Tensor
+    source_M: Tensor
+    target_M: Tensor
+    place_M: Tensor
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that share every row, and this rank's place among them: it has the slice of that number."""
+
+    group: dist.ProcessGroup | None  # None: of one that sends nothing (a plan, a test)
+    ranks: int
+    rank: int
+
+    def send(self, parts_C: Tensor) -> Tensor:
+        """Part i goes to rank i; what came from rank i is part i of the result."""
+        received_C = torch.empty_like(parts_C)
+        dist.all_to_all_single(received_C, parts_C, group=self.group)
+        return received_C
+
+    def add(self, values: Tensor) -> Tensor:
+        """The sum over the team."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def own(self, slice_N: Tensor) -> Tensor:
+        """Which of the positions, given the slice of each, are in this rank's."""
+        return (slice_N == self.rank).nonzero().squeeze(-1)
+
+    def is_single(self, positions_RL: Tensor) -> bool:
+        """Whether every row is one text."""
+        return bool((positions_RL == torch.arange(positions_RL.shape[1], device=positions_RL.device)).all())
+
+    def filled(self, tokens_RL: Tensor, positions_RL: Tensor, branch_RL: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows that slices of one length make. What fills them goes on behind the last text: nothing sees it, and nothing is scored there."""
+        room = -tokens_RL.shape[1] % self.ranks
+        behind = positions_RL[:, -1:] + torch.arange(1, room + 1, device=positions_RL.device)
+        positions_RL = torch.cat([positions_RL, behind], 1)
+        return (
+            functional.pad(tokens_RL, (0, room)),
+            positions_RL,
+            None if branch_RL is None else functional.pad(branch_RL, (0, room)),
+        )
+
+    def slice(self, tokens_RL: Tensor, positions_RL: Tensor, source_N: Tensor, target_N: Tensor, length: int) -> Slice:
+        """This rank's slice of filled rows. `source_N`: flat positions in the rows as they were, of `length` tokens."""
+        width = tokens_RL.shape[1] // self.ranks
+        columns = slice(self.rank * width, (self.rank + 1) * width)
+        row_N, column_N = source_N // length, source_N % length
+        place_M = self.own(column_N // width)
+        source_M = (row_N * width + column_N - columns.start).index_select(0, place_M)
+        own = tokens_RL[:, columns].contiguous(), positions_RL[:, columns].contiguous()
+        return Slice(*own, source_M, target_N.index_select(0, place_M), place_M)
+
+    def joined(self, parts_M: tuple[Tensor, Tensor], place_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """What each rank has at its scored positions, on all ranks at all N. The gradient of each goes to the rank that it came from, and
+        is that of its own loss: all ranks of a team are to make the same loss of it, and their gradients are to be added."""
+        values_M2 = torch.stack(parts_M, -1)
+        joined_N2 = _Sum.apply(values_M2.new_zeros(count, 2).index_put((place_M,), values_M2), self)
+        return joined_N2[:, 0].clone(), joined_N2[:, 1].clone()  # FSDP hooks what a policy returns, and warns of views
+
+
+def join_team(size: int, ranks: int, rank: int, device: torch.device) -> Team | None:
+    """The team of this rank: `ranks` neighbours; None without sharing. All ranks call it at once."""
+    assert size % ranks == 0, f"teams of {ranks} of {size} ranks"
+    if ranks == 1:
+        return None
+    mesh = init_device_mesh(device.type, (size // ranks, ranks), mesh_dim_names=("team", "member"))
+    return Team(mesh.get_group("member"), ranks, rank % ranks)
+
+
+def check_team(config: PretrainedConfig, ranks: int) -> None:
+    """UserError, naming the heads, for a model whose heads no team of so many ranks can share."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if ranks > 1 and isinstance(heads, int) and heads % ranks:
+        shares = [str(count) for count in range(1, ranks + 1) if heads % count == 0]
+        raise UserError(
+            f"trainer.context_ranks={ranks}: the {heads} attention heads (num_attention_heads) of {config.model_type} are not shared "
+            f"evenly by {ranks} ranks; use {' or '.join(shares)}"
+        )
+
+
+def use_team(lm: Any, team: Team) -> None:
+    """From here on attention layers of `lm` exchange with the team. UserError naming a family whose code does not go through transformers'
+    registry, or that a mask of ours does not fit."""
+    check_team(lm.config, team.ranks)
+    own, family = lm.config.get_text_config()._attn_implementation, lm.config.model_type
+    fault = f"its own code bounds attention ({', '.join(windows)})" if (windows := other_windows(lm.config)) else ""
+    if not lm._can_set_attn_implementation() or not (own == SDPA or supports_flex(lm)):
+        fault = f"its attention ({own}) is computed in its own way"
+    if fault:
+        raise UserError(
+            f"trainer.context_ranks={team.ranks}: rows of {family} cannot be shared: {fault}; use context_ranks = 1"
+        )
+    for layer in lm.modules():  # what the registry calls is given the layer
+        layer._team = team
+    choose_attention(lm, TEAM + (SDPA if own == SDPA else FLEX))
+
+
+def uses_team(lm: Any) -> bool:
+    """Whether they do."""
+    return lm.config.get_text_config()._attn_implementation.startswith(TEAM)
+
+
+class _Part:
+    """An attention layer of a part of the heads: all else is the layer's."""
+
+    def __init__(self, layer: nn.Module, num_key_value_groups: int) -> None:
+        self._layer, self.num_key_value_groups = layer, num_key_value_groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def attend(
+    inner: str,
+    layer: Any,
+    query_RASD: Tensor,
+    key_RASD: Tensor,
+    value_RASD: Tensor,
+    attention_mask: object,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every attention layer, R x S x A x D out; `attention_mask` is that of whole rows, `inner` the name of their
+    attention.
+
+    Heads of keys that are fewer than ranks, or not shared evenly, are repeated first. ValueError for a layer that no team can share.
+    """
+    team: Team = layer._team
+    heads, kept = query_RASD.shape[HEADS], key_RASD.shape[HEADS]
+    if heads % team.ranks or heads % kept or others.get("position_bias") is not None:
+        raise ValueError(f"an attention layer of {heads} heads cannot be shared by {team.ranks} ranks")
+    times = math.lcm(kept, team.ranks) // kept
+    if times > 1:
+        key_RASD, value_RASD = (part.repeat_interleave(times, HEADS) for part in (key_RASD, value_RASD))
+    query, key, value = _Exchange.apply(team, HEADS, TOKENS, query_RASD, key_RASD, value_RASD)
+    if others.get("s_aux") is not None:
+        others["s_aux"] = others["s_aux"].chunk(team.ranks)[team.rank]
+    part = _Part(layer, query.shape[HEADS] // key.shape[HEADS])
+    out, _ = ALL_ATTENTION_FUNCTIONS[inner](part, query, key, value, attention_mask, **others)
+    return _Exchange.apply(team, OUT_TOKENS, OUT_HEADS, out)[0], None
+
+
+def exchanged(team: Team, parts: tuple[Tensor, ...], split: int, joined: int) -> tuple[Tensor, ...]:
+    """The i-th share of each part along the dimension `split` goes to rank i; what comes is put together along the dimension `joined`."""
+    shares = [torch.stack(part.chunk(team.ranks, split)) for part in parts]
+    sizes = [share[0].numel() for share in shares]
+    received = team.send(torch.cat([share.flatten(1) for share in shares], 1))
+    came = [piece.reshape(share.shape) for piece, share in zip(received.split(sizes, 1), shares, strict=True)]
+    return tuple(torch.cat(piece.unbind(), joined) for piece in came)
+
+
+class _Exchange(torch.autograd.Function):
+    """All parts in one collective, so that no order in which gradients are ready can make ranks wait for each other."""
+
+    @staticmethod
+    def forward(ctx: Any, team: Team, split: int, joined: int, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.team, ctx.split, ctx.joined = team, split, joined
+        return exchanged(team, parts, split, joined)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *exchanged(ctx.team, gradients, ctx.joined, ctx.split)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the team; its gradient is this rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, team: Team) -> Tensor:
+        return team.add(values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+for attention in (SDPA, FLEX):
+    AttentionInterface.register(TEAM + attention, functools.partial(attend, attention))
