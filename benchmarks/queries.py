@@ -140,7 +140,11 @@ def commit_iteration(run: Run, iteration: int, rows: Sampled) -> None:
         artifact(run, iteration, f"rollouts/round-0/shard-{shard:03d}", {"rollouts.parquet": data}, {})
     artifact(run, iteration, "scores/round-0", {"scores.parquet": to_parquet(rows.table.select(SCORES))}, {})
     batch = artifact(
-        run, iteration, "batch/round-0", {"batch.parquet": to_parquet(rows.trained)}, {"dropped": rows.dropped, "needs_more": False}
+        run,
+        iteration,
+        "batch/round-0",
+        {"batch.parquet": to_parquet(rows.trained)},
+        {"dropped": rows.dropped, "needs_more": False},
     )
     policy = artifact(run, iteration, "policy", {"config.json": b"{}"}, {})
     reward = float(np.mean(rows.table["reward"].to_numpy()))
@@ -180,7 +184,9 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
 
 def asked(url: str, query: str) -> None:
     command = [sys.executable, "-m", "flows.cli", "sql", query, "--store", url, "--format", "csv"]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run(
+        command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
 
 
 def text_of(values: list[float]) -> str:

@@ -9,7 +9,9 @@ import typer
 from flows.cli_services import STORE, StoreUrl, readable_store
 from rlpipe.types import StoreError
 
-Query = Annotated[str, typer.Argument(metavar="QUERY", help="one SELECT, in DuckDB's SQL; `describe rollouts` lists the columns")]
+Query = Annotated[
+    str, typer.Argument(metavar="QUERY", help="one SELECT, in DuckDB's SQL; `describe rollouts` lists the columns")
+]
 Runs = Annotated[list[str] | None, typer.Option("--run", metavar="NAME", help="only this run; may be given several times")]
 
 

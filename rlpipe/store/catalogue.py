@@ -178,7 +178,9 @@ class Catalogue:
             maker = self.owner(run, run.redone, kind)
             places = maker.places.items() if maker else ()
             shared += [
-                (folder, place) for folder, place in places if (place.phase, place.iteration, place.kind) == ("rl", run.redone, kind)
+                (folder, place)
+                for folder, place in places
+                if (place.phase, place.iteration, place.kind) == ("rl", run.redone, kind)
             ]
         return shared
 
@@ -214,9 +216,13 @@ class Catalogue:
         shown: list[tuple[str, str, int]] = []  # the run it is shown under, the one that made it, iteration
         for run in self.runs:
             shared = [(self.owner(run, iteration), iteration) for iteration in range(run.first_own)]
-            shown += [(run.name, maker.name, iteration) for maker, iteration in shared if maker and iteration in maker.iterations]
+            shown += [
+                (run.name, maker.name, iteration) for maker, iteration in shared if maker and iteration in maker.iterations
+            ]
             shown += [(run.name, run.name, iteration) for iteration in run.iterations if iteration >= run.first_own]
-        read = list(dict.fromkeys((maker, iteration) for _, maker, iteration in shown if (maker, iteration) not in self._records))
+        read = list(
+            dict.fromkeys((maker, iteration) for _, maker, iteration in shown if (maker, iteration) not in self._records)
+        )
         self._records |= dict(zip(read, self._each(self._record, read), strict=True))
         entries = ((name, self._records[maker, iteration]) for name, maker, iteration in shown)
         return [(name, record) for name, record in entries if record is not None]
