@@ -71,7 +71,7 @@ class Tables:
         return self._made[name]
 
     def _runs(self) -> Source:
-        newest = {name: record for name, record in sorted(self._catalogue.iterations(), key=lambda entry: entry[1].iteration)}
+        newest = dict(sorted(self._catalogue.iterations(), key=lambda entry: entry[1].iteration))
         rows = []
         for run in self._catalogue.runs:
             record, fork = newest.get(run.name), run.record.fork
