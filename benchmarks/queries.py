@@ -122,7 +122,7 @@ def artifact(run: Run, iteration: int, stage: str, files: dict[str, bytes], metr
 
 
 def prompts_of(table: pa.Table) -> pa.Table:
-    first = table.filter(pa.compute.equal(table["rollout_index"], 0))
+    first = table.filter(pa.array(table["rollout_index"].to_numpy() == 0))
     texts = [f'[{{"role": "user", "content": "{text}"}}]' for text in first["prompt"].to_pylist()]
     names = {"source": ["p"] * len(texts), "messages": texts, "answer": texts, "metadata": ["{}"] * len(texts)}
     columns = {name: pa.array(values) for name, values in names.items()} | {

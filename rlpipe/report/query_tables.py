@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -19,7 +19,7 @@ from rlpipe.store.as_files import file_system, path_of
 from rlpipe.store.catalogue import Catalogue, StoredArtifact
 from rlpipe.types import JsonDict, StoreError, canonical_json, moment_of
 
-Source = pa.Table | ds.Dataset
+Source: TypeAlias = "pa.Table | ds.Dataset"
 File = tuple[str, int, JsonDict]  # key, bytes, labels
 MOMENT = pa.timestamp("us")  # in UTC
 PLACED = {"run": pa.string(), "iteration": pa.int32(), "round": pa.int32()}

@@ -36,8 +36,8 @@ class StoreFiles(AbstractFileSystem):
             raise FileNotFoundError(path)
         return {"name": path, "size": self._sizes[path], "type": "file"}
 
-    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> RangeFile:
-        """The file, to read."""
+    def open(self, path: str, mode: str = "rb", *options: Any, **kwargs: Any) -> Any:
+        """The file, to read: a RangeFile."""
         if mode != "rb":
             raise io.UnsupportedOperation(f"{path}: a query reads only")
         return RangeFile(self._store, path, self.info(path)["size"])

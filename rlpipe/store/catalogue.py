@@ -21,7 +21,8 @@ from rlpipe.store.run_record import RunRecord, record_key
 from rlpipe.types import IterationRecord, Manifest, StoreError, UserError
 
 READERS = 16  # documents that are read at the same time
-Entry, Value = TypeVar("Entry"), TypeVar("Value")
+Entry = TypeVar("Entry")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
