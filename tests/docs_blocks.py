@@ -17,7 +17,10 @@ NOT_HERE: dict[str, dict[str, str]] = {
     "docs/benchmarks.md": {
         ".venv/bin/python benchmarks/compare_trl.py": "TRL's own environment (1.6 GB), and many minutes of training",
         **dict.fromkeys(
-            (f".venv/bin/python benchmarks/{name}.py" for name in ("trainer", "overlap", "flow_process", "growth", "store")),
+            (
+                f".venv/bin/python benchmarks/{name}.py"
+                for name in ("trainer", "overlap", "flow_process", "growth", "store", "queries")
+            ),
             "minutes of measuring, on a machine that does nothing else",
         ),
     },

@@ -49,7 +49,7 @@ def files(run: Run, kind: str) -> list[str]:
     """
     entries = []
     for folder in (folder for member in _lineage(run) for folder in manifests(member)):
-        phase, iteration, stage = _stage_of(folder)
+        phase, iteration, stage = stage_of(folder)
         if run.folder(phase, iteration, stage) == folder:  # not what the parent did after the fork
             entries.append((ORDER[phase], iteration, by_number(stage), stage.split("/", 1)[0], folder))
     folders = [folder for *_, stage_kind, folder in sorted(entries) if stage_kind == kind]
@@ -66,7 +66,7 @@ def _below_run(folder: str) -> str:
     return f"{folder}//".split("/", 2)[2].strip("/")
 
 
-def _stage_of(folder: str) -> tuple[str, int, str]:
+def stage_of(folder: str) -> tuple[str, int, str]:
     """Phase, iteration and stage of an artifact's folder. Example: rl, 12, scores/round-0 of runs/a/rl/00012/scores/round-0.
 
     StoreError for a folder that no stage has.
@@ -97,7 +97,7 @@ def _sha256(store: Store, folder: str) -> str:
 def _artifact_faults(store: Store, folder: str, known: set[str]) -> Iterator[str]:
     try:
         manifest = read_manifest(store, folder)
-        place = (folder.split("/", 2)[1], *_stage_of(folder))
+        place = (folder.split("/", 2)[1], *stage_of(folder))
     except StoreError as error:
         yield str(error)
         return
@@ -140,7 +140,7 @@ def _lost_with(store: Store, damaged: set[str], folders: list[str]) -> Iterator[
 
 def _missing(run: Run) -> Iterator[str]:
     """What was committed before something that stands, and is not there: nothing names it, so no input misses it."""
-    places = {_stage_of(folder) for folder in manifests(run) if PLACE.fullmatch(_below_run(folder))}
+    places = {stage_of(folder) for folder in manifests(run) if PLACE.fullmatch(_below_run(folder))}
     segments = sorted(iteration for phase, iteration, stage in places if (phase, stage) == ("sft", "policy"))
     wanted = [("sft", segment, stage) for segment in range(len(segments)) for stage in ("state", "policy")]
     if run.fork_at == AT_SFT and not run.redo and run.config.sets("evaluation") and run.num_iterations:
