@@ -30,7 +30,7 @@ class Recorded:
 
     def __call__(self, *tensors: Tensor) -> Any:
         # optimised, a graph would fuse operations, which gives other bits, and fold weights, which are loaded anew
-        with torch.jit.optimized_execution(False):
+        with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
             if self.proven:
                 return self._graph(*tensors)
             outcome = self._function(*tensors)
