@@ -298,7 +298,7 @@ def test_ranks_that_share_rows_do_what_each_does_with_its_own(tmp_path: Path) ->
     entries = json.loads((tmp_path / "team.json").read_text())
     assert [entry["ranks"] for entry in entries] == [2, 4] * 3
     for entry in entries:
-        assert entry["rows"] == "SHARED" and entry["moments"] < 5e-6 and entry["weights"] < 2e-5, entry
+        assert entry["rows"] == "SHARED" and entry["moments"] < 1e-5 and entry["weights"] < 2e-5, entry
         for metric in set(entry["alone"]) - {
             "train_s",
             "train/packing_efficiency",
