@@ -130,7 +130,6 @@ def services(folder: Path, nodes: dict[str, Node], store: str) -> Iterator[None]
         command = [
             sys.executable,
             str(Path(__file__).resolve()),
-            "service",
             *(["trainer"] if name == "trainer" else ["host"]),
             *join,
         ]
