@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,11 +77,11 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def reference_logprobs(folder: Path, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+def reference_logprobs(folder: Path, prompt: list[int], tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """What transformers' own full forward pass gives for `tokens` after `prompt`."""
     with torch.inference_mode():
-        logits = reference(folder)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        return torch.log_softmax(logits.double() / temperature, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        logits = reference(folder)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits.double() / temperature, -1).gather(1, torch.tensor([*tokens])[:, None])[:, 0]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -105,7 +105,7 @@ class SglangClient(EngineClient):
                         order.answer.set_result(completion)
 
     def _body(self, batch: list[Order]) -> object:
-        params = [asdict(order.request.params) for order in batch]
+        params = [{**vars(order.request.params)} for order in batch]
         return {
             "rid": [order.request.request_id for order in batch],
             "input_ids": [order.request.tokens for order in batch],
@@ -192,7 +192,7 @@ class VllmClient(EngineClient):
     health_path = "/weight_info"  # /health says 200 while the scheduler hangs; this has to go through it
 
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
-        fields, tokens_max = asdict(request.params), request.params.max_new_tokens
+        fields, tokens_max = {**vars(request.params)}, request.params.max_new_tokens
         params = {"max_tokens": fields.pop("max_new_tokens"), **fields, "logprobs": 0}
         body = {**_body(request.request_id, request.tokens, params), "stream": True}
         choice: Any = {}

@@ -47,9 +47,9 @@ async def http_stream(
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """The answer to a POST while it is still being written, for as long as that takes. ConnectionError, as for `http_call`."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
-        async with session.post(url, json=body, headers=headers, timeout=timeout) as response:
+        async with session.post(url, data=orjson.dumps(body), headers=headers, timeout=timeout) as response:
             yield response
     except (aiohttp.ClientError, OSError) as error:
         raise ConnectionError(f"{url}: {type(error).__name__} {error}") from error
