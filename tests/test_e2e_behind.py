@@ -69,8 +69,12 @@ def test_killed_while_a_policy_is_used_that_is_not_committed(
     committed: dict[str, bytes] = {}
     moments = [  # what is held up; what is committed by then; what is not
         (("rl/00000/policy/", "model.safetensors"), "rl/00001/prompts/round-0/", "rl/00000/policy/"),
-        (("rl/00001/policy/manifest.json",), "rl/00002/prompts/round-0/", "rl/00001/policy/"),
-        (("rl/00003/rollouts/", "manifest.json"), "rl/00002/policy/", "rl/00003/rollouts/"),
+        (
+            ("rl/00002/policy/manifest.json",),
+            "rl/00003/prompts/round-0/",
+            "rl/00002/policy/",
+        ),  # not evaluated: that waits for the commit
+        (("rl/00004/rollouts/", "manifest.json"), "rl/00003/policy/", "rl/00004/rollouts/"),
     ]
     for held, there, missing in moments:
         hold(s3_proxy, *held)
@@ -88,11 +92,11 @@ def test_killed_while_a_policy_is_used_that_is_not_committed(
 def test_the_trainer_is_killed_in_the_middle_of_an_upload_and_sampling_goes_on(
     folder: Folder, undisturbed: Undisturbed, s3_proxy: S3Proxy
 ) -> None:
-    hold(s3_proxy, "rl/00001/policy/", "model.safetensors")
-    process = start_until(folder, s3_proxy, "rl/00002/prompts/round-0/manifest.json")
+    hold(s3_proxy, "rl/00002/policy/", "model.safetensors")
+    process = start_until(folder, s3_proxy, "rl/00003/prompts/round-0/manifest.json")
     try:
         committed = manifests(folder)
-        assert not [key for key in committed if "rl/00001/policy/" in key or "rl/00001/iteration.json" in key]
+        assert not [key for key in committed if "rl/00002/policy/" in key or "rl/00002/iteration.json" in key]
         descendants(process, "rlpipe.trainer.server")[-1].kill()
         let_go(s3_proxy)
         assert process.wait(timeout=DEADLINE_S) == 0, (folder.path / "output.log").read_text()[-4000:]
@@ -128,9 +132,9 @@ def test_the_trainer_is_killed_in_the_middle_of_an_upload_however_iterations_ove
 def test_an_outage_of_s3_is_named_and_the_next_start_goes_on(
     folder: Folder, undisturbed: Undisturbed, s3_proxy: S3Proxy
 ) -> None:
-    """Every write of iteration 1's policy finds a server that does not answer, until the tries are over."""
-    hold(s3_proxy, "rl/00001/policy/", "model.safetensors")
-    process = start_until(folder, s3_proxy, "rl/00002/prompts/round-0/manifest.json")
+    """Every write of iteration 2's policy finds a server that does not answer, until the tries are over."""
+    hold(s3_proxy, "rl/00002/policy/", "model.safetensors")
+    process = start_until(folder, s3_proxy, "rl/00003/prompts/round-0/manifest.json")
     try:
         s3_proxy.loses = lambda request: True  # all answers, as of a server that is gone
         let_go(s3_proxy)
