@@ -20,15 +20,15 @@ RECORD_AFTER = 32  # calls: to record costs about as much as a graph saves in as
 
 
 class Recorded:
-    """A function of tensors of fixed shapes, which gives one tensor or a tuple, and may be called twice with the same ones."""
+    """A function of tensors of fixed shapes, which gives one tensor, and may be called twice with the same ones."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
         self._graph: Any = None
         self._calls = 0
         self.proven = False
 
-    def __call__(self, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor) -> Tensor:
         # optimised, a graph would fuse operations, which gives other bits, and fold weights, which are loaded anew
         with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
             if self.proven:
@@ -44,7 +44,7 @@ class Recorded:
         if self._graph is not None:
             self.proven, self._calls = False, RECORD_AFTER - 1
 
-    def _prove(self, tensors: tuple[Tensor, ...], expected: Any) -> None:
+    def _prove(self, tensors: tuple[Tensor, ...], expected: Tensor) -> None:
         """Records the function if need be; the graph is used from now on if it gives the bits that are expected."""
         try:
             if self._graph is None:
@@ -53,8 +53,7 @@ class Recorded:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # shapes become numbers, which is what is wanted: they never change
                     self._graph = torch.jit.trace(self._function, tensors, check_trace=False)
-            pairs = zip(_tuple(self._graph(*tensors)), _tuple(expected), strict=True)
-            self.proven = all(torch.equal(given, wanted) for given, wanted in pairs)
+            self.proven = torch.equal(self._graph(*tensors), expected)
         except MODEL_FAULTS:
             self.proven = False
 
@@ -66,7 +65,3 @@ class _ValuesUnseen(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             raise RuntimeError(f"{func} looks at values")
         return func(*args, **(kwargs or {}))
-
-
-def _tuple(outcome: Any) -> tuple[Tensor, ...]:
-    return outcome if isinstance(outcome, tuple) else (outcome,)
