@@ -102,7 +102,7 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
         assert tokens(groups) == tokens(undisturbed)
 
         with pytest.raises(StoreError, match="torn"):  # a host far away refuses as the one in this process does
-            await joined_host(one).serve(one.policy(2, "torn", tear), one.version + 1, probe(2))
+            await joined_host(one).serve(one.policy(2, "torn", tear), one.version + 1, probe(2), None)
         with pytest.raises(StoreError, match="torn"):
             await joined_host(one).clients(one.version + 1)
         await one.serve(0)  # and forgets it with the next weights
