@@ -36,8 +36,8 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import BATCH, ROLLOUTS, SCORES, Rollout
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.calls import new_session
-from rlpipe.stages.generation import PromptGroup, rollouts_of
-from rlpipe.stages.scoring import rewarded
+from rlpipe.stages.rollouts import PromptGroup, ShardGroups
+from rlpipe.stages.scoring import known_scores, rewarded
 from rlpipe.store.nearby import Nearby
 from rlpipe.types import ArtifactRef
 
@@ -108,13 +108,13 @@ class Parts:
         self.at = now
 
 
-def settled(tokenizer: ChatTokenizer) -> Any:
-    """What `rollouts_of` and `rewarded` ask of a session."""
+def settled(tokenizer: ChatTokenizer, rewards: RewardPool) -> Any:
+    """What the making and scoring of rollouts ask of a session."""
     rl = SimpleNamespace(train_stale_tokens=True, fault_reward=None)
-    return SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(rl=rl))
+    return SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(rl=rl), rewards=rewards, ahead=None)
 
 
-async def through(ports: list[int], rollouts: int, length: int, tokenizer: ChatTokenizer) -> None:
+async def through(ports: list[int], rollouts: int, length: int, tokenizer: ChatTokenizer, rewards: RewardPool) -> None:
     prompts = [
         Prompt(f"p/{index}", "p", [{"role": "user", "content": " ".join(WORDS[:128])}], "x")
         for index in range(rollouts // GROUP)
@@ -122,7 +122,7 @@ async def through(ports: list[int], rollouts: int, length: int, tokenizer: ChatT
     params = [Sampling(length, seed=seed) for seed in range(GROUP)]
     requests = [GroupRequest(prompt.prompt_id, [5] * 128, params, [NOTHING_YET] * GROUP) for prompt in prompts]
     groups = [PromptGroup(index, index, prompt, []) for index, prompt in enumerate(prompts)]
-    session, parts = settled(tokenizer), Parts()
+    session, parts = settled(tokenizer, rewards), Parts()
     async with new_session() as http:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         host = PlayedHost([SglangClient(url, url, http, "api", "admin") for url in urls])
@@ -135,17 +135,18 @@ async def through(ports: list[int], rollouts: int, length: int, tokenizer: ChatT
 
         async def shard(start: int) -> bytes:
             part = slice(start, start + SHARD)
-            answers = zip(groups[part], requests[part], await pool.generate(requests[part]), strict=True)
-            made = await asyncio.to_thread(lambda: [one for group in answers for one in rollouts_of(session, *group, VERSION)])
+            shard = ShardGroups(session, (0, 0), groups[part], requests[part], VERSION)
+            answers = await pool.generate(requests[part], shard.score)
+            made = [rollout for index, group in enumerate(answers) for rollout in await shard.rollouts(index, group)]
             return await asyncio.to_thread(lambda: to_parquet(to_table(made, Rollout, ROLLOUTS)))
 
         files = await asyncio.gather(*(shard(start) for start in range(0, len(groups), SHARD)))
-    parts.end("generate: sampled, decoded and written")
+    parts.end("generate: sampled, decoded, scored and written")
     read = [rollout for data in files for rollout in from_table(read_table(data, ROLLOUTS), Rollout)]
-    with RewardPool({"length": 1.0}, {"length": {"target": 100}}, workers=1, timeout_s=60.0) as rewards:
-        scored = rewarded(session, {prompt.prompt_id: prompt for prompt in prompts}, read, {}, rewards)
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    scored = rewarded(session, by_id, read, known_scores(session, (0, 0)), rewards)
     scores = to_parquet(to_table(scored, Rollout, SCORES))
-    parts.end("score: read, scored and written")
+    parts.end("score: read and written")
     del read, scored, files
     kept = from_table(read_table(scores, SCORES), Rollout)
     batch = to_parquet(to_table(kept, Rollout, BATCH))
@@ -171,7 +172,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         build_tokenizer([" " + " ".join(WORDS)], Path(scratch))
         tokenizer = ChatTokenizer.from_folder(Path(scratch))
-        asyncio.run(through(ports, arguments.rollouts, arguments.tokens, tokenizer))
+        with RewardPool({"length": 1.0}, {"length": {"target": 100}}, workers=1, timeout_s=60.0) as rewards:
+            asyncio.run(through(ports, arguments.rollouts, arguments.tokens, tokenizer, rewards))
     for engine in engines:
         engine.terminate()
         engine.join()

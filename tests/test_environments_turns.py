@@ -388,7 +388,7 @@ async def test_a_committed_round_of_faults_says_so(session: Session) -> None:
     with pytest.raises(
         UserError, match=r"2 of 2 rollouts could not be scored .*environment_crash.* Mend the environment .*fork of a"
     ):
-        await asyncio.to_thread(score_rollouts, session, {}, rows)
+        await asyncio.to_thread(score_rollouts, session, {}, rows, {})
 
 
 async def test_a_start_that_takes_too_long_is_tried_once_more(folder: Path) -> None:

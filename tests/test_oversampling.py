@@ -28,7 +28,7 @@ from rlpipe.stages.generation import generate, num_shards
 from rlpipe.stages.iteration import commit_iteration, committed_before
 from rlpipe.stages.preflight import preflight
 from rlpipe.stages.sampling import sample_prompts
-from rlpipe.stages.scoring import over_rounds, score
+from rlpipe.stages.scoring import known_scores, over_rounds, score
 from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.audit import verify
@@ -457,39 +457,68 @@ async def test_groups_that_finish_while_others_are_scored_are_scored_together(tm
         asyncio.create_task(survivors.judge(prompt_record(told[group[0]["prompt_id"]]), [rollout(row) for row in group]))
         for group in groups
     ]
-    while len(survivors._waiting) < 6 or not world.rewards.calls:
+    while world.session.ahead is None or world.session.ahead._waiting.qsize() < 5 or not world.rewards.calls:
         await asyncio.sleep(0.01)
     judging[5].cancel()  # its shard is not wanted any more
     await asyncio.wait([judging[5]])
     world.rewards.gate.set()
     await asyncio.gather(*judging[:5])
-    assert sum(world.rewards.calls) == 15 and len(world.rewards.calls) == 2, (
-        "the first alone, those that came meanwhile together"
-    )
-    assert survivors.begin([]).is_set() and survivors._groups == {0, 1, 2, 3, 4} and not survivors._waiting
-    assert len(survivors.scores) == 15 and prompts.folder
+    assert world.rewards.calls == [3, 15], "the first alone, those that came meanwhile together"
+    assert survivors.begin([]).is_set() and survivors._groups == {0, 1, 2, 3, 4}
+    assert len(known_scores(world.session, (0, 0))) == 18 and prompts.folder
 
 
-async def test_a_scorer_that_fails_leaves_the_other_groups_to_be_judged(tmp_path: Path) -> None:
+async def test_a_scorer_that_fails_fails_those_who_wait_for_it_and_nobody_after_them(tmp_path: Path) -> None:
     world = World(tmp_path, PlayedPool(Random(2)), ["rl.oversampling=3", "rl.filters={}", "rl.estimator=reinforce_plus_plus"])
     await sample_prompts(world.session, iteration=0, round_index=0, before=None)
     (row, *_) = world.rows(0, "prompts/round-0", "prompts.parquet", PROMPT_ROWS)
     more = {"finish_reason": "stop", "environment": "", "completion_tokens": [1]}
-    survivors, score_well, failures = Survivors(world.session, (0, 0), 4), world.rewards.score, [EngineError("closed")]
+    survivors = Survivors(world.session, (0, 0), 4)
+    fail_once(world.rewards)
+    # the last one is there twice: its shard is tried again, and the attempt before is not over
+    first, *others = [[rollout(row | more | {"group_index": index, "completion": f"{index}"})] for index in (0, 1, 2, 2)]
+    with pytest.raises(EngineError, match="closed"):
+        await survivors.judge(prompt_record(row), first)
+    await asyncio.gather(*(survivors.judge(prompt_record(row), group) for group in others))
+    assert survivors._groups == {1, 2}
+
+
+def fail_once(rewards: PlayedRewards) -> None:
+    score_well, failures = rewards.score, [EngineError("closed")]
 
     def fails_once(items: list[JsonDict]) -> list[Score]:
         if failures:
             raise failures.pop()
         return score_well(items)
 
-    world.rewards.score = fails_once  # pyright: ignore[reportAttributeAccessIssue]
-    # the last one is there twice: its shard is tried again, and the attempt before is not over
-    groups = [[row | more | {"group_index": index, "completion": f"{index}"}] for index in (0, 1, 2, 2)]
-    told = await asyncio.gather(
-        *(survivors.judge(prompt_record(row), [rollout(entry) for entry in group]) for group in groups), return_exceptions=True
-    )
-    assert [type(each) for each in told] == [EngineError, *[type(None)] * 3]
-    assert survivors._groups == {1, 2} and not survivors._waiting
+    rewards.score = fails_once  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def sampled(world: World) -> tuple[ArtifactRef, list[ArtifactRef]]:
+    """The prompts of round 0 of iteration 0, and all of its rollouts, committed."""
+    prompts = await sample_prompts(world.session, iteration=0, round_index=0, before=None)
+    shards = range(num_shards(world.session, prompts.metrics["num_prompts"]))
+    at = {"iteration": 0, "round_index": 0, "prompts": prompts.ref, "policy": POLICY}
+    return prompts.ref, [(await generate(world.session, shard=shard, **at)).ref for shard in shards]
+
+
+async def test_a_shard_is_committed_while_its_rewards_are_computed_and_each_is_computed_once(tmp_path: Path) -> None:
+    world = World(tmp_path, PlayedPool(Random(2)), ["rl.filters={}"])
+    world.rewards.gate.clear()
+    prompts, shards = await sampled(world)  # comes to its end though the scorer does not answer
+    world.rewards.gate.set()
+    result = await score(world.session, iteration=0, round_index=0, prompts=prompts, rollouts=shards)
+    assert set(world.rewards.scored.values()) == {1} and sum(world.rewards.calls) == result.metrics["num_scored"] > 0
+    rows = [rollout(row) for row in world.rows(0, "scores/round-0", "scores.parquet", SCORES)]
+    assert [row.reward for row in rows] == [float(zlib.crc32(row.completion.encode()) % 2) for row in rows]
+
+
+async def test_what_a_scorer_could_not_do_ahead_the_stage_does(tmp_path: Path) -> None:
+    world = World(tmp_path, PlayedPool(Random(2)), ["rl.filters={}"])
+    fail_once(world.rewards)
+    prompts, shards = await sampled(world)
+    result = await score(world.session, iteration=0, round_index=0, prompts=prompts, rollouts=shards)
+    assert set(world.rewards.scored.values()) == {1} and len(world.rewards.scored) == result.metrics["num_scored"]
 
 
 async def test_a_process_that_takes_over_a_round_counts_what_was_committed(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def row(completion: str, num_tokens: int = 1, **more: Any) -> Rollout:
 def scored(tmp_path: Path, rows: list[Rollout], *sets: str, known: Any = None) -> list[Rollout]:
     session = Session(create_or_continue(config(tmp_path, *sets)), tmp_path / "work")
     try:
-        return score_rollouts(session, PROMPTS, rows, known)
+        return score_rollouts(session, PROMPTS, rows, known or {})
     finally:
         session.rewards.close()
 

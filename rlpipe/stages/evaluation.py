@@ -11,7 +11,8 @@ from rlpipe.engines.client import NOTHING_YET
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
-from rlpipe.stages.generation import ENVIRONMENT, SAMPLING, PromptGroup, rollouts_of, sample, sampling_params
+from rlpipe.stages.generation import ENVIRONMENT, SAMPLING, sample, sampling_params
+from rlpipe.stages.rollouts import PromptGroup, rollouts_of
 from rlpipe.stages.sampling import check_lengths, encoded_prompts
 from rlpipe.stages.scoring import SCORING, score_rollouts
 from rlpipe.stages.session import Session
@@ -43,7 +44,7 @@ async def evaluate(session: Session, attempt: Attempt, *, policy: ArtifactRef, v
 
 def _scored(session: Session, attempt: Attempt, prompts: list[Prompt], rollouts: list[Rollout], version: int) -> Produced:
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    scored = score_rollouts(session, by_id, rollouts, use="evaluation")
+    scored = score_rollouts(session, by_id, rollouts, {}, use="evaluation")
     assert len(scored) == len(prompts) * (1 + session.config.evaluation.num_completions), "a rollout was lost"
     metrics: Metrics = {}
     for index, data in enumerate(session.config.sets("evaluation")):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +24,9 @@ from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import BATCH, CUT_SHORT, SCORES, TRUNCATED, CarriedRollout, Group, Rollout, grouped, is_finished
+from rlpipe.stages.ahead import scoring_ahead
 from rlpipe.stages.iteration import account, staleness
 from rlpipe.stages.sampling import prompts_by_id, write_pass_rates
-from rlpipe.stages.scoring import Scores, rewarded
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.store.artifacts import read_records
@@ -221,17 +221,8 @@ def carried_rollouts(group: Group, prompt: Prompt, version: int, staleness_max: 
     return carried
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """A group that waits to be scored, and whether it survives, once that is known."""
-
-    prompt: Prompt
-    group: Group
-    survives: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
 class Survivors:
-    """The groups of one round that finished and were kept by the filters, and the scores that said so.
+    """The groups of one round that finished and were kept by the filters.
 
     `wanted` of them end the round. Example: `enough = survivors.begin(range(4))`, then `await survivors.judge(...)` until it is set.
     """
@@ -240,12 +231,9 @@ class Survivors:
         assert wanted > 0, "a round that needs no groups is not sampled"
         self.key = key  # iteration, round
         self.wanted = wanted
-        self.scores: Scores = {}  # for the stage score: a rollout is scored once
         self.recounting = asyncio.Lock()
         self.recounted = False  # the shards that were committed before this process are counted
         self._session = session
-        self._judging = asyncio.Lock()  # the scorers are shared: the groups that finish meanwhile are scored together, next
-        self._waiting: list[_Waiting] = []
         self._groups: set[int] = set()
         self._events: list[asyncio.Event] = []
 
@@ -259,40 +247,18 @@ class Survivors:
         return enough
 
     async def judge(self, prompt: Prompt, group: Group) -> None:
-        """Scores and filters one group while others are still sampled, and counts it when it survives; counted twice it counts once.
-
-        The groups that finish while others are scored are scored together. The scores are kept for the stage score, which also
-        decides what to do about a rollout that cannot be scored.
-        """
+        """Scores and filters one group while others are still sampled, and counts it when it survives; counted twice it counts once."""
         if not is_finished(group):
             return
-        waiting = _Waiting(prompt, group)
-        self._waiting.append(waiting)
-        try:
-            async with self._judging:
-                if not waiting.survives.done():  # else the one who had the lock before has judged it too
-                    ready = [entry for entry in self._waiting if not entry.survives.done()]
-                    survivals = await asyncio.to_thread(self._survive, ready)
-                    for entry, survives in zip(ready, survivals, strict=True):
-                        entry.survives.set_result(survives)
-        finally:  # also when this failed or is not wanted any more: the others then judge themselves
-            self._waiting.remove(waiting)
-        if waiting.survives.result():
+        scored = await asyncio.wrap_future(scoring_ahead(self._session, self.key).add(prompt, group))
+        if await asyncio.to_thread(self._survives, scored):
             self._groups.add(group[0].group_index)
             self._set_events()
 
-    def _survive(self, ready: list[_Waiting]) -> list[bool]:
-        """Which of the groups are kept, each by itself: filters may look at one group only."""
-        rollouts = [rollout for entry in ready for rollout in entry.group]
-        prompts = {entry.prompt.prompt_id: entry.prompt for entry in ready}
-        scored = iter(rewarded(self._session, prompts, rollouts, self.scores, self._session.rewards))
-        # not `grouped`: a group may be there twice, after a retry
-        groups: list[list[Rollout]] = [[next(scored) for _ in entry.group] for entry in ready]
-        return [
-            all(rollout.reward is not None for rollout in group)
-            and bool(kept_groups(self._session, [trainable(group, self._session.config.rl)])[0])
-            for group in groups
-        ]
+    def _survives(self, group: Group) -> bool:
+        """Whether a group is kept, by itself: filters may look at one group only."""
+        kept = kept_groups(self._session, [trainable(group, self._session.config.rl)])[0]
+        return all(rollout.reward is not None for rollout in group) and bool(kept)
 
     def _set_events(self) -> None:
         if len(self._groups) >= self.wanted:

@@ -7,23 +7,20 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
-
-import numpy as np
 
 from rlpipe.algorithms.steps import step_ranges
 from rlpipe.config.training import RlConfig
-from rlpipe.engines.client import NOTHING_YET, Completion, Sampling, logprobs_of, tokens_of
-from rlpipe.engines.pool import GroupRequest
-from rlpipe.records.kinds import Span
+from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
+from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import CUT_SHORT, ROLLOUTS, TRUNCATED, CarriedRollout, Group, Rollout, grouped
+from rlpipe.records.rollout import ROLLOUTS, Group, Rollout, grouped
 from rlpipe.stages.filtering import Survivors
+from rlpipe.stages.rollouts import PromptGroup, ShardGroups, prior_of
 from rlpipe.stages.sampling import carried_groups
 from rlpipe.stages.scoring import SCORING
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
-from rlpipe.stages.turns import PlayedCompletion, play
+from rlpipe.stages.turns import play
 from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.types import ArtifactRef, EngineError, UserError, rollout_seed
 
@@ -35,16 +32,6 @@ SAMPLING = ["rl.completion_tokens_max", "rl.top_p", "rl.top_k"]
 SAMPLED_BY = ["rl.group_size", "rl.temperature", "rl.shard_prompts", "rl.oversampling", "rl.train_stale_tokens", "rl.rollouts_from",
               *SAMPLING, *ENVIRONMENT]  # fmt: skip
 ENDED_BY = ["rl.num_prompts", "rl.groups_min", *SCORING, "rl.filters", "rl.mask_truncated"]  # a round that is over-sampled
-
-
-@dataclass(frozen=True)
-class PromptGroup:
-    """One group of a sampling round: its prompt, and what an earlier iteration sampled of it already."""
-
-    slot: int  # in the round
-    group_index: int  # in the iteration
-    prompt: Prompt
-    carried: list[CarriedRollout]
 
 
 @stage(
@@ -76,17 +63,14 @@ async def generate(
     requests = [_request(session, group, iteration, round_index) for group in shard_groups]
     version = session.config.rl.sampled_by(iteration)
     await session.serve(policy, version)
+    made = ShardGroups(session, (iteration, round_index), shard_groups, requests, version)
     if session.config.rl.oversampling > 1:
-        survivors = await _survivors(session, (iteration, round_index), num_kept, groups, keys)
-        completions = await _until_enough(session, survivors, iteration, shard_groups, requests)
+        survivors = await _survivors(session, made.sampling_round, num_kept, groups, keys)
+        completions = await _until_enough(made, survivors)
     else:
         await _in_turn(session, keys, shard)
-        completions = await sample(session, requests, [group.prompt for group in shard_groups])
-    answered = list(zip(shard_groups, requests, completions, strict=True))
-    # millions of tokens to decode would keep the other shards' tokens waiting
-    rollouts = await asyncio.to_thread(
-        lambda: [rollout for group in answered for rollout in rollouts_of(session, *group, version)]
-    )
+        completions = await sample(session, requests, [group.prompt for group in shard_groups], made.score)
+    rollouts = [rollout for index, group in enumerate(completions) for rollout in await made.rollouts(index, group)]
     await _check_answered(session, keys, shard, rollouts)
     file = await asyncio.to_thread(attempt.write, "rollouts.parquet", rollouts, Rollout, ROLLOUTS)
     num_tokens = sum(rollout.num_sampled_by(version) for rollout in rollouts)
@@ -142,11 +126,13 @@ def _request(session: Session, group: PromptGroup, iteration: int, round_index: 
     return GroupRequest(prompt_id, group.prompt.prompt_tokens.tolist(), params, prior)
 
 
-async def sample(session: Session, requests: list[GroupRequest], prompts: list[Prompt]) -> list[list[Completion]]:
-    """The completions of every group, whole; in the environment where there is one."""
+async def sample(
+    session: Session, requests: list[GroupRequest], prompts: list[Prompt], on_group: OnGroup | None = None
+) -> list[list[Completion]]:
+    """The completions of every group, whole; in the environment where there is one. `on_group`: told of each that has finished outside of one."""
     if session.config.rl.environment:
         return await play(session, requests, prompts)
-    return await session.pool.generate(requests)
+    return await session.pool.generate(requests, on_group)
 
 
 def sampling_params(session: Session, use: str, temperature: float, seed: int) -> Sampling:
@@ -154,58 +140,6 @@ def sampling_params(session: Session, use: str, temperature: float, seed: int) -
     config, own = session.config, session.config.evaluation.top_p if use == "evaluation" else None
     top_p, stops = config.rl.top_p if own is None else own, tuple(session.tokenizer.stop_token_ids)
     return Sampling(config.completion_tokens_max(use), temperature, top_p, seed=seed, stop_token_ids=stops)
-
-
-def rollouts_of(
-    session: Session, group: PromptGroup, request: GroupRequest, completions: list[Completion], version: int
-) -> Group:
-    """The completions of one group as rollouts; `version` is the newest that sampled them."""
-    prompt, train_stale_tokens = group.prompt, session.config.rl.train_stale_tokens
-    assert len(completions) == len(request.params), f"{prompt.prompt_id}: a completion was lost or came twice"
-    for prior, completion in zip(request.prior, completions, strict=True):
-        assert completion.tokens[: len(prior.tokens)] == prior.tokens, f"{prompt.prompt_id}: a rollout did not go on as it was"
-    rollouts = []
-    for index, (params, completion) in enumerate(zip(request.params, completions, strict=True)):
-        mask = loss_mask(completion.spans, version, train_stale_tokens)
-        outcome = None
-        if isinstance(completion, PlayedCompletion):
-            mask, outcome = mask * np.array(completion.policy_mask, dtype=np.int8), completion.outcome
-        rollouts.append(
-            Rollout(
-                prompt_id=prompt.prompt_id,
-                group_index=group.group_index,
-                rollout_index=index,
-                prompt=str(prompt.messages[-1]["content"]),
-                prompt_tokens=prompt.prompt_tokens,
-                completion=session.tokenizer.decode(completion.tokens.tolist()),
-                completion_tokens=np.array(completion.tokens, dtype=np.int32),
-                loss_mask=mask,
-                rollout_logprobs=np.array(completion.rollout_logprobs, dtype=np.float32),
-                weight_version=completion.spans[-1][0] if completion.spans else version,
-                weight_versions=tuple(Span(*span) for span in completion.spans),
-                finish_reason=completion.finish_reason,
-                seed=params.seed,
-                engine=completion.engine,
-                environment=outcome,
-            )
-        )
-    return rollouts
-
-
-def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bool) -> np.ndarray:
-    """Per completion token, whether it carries loss where `version` is the one that samples: int8 [L]."""
-    assert all(sampled_by <= version for sampled_by, _ in spans), f"spans {spans} of a rollout of version {version}"
-    trained = [train_stale_tokens or sampled_by == version for sampled_by, _ in spans]
-    return np.repeat(np.array(trained, dtype=np.int8), [num_tokens for _, num_tokens in spans])
-
-
-def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:
-    """What there is already of a carried rollout. One that has all its tokens is finished (a fork may allow fewer)."""
-    tokens, reason = tokens_of(carried.completion_tokens), carried.finish_reason
-    if reason == CUT_SHORT and len(tokens) >= tokens_max:
-        reason = TRUNCATED
-    spans = [(span.version, span.num_tokens) for span in carried.weight_versions]
-    return Completion(tokens, logprobs_of(carried.rollout_logprobs), reason, spans, carried.engine)
 
 
 async def _survivors(
@@ -232,18 +166,15 @@ def committed_groups(session: Session, key: StageKey) -> list[Group]:
     return grouped(read_records(session.run.store, artifact[0], "rollouts.parquet", Rollout, ROLLOUTS)) if artifact else []
 
 
-async def _until_enough(
-    session: Session, survivors: Survivors, iteration: int, groups: list[PromptGroup], requests: list[GroupRequest]
-) -> list[list[Completion]]:
+async def _until_enough(made: ShardGroups, survivors: Survivors) -> list[list[Completion]]:
     """The completions of a shard, cut short once enough groups of the round have survived."""
-    enough = survivors.begin(group.group_index for group in groups)
+    enough = survivors.begin(group.group_index for group in made.groups)
 
     async def on_group(index: int, completions: list[Completion]) -> None:
         if not enough.is_set():
-            rollouts = rollouts_of(session, groups[index], requests[index], completions, iteration)
-            await survivors.judge(groups[index].prompt, rollouts)
+            await survivors.judge(made.groups[index].prompt, await made.rollouts(index, completions))
 
-    return await session.pool.generate(requests, on_group, enough)
+    return await made.session.pool.generate(made.requests, on_group, enough)
 
 
 async def _check_answered(session: Session, keys: list[StageKey], shard: int, rollouts: Group) -> None:

@@ -30,21 +30,23 @@ Scores = dict[ScoreKey, Score]
 
 
 def score_rollouts(
-    session: Session, prompts: dict[str, Prompt], rollouts: list[Rollout], known: Scores | None = None, use: str = "rl"
+    session: Session, prompts: dict[str, Prompt], rollouts: list[Rollout], known: Scores, use: str = "rl"
 ) -> list[Rollout]:
     """The rollouts with their rewards, those of `use` (rl or evaluation). One that could not be scored gets the fallback, and the
-    reason in `reward_fault`.
+    reason in `reward_fault`. Scores that are `known` are not computed again; those computed are added.
 
     UserError when it has no fallback (`rl.reward_fallback = none`), or when not a single rollout could be scored.
     """
     pool = session.evaluation_rewards if use == "evaluation" else session.rewards
-    scored = rewarded(session, prompts, rollouts, {} if known is None else known, pool)
+    scored = rewarded(session, prompts, rollouts, known, pool)
     faults = Counter(rollout.reward_fault for rollout in scored if rollout.reward_fault)
     if faults:
         counts = f"{faults.total()} of {len(rollouts)} rollouts could not be scored"
-        last_error = pool.last_error
+        messages = (known[score_key(rollout)].message for rollout in scored if rollout.reward_fault)
+        last_error = next(filter(None, messages), None)
         log.warning("%s %s; last error: %s", counts, dict(faults), last_error)
         if faults.total() == len(rollouts) or session.config.rl.reward_fallback is None:
+            session.ahead = None  # the next attempt asks the scorers again
             raise UserError(_unscored(session, use, faults, f"{counts} ({dict(faults)}; {last_error or 'the log says which'})"))
     return scored
 
@@ -70,7 +72,7 @@ def rewarded(
         for rollout, score in zip(rollouts, scores, strict=True)
         if score is None
     ]
-    computed = iter(pool.score(items))
+    computed = iter(pool.score(items) if items else [])
     complete = [next(computed) if score is None else score for score in scores]
     assert next(computed, None) is None, "a score was lost"
     known.update(zip(keys, complete, strict=True))
@@ -129,8 +131,7 @@ def score(
     steps: list[ArtifactRef] | None = None,
 ) -> Produced:
     """The rewards of one round's rollouts; none for those of a group that was cut short. `steps`: have rewards, and are not scored again."""
-    store, survivors = session.run.store, session.survivors
-    known = survivors.scores if survivors is not None and survivors.key == (iteration, round_index) else None
+    store, known = session.run.store, known_scores(session, (iteration, round_index))
     stored = [
         reward
         for ref in [*rollouts, *(steps or [])]
@@ -146,6 +147,12 @@ def score(
     result = [by_place.get(_place(rollout), rollout) for rollout in sampled]
     assert len(kept) + len(scored) == sum(rollout.reward is not None for rollout in result), "a score was lost"
     return Produced([attempt.write("scores.parquet", result, Rollout, SCORES)], _score_metrics(session, iteration, result))
+
+
+def known_scores(session: Session, sampling_round: tuple[int, int]) -> Scores:
+    """What was scored of a round (iteration, round) while it was sampled, by this process."""
+    ahead = session.ahead
+    return ahead.scores() if ahead is not None and ahead.key == sampling_round else {}
 
 
 def _place(rollout: Rollout | KeptReward) -> tuple[int, int]:

@@ -44,6 +44,7 @@ from rlpipe.trainer.process import gang_place
 from rlpipe.types import ArtifactRef, EngineError, StoreError, data_seed, sha256_of
 
 if TYPE_CHECKING:
+    from rlpipe.stages.ahead import ScoringAhead
     from rlpipe.stages.filtering import Survivors
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Session:
         self.committed_before = {phase: self.num_committed(phase) for phase in ("sft", "rl")}
         self.clock = Clock()
         self.survivors: Survivors | None = None  # of the sampling round at work, when it is over-sampled
+        self.ahead: ScoringAhead | None = None  # of the sampling round at work
         self.unanswered: set[tuple[str, int, str]] = set()  # shards that the environment failed, and that wait for others
         self.begun: dict[tuple[str, int, str], asyncio.Event] = defaultdict(asyncio.Event)  # shards that asked the pool
         self._closed = False

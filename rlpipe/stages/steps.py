@@ -6,7 +6,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.records.rollout import ROLLOUTS, Rollout, grouped
 from rlpipe.stages.filtering import empty_groups, filtered_by, sort_groups, write_batch
 from rlpipe.stages.sampling import prompts_by_id
-from rlpipe.stages.scoring import SCORING, KeptReward, score_rollouts
+from rlpipe.stages.scoring import SCORING, KeptReward, known_scores, score_rollouts
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.store.artifacts import read_records
@@ -27,7 +27,7 @@ def score_step(
     """
     store = session.run.store
     sampled = [row for ref in rollouts for row in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)]
-    scored = score_rollouts(session, prompts_by_id(store, [prompts]), sampled)
+    scored = score_rollouts(session, prompts_by_id(store, [prompts]), sampled, known_scores(session, (iteration, 0)))
     trained, _, carried, _, reasons = sort_groups(session, grouped(scored), iteration)
     assert not carried, "where steps overlap, every group of a step is finished and trained in it, or dropped"
     rewards = [
