@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import contextvars
 import re
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 from uuid import UUID
@@ -20,6 +22,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
+from flows.events import tell, tell_iteration
 from flows.terminal import bar, iteration_line, say
 from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, before_after, draw_curves, evaluations, policy_tags, reward_svg
 from rlpipe.report.show import TrainedGroup, parts_text, trained_groups
@@ -75,6 +78,7 @@ def watch(session: Session, num_committed: int) -> Iterator[Callable[[IterationR
             nonlocal artifact
             for source in ("rl", ROLLOUTS):
                 session.tracker.committed(source, record.iteration + 1)
+            tell_iteration(record)
             say(progress, iteration_line(record))
             progress.update()
             lines = [f"# {run.name}, {record.iteration + 1} of {total} iterations", "", _curve(record)]
@@ -150,7 +154,9 @@ async def publish_report(session: Session, total: int) -> RunReport:
     folder = run.store.address(f"{ref.folder}/{manifest.files[0].name.split('/')[0]}")
     compared, evaluated = before_after(run, total), evaluations(run, total)
     lineage = await asyncio.to_thread(policy_tags, run, total)
-    session.tracker.publish(folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage)
+    here = contextvars.copy_context()  # of the flow run, for the tracker's thread
+    said = partial(tell, run.name, "policy.registered", f"{folder} is registered", policy=folder, weight_version=total)
+    session.tracker.publish(folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage, lambda: here.run(said))
     export = f", a difference: `{lineage[EXPORT_TAG]}` makes a model folder of it" if EXPORT_TAG in lineage else ""
     lines = [f"# {run.name}, {total} iterations", "", f"The policy: `{folder}`{export}", "", *_preformatted(compared)]
     await _show(f"{_key(session)}-report", [*lines, _image("png", curve.read_bytes())], "Before and after RL, curves")
@@ -164,6 +170,8 @@ async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: st
     """
     session.tracker.stopped = reason
     if reason:
+        if not flow_run.parent_flow_run_id:  # else that one says it too
+            tell(session.run.name, "run.stopped", reason)
         return Completed(name="Stopped", message=reason, data=data)
     counts = await asyncio.to_thread(lambda: {phase: session.num_committed(phase) for phase in phases})
     # an earlier start of this flow run, or its part before a gate, may have trained

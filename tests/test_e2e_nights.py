@@ -140,6 +140,38 @@ def test_a_flow_run_that_dies_before_it_starts_is_given_up(
     assert any("It crashed 6 times" in told for told in notifications[0]), notifications[0]
 
 
+TOLD = """
+from flows.events import tell_iteration
+from prefect import flow
+from rlpipe.types import BestReward, IterationRecord
+
+METRICS = ["rollout/reward_mean", "rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean", "train/mismatch_abs_mean", "time/iteration_s"]
+
+@flow(name="rl")
+async def rl():
+    for last in (12, 13, 14):  # the fall is seen at the second bad iteration, and told once
+        curve = [[at, 0.5 + 0.01 * (at % 3) - 0.4 * (at > 11)] for at in range(last)]
+        tell_iteration(IterationRecord("falls", last - 1, last, {}, -1, dict.fromkeys(METRICS, 1), curve, BestReward(0, 0.5), ""))
+
+import asyncio
+asyncio.run(rl())
+"""
+
+
+def test_a_reward_that_fell_fires_an_automation_once(stand: Stand, notifications: tuple[list[str], int]) -> None:
+    stand.run(BIN / "python", "-c", TOLD)
+    end = time.monotonic() + 60
+    while not (told := [text for text in notifications[0] if "falls: the reward fell" in text]):
+        assert time.monotonic() < end, notifications[0]
+        time.sleep(0.5)
+    assert "was 0.511 in the 8 before" in told[0] and "rlpipe why falls --at 13" in told[0], told
+    seen = stand.api("POST", "/events/filter", {"filter": {"event": {"prefix": ["rlpipe."]}}})["events"]
+    names = [event["event"] for event in seen]
+    assert names.count("rlpipe.reward.fell") == 1 and names.count("rlpipe.iteration.committed") >= 3, names
+    fell = next(event for event in seen if event["event"] == "rlpipe.reward.fell")
+    assert any(related["prefect.resource.id"].startswith("prefect.flow-run.") for related in fell["related"]), fell
+
+
 def test_the_command_line_says_where_to_approve(folder: Folder) -> None:
     process = folder.start(*folder.run_arguments("c", *MINI, "rl.num_iterations=1", 'approval=["register"]'))
     try:

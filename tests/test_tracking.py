@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +210,14 @@ def test_a_project_has_one_registered_model_with_each_policy_once(tmp_path: Path
     monkeypatch.chdir(tmp_path)  # where MLflow puts files
     curves = tmp_path / "curves.png"
     curves.write_bytes(b"png")
+    registered: list[str] = []
     for run, url in (("a", POLICY), ("a", POLICY), ("b", "s3://bucket/b")):
         publisher = Tracker(run_of(tmp_path, "tracking.project=words", run=run), points)
-        publisher.publish(url, 6, {"words_greedy": 0.75}, curves, {"rlpipe.version": "6", "rlpipe.policy_sha256": "5f2b"})
+        lineage = {"rlpipe.version": "6", "rlpipe.policy_sha256": "5f2b"}
+        publisher.publish(url, 6, {"words_greedy": 0.75}, curves, lineage, partial(registered.append, url))
         publisher.close()
     registry = client(tmp_path)
+    assert registered == [POLICY, "s3://bucket/b"]
     assert [model.name for model in registry.search_registered_models()] == ["words"]
     second, first = registry.search_model_versions("name = 'words'")  # the newest first
     assert (first.source, second.source) == (POLICY, "s3://bucket/b")

@@ -22,7 +22,7 @@ from rlpipe.config.secrecy import with_password_aside, without_passwords
 from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, DataSet, Point, code_tags, evaluation_points
 from rlpipe.report.show import rollout_table
 from rlpipe.store.run import Run
-from rlpipe.types import RunWaits, StoreError, UserError
+from rlpipe.types import Metrics, RunWaits, StoreError, UserError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -102,16 +102,15 @@ class Tracker:
         self._submit(lambda: self._log_data(use, data_sets))
 
     def publish(
-        self, policy_url: str, num_iterations: int, evaluation: dict[str, float], curves: Path, lineage: dict[str, str]
-    ) -> None:
+        self, policy_url: str, num_iterations: int, evaluation: Metrics, curves: Path, lineage: dict[str, str], on_registered: Callable[[], None]
+    ) -> None:  # fmt: skip
         """Attaches the curves and registers the final policy by the URL of its folder (a path where it is on a disk), without copying it.
 
-        `evaluation`: the metrics of the last evaluation, by name; `lineage`: tags that say what the policy was made of.
-        """
+        `lineage`: tags that say what it was made of. `on_registered` is called in the tracker's thread, where it was not registered before."""
         tags = lineage | {POLICY_TAG: policy_url, "rlpipe.run": self.run.name, "rlpipe.iterations": str(num_iterations)}
         tags |= {f"evaluation/{name}": f"{value:.6g}" for name, value in evaluation.items()}
         self._submit(lambda: self._client.log_artifact(self._open(PARENT).run_id, str(curves)))
-        self._submit(lambda: self._register(policy_url, tags))
+        self._submit(lambda: self._register(policy_url, tags, on_registered))
 
     def close(self) -> None:
         """Tells MLflow how the run ended, and gives it a bounded time to take what is left."""
@@ -247,7 +246,7 @@ class Tracker:
         self._client.set_tag(phase.run_id, tag, str(len(inputs)))
         phase.tags[tag] = str(len(inputs))
 
-    def _register(self, policy_url: str, tags: dict[str, str]) -> None:
+    def _register(self, policy_url: str, tags: dict[str, str], on_registered: Callable[[], None]) -> None:
         from mlflow.exceptions import MlflowException
 
         parent = self._open(PARENT)
@@ -270,6 +269,7 @@ class Tracker:
             tags=tags,
             description=_description(policy_url, tags),
         )
+        on_registered()
 
     def _end(self) -> None:
         """What is RUNNING ends, but for another process, where this one began no phase; one that waits for a person is between two phases."""

@@ -1,0 +1,36 @@
+"""Whether the mean reward of a run fell, by the points of its curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
+
+NEW, BEFORE, NOISE = 2, 8, 24  # points: the newest, those that they are compared with, those that tell the noise
+TIMES = 3.5  # what chance explains, in standard deviations of a point beside the mean of those before
+
+
+def fall(curve: Sequence[Sequence[float]]) -> str:
+    """What fell, in words, at the point of the curve ([iteration, mean reward] each) where it is first seen; empty: nothing did.
+
+    Two points in a row have to lie below the mean of those before by more than chance explains: a single bad iteration is no fall. Chance is told by the
+    differences from one point to the next, so a reward that climbs is not taken for noise.
+    """
+    return "" if _fallen(curve[:-1]) else _fallen(curve)
+
+
+def _fallen(curve: Sequence[Sequence[float]]) -> str:
+    rewards = [reward for _, reward in curve]
+    if len(rewards) < NEW + BEFORE:
+        return ""
+    new, earlier = rewards[-NEW:], rewards[-NEW - NOISE : -NEW]
+    before = fmean(earlier[-BEFORE:])
+    squares = [(after - reward) ** 2 for reward, after in pairwise(earlier)]
+    chance = TIMES * (fmean(squares) / 2 * (1 + 1 / BEFORE)) ** 0.5
+    if before - max(new) <= chance:
+        return ""
+    first, last = curve[-NEW][0], curve[-1][0]
+    return (
+        f"the mean reward is {new[0]:.3g} and {new[1]:.3g} in iterations {first:g} and {last:g}, and was {before:.3g} in the {BEFORE} before "
+        f"(chance explains {chance:.2g})"
+    )
