@@ -46,6 +46,7 @@ def _task(stage: StageFunction, verb: str = "") -> StageFunction:
     @task(
         name=verb,
         description=function.__doc__,
+        tags={f"stage:{verb}"},  # by which a team limits how many run at once, in all runs (docs/cluster.md)
         task_run_name=lambda: _run_name(verb, task_run.parameters["arguments"]),
         retries=RETRIES,
         retry_delay_seconds=RETRY_DELAY_S,
