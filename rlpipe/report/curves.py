@@ -53,12 +53,14 @@ class DataSet:
 
 
 def code_tags(run: Run) -> dict[str, str]:
-    """Tags that say which code works on a run, and what it was forked from."""
+    """Tags that say which code works on a run, what it was forked from, and where it is shown."""
     tags = {"rlpipe.code_version": code_version()}
     if re.fullmatch("[0-9a-f]{12}", code_version()):
         tags["mlflow.source.git.commit"] = code_version()
     if run.parent is not None:
         tags["rlpipe.parent"] = run.forked_from
+    if view := run.config.tracking.view_of(run.name):
+        tags["rlpipe.view"] = view
     return tags
 
 
