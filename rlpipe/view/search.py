@@ -80,12 +80,13 @@ def look_through(places: list[tuple[Run, int]], visit: Callable[[Run, int], list
 
     with ThreadPoolExecutor(READERS, "looking") as threads:
         for first in range(0, len(places), READERS):
-            if first and (len(looked.results) >= HITS_MAX or time.monotonic() > deadline):
-                looked.rest = places[first][0].name, places[first][1]
-                break
-            for results in threads.map(guarded, places[first : first + READERS]):
+            some = places[first : first + READERS]
+            for (run, iteration), results in zip(some, threads.map(guarded, some), strict=True):
+                if len(looked.results) >= HITS_MAX or (first and time.monotonic() > deadline):
+                    looked.rest = run.name, iteration
+                    return looked
                 looked.results += results
-            looked.num_iterations = min(first + READERS, len(places))
+                looked.num_iterations += 1
     return looked
 
 

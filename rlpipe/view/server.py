@@ -137,7 +137,7 @@ def as_json(plots: list[Plot]) -> list[JsonDict]:
 def templates() -> jinja2.Environment:
     """The templates. All that they show is escaped."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("rlpipe.view"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.PackageLoader("rlpipe.view"), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"number": number, "as_json": as_json}
     environment.globals |= {"address": address, "static": static_address, "dropped_of": pages.dropped_of}
@@ -149,6 +149,8 @@ def view_app(store: Store, key: str = "") -> ASGIApp:
     """The pages over a store. Without a key only a browser that calls the machine by a name of loopback is answered: a page of
     another site whose name leads here (DNS rebinding) is not."""
     library = Library(store)
+    for name in KINDS:  # now, and not while the first page is waited for
+        static_address(name)
 
     def rendered(request: Request, page: Page, status: int = 200) -> Response:
         values = {"store": store.url, "path": request.url.path, "query": request.query_params, **page.values}
