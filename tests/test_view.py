@@ -284,8 +284,8 @@ def test_a_damaged_file_is_named_and_the_others_are_searched(tmp_path: Path) -> 
     (damaged,) = [key for key in store.list("runs/a/rl/00001/scores") if key.endswith(".parquet")]
     store.put(damaged, b"PAR1" * 100)
     html = page(store, "/search?text=prompt+1")
-    assert "2 rollouts" in text_of(html) and f"{store.address(damaged)} is no Parquet file" in html
-    assert "is no Parquet file" in page(store, "/runs/a/iterations/1", 500)
+    assert "2 rollouts" in text_of(html) and f"{store.address(damaged)} cannot be read" in html
+    assert "cannot be read" in page(store, "/runs/a/iterations/1", 500)
 
 
 def test_answers_before_and_after_stand_side_by_side(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from rlpipe.store.run_record import run_names
 from rlpipe.types import IterationRecord, StoreError, UserError, moment_of
 
 NOTHING = "-"
+READERS = 16  # runs that are looked at at the same time
 REWARD, SHOWN = "rollout/reward_mean", ("rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean")
 TABLE_ROWS, TEXT_CHARS_MAX = 32, 2000
 TABLE_COLUMNS = [
@@ -51,14 +53,23 @@ class RunSummary:
 
 def run_lines(store: Store) -> list[str]:
     """One line a run: how far it is, its newest reward and commit, its state, and what it was forked from."""
-    lines = []
-    for name in run_names(store):
-        try:
-            line = _run_line(run_summary(open_existing(store, name)))
-        except (UserError, StoreError, OSError) as error:  # of another version, or damaged: the others are listed all the same
-            line = str(error)
-        lines.append(f"{name:32s} {line}")
+    summaries = run_summaries(store).items()
+    lines = [f"{name:32s} {_run_line(summary) if isinstance(summary, RunSummary) else summary}" for name, summary in summaries]
     return lines or [f"no runs in {store.url}"]
+
+
+def run_summaries(store: Store) -> dict[str, RunSummary | str]:
+    """How far each run of a store is; of one that is of another version, or damaged, why it cannot be read."""
+
+    def summary(name: str) -> RunSummary | str:
+        try:
+            return run_summary(open_existing(store, name))
+        except (UserError, StoreError, OSError) as error:
+            return str(error)
+
+    names = run_names(store)
+    with ThreadPoolExecutor(READERS, "reading") as threads:
+        return dict(zip(names, threads.map(summary, names), strict=True))
 
 
 def run_summary(run: Run) -> RunSummary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -12,10 +11,9 @@ from rlpipe.records.columns import from_table, schema_of
 from rlpipe.records.kinds import Float, Int32, Int64, Json, Mask, OptionalFloat, Spans, Text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Rollout
-from rlpipe.store.audit import manifests
 from rlpipe.store.run import BEFORE_SFT, Run
-from rlpipe.types import Manifest, StoreError, UserError
-from rlpipe.view.library import CommittedFile, Library, file_of, rows_with
+from rlpipe.types import ArtifactRef, Manifest, UserError
+from rlpipe.view.library import CommittedFile, Library, rows_with
 
 Place = Literal["iterations", "evaluations"]
 FATES = ("trained", "dropped", "carried", "left out", "not filtered yet", "evaluated")
@@ -97,12 +95,24 @@ class GroupFiles:
     number: int  # the iteration, or the weight version that was evaluated
     scores: list[CommittedFile]
     prompts: list[CommittedFile] = field(default_factory=list)
-    batch: tuple[str, Manifest] | None = None  # folder and manifest; of all sampling rounds
+    batch: tuple[ArtifactRef, Manifest] | None = None  # of all sampling rounds
 
     @property
     def path(self) -> str:
         """Of its page, below that of the run."""
         return f"{self.place}/{self.number}"
+
+    @property
+    def title(self) -> str:
+        """As a person calls it."""
+        return f"iteration {self.number}" if self.place == "iterations" else f"evaluation of version {self.number}"
+
+    @property
+    def crumbs(self) -> list[list[str]]:
+        """The way to its page: names and addresses."""
+        home = f"/runs/{self.run.name}"
+        above = [["evaluations", f"{home}/evaluations"]] if self.place == "evaluations" else []
+        return [[self.run.name, home], *above, [self.title, f"{home}/{self.path}"]]
 
     def groups(self) -> list[GroupLine]:
         """All groups, in order."""
@@ -125,12 +135,12 @@ class GroupFiles:
         """group_index -> what became of it, and why it was dropped."""
         if self.batch is None:
             return {}
-        folder, manifest = self.batch
-        named = {record.plain_name for record in manifest.files}
-        files = [(name, fate) for name, fate in (("batch.parquet", "trained"), ("carried.parquet", "carried")) if name in named]
-        tables = [(self.library.table(file_of(folder, manifest, name), ["group_index"]), fate) for name, fate in files]
-        fates = {index: (fate, "") for table, fate in tables for index in table["group_index"].unique().to_pylist()}
-        return fates | {int(index): ("dropped", reason) for index, reason in manifest.metrics.get("dropped", {}).items()}
+        named, fates = {record.plain_name for record in self.batch[1].files}, dict[int, tuple[str, str]]()
+        for name, fate in (("batch.parquet", "trained"), ("carried.parquet", "carried")):
+            if name in named:
+                rows = self.library.table(CommittedFile.of(self.batch, name), ["group_index"])
+                fates |= dict.fromkeys(rows["group_index"].unique().to_pylist(), (fate, ""))
+        return fates | {int(index): ("dropped", reason) for index, reason in self.batch[1].metrics.get("dropped", {}).items()}
 
     def fate(self, group_index: int) -> tuple[str, str]:
         """What became of a group, and why it was dropped."""
@@ -163,7 +173,7 @@ class GroupFiles:
         """rollout_index -> what the batch says of it, for those that are trained."""
         if self.batch is None:
             return {}
-        rows = self.library.rows(file_of(*self.batch, "batch.parquet"), TrainedRollout, group_index)
+        rows = self.library.rows(CommittedFile.of(self.batch, "batch.parquet"), TrainedRollout, group_index)
         return {row.rollout_index: row for row in rows}
 
     def prompt(self, prompt_id: str) -> Prompt | None:
@@ -184,7 +194,7 @@ def scored_files(run: Run, iteration: int) -> list[CommittedFile]:
     """The rollouts of each sampling round of an iteration that is scored."""
     files = list[CommittedFile]()
     while artifact := run.artifact("rl", iteration, f"scores/round-{len(files)}"):
-        files.append(file_of(artifact[0].folder, artifact[1], "scores.parquet"))
+        files.append(CommittedFile.of(artifact, "scores.parquet"))
     return files
 
 
@@ -194,9 +204,8 @@ def iteration_groups(library: Library, run: Run, iteration: int) -> GroupFiles:
     if not scores:
         raise UserError(f"iteration {iteration} of run {run.name}: nothing of it is scored")
     drawn = [run.committed("rl", iteration, f"prompts/round-{round_index}") for round_index in range(len(scores))]
-    prompts = [file_of(ref.folder, manifest, "prompts.parquet") for ref, manifest in drawn]
-    filtered = run.artifact("rl", iteration, f"batch/round-{len(scores) - 1}")
-    batch = (filtered[0].folder, filtered[1]) if filtered else None
+    prompts = [CommittedFile.of(artifact, "prompts.parquet") for artifact in drawn]
+    batch = run.artifact("rl", iteration, f"batch/round-{len(scores) - 1}")
     return GroupFiles(library, run, "iterations", iteration, scores, prompts, batch)
 
 
@@ -207,21 +216,4 @@ def evaluation_groups(library: Library, run: Run, version: int) -> GroupFiles:
         raise UserError(
             f"weight version {version} of run {run.name} is not evaluated; rlpipe evaluate {run.name} --version {version}"
         )
-    return GroupFiles(library, run, "evaluations", version, [file_of(artifact[0].folder, artifact[1], "evaluation.parquet")])
-
-
-def evaluated_versions(run: Run) -> Iterator[tuple[int, Manifest]]:
-    """(weight version, manifest of its evaluation), in order; also those that `rlpipe evaluate` made."""
-    folders, member = set(manifests(run)), run
-    while member.parent is not None:
-        member = member.parent
-        folders |= set(manifests(member))
-    for version in range(
-        BEFORE_SFT if run.num_segments else 0, run.num_iterations + 1
-    ):  # without SFT the base model is version 0
-        try:
-            place = run.policy_place(version)
-        except StoreError:  # SFT is not complete: there is no version 0 yet
-            continue
-        if run.folder(*place, "evaluation") in folders:
-            yield version, run.committed(*place, "evaluation")[1]
+    return GroupFiles(library, run, "evaluations", version, [CommittedFile.of(artifact, "evaluation.parquet")])

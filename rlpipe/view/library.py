@@ -9,9 +9,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,34 +18,28 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from rlpipe.records.columns import from_table, schema_of
-from rlpipe.report.show import RunSummary, run_summary
 from rlpipe.store.artifacts import read_file
 from rlpipe.store.as_files import file_system, path_of
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run, open_existing
-from rlpipe.store.run_record import run_names
-from rlpipe.types import FileRecord, IterationRecord, Manifest, StoreError, UserError
+from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError
 
 TABLES_BYTES_MAX = 256 << 20
 READERS = 16  # documents and files that are read at the same time
 Record = TypeVar("Record")
 
 
-@dataclass(frozen=True)
-class CommittedFile:
+class CommittedFile(NamedTuple):
     """A data file that a manifest names."""
 
-    folder: str
-    record: FileRecord
+    key: str
+    bytes: int
 
-    @property
-    def key(self) -> str:
-        return f"{self.folder}/{self.record.name}"
-
-
-def file_of(folder: str, manifest: Manifest, name: str) -> CommittedFile:
-    """The file called `name` of an artifact; StoreError when it has none."""
-    return CommittedFile(folder, manifest.file(name))
+    @classmethod
+    def of(cls, artifact: tuple[ArtifactRef, Manifest], name: str) -> CommittedFile:
+        """The file called `name` of an artifact; StoreError when it has none."""
+        record = artifact[1].file(name)
+        return cls(f"{artifact[0].folder}/{record.name}", record.bytes)
 
 
 def rows_with(table: pa.Table, column: str, value: str | int) -> pa.Table:
@@ -66,19 +59,6 @@ class Library:
     def run(self, name: str) -> Run:
         """UserError listing the runs when there is none of that name."""
         return open_existing(self.store, name)
-
-    def summaries(self) -> dict[str, RunSummary | str]:
-        """How far each run is; of one that cannot be read, why not."""
-
-        def summary(name: str) -> RunSummary | str:
-            try:
-                return run_summary(self.run(name))
-            except (UserError, StoreError, OSError) as error:  # of another version, or damaged
-                return str(error)
-
-        names = run_names(self.store)
-        with ThreadPoolExecutor(READERS, "reading") as threads:
-            return dict(zip(names, threads.map(summary, names), strict=True))
 
     def records(self, run: Run) -> list[IterationRecord]:
         """The records of all committed iterations. Those that were read before are not read again, unless the run is another one now."""
@@ -106,22 +86,23 @@ class Library:
 
     def read(self, file: CommittedFile, columns: Sequence[str]) -> pa.Table:
         """As `table`, and not kept: what is looked through once."""
-        system, address = file_system(self.store, {file.key: file.record.bytes}), self.store.address(file.key)
+        system, address = file_system(self.store, {file.key: file.bytes}), self.store.address(file.key)
         try:
             with system.open_input_file(path_of(self.store, file.key)) as source:
                 parquet = pq.ParquetFile(source, pre_buffer=False)  # in this thread alone: see read_table of records/columns.py
                 return parquet.read([name for name in columns if name in parquet.schema_arrow.names], use_threads=False)
         except FileNotFoundError as error:
             raise StoreError(f"{address} is missing from the store") from error
-        except pa.ArrowInvalid as error:
-            raise StoreError(f"{address} is no Parquet file ({error}); `rlpipe verify RUN` names what is damaged") from error
+        except (pa.ArrowInvalid, OSError) as error:
+            raise StoreError(f"{address} cannot be read ({error}); `rlpipe verify RUN` names what is damaged") from error
 
     def rows(self, file: CommittedFile, record: type[Record], group_index: int | None = None) -> list[Record]:
         """The rows of a Parquet file as records, of all groups or of one; only the record's columns are read."""
         table = self.table(file, schema_of(record).names)
-        if group_index is not None:
-            table = rows_with(table, "group_index", group_index)
-        return from_table(table, record)
+        try:
+            return from_table(table if group_index is None else rows_with(table, "group_index", group_index), record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{self.store.address(file.key)} is no file of {record.__name__} records ({error})") from error
 
     def tokenizer(self, run: Run) -> Tokenizer:
         """What turns the run's tokens into text; StoreError when it is missing."""

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from starlette.datastructures import QueryParams
 
 from rlpipe.config.pipeline import identity
-from rlpipe.report.show import REWARD, RunSummary, run_summary
+from rlpipe.report.curves import evaluated_versions
+from rlpipe.report.show import REWARD, RunSummary, run_summaries, run_summary
 from rlpipe.store.run import BEFORE_SFT
 from rlpipe.types import IterationRecord, JsonDict, UserError
-from rlpipe.view.groups import ShownRollout, evaluated_versions, evaluation_groups, scored_files
+from rlpipe.view.groups import ShownRollout, evaluation_groups, scored_files
 from rlpipe.view.library import Library
 from rlpipe.view.plots import Plot, chosen, curve, metric_names, metric_plots
 
@@ -56,7 +57,7 @@ def part_of(rows: list[Any], query: QueryParams) -> JsonDict:
 
 def runs_page(library: Library, _place: JsonDict, _query: QueryParams) -> Page:
     """All runs, with the reward of those that worked last: the record of a run's newest iteration has its curve, so no other is read."""
-    summaries = library.summaries()
+    summaries = run_summaries(library.store)
     known = [summary for summary in summaries.values() if isinstance(summary, RunSummary)]
     known.sort(key=lambda summary: summary.ended_at.timestamp() if summary.ended_at else 0.0, reverse=True)
     drawn = [summary for summary in known[:CURVES_MAX] if summary.newest]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from starlette.datastructures import QueryParams
 
 from rlpipe.store.run import Run
@@ -109,7 +110,7 @@ def prompt_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
     answers, kind = (evaluated, "evaluations") if evaluated else (looked.results, "iterations")
     if not (answers or looked.rest or looked.faults):
         raise UserError(f"no rollout of run {run.name} has the prompt {prompt_id[:200]!r}")
-    points = [(answer.number, answer.mean) for answer in reversed(answers)]
+    points = [(answer.number, float(np.mean(answer.rewards))) for answer in reversed(answers) if answer.rewards]
     plot = Plot("mean reward of the prompt", AXES[kind], [curve(prompt_id, points, f"/runs/{run.name}/{kind}/")])
     values = {"run": run, "prompt_id": prompt_id, "kind": kind, "answers": answers, "looked": looked}
     return Page("prompt.html", values | {"plots": [plot] if answers else []})

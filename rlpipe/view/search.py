@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import pyarrow.compute as pc
 
 from rlpipe.records.columns import from_table, schema_of
 from rlpipe.records.kinds import Int32, OptionalFloat, Text
+from rlpipe.report.curves import evaluated_versions
 from rlpipe.store.run import Run
 from rlpipe.types import StoreError
-from rlpipe.view.groups import ShownRollout, evaluated_versions, evaluation_groups, scored_files
+from rlpipe.view.groups import ShownRollout, evaluation_groups, scored_files
 from rlpipe.view.library import READERS, Library, rows_with
 
 SECONDS_MAX = 4.0
@@ -38,17 +40,14 @@ class SearchedRollout:
     reward: OptionalFloat = None
 
 
-@dataclass(frozen=True)
-class Hit:
-    """A rollout with the text: the column that has it, the match, and what stands around it."""
+class Hit(NamedTuple):
+    """A rollout with the text: the column that has it, and what stands before the match, the match, and what stands after."""
 
     run: str
     iteration: int
     rollout: SearchedRollout
     column: str
-    before: str
-    match: str
-    after: str
+    parts: tuple[str, str, str]
 
 
 @dataclass
@@ -108,17 +107,17 @@ def search(library: Library, places: list[tuple[Run, int]], text: str) -> Looked
 
 
 def _hit(run: str, iteration: int, rollout: SearchedRollout, pattern: re.Pattern[str]) -> Hit:
-    texts = {column: getattr(rollout, column) for column in SEARCHED}
-    matches = ((column, match.span()) for column, text in texts.items() if (match := pattern.search(text)))
-    column, (start, end) = next(matches, (SEARCHED[0], (0, 0)))  # none: capitals that only one of the two knows
-    before, match, after = (
-        texts[column][part] for part in (slice(max(start - CONTEXT, 0), start), slice(start, end), slice(end, end + CONTEXT))
+    found_in = (
+        (column, text, match.span()) for column in SEARCHED if (match := pattern.search(text := getattr(rollout, column)))
     )
-    return Hit(run, iteration, rollout, column, before, match, after)
+    # none: capitals that only one of the two knows
+    column, text, (start, end) = next(found_in, ("completion", rollout.completion, (0, 0)))
+    return Hit(
+        run, iteration, rollout, column, (text[max(start - CONTEXT, 0) : start], text[start:end], text[end : end + CONTEXT])
+    )
 
 
-@dataclass(frozen=True)
-class Answers:
+class Answers(NamedTuple):
     """The rollouts of a prompt in one iteration, or in the evaluation of one weight version."""
 
     number: int
@@ -129,13 +128,9 @@ class Answers:
         return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
 
     @property
-    def mean(self) -> float | None:
-        return sum(self.rewards) / len(self.rewards) if self.rewards else None
-
-    @property
     def best(self) -> ShownRollout:
         """The rollout with the highest reward, the first of several."""
-        return max(self.rollouts, key=lambda rollout: -1e300 if rollout.reward is None else rollout.reward)
+        return max(self.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward)
 
 
 def prompt_in_iterations(library: Library, places: list[tuple[Run, int]], prompt_id: str) -> Looked[Answers]:
