@@ -1,10 +1,10 @@
 """How long `rlpipe view` takes for a page of each kind, on the disk and on S3 (SeaweedFS on this machine).
 
-    .venv/bin/python benchmarks/view.py [--iterations 200] [--rollouts 4096] [--rounds 5] [--folder /tmp] [--no-s3]
+    .venv/bin/python benchmarks/view.py [--iterations 200] [--rollouts 4096] [--rounds 3] [--folder /tmp] [--no-s3]
 
 Writes one run with the store's own writers (benchmarks/synthetic.py), as many metrics an iteration as a real one has, ten evaluations, and a fork.
-`cold`: the first page that a new server answers; `warm`: the same page once more. Both are of the whole answer over HTTP, medians, in brackets the
-least and the most. `drawn` is Chromium's time from the click to the curves on the screen, in a new browser whose cache is empty.
+`cold`: the first page that a new server answers, with the processor time that took; `warm`: the same page once more. Both are of the whole answer over
+HTTP, medians, in brackets the least and the most. `drawn` is Chromium's time from the address to the drawn curves, in a new browser whose cache is empty.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+import psutil
 import pyarrow as pa
 from tokenizers import Tokenizer, models
 
@@ -72,26 +73,27 @@ def completed(store: Store, iterations: int) -> None:
 
 
 @contextmanager
-def serving_view(url: str) -> Iterator[str]:
-    """A server of its own; its address without the slash."""
+def serving_view(url: str) -> Iterator[tuple[str, psutil.Process]]:
+    """A server of its own: its address without the slash, and its process."""
     command = [sys.executable, "-m", "flows.cli", "view", "--store", url, "--port", "0"]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     try:
         assert process.stdout
-        yield process.stdout.readline().split("/ shows")[0]
+        yield process.stdout.readline().split("/ shows")[0], psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait(timeout=30)
 
 
-def fetched(address: str) -> tuple[float, int]:
-    """Seconds until the whole answer is there, and its bytes."""
-    started = time.perf_counter()
+def fetched(address: str, server: psutil.Process) -> tuple[float, float, int]:
+    """Seconds until the whole answer is there, processor seconds of the server, and the bytes of the answer."""
+    before, started = server.cpu_times(), time.perf_counter()
     with urllib.request.urlopen(address, timeout=600) as answer:
         data = answer.read()
-    return time.perf_counter() - started, len(data)
+    seconds, after = time.perf_counter() - started, server.cpu_times()
+    return seconds, after.user + after.system - before.user - before.system, len(data)
 
 
 def drawn(root: str, path: str) -> float:
@@ -109,27 +111,27 @@ def text_of(values: list[float]) -> str:
 
 
 def measure(place: str, url: str, rounds: int, prompt: str) -> None:
-    print(f"\n{place}: {url}\n{'page':36s}{'KB':>6s}  {'cold s':26s}{'warm s':26s}drawn s", flush=True)
+    print(f"\n{place}: {url}\n{'page':36s}{'KB':>6s}  {'cold s':26s}{'its CPU s':11s}{'warm s':26s}drawn s", flush=True)
     for name, template in PAGES.items():
         path = template.format(prompt=quote(prompt))
-        cold, warm, shown, size = list[float](), list[float](), list[float](), 0
+        cold, cpu, warm, shown, size = list[float](), list[float](), list[float](), list[float](), 0
         for _ in range(rounds):
-            with serving_view(url) as root:
-                seconds, size = fetched(root + path)
+            with serving_view(url) as (root, server):
+                seconds, cpu_seconds, size = fetched(root + path, server)
                 cold.append(seconds)
-                warm.append(fetched(root + path)[0])
+                cpu.append(cpu_seconds)
+                warm.append(fetched(root + path, server)[0])
                 if CHROMIUM:
                     shown.append(drawn(root, path))
-        print(
-            f"{name:36s}{size / 1e3:6.0f}  {text_of(cold):26s}{text_of(warm):26s}{text_of(shown) if shown else '-'}", flush=True
-        )
+        figures = f"{text_of(cold):26s}{statistics.median(cpu):6.2f}     {text_of(warm):26s}{text_of(shown) if shown else '-'}"
+        print(f"{name:36s}{size / 1e3:6.0f}  {figures}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--rollouts", type=int, default=4096, help="of an iteration")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--no-s3", action="store_true")
     arguments = parser.parse_args()
