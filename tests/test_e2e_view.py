@@ -38,6 +38,8 @@ def serving_view(store: str, **environment: str) -> Iterator[str]:
         assert process.wait(timeout=30) == 143
     finally:
         kill_group(process)
+        if process.stdout:
+            process.stdout.close()
 
 
 @pytest.fixture(scope="module")

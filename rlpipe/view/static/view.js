@@ -15,7 +15,7 @@ function step(by) {
 function showColour(name) {
   byId("tokens").className = `colour-${name}`;
   for (const button of document.querySelectorAll("[data-colour]")) button.setAttribute("aria-pressed", button.dataset.colour === name);
-  for (const legend of document.querySelectorAll(".legend")) legend.style.display = legend.classList.contains(name) ? "inline" : "none";
+  for (const legend of document.querySelectorAll("#colours .legend")) legend.style.display = legend.classList.contains(name) ? "inline" : "none";
 }
 
 function chooseColour(name) {
@@ -60,8 +60,8 @@ function draw(plot, place) {
     mode: series.x.length > 60 ? "lines" : "lines+markers", marker: { size: 4 }, line: { width: 1.5 },
   }));
   const layout = {
-    title: { text: plot.title, font: { size: 13 } }, margin: { l: 45, r: 10, t: 30, b: 35 }, showlegend: traces.length > 1,
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 1, xanchor: "right", font: { size: 10 } },
+    title: { text: plot.title, font: { size: 13 }, y: 0.98, yanchor: "top" }, margin: { l: 45, r: 10, t: traces.length > 1 ? 50 : 30, b: 35 }, showlegend: traces.length > 1,
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
     xaxis: { title: { text: plot.x_title, font: { size: 11 } } }, font: { size: 11 }, hovermode: "closest",
   };
   Plotly.newPlot(place, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
