@@ -10,14 +10,13 @@ from starlette.datastructures import QueryParams
 
 from rlpipe.config.pipeline import identity
 from rlpipe.report.curves import evaluated_versions
-from rlpipe.report.show import REWARD, RunSummary, run_summaries, run_summary
+from rlpipe.report.show import RunSummary, run_summaries, run_summary
 from rlpipe.store.run import BEFORE_SFT
 from rlpipe.types import IterationRecord, JsonDict, UserError
 from rlpipe.view.groups import ShownRollout, evaluation_groups, scored_files
 from rlpipe.view.library import Library
 from rlpipe.view.plots import Plot, chosen, curve, metric_names, metric_plots
 
-CURVES_MAX = 12  # runs whose curves the first page draws, those that worked last
 COMPARED_MAX = 8
 ROWS = 100  # of a table on one page
 DROPPED = "rollout/groups_dropped_"
@@ -56,18 +55,12 @@ def part_of(rows: list[Any], query: QueryParams) -> JsonDict:
 
 
 def runs_page(library: Library, _place: JsonDict, _query: QueryParams) -> Page:
-    """All runs, with the reward of those that worked last: the record of a run's newest iteration has its curve, so no other is read."""
+    """All runs, those that worked last first. The record of a run's newest iteration has its curve, so no other is read."""
     summaries = run_summaries(library.store)
     known = [summary for summary in summaries.values() if isinstance(summary, RunSummary)]
     known.sort(key=lambda summary: summary.ended_at.timestamp() if summary.ended_at else 0.0, reverse=True)
-    drawn = [summary for summary in known[:CURVES_MAX] if summary.newest]
-    curves = [
-        curve(shown.run.name, shown.newest.curve, f"/runs/{shown.run.name}/iterations/") for shown in drawn if shown.newest
-    ]
     unread = {name: summary for name, summary in summaries.items() if isinstance(summary, str)}
-    return Page(
-        "runs.html", {"summaries": known, "unread": unread, "plots": [Plot(REWARD, "iteration", curves)] if drawn else []}
-    )
+    return Page("runs.html", {"summaries": known, "unread": unread})
 
 
 def compare_page(library: Library, _place: JsonDict, query: QueryParams) -> Page:

@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 
 import jinja2
 import uvicorn
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -24,6 +25,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rlpipe.report.curves import reward_svg
 from rlpipe.services.registration import LOOPBACK
 from rlpipe.store.backend import Store
 from rlpipe.types import JsonDict, StoreError, UserError
@@ -133,13 +135,18 @@ def as_json(plots: list[Plot]) -> list[JsonDict]:
     return [asdict(plot) for plot in plots]
 
 
+def svg(curve: list[list[float | int]]) -> Markup:
+    """The reward so far, drawn without a script: it holds numbers alone."""
+    return Markup(reward_svg(curve, 300, 48))
+
+
 @cache
 def templates() -> jinja2.Environment:
     """The templates. All that they show is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("rlpipe.view"), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"number": number, "as_json": as_json}
+    environment.filters |= {"number": number, "as_json": as_json, "svg": svg}
     environment.globals |= {"address": address, "static": static_address, "dropped_of": pages.dropped_of}
     environment.globals |= {"SHOWS": pages.SHOWS, "ORDERS": pages_rollouts.ORDERS, "COLOURS": pages_rollouts.COLOURS}
     return environment
