@@ -156,7 +156,7 @@ def look_at_an_iteration(ui: Browser) -> None:
     ui.page.go_back()
     ui.tab("Artifacts")
     ui.page.get_by_text("browser-00001-view", exact=True).first.click()
-    expect(ui.link("All groups and rollouts: rlpipe view")).to_have_attribute(
+    expect(ui.link("All groups and rollouts: rlpipe view").first).to_have_attribute(
         "href", "http://127.0.0.1:8450/runs/browser/iterations/1"
     )
     ui.page.go_back()
