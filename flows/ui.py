@@ -15,7 +15,7 @@ from uuid import UUID
 
 import httpx
 from prefect import get_client
-from prefect.artifacts import acreate_markdown_artifact
+from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
@@ -57,7 +57,15 @@ async def publish_iteration(session: Session, record: IterationRecord) -> None:
     await asyncio.gather(
         _show(f"{name}-metrics", lines, "Reward so far, metrics of the iteration"),
         _show(f"{name}-rollouts", rollouts, "Some of the rollouts that were trained on"),
+        _link(f"{name}-view", session.config.tracking.view_of(session.run.name, f"/iterations/{record.iteration}")),
     )
+
+
+async def _link(key: str, address: str) -> None:
+    """An artifact that leads to all groups and rollouts of the iteration, where the config says at which address they are shown."""
+    if address:
+        with only_shown():
+            await acreate_link_artifact(address, "All groups and rollouts: rlpipe view", key=key, description="In rlpipe view")
 
 
 @contextlib.contextmanager

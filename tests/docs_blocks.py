@@ -19,7 +19,7 @@ NOT_HERE: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (
                 f".venv/bin/python benchmarks/{name}.py"
-                for name in ("trainer", "overlap", "flow_process", "growth", "store", "queries", "weights")
+                for name in ("trainer", "overlap", "flow_process", "growth", "store", "queries", "view", "weights")
             ),
             "minutes of measuring, on a machine that does nothing else",
         ),
@@ -46,6 +46,7 @@ NOT_HERE: dict[str, dict[str, str]] = {
         ".venv/bin/python benchmarks/deltas.py": "minutes of training a real model: test_deltas_trainer.py trains fifty steps of a small one"
     },
     "docs/tracking.md": {".venv/bin/mlflow ui": "a server that stays up: test_e2e_mlflow.py starts one and looks at its pages"},
+    "docs/view.md": {".venv/bin/rlpipe view": "a server that stays up: test_e2e_view.py starts one and looks at its pages"},
     "docs/services.md": {
         "export RLPIPE_SERVICE_KEY": "the address of another machine: test_e2e_services.py and test_e2e_topology.py start hosts"
     },

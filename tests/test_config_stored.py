@@ -98,7 +98,7 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
     config = read_config("tiny", sets, PRESETS)
     stored = stored_tree(config)
     newer: dict[str, JsonDict] = {  # what came since
-        "tracking": {"project": "rlpipe"},
+        "tracking": {"project": "rlpipe", "view_url": ""},
         "trainer": {"deployment": "", "split_over": "gang", "context_ranks": 1},
         "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False},
         "rl": {"reference": "", "overlap": "none"},

@@ -99,7 +99,11 @@ def fill_the_form(ui: Browser, tmp_path: Path) -> None:
     settings = dict(each.split("=", 1) for each in MINI)
     changes = {name: tomllib.loads(f"value = {value}")["value"] for name, value in settings.items()}
     del changes["rl.num_iterations"]  # asked for in its own field
-    changes |= {"tracking.uri": "", "rl.rewards": {"moody:reward": 1.0, "format": 0.0}}
+    changes |= {
+        "tracking.uri": "",
+        "tracking.view_url": "http://127.0.0.1:8450",
+        "rl.rewards": {"moody:reward": 1.0, "format": 0.0},
+    }
     ui.fill("changes", json.dumps(changes))
     ui.fill("run", "browser")
     ui.fill("store", f"file://{tmp_path}/store")
@@ -149,6 +153,12 @@ def look_at_an_iteration(ui: Browser) -> None:
     expect(ui.page.get_by_role("cell", name="rollout/reward_mean", exact=True)).to_be_visible()
     assert image_width(ui) == 480
     ui.screenshot("iteration-metrics")
+    ui.page.go_back()
+    ui.tab("Artifacts")
+    ui.page.get_by_text("browser-00001-view", exact=True).first.click()
+    expect(ui.link("All groups and rollouts: rlpipe view").first).to_have_attribute(
+        "href", "http://127.0.0.1:8450/runs/browser/iterations/1"
+    )
     ui.page.go_back()
     ui.tab("Artifacts")
     ui.page.get_by_text("browser-00001-rollouts", exact=True).first.click()

@@ -13,11 +13,11 @@ ROOT = Path(__file__).parent.parent
 RANK = {
     "types": 0, "records": 0, "config": 0,
     "algorithms": 1, "data": 1, "models": 1, "store": 1, "processes": 1,
-    "rewards": 2, "environments": 2, "services": 2, "report": 2,
+    "rewards": 2, "environments": 2, "services": 2, "report": 2, "view": 2,
     "engines": 3, "trainer": 3,
     "stages": 4,
 }  # fmt: skip
-ONLY_IN = {"obstore": "store", "botocore": "store", "mlflow": "report"}
+ONLY_IN = {"obstore": "store", "botocore": "store", "mlflow": "report", "starlette": "view", "uvicorn": "view"}
 NEVER_IN_RLPIPE = {"prefect", "tasks", "flows"}
 TORCH_IN = {"trainer", "engines", "algorithms", "models"}
 TORCH_PROCESS = "rewards/worker.py"  # a process of its own, imported by nothing

@@ -111,7 +111,11 @@ def test_a_process_that_died_between_two_sends_leaves_each_point_once(tmp_path: 
 def test_every_run_has_all_parameters_and_says_where_it_comes_from(tmp_path: Path) -> None:
     parent = run_of(tmp_path)
     long = "[" + ", ".join(f"'{word:04d}'" for word in range(2000)) + "]"
-    changes = (f"model.chat_template_args={{tools = {long}}}", "rl.learning_rate=1e-5")
+    changes = (
+        f"model.chat_template_args={{tools = {long}}}",
+        "rl.learning_rate=1e-5",
+        "tracking.view_url=https://view.example.com/rl/",
+    )
     forked = Tracker(run_of(tmp_path, *changes, run="b", parent=parent, fork_at=3), points)
     forked.begin("sft")
     forked.committed("sft", 1)
@@ -125,6 +129,7 @@ def test_every_run_has_all_parameters_and_says_where_it_comes_from(tmp_path: Pat
         assert params["rl.learning_rate"] == "1e-05"
         assert len(params["model.chat_template_args"]) == 6000
         assert tags["rlpipe.parent"] == "a at 3"
+        assert tags["rlpipe.view"] == "https://view.example.com/rl/runs/b"
         assert tags["rlpipe.code_version"] == tags["mlflow.source.git.commit"] == code_version()
     assert runs["rl"].data.tags["mlflow.parentRunId"] == runs["post-train"].info.run_id
 

@@ -145,3 +145,13 @@ class TrackingConfig(BaseModel, **STRICT):
         max_length=80,
         description="MLflow experiment of the run's metrics, and registered model of its policies: what is compared has one",
     )
+    view_url: str = Field(
+        default="",
+        pattern=r"^(https?://[^\s?#]+)?$",
+        max_length=200,
+        description="Address at which `rlpipe view` of the store is reached: Prefect and MLflow link to it; empty: no links",
+    )
+
+    def view_of(self, run: str, page: str = "") -> str:
+        """The address of a run's page, or of one below it; empty where there is no view."""
+        return f"{self.view_url.rstrip('/')}/runs/{run}{page}" if self.view_url else ""

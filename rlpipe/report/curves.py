@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlpipe.config.pipeline import DataConfig
-from rlpipe.store.audit import by_number
+from rlpipe.store.audit import by_number, manifests
 from rlpipe.store.local_copy import is_delta
 from rlpipe.store.run import BEFORE_SFT, Run
 from rlpipe.store.run_record import code_version
-from rlpipe.types import Manifest, Metrics, moment_of
+from rlpipe.types import Manifest, Metrics, StoreError, moment_of
 
 STAGES = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines", "evaluate", "orchestration")
 PASS_AT = re.compile(r"(.*)_pass_at_(\d+)")
@@ -53,12 +54,14 @@ class DataSet:
 
 
 def code_tags(run: Run) -> dict[str, str]:
-    """Tags that say which code works on a run, and what it was forked from."""
+    """Tags that say which code works on a run, what it was forked from, and where it is shown."""
     tags = {"rlpipe.code_version": code_version()}
     if re.fullmatch("[0-9a-f]{12}", code_version()):
         tags["mlflow.source.git.commit"] = code_version()
     if run.parent is not None:
         tags["rlpipe.parent"] = run.forked_from
+    if view := run.config.tracking.view_of(run.name):
+        tags["rlpipe.view"] = view
     return tags
 
 
@@ -132,6 +135,23 @@ def evaluations(run: Run, num_iterations: int) -> Evaluations:
     return evaluated + [
         (record.weight_version, record.evaluation) for record in run.iterations(num_iterations) if record.evaluation
     ]
+
+
+def evaluated_versions(run: Run) -> Iterator[tuple[int, Manifest]]:
+    """(weight version, manifest of its evaluation), in order; also those that `rlpipe evaluate` made."""
+    folders, member = set(manifests(run)), run
+    while member.parent is not None:
+        member = member.parent
+        folders |= set(manifests(member))
+    for version in range(
+        BEFORE_SFT if run.num_segments else 0, run.num_iterations + 1
+    ):  # without SFT the base model is version 0
+        try:
+            place = run.policy_place(version)
+        except StoreError:  # SFT is not complete: there is no version 0 yet
+            continue
+        if run.folder(*place, "evaluation") in folders:
+            yield version, run.committed(*place, "evaluation")[1]
 
 
 def _evaluation(run: Run, version: int) -> Manifest | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from rlpipe.config.pipeline import identity
@@ -22,6 +25,7 @@ from rlpipe.store.run_record import run_names
 from rlpipe.types import IterationRecord, StoreError, UserError, moment_of
 
 NOTHING = "-"
+READERS = 16  # runs that are looked at at the same time
 REWARD, SHOWN = "rollout/reward_mean", ("rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean")
 TABLE_ROWS, TEXT_CHARS_MAX = 32, 2000
 TABLE_COLUMNS = [
@@ -29,32 +33,66 @@ TABLE_COLUMNS = [
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class RunSummary:
+    """How far a run is. `newest`: the record of its newest iteration; `ended_at`: when that, or without RL a segment of SFT, was committed."""
+
+    run: Run
+    segments: int
+    num_segments: int
+    committed: int
+    newest: IterationRecord | None
+    ended_at: datetime | None
+    state: str  # working, held on HOST, complete, stopped by WHAT, unfinished
+
+    @property
+    def reward(self) -> float | None:
+        """The mean reward of the newest iteration."""
+        return self.newest.metrics.get(REWARD) if self.newest else None
+
+
 def run_lines(store: Store) -> list[str]:
     """One line a run: how far it is, its newest reward and commit, its state, and what it was forked from."""
-    lines = []
-    for name in run_names(store):
-        try:
-            line = _run_line(open_existing(store, name))
-        except (UserError, StoreError, OSError) as error:  # of another version, or damaged: the others are listed all the same
-            line = str(error)
-        lines.append(f"{name:32s} {line}")
+    summaries = run_summaries(store).items()
+    lines = [f"{name:32s} {_run_line(summary) if isinstance(summary, RunSummary) else summary}" for name, summary in summaries]
     return lines or [f"no runs in {store.url}"]
 
 
-def _run_line(run: Run) -> str:
+def run_summaries(store: Store) -> dict[str, RunSummary | str]:
+    """How far each run of a store is; of one that is of another version, or damaged, why it cannot be read."""
+
+    def summary(name: str) -> RunSummary | str:
+        try:
+            return run_summary(open_existing(store, name))
+        except (UserError, StoreError, OSError) as error:
+            return str(error)
+
+    names = run_names(store)
+    with ThreadPoolExecutor(READERS, "reading") as threads:
+        return dict(zip(names, threads.map(summary, names), strict=True))
+
+
+def run_summary(run: Run) -> RunSummary:
     """A few reads of the store, however long the run is."""
     segments, complete = run.num_committed("sft", run.num_segments), run.sft_complete
     num_segments = run.sft_result()[1] if complete else run.num_segments
     committed, planned = run.num_iterations, run.config.rl.num_iterations
     record = run.iteration(committed - 1) if committed else None
     newest = record or (run.committed("sft", segments - 1, "policy")[1] if segments else None)
-    ended_at = f"{moment_of(newest.ended_at, f'run {run.name}').astimezone():%Y-%m-%d %H:%M}" if newest else NOTHING
-    reward = f"{record.metrics.get(REWARD, math.nan):.3f}" if record else NOTHING
+    ended_at = moment_of(newest.ended_at, f"run {run.name}").astimezone() if newest else None
     ended = "complete" if complete and committed >= planned else ""
     state = held_by(run.store, run.root) or ended or _stopped(run, segments, committed)
+    return RunSummary(run, segments, num_segments, committed, record, ended_at, state)
+
+
+def _run_line(summary: RunSummary) -> str:
+    run, reward, ended_at = summary.run, summary.reward, summary.ended_at
+    number = math.nan if reward is None else reward
+    shown = f"{number:.3f}" if summary.newest else NOTHING
     return (
-        f"SFT segments {segments}/{num_segments}  RL iterations {committed}/{planned}  "
-        f"reward {reward}  {ended_at}  {state}" + (f"  forked from {run.forked_from}" if run.parent else "")
+        f"SFT segments {summary.segments}/{summary.num_segments}  RL iterations {summary.committed}/{run.config.rl.num_iterations}  "
+        f"reward {shown}  {f'{ended_at:%Y-%m-%d %H:%M}' if ended_at else NOTHING}  {summary.state}"
+        + (f"  forked from {run.forked_from}" if run.parent else "")
     )
 
 

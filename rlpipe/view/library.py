@@ -1,0 +1,115 @@
+"""What pages read of a store, by few and small reads: records, manifests, and of a Parquet file the columns that a page shows.
+
+What is committed never changes, so records and tables are kept in memory. Files are not hashed here: `rlpipe verify` does that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+
+from rlpipe.records.columns import from_table, schema_of
+from rlpipe.store.artifacts import read_file
+from rlpipe.store.as_files import file_system, path_of
+from rlpipe.store.backend import Store
+from rlpipe.store.run import Run, open_existing
+from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError
+
+TABLES_BYTES_MAX = 256 << 20
+READERS = 16  # documents and files that are read at the same time
+Record = TypeVar("Record")
+
+
+class CommittedFile(NamedTuple):
+    """A data file that a manifest names."""
+
+    key: str
+    bytes: int
+
+    @classmethod
+    def of(cls, artifact: tuple[ArtifactRef, Manifest], name: str) -> CommittedFile:
+        """The file called `name` of an artifact; StoreError when it has none."""
+        record = artifact[1].file(name)
+        return cls(f"{artifact[0].folder}/{record.name}", record.bytes)
+
+
+def rows_with(table: pa.Table, column: str, value: str | int) -> pa.Table:
+    """The rows of a table whose column has the value."""
+    return table.filter(pc.call_function("equal", [table[column], pa.scalar(value, table.schema.field(column).type)]))
+
+
+class Library:
+    """A store, and what was read of it. Its methods may be called from several threads."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._records: dict[str, list[IterationRecord]] = {}
+        self._tables: OrderedDict[tuple[str, tuple[str, ...]], pa.Table] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def run(self, name: str) -> Run:
+        """UserError listing the runs when there is none of that name."""
+        return open_existing(self.store, name)
+
+    def records(self, run: Run) -> list[IterationRecord]:
+        """The records of all committed iterations. Those that were read before are not read again, unless the run is another one now."""
+        count, known = run.num_iterations, self._records.get(run.name, [])
+        if len(known) > count or (known and run.record(len(known) - 1) != known[-1]):
+            known = []
+        with ThreadPoolExecutor(READERS, "reading") as threads:
+            records = [*known, *threads.map(run.record, range(len(known), count))]
+        self._records[run.name] = records
+        return records
+
+    def table(self, file: CommittedFile, columns: Sequence[str]) -> pa.Table:
+        """These columns of a Parquet file, without those that it lacks; StoreError when it cannot be read. They are kept."""
+        key = file.key, tuple(columns)
+        with self._lock:
+            if key in self._tables:
+                self._tables.move_to_end(key)
+                return self._tables[key]
+        table = self.read(file, columns)
+        with self._lock:
+            self._tables[key] = table
+            while len(self._tables) > 1 and sum(kept.nbytes for kept in self._tables.values()) > TABLES_BYTES_MAX:
+                self._tables.popitem(last=False)
+        return table
+
+    def read(self, file: CommittedFile, columns: Sequence[str]) -> pa.Table:
+        """As `table`, and not kept: what is looked through once."""
+        system, address = file_system(self.store, {file.key: file.bytes}), self.store.address(file.key)
+        try:
+            with system.open_input_file(path_of(self.store, file.key)) as source:
+                parquet = pq.ParquetFile(source, pre_buffer=False)  # in this thread alone: see read_table of records/columns.py
+                return parquet.read([name for name in columns if name in parquet.schema_arrow.names], use_threads=False)
+        except FileNotFoundError as error:
+            raise StoreError(f"{address} is missing from the store") from error
+        except (pa.ArrowInvalid, OSError) as error:
+            raise StoreError(f"{address} cannot be read ({error}); `rlpipe verify RUN` names what is damaged") from error
+
+    def rows(self, file: CommittedFile, record: type[Record], group_index: int | None = None) -> list[Record]:
+        """The rows of a Parquet file as records, of all groups or of one; only the record's columns are read."""
+        table = self.table(file, schema_of(record).names)
+        try:
+            return from_table(table if group_index is None else rows_with(table, "group_index", group_index), record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{self.store.address(file.key)} is no file of {record.__name__} records ({error})") from error
+
+    def tokenizer(self, run: Run) -> Tokenizer:
+        """What turns the run's tokens into text; StoreError when it is missing."""
+        ref, manifest = run.committed("base", 0, "tokenizer")
+        return _tokenizer(read_file(self.store, ref.folder, manifest.file("tokenizer.json")))
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(data: bytes) -> Tokenizer:
+    return Tokenizer.from_str(data.decode())
