@@ -19,7 +19,7 @@ NOT_HERE: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (
                 f".venv/bin/python benchmarks/{name}.py"
-                for name in ("trainer", "overlap", "flow_process", "growth", "store", "queries", "weights")
+                for name in ("trainer", "overlap", "flow_process", "growth", "store", "queries", "weights", "environments")
             ),
             "minutes of measuring, on a machine that does nothing else",
         ),

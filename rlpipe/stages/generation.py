@@ -14,7 +14,7 @@ import numpy as np
 from rlpipe.algorithms.steps import step_ranges
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling, logprobs_of, tokens_of
-from rlpipe.engines.pool import GroupRequest
+from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import CUT_SHORT, ROLLOUTS, TRUNCATED, CarriedRollout, Group, Rollout, grouped
@@ -23,7 +23,7 @@ from rlpipe.stages.sampling import carried_groups
 from rlpipe.stages.scoring import SCORING
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
-from rlpipe.stages.turns import PlayedCompletion, play
+from rlpipe.stages.turns import PlayedCompletion, play, played_before
 from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.types import ArtifactRef, EngineError, UserError, rollout_seed
 
@@ -131,7 +131,7 @@ def prompt_groups(session: Session, prompts: ArtifactRef) -> list[PromptGroup]:
 def _request(session: Session, group: PromptGroup, iteration: int, round_index: int) -> GroupRequest:
     """What the pool is given. A carried group keeps its size; a rollout that goes on does so with a seed of this iteration."""
     rl, prompt_id = session.config.rl, group.prompt.prompt_id
-    prior = [prior_of(rollout, rl.completion_tokens_max) for rollout in group.carried] or [NOTHING_YET] * rl.group_size
+    prior = [_prior(session, rollout) for rollout in group.carried] or [NOTHING_YET] * rl.group_size
     seeds = [
         group.carried[index].seed
         if completion.finished
@@ -142,11 +142,17 @@ def _request(session: Session, group: PromptGroup, iteration: int, round_index: 
     return GroupRequest(prompt_id, group.prompt.prompt_tokens.tolist(), params, prior)
 
 
-async def sample(session: Session, requests: list[GroupRequest], prompts: list[Prompt]) -> list[list[Completion]]:
-    """The completions of every group, whole; in the environment where there is one."""
+async def sample(
+    session: Session,
+    requests: list[GroupRequest],
+    prompts: list[Prompt],
+    on_group: OnGroup | None = None,
+    enough: asyncio.Event | None = None,
+) -> list[list[Completion]]:
+    """The completions of every group, in the environment where there is one; whole, unless `enough` is set (`EnginePool.generate`)."""
     if session.config.rl.environment:
-        return await play(session, requests, prompts)
-    return await session.pool.generate(requests)
+        return await play(session, requests, prompts, on_group, enough)
+    return await session.pool.generate(requests, on_group, enough)
 
 
 def sampling_params(session: Session, use: str, temperature: float, seed: int) -> Sampling:
@@ -199,6 +205,12 @@ def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bo
     return np.repeat(np.array(trained, dtype=np.int8), [num_tokens for _, num_tokens in spans])
 
 
+def _prior(session: Session, carried: CarriedRollout) -> Completion:
+    """What there is already of a carried rollout, with what its environment has said."""
+    prior = prior_of(carried, session.config.rl.completion_tokens_max)
+    return prior if carried.environment is None else played_before(session.tokenizer, prior, carried.environment)
+
+
 def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:
     """What there is already of a carried rollout. One that has all its tokens is finished (a fork may allow fewer)."""
     tokens, reason = tokens_of(carried.completion_tokens), carried.finish_reason
@@ -243,7 +255,7 @@ async def _until_enough(
             rollouts = rollouts_of(session, groups[index], requests[index], completions, iteration)
             await survivors.judge(groups[index].prompt, rollouts)
 
-    return await session.pool.generate(requests, on_group, enough)
+    return await sample(session, requests, [group.prompt for group in groups], on_group, enough)
 
 
 async def _check_answered(session: Session, keys: list[StageKey], shard: int, rollouts: Group) -> None:
