@@ -32,6 +32,10 @@ class Meets:
     async def start(self, prompt):
         return prompt["messages"]
 
+    async def close(self):
+        with open("closed", "a") as file: file.write(f"{self.turns} ")
+        raise KeyError("a fault of nobody's rollout")
+
     async def step(self, completion):
         self.turns += 1
         kind, _, rest = completion.partition(" ")
@@ -181,3 +185,25 @@ async def test_a_process_ends_when_its_owner_is_gone(pool: EnvironmentPool) -> N
     for step in steps:
         step.cancel()
     await asyncio.gather(*steps, return_exceptions=True)
+
+
+async def test_all_steps_of_a_rollout_together_have_a_limit_of_their_own(pool: EnvironmentPool) -> None:
+    pool._total_s, pool._processes[0].timeout_s = 1.5, 60.0
+    slow, quick = opened(pool, 2)
+    assert await told([slow], "hold meets.py") == [turn(1)]
+    slow._took_s = 1.4  # as after a step that took so long
+    assert await told([slow, quick], "note noted", "a") == ["environment_total_timeout", turn(1)]
+    assert Path("noted").exists() and 0 < quick._took_s < 1.5 and pool._processes[0].num_started == 1
+
+
+async def test_an_environment_is_closed_when_its_rollout_is_over(pool: EnvironmentPool) -> None:
+    one, other, unused = opened(pool, 3)
+    await told([one, other], "a", "a")
+    await one.step("b")
+    for environment in (one, one, other, unused):
+        environment.drop()
+    async with asyncio.timeout(60):
+        while not Path("closed").exists() or len(Path("closed").read_text().split()) < 2:
+            await asyncio.sleep(0.01)
+    assert Path("closed").read_text() == "2 1 "
+    assert await told(opened(pool, 1), "a") == [turn(1)] and pool._processes[0].num_started == 1
