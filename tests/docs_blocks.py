@@ -19,7 +19,17 @@ NOT_HERE: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (
                 f".venv/bin/python benchmarks/{name}.py"
-                for name in ("trainer", "overlap", "flow_process", "growth", "store", "queries", "view", "weights")
+                for name in (
+                    "trainer",
+                    "overlap",
+                    "flow_process",
+                    "growth",
+                    "store",
+                    "queries",
+                    "view",
+                    "weights",
+                    "environments",
+                )
             ),
             "minutes of measuring, on a machine that does nothing else",
         ),

@@ -51,7 +51,9 @@ BATCH = pa.schema([*SCORES, ("advantage", pa.float64())])
 CARRIED_ROLLOUT = [
     "group_index", "rollout_index", "completion_tokens", "rollout_logprobs", "weight_versions", "finish_reason", "seed", "engine",
 ]  # fmt: skip
-CARRIED = pa.schema([*PROMPT_FIELDS, *(ROLLOUTS.field(name) for name in CARRIED_ROLLOUT), ("num_tokens_expired", pa.int32())])
+CARRIED = pa.schema([
+    *PROMPT_FIELDS, *(ROLLOUTS.field(name) for name in CARRIED_ROLLOUT), ("num_tokens_expired", pa.int32()), ("environment", pa.string()),
+])  # fmt: skip
 PASS_RATES = pa.schema([("prompt_id", pa.string()), ("num_groups", pa.int32()), ("pass_rate", pa.float64())])
 KEPT_REWARDS = pa.schema(
     [SCORES.field(name) for name in ("group_index", "rollout_index", "reward", "reward_parts", "reward_fault")]

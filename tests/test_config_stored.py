@@ -101,7 +101,7 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
         "tracking": {"project": "rlpipe", "view_url": ""},
         "trainer": {"deployment": "", "split_over": "gang", "context_ranks": 1},
         "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False},
-        "rl": {"reference": "", "overlap": "none"},
+        "rl": {"reference": "", "overlap": "none", "environment_total_s": None},
         "checkpoint": {"full_every": 1, "keep_states": 0, "keep_policies_last": 0, "keep_policies_every": 0},
         "evaluation": {"completion_tokens_max": None, "temperature": 1.0, "top_p": None, "rewards": {}},
     }

@@ -20,7 +20,7 @@ from rlpipe.environments.protocol import Step
 from rlpipe.types import EngineError, UserError
 
 BEHAVIOURS = '''
-import os, signal, sys, time
+import asyncio, os, signal, sys, time
 from rlpipe.environments.protocol import Step
 
 print("importing prints")
@@ -71,6 +71,17 @@ class Behave:
         if completion == "done": return Step(done=True, reward=0.5, metrics={"turns": self.turns})
         return say(f"{self.word} {self.turns}", "tool")
 
+class Later(Behave):
+    """The same, asynchronous."""
+    async def start(self, prompt):
+        if prompt["answer"] == "sleep": await asyncio.sleep(600)
+        return super().start(prompt)
+
+    async def step(self, completion):
+        await asyncio.sleep(0.01)
+        if completion in ("sleep", "spin"): await asyncio.sleep(600)  # what blocks: test_environments_async.py
+        return super().step(completion)
+
 class Bare:
     def start(self, prompt): ...
 '''
@@ -88,9 +99,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest_asyncio.fixture
-async def pool(folder: Path) -> AsyncIterator[EnvironmentPool]:
-    opened = EnvironmentPool("behaviours:Behave", {"word": "time"}, workers=2, timeout_s=1.0)
+@pytest_asyncio.fixture(params=["Behave", "Later"])
+async def pool(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator[EnvironmentPool]:
+    opened = EnvironmentPool(f"behaviours:{request.param}", {"word": "time"}, workers=2, timeout_s=1.0)
     yield opened
     await opened.close()
 
@@ -208,6 +219,7 @@ async def test_what_cannot_be_loaded_is_said_before_a_run_starts(
 
 async def test_what_can_be_loaded_names_its_roles(folder: Path) -> None:
     assert check_environment("behaviours:Behave", {}) == ["user", "tool"]
+    assert check_environment("behaviours:Later", {}) == ["user", "tool"]
     assert check_environment("calculator", {}) == ["tool"]
 
 

@@ -23,10 +23,9 @@ from pydantic import ValidationError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
-from rlpipe.engines.pool import GroupRequest, OnRollout
+from rlpipe.engines.pool import GroupRequest, OnGroup, OnRollout
 from rlpipe.environments.pool import EnvironmentFault
 from rlpipe.environments.protocol import Step
-from rlpipe.processes.pool import Child
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Rollout
 from rlpipe.stages import generation
@@ -74,7 +73,9 @@ class PlayedPool:
     turns: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)  # by what was there before
     seeds: list[int] = field(default_factory=list)
 
-    async def generate(self, groups: list[GroupRequest], *, on_rollout: OnRollout) -> list[list[Completion]]:
+    async def generate(
+        self, groups: list[GroupRequest], *, on_group: OnGroup, enough: Any, on_rollout: OnRollout
+    ) -> list[list[Completion]]:
         done = [list(group.prior) for group in groups]
         running = {
             (number, index): (params, group.prior[index])
@@ -138,7 +139,8 @@ class PlayedEnvironments:
     random: Random
     opened: list[PlayedEnvironment] = field(default_factory=list)
 
-    def open(self, prompt: JsonDict) -> PlayedEnvironment:
+    def open(self, prompt: JsonDict, history: Any = ()) -> PlayedEnvironment:
+        assert not history
         self.opened.append(PlayedEnvironment(self.random, prompt))
         return self.opened[-1]
 
@@ -413,10 +415,9 @@ async def test_without_a_fallback_a_fault_ends_the_run_before_the_shard_is_commi
 
 async def test_an_environment_that_asks_something_else_later_is_invalid(session: Any) -> None:
     prompts = await sample_prompts(session, iteration=0, round_index=0, before=None)
-    children = session.environments._children
-    for child in children.children:
-        child._hello["path"] = "fickle:Other"
-    children.on_all(Child.end)
+    for process in session.environments._processes:
+        process.hello["path"] = "fickle:Other"
+        process._process.kill()
     with pytest.raises(UserError, match="'environment_invalid': "):
         await generate(session, iteration=0, round_index=0, shard=0, prompts=prompts.ref, policy=POLICY)
 
@@ -432,12 +433,19 @@ async def test_a_prompt_that_an_environment_cannot_start_with_is_named(folder: P
 def test_metrics_are_means_over_rollouts_and_none_without_an_environment() -> None:
     assert environment_metrics([rollout({"environment": ""})]) == {}
     rows = [
-        rollout({"environment": json.dumps({"num_turns": n, "reward": 1.0, "metrics": {"calls": 2.0} if n > 1 else {}})})
+        rollout(
+            {
+                "environment": json.dumps({"num_turns": n, "reward": 1.0, "metrics": {"calls": 2.0} if n > 1 else {}}),
+                "finish_reason": "turns" if n > 1 else "stop",
+            }
+        )
         for n in (1, 3)
     ]
-    told = {"turns_mean": 2.0, "environment_reward_mean": 1.0, "environment_calls_mean": 1.0}
+    told = {"turns_mean": 2.0, "environment_reward_mean": 1.0, "environment_calls_mean": 1.0, "out_of_turns_fraction": 0.5}
     assert environment_metrics(rows) == told
-    assert environment_metrics(rows[:1], names_from=rows) == told | {"turns_mean": 1.0, "environment_calls_mean": 0.0}
+    assert environment_metrics(rows[:1], names_from=rows) == told | {
+        "turns_mean": 1.0, "environment_calls_mean": 0.0, "out_of_turns_fraction": 0.0
+    }  # fmt: skip
     played = PlayedCompletion(tokens_of([1]), logprobs_of([0.0]), "stop", [(0, 1)], "e", [1], EnvironmentOutcome(0.0, 1, ""))
     assert played.finished and isinstance(played, Completion)
 
@@ -445,7 +453,6 @@ def test_metrics_are_means_over_rollouts_and_none_without_an_environment() -> No
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["rl.oversampling=1.5"], r"the state of its environment \(\S+\) is not carried"),
         (["rl.environment="], "name one as rl.environment"),
         (
             ["rl.environment=", "rl.environment_args={a = 1}", "rl.rewards={exact = 1.0}"],

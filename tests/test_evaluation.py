@@ -47,7 +47,9 @@ class ToldPool:
     version: int = 0
     groups: list[GroupRequest] = field(default_factory=list)
 
-    async def generate(self, groups: list[GroupRequest], on_group: None) -> list[list[Completion]]:
+    async def generate(
+        self, groups: list[GroupRequest], on_group: object = None, enough: object = None
+    ) -> list[list[Completion]]:
         self.groups = groups
         return [
             [Completion(tokens_of([5]), logprobs_of([-0.5]), "stop", [(0, 1)], "e") for _ in group.params] for group in groups

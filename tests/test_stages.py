@@ -31,7 +31,7 @@ from tests.declared import RL_KINDS, stage_settings
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 # fields that change no artifact: how long, how many processes, when to warn, and which policy samples, which is an input
 NOT_IN_A_RESULT = {"num_iterations", "reward_workers", "reward_timeout_s", "mismatch_max", "on_mismatch",
-                   "environment_timeout_s", "overlap"}  # fmt: skip
+                   "environment_timeout_s", "environment_total_s", "overlap"}  # fmt: skip
 
 
 def config(tmp_path: Path, *sets: str) -> PipelineConfig:

@@ -24,6 +24,7 @@ OPERATIONAL_FIELDS = {
     "rl.reward_workers",
     "rl.reward_timeout_s",
     "rl.environment_timeout_s",
+    "rl.environment_total_s",
     "rl.on_mismatch",
     "rl.mismatch_max",
 }

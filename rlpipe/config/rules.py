@@ -114,11 +114,6 @@ def _of_data(config: PipelineConfig) -> Iterator[str]:
 
 def _of_sampling(config: PipelineConfig) -> Iterator[str]:
     rl = config.rl
-    if rl.environment and rl.oversampling > 1:
-        yield (
-            f"{rl.oversampling=}: a rollout that is cut short would go on in the next iteration, and the state of its environment "
-            f"({rl.environment}) is not carried there; use oversampling = 1"
-        )
     if rl.environment_args and not rl.environment:
         yield "rl.environment_args without an environment: name one as rl.environment, or leave them out"
     if "environment" in rl.rewards and not (rl.environment or rl.rollouts_from):

@@ -113,6 +113,9 @@ class RlConfig(OptimizerConfig):
     )
     environment_args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment")
     environment_timeout_s: Timeout = Field(default=10.0, description="Longest single step of an environment, s")
+    environment_total_s: Timeout | None = Field(
+        default=None, description="Longest time of all steps of an environment in one rollout together, s; none: no such limit"
+    )
     turns_max: int = Field(default=4, ge=1, le=10_000, description="Completions per rollout in an environment")
     overlap: Literal["none", "steps", "iteration"] = Field(
         default="none",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,14 +32,16 @@ class Environment(Protocol):
     """Made afresh for every rollout with `rl.environment_args`.
 
     Its answers are a function of the prompt and the completions alone: it may be made again elsewhere, and get them again.
-    An attribute `roles` names the roles of its messages; without it they are ("user",).
+    `async` methods may wait for other things meanwhile: then thousands of environments live in one process side by side.
+    An attribute `roles` names the roles of its messages; without it they are ("user",). A method `close`, where there is one, is called
+    when the rollout is over, unless the process has died.
     """
 
-    def start(self, prompt: RewardPrompt) -> list[Message]:
+    def start(self, prompt: RewardPrompt) -> list[Message] | Awaitable[list[Message]]:
         """What the policy is asked; `prompt` is what a reward gets (prompt_id, messages, answer, metadata)."""
         ...
 
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> Step | Awaitable[Step]:
         """The answer to one completion of the policy, special tokens left out."""
         ...
 

@@ -1,24 +1,51 @@
-"""The process that environments live in: `python -m rlpipe.environments.worker`.
+"""The process that environments live in: `python -m rlpipe.environments.worker`. An event loop, in which many calls may be under way.
 
-First line in: {"name", "path", "args"}; out: {"roles": [...]} or {"error": message}.
-Then {"key", "prompt", "start_messages", "history", "completion", "dropped"}, out: {"start_messages", "step"} or {"reason", "message"}.
-`prompt` is null when this process holds the environment `key`; else it is made here: started, and given the completions of `history`
-again, each with the messages that it answered before. `completion` is null when only its start is wanted.
+First line in: {"name", "path", "args"}; out: {"roles": [...], "is_async"} or {"error": message}.
+Then {"key", "prompt", "start_messages", "history", "completion", "timeout_s", "step_s"}; out, as each is known: {"key", "start_messages",
+"step", "took_s"} or {"key", "reason", "message"}. An environment has one call at a time, so that its key tells the answers apart. `prompt` is null when this
+process holds the environment `key`; else it is made here: started, and given the completions of `history` again, each with the messages
+that it answered before. `completion` is null when only its start is wanted. Each call of a method has `timeout_s`, the step that
+answers `completion` has `step_s`, and took `took_s`.
+{"drop": key}: its rollout is over. What the environment is doing is cancelled, it is closed where it has a `close`, and forgotten.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import signal
 from collections.abc import Callable
+from typing import Any, BinaryIO, TypeVar
 
-from rlpipe.environments.protocol import DEFAULT_ROLES, Environment, Message, checked_messages, checked_step
-from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, Loaded, load_function, serve, user_code
+from rlpipe.environments.protocol import DEFAULT_ROLES, Environment, Message, Step, checked_messages, checked_step
+from rlpipe.processes.lines import LineReader, line_of
+from rlpipe.processes.user_code import (
+    ORPHAN_GRACE_S,
+    CodeRaised,
+    InvalidAnswer,
+    Record,
+    greeted,
+    load_function,
+    take_pipes,
+    user_code,
+)
 from rlpipe.types import JsonDict, UserError
 
 PROMPT_ROLES = ["system", "user", "assistant", "tool"]
+T = TypeVar("T")
 
 
-def load(hello: JsonDict) -> Loaded:
-    """The roles of an environment's messages, and what answers the calls; UserError when it cannot be made."""
+class TookTooLong(Exception):
+    """A call of a method took longer than it may."""
+
+
+REASONS: dict[type[BaseException], str] = {
+    InvalidAnswer: "environment_invalid", CodeRaised: "environment_error", TookTooLong: "environment_timeout"
+}  # fmt: skip
+
+
+def load(hello: JsonDict) -> tuple[Record, Home]:
+    """What the owner learns of an environment, and where it lives; UserError when it cannot be made."""
     name, args = hello["name"], hello["args"]
     kind = load_function("rl.environment", hello["path"])
     roles: list[str] = list(getattr(kind, "roles", DEFAULT_ROLES))
@@ -27,12 +54,14 @@ def load(hello: JsonDict) -> Loaded:
             environment = kind(**args)
     except CodeRaised as error:
         raise UserError(f"rl.environment={name!r} refuses rl.environment_args={args} ({error})") from error
-    missing = [method for method in ("start", "step") if not callable(getattr(environment, method, None))]
+    methods = {method: getattr(environment, method, None) for method in ("start", "step")}
+    missing = [name for name, method in methods.items() if not callable(method)]
     if missing:
         raise UserError(f"rl.environment={name!r} has no method {missing[0]!r}: see rlpipe/environments/protocol.py")
     if not roles or not all(isinstance(role, str) and role != "assistant" for role in roles):
         raise UserError(f"rl.environment={name!r}: its roles are {roles}; they are names, and 'assistant' is the policy's")
-    return {"roles": roles}, Home(lambda: kind(**args), roles).answer
+    is_async = any(map(inspect.iscoroutinefunction, methods.values()))
+    return {"roles": roles, "is_async": is_async}, Home(lambda: kind(**args), roles)
 
 
 class Home:
@@ -42,36 +71,139 @@ class Home:
         self.make = make
         self.roles = roles
         self._held: dict[int, Environment] = {}
+        self._calls: dict[int, asyncio.Task[JsonDict]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._timeout_s = 0.0
 
-    def answer(self, request: JsonDict) -> JsonDict:
-        """One request's answer; a fault as its reason."""
-        for key in request["dropped"]:
-            self._held.pop(key, None)
-        try:
-            with user_code():
-                start_messages = self._make(request) if request["prompt"] is not None else None
-                assert request["key"] in self._held, "the owner knows which environments this process holds"
-                completion, environment = request["completion"], self._held[request["key"]]
-                step = None if completion is None else vars(checked_step(environment.step(completion), self.roles))
-            return {"start_messages": start_messages, "step": step}
-        except InvalidAnswer as error:
-            return {"reason": "environment_invalid", "message": str(error)}
-        except CodeRaised as error:
-            return {"reason": "environment_error", "message": str(error)}
+    async def live(self, requests: BinaryIO, answers: BinaryIO) -> None:
+        """Answers what is asked until the owner closes the pipe, or a fault of ours ends this process."""
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self._answers, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, answers)
+        await loop.connect_read_pipe(lambda: LineReader(self._hear, self._end), requests)
+        while not self._ended.done():
+            self._arm()
+            await asyncio.wait({self._ended}, timeout=ORPHAN_GRACE_S / 2)
+        self._ended.result()
 
-    def _make(self, request: JsonDict) -> list[Message]:
-        environment = self._held[request["key"]] = self.make()
-        messages = checked_messages(environment.start(request["prompt"]), PROMPT_ROLES)
+    def _arm(self) -> None:
+        """If the owner is gone too, the kernel ends code that never lets go of the loop, even when it holds the GIL."""
+        signal.setitimer(signal.ITIMER_REAL, 2 * self._timeout_s + ORPHAN_GRACE_S)
+
+    def _end(self, error: BaseException | None = None) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(error) if error else self._ended.set_result(None)
+
+    def _hear(self, message: JsonDict) -> None:
+        if (dropped := message.get("drop")) is not None:
+            if (call := self._calls.get(dropped)) is not None:
+                call.cancel()  # once it has ended, it is forgotten too
+            else:
+                self._forget(dropped)
+            return
+        key, self._timeout_s = message["key"], message["timeout_s"]
+        assert key not in self._calls, "an environment has one call at a time"
+        self._arm()
+        self._calls[key] = asyncio.create_task(self._answered(key, message))
+        self._calls[key].add_done_callback(lambda call: self._tell(key, call))
+
+    def _tell(self, key: int, call: asyncio.Task[JsonDict]) -> None:
+        """Sends a call's answer; a fault as its reason."""
+        if self._ended.done():
+            return None  # the owner is gone
+        del self._calls[key]
+        error = None if call.cancelled() else call.exception()
+        if call.cancelled():  # nobody waits for it, but the owner counts what is under way
+            self._forget(key)
+            answer = {"reason": "environment_error", "message": "it was dropped"}
+        elif error is None:
+            answer = call.result()
+        elif type(error) in REASONS:
+            answer = {"reason": REASONS[type(error)], "message": str(error)}
+        else:
+            return self._end(error)
+        return self._answers.write(line_of({"key": key, **answer}))
+
+    def _forget(self, key: int) -> None:
+        """A rollout is over: its environment may close what it has opened."""
+        close = getattr(self._held.pop(key, None), "close", None)
+        if callable(close):
+            closing = asyncio.create_task(in_time(close, lambda _: None, self._timeout_s))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closed)
+
+    def _closed(self, closing: asyncio.Task[None]) -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled() and (error := closing.exception()) is not None:
+            print(f"rl.environment: close: {error}", flush=True)  # to the log: the rollout has its outcome
+
+    async def _answered(self, key: int, request: JsonDict) -> JsonDict:
+        loop, timeout_s, start_messages, step = asyncio.get_running_loop(), request["timeout_s"], None, None
+        if (prompt := request["prompt"]) is not None:
+            said = await in_time(lambda: self._start(key, prompt), self._checked_start, timeout_s)
+            start_messages = same_again("start", said, request["start_messages"])
+        assert key in self._held, "the owner knows which environments this process holds"
+        environment = self._held[key]
+        for completion, before in request["history"]:
+            again = await in_time(lambda text=completion: environment.step(text), self._checked_step, timeout_s)
+            same_again("step", again.messages, before)
+        began_s = loop.time()
+        if (completion := request["completion"]) is not None:
+            step = vars(await in_time(lambda: environment.step(completion), self._checked_step, request["step_s"]))
+        return {"start_messages": start_messages, "step": step, "took_s": loop.time() - began_s}
+
+    def _start(self, key: int, prompt: JsonDict) -> Any:
+        environment = self._held[key] = self.make()
+        return environment.start(prompt)  # pyright: ignore[reportArgumentType]
+
+    def _checked_start(self, said: Any) -> list[Message]:
+        messages = checked_messages(said, PROMPT_ROLES)
         if not messages or messages[-1]["role"] == "assistant":
             raise InvalidAnswer(f"start gave {messages!r:.200}: it must end with a message to the policy")
-        if request["start_messages"] is not None and messages != request["start_messages"]:
-            raise InvalidAnswer(f"start gave {messages!r:.200}, and before that {request['start_messages']!r:.200}")
-        for completion, before in request["history"]:
-            again = checked_step(environment.step(completion), self.roles).messages
-            if again != before:
-                raise InvalidAnswer(f"step gave {again!r:.200} to what it had answered with {before!r:.200}")
         return messages
+
+    def _checked_step(self, said: Any) -> Step:
+        return checked_step(said, self.roles)
+
+
+def same_again(method: str, said: list[Message], before: list[Message] | None) -> list[Message]:
+    """The messages; InvalidAnswer when they are others than `before`, where there was a before."""
+    if before is not None and said != before:
+        raise InvalidAnswer(f"{method} gave {said!r:.200}, and before that {before!r:.200}")
+    return said
+
+
+async def in_time(method: Callable[[], Any], check: Callable[[Any], T], timeout_s: float) -> T:
+    """What a method gives, checked: at once, or when it is awaited. TookTooLong; it is cancelled then, if it lets itself be."""
+    loop, took_s = asyncio.get_running_loop(), 0.0
+
+    async def called() -> T:
+        nonlocal took_s
+        began_s = loop.time()
+        with user_code():
+            value = method()
+            checked = check(await value if inspect.isawaitable(value) else value)
+        took_s = loop.time() - began_s
+        return checked
+
+    call = asyncio.create_task(called())
+    try:
+        await asyncio.wait({call}, timeout=timeout_s)
+        if not call.done() or took_s > timeout_s:
+            raise TookTooLong(f"took more than rl.environment_timeout_s={timeout_s:g}")
+        if call.cancelled():
+            raise CodeRaised("it cancelled itself")
+        return call.result()
+    finally:
+        call.cancel()
+
+
+def main() -> None:
+    requests, answers = take_pipes()
+    home = greeted(requests, answers, load)
+    if home is not None:
+        asyncio.run(home.live(requests, answers))
 
 
 if __name__ == "__main__":
-    serve(load)
+    main()

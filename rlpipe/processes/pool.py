@@ -73,19 +73,12 @@ class Child:
 
     def start(self) -> JsonDict:
         """What the process says when it is ready; a new one is started where there is none. UserError when it cannot load the code."""
-        if self._process is not None and not _has_ended(self._process):
+        if self._process is not None and not has_ended(self._process):
             return self._ready
         self.end()
         with self._lock:
             self._check_open()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
-                env={**os.environ, **self._environment},
-                start_new_session=True,  # a kill takes the code's own children too
-            )
+            self._process = spawned(self._module, self._environment)
         self.num_started += 1
         try:
             self._ready = self.ask(self._hello, self._start_timeout_s)
@@ -125,15 +118,33 @@ class Child:
             self._kill()
 
     def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:  # once reaped, the pid may be someone else's
-            signal_group(self._process, signal.SIGKILL)
+        if self._process is not None:
+            kill(self._process)
 
     def _check_open(self) -> None:
         if self._closed:  # what is at work may outlive the run's session: it must record no fault
             raise EngineError(f"{self._field}: its processes were closed")
 
 
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+def spawned(module: str, environment: Mapping[str, str] = ONE_THREAD) -> subprocess.Popen[bytes]:
+    """A new process, `python -m <module>`, with pipes to it and from it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env={**os.environ, **environment},
+        start_new_session=True,  # a kill takes the code's own children too
+    )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills the process and its children."""
+    if process.returncode is None:  # once reaped, the pid may be someone else's
+        signal_group(process, signal.SIGKILL)
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Does not reap it: until then its process group is its own, so that a kill reaches its children."""
     if process.returncode is not None:
         return True
@@ -169,6 +180,6 @@ def _exchange(process: subprocess.Popen[bytes], line: Record, timeout_s: float) 
                 answer += chunk
                 if not chunk:  # at the deadline its own alarm was quicker than this loop
                     raise ProcessEnded("its process died") if time.monotonic() < deadline_s else TimeoutError
-            elif not ready and _has_ended(process):  # a child of its own may hold the pipe
+            elif not ready and has_ended(process):  # a child of its own may hold the pipe
                 raise ProcessEnded("its process died")
     return json.loads(answer)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from types import ModuleType, TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from rlpipe.types import JsonDict, UserError
 
@@ -29,6 +29,8 @@ ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that ne
 
 Record = Mapping[str, object]  # what JSON can carry
 Loaded = tuple[Record, Callable[[JsonDict], Record]]  # what the owner learns when it is ready, and what answers its requests
+
+T = TypeVar("T")
 
 
 class CodeRaised(Exception):
@@ -147,13 +149,10 @@ def serve(load: Callable[[JsonDict], Loaded]) -> None:
 
     `load` gets the owner's first request; UserError when the code cannot be loaded.
     """
-    requests, answers = _take_pipes()
-    try:
-        ready, answer = load(json.loads(requests.readline())["request"])
-    except UserError as error:
-        _send(answers, {"error": str(error)})
+    requests, answers = take_pipes()
+    answer = greeted(requests, answers, load)
+    if answer is None:
         return
-    _send(answers, ready)
     for line in requests:
         message = json.loads(line)
         # if the owner is gone too, the kernel ends code that never returns, even when it holds the GIL
@@ -163,7 +162,7 @@ def serve(load: Callable[[JsonDict], Loaded]) -> None:
         _send(answers, value)
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """The pipes (from, to) the owner, out of reach of code that prints or reads: it gets stderr and an empty stdin."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -172,6 +171,17 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(2, 1)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     return requests, answers
+
+
+def greeted(requests: BinaryIO, answers: BinaryIO, load: Callable[[JsonDict], tuple[Record, T]]) -> T | None:
+    """What `load` makes of the owner's first request, and tells the owner; None, and an error told, when it cannot load that."""
+    try:
+        ready, loaded = load(json.loads(requests.readline())["request"])
+    except UserError as error:
+        _send(answers, {"error": str(error)})
+        return None
+    _send(answers, ready)
+    return loaded
 
 
 def _send(answers: BinaryIO, value: Record) -> None:

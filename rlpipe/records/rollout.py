@@ -16,6 +16,7 @@ from rlpipe.records.prompt import Message, Prompt
 
 CUT_SHORT = "abort"  # the finish_reason of a completion that was ended before its end
 TRUNCATED = "length"  # and of one that reached its longest length
+OUT_OF_TURNS = "turns"  # and of one that has had all its turns, while its environment would go on
 UNRECORDED = float("inf")  # the rollout logprob of a token of which nobody recorded it; no engine says that, and nan is a fault
 
 
@@ -68,8 +69,13 @@ class Rollout:
         return sum(span.num_tokens for span in self.weight_versions if span.version == version)
 
     def num_sampled_by(self, version: int) -> int:
-        """Tokens that the policy of this version wrote. What an environment said is in no loss, and its rollouts have one version."""
-        return int(np.count_nonzero(self.loss_mask)) if self.environment else self.num_tokens_of(version)
+        """Tokens that the policy of this version wrote: the newest one of the rollout, as older tokens may be in no loss."""
+        if self.environment is None:
+            return self.num_tokens_of(version)
+        versions_L = np.repeat(
+            [span.version for span in self.weight_versions], [span.num_tokens for span in self.weight_versions]
+        )
+        return int(np.count_nonzero(self.loss_mask[versions_L == version]))  # what an environment said is in no loss
 
     def continues_in(self, version: int) -> bool:
         """Whether it came into the iteration of this version with tokens."""
@@ -89,6 +95,7 @@ class CarriedRollout(Prompt):
     seed: Int64
     engine: Text
     num_tokens_expired: Int32  # that were too old to go on from
+    environment: Annotated[EnvironmentOutcome | None, Json(sort_keys=True, record=EnvironmentOutcome)] = None  # so far
 
     @property
     def as_prompt(self) -> Prompt:

@@ -204,20 +204,20 @@ def carried_rollouts(group: Group, prompt: Prompt, version: int, staleness_max: 
     for rollout in group:
         expired = any(version - span.version > staleness_max for span in rollout.weight_versions)
         kept = slice(0, 0) if expired else slice(None)
-        carried.append(
-            CarriedRollout(
-                **vars(prompt),
-                group_index=rollout.group_index,
-                rollout_index=rollout.rollout_index,
-                completion_tokens=rollout.completion_tokens[kept],
-                rollout_logprobs=rollout.rollout_logprobs[kept],
-                weight_versions=rollout.weight_versions[kept],
-                finish_reason=CUT_SHORT if expired else rollout.finish_reason,
-                seed=rollout.seed,
-                engine=NOTHING_YET.engine if expired else rollout.engine,
-                num_tokens_expired=len(rollout.completion_tokens) if expired else 0,
-            )
+        entry = CarriedRollout(
+            **vars(prompt),
+            group_index=rollout.group_index,
+            rollout_index=rollout.rollout_index,
+            completion_tokens=rollout.completion_tokens[kept],
+            rollout_logprobs=rollout.rollout_logprobs[kept],
+            weight_versions=rollout.weight_versions[kept],
+            finish_reason=CUT_SHORT if expired else rollout.finish_reason,
+            seed=rollout.seed,
+            engine=NOTHING_YET.engine if expired else rollout.engine,
+            num_tokens_expired=len(rollout.completion_tokens) if expired else 0,
+            environment=None if expired else rollout.environment,
         )
+        carried.append(entry)
     return carried
 
 

@@ -15,7 +15,7 @@ from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, Group, Rollout, grouped
 from rlpipe.stages.filtering import Survivors
-from rlpipe.stages.rollouts import PromptGroup, ShardGroups, prior_of
+from rlpipe.stages.rollouts import PromptGroup, ShardGroups, prior
 from rlpipe.stages.sampling import carried_groups
 from rlpipe.stages.scoring import SCORING
 from rlpipe.stages.session import Session
@@ -115,24 +115,28 @@ def prompt_groups(session: Session, prompts: ArtifactRef) -> list[PromptGroup]:
 def _request(session: Session, group: PromptGroup, iteration: int, round_index: int) -> GroupRequest:
     """What the pool is given. A carried group keeps its size; a rollout that goes on does so with a seed of this iteration."""
     rl, prompt_id = session.config.rl, group.prompt.prompt_id
-    prior = [prior_of(rollout, rl.completion_tokens_max) for rollout in group.carried] or [NOTHING_YET] * rl.group_size
+    priors = [prior(session, rollout) for rollout in group.carried] or [NOTHING_YET] * rl.group_size
     seeds = [
         group.carried[index].seed
         if completion.finished
         else rollout_seed(session.config.seed, iteration, round_index, group.slot, prompt_id, index)
-        for index, completion in enumerate(prior)
+        for index, completion in enumerate(priors)
     ]
     params = [sampling_params(session, "rl", rl.temperature, seed) for seed in seeds]
-    return GroupRequest(prompt_id, group.prompt.prompt_tokens.tolist(), params, prior)
+    return GroupRequest(prompt_id, group.prompt.prompt_tokens.tolist(), params, priors)
 
 
 async def sample(
-    session: Session, requests: list[GroupRequest], prompts: list[Prompt], on_group: OnGroup | None = None
+    session: Session,
+    requests: list[GroupRequest],
+    prompts: list[Prompt],
+    on_group: OnGroup | None = None,
+    enough: asyncio.Event | None = None,
 ) -> list[list[Completion]]:
-    """The completions of every group, whole; in the environment where there is one. `on_group`: told of each that has finished outside of one."""
+    """The completions of every group, in the environment where there is one; whole, unless `enough` is set (`EnginePool.generate`)."""
     if session.config.rl.environment:
-        return await play(session, requests, prompts)
-    return await session.pool.generate(requests, on_group)
+        return await play(session, requests, prompts, on_group, enough)
+    return await session.pool.generate(requests, on_group, enough)
 
 
 def sampling_params(session: Session, use: str, temperature: float, seed: int) -> Sampling:
@@ -174,7 +178,8 @@ async def _until_enough(made: ShardGroups, survivors: Survivors) -> list[list[Co
         if not enough.is_set():
             await survivors.judge(made.groups[index].prompt, await made.rollouts(index, completions))
 
-    return await made.session.pool.generate(made.requests, on_group, enough)
+    prompts = [group.prompt for group in made.groups]
+    return await sample(made.session, made.requests, prompts, on_group, enough)
 
 
 async def _check_answered(session: Session, keys: list[StageKey], shard: int, rollouts: Group) -> None:

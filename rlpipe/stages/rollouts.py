@@ -14,7 +14,7 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import CUT_SHORT, TRUNCATED, CarriedRollout, Group, Rollout
 from rlpipe.stages.ahead import scoring_ahead
 from rlpipe.stages.session import Session
-from rlpipe.stages.turns import PlayedCompletion
+from rlpipe.stages.turns import PlayedCompletion, played_before
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,12 @@ def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bo
     assert all(sampled_by <= version for sampled_by, _ in spans), f"spans {spans} of a rollout of version {version}"
     trained = [train_stale_tokens or sampled_by == version for sampled_by, _ in spans]
     return np.repeat(np.array(trained, dtype=np.int8), [num_tokens for _, num_tokens in spans])
+
+
+def prior(session: Session, carried: CarriedRollout) -> Completion:
+    """What there is already of a carried rollout, with what its environment has said."""
+    sampled = prior_of(carried, session.config.rl.completion_tokens_max)
+    return sampled if carried.environment is None else played_before(session.tokenizer, sampled, carried.environment)
 
 
 def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:

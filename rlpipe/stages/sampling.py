@@ -134,10 +134,10 @@ def check_carried(run: Run) -> None:
             "and they are older: fork at an iteration whose rollout/groups_carried is 0, or with rl.overlap = 'none'"
         )
     differ = [name for name in ("temperature", "top_p") if getattr(before, name) != getattr(now, name)]
-    if num_groups and now.environment:
+    if num_groups and (before.environment, before.environment_args) != (now.environment, now.environment_args):
         raise UserError(
-            f"rl.environment={now.environment!r}: {num_groups} groups that iteration {at} carried were begun without it, and a "
-            f"rollout does not go on in it. Two ways out: fork with rl.oversampling = 1 and rl.num_iterations = {at + 2}, which "
+            f"rl.environment={now.environment!r}: {num_groups} groups that iteration {at} carried were begun without it, or with other "
+            f"arguments, and a rollout does not go on in another environment. Two ways out: fork with rl.oversampling = 1 and rl.num_iterations = {at + 2}, which "
             f"finishes them, and then fork that run at {at + 1}; or fork at an iteration whose rollout/groups_carried is 0"
         )
     if num_groups and differ and now.train_stale_tokens:

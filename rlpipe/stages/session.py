@@ -166,7 +166,9 @@ class Session:
     def environments(self) -> EnvironmentPool:
         self.check_open()
         rl = self.config.rl
-        pool = EnvironmentPool(rl.environment, rl.environment_args, rl.reward_workers, rl.environment_timeout_s)
+        pool = EnvironmentPool(
+            rl.environment, rl.environment_args, rl.reward_workers, rl.environment_timeout_s, rl.environment_total_s
+        )
         self._closing.push_async_callback(pool.close)
         return pool
 

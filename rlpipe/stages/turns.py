@@ -6,17 +6,20 @@ completion is all of it in order, the environment's tokens with logprob 0 and ma
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
-from rlpipe.engines.pool import GroupRequest, NextTurn
-from rlpipe.environments.pool import EnvironmentFault, RemoteEnvironment
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.engines.client import Completion, logprobs_of, tokens_of
+from rlpipe.engines.pool import GroupRequest, NextTurn, OnGroup
+from rlpipe.environments.pool import EnvironmentFault
 from rlpipe.records.prompt import Message, Prompt
-from rlpipe.records.rollout import CUT_SHORT, EnvironmentOutcome, Rollout
+from rlpipe.records.rollout import CUT_SHORT, OUT_OF_TURNS, TRUNCATED, EnvironmentOutcome, Rollout
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import all_ended
 from rlpipe.types import Metrics, UserError, rollout_seed
@@ -35,53 +38,68 @@ class PlayedCompletion(Completion):
 class Turns:
     """One rollout on its way: what there is of it (`completion`), and what its environment has answered."""
 
-    def __init__(self, session: Session, environment: RemoteEnvironment, prompt_tokens: list[int], tokens_max: int) -> None:
+    def __init__(self, session: Session, prompt: Prompt, prompt_tokens: list[int], tokens_max: int, prior: Completion) -> None:
+        """`prior`: what an earlier iteration has of it, `NOTHING_YET` for nothing."""
+        tokenizer, outcome = session.tokenizer, EnvironmentOutcome(0.0, 0, "")
+        self.policy_mask: list[int] = []
+        if isinstance(prior, PlayedCompletion):
+            outcome, self.policy_mask = prior.outcome, [*prior.policy_mask]
         self.session = session
-        self.environment = environment
         self.prompt_tokens = prompt_tokens
         self.tokens_max = tokens_max
-        self.completion = NOTHING_YET
-        self.policy_mask: list[int] = []
-        self.num_turns = 0
-        self.reward = 0.0
-        self.metrics: Counter[str] = Counter()
-        self.fault = ""
-        self.messages: list[list[Message]] = []
+        self.completion = prior
+        self.num_turns = outcome.num_turns
+        self.reward = outcome.reward
+        self.metrics: Counter[str] = Counter(outcome.metrics)
+        self.fault = outcome.fault
+        self.messages = [*outcome.messages]
+        *answered, last = policy_turns(tokenizer, prior.tokens, self.messages)
+        texts = [tokenizer.decode(prior.tokens[turn.start : turn.stop].tolist()) for turn in answered]
+        self.environment = session.environments.open(prompt.for_reward(), [*zip(texts, self.messages, strict=False)])
+        self._turn_start = last.start  # of the turn that is under way, in tokens
+        self._num_answers = 0  # of the environment since it was opened here
 
     async def take(self, longer: Completion) -> None:
         """The policy's next turn: `longer` is `completion` and what was sampled after it. Afterwards it is unfinished, or final."""
-        before = len(self.completion.tokens)
-        assert longer.tokens[:before] == self.completion.tokens and longer.finish_reason in ("stop", "length")
+        assert longer.finish_reason in ("stop", TRUNCATED)
+        self.keep(longer)
         self.num_turns += 1
-        self.policy_mask += [1] * (len(longer.tokens) - before)
-        self.completion = longer
         if longer.finish_reason == "stop":
             try:
-                await self._answer(self.session.tokenizer.decode(longer.tokens[before:].tolist()))
+                await self._answer(self.session.tokenizer.decode(longer.tokens[self._turn_start :].tolist()))
             except EnvironmentFault as fault:
                 self._end("fault")
                 self.fault = fault.reason
                 log.warning("rl.environment, prompt %s: %s: %s", self.environment.prompt["prompt_id"], fault.reason, fault)
         if self.completion.finished:
             self.environment.drop()
+        self._turn_start = len(self.completion.tokens)
         assert len(self.policy_mask) == len(self.completion.tokens) <= self.tokens_max
+
+    def keep(self, longer: Completion) -> None:
+        """`longer` is `completion` and what was sampled after it, of a turn that may have been cut short."""
+        before = len(self.completion.tokens)
+        assert longer.tokens[:before] == self.completion.tokens
+        self.policy_mask += [1] * (len(longer.tokens) - before)
+        self.completion = longer
 
     async def _answer(self, text: str) -> None:
         """The environment's answer is appended, unless it ends the rollout, or leaves the policy no token."""
         step, tokenizer = await self.environment.step(text), self.session.tokenizer
-        if self.num_turns == 1 and tokenizer.encode_prompt(self.environment.start_messages or []) != self.prompt_tokens:
+        self._num_answers += 1
+        if self._num_answers == 1 and tokenizer.encode_prompt(self.environment.start_messages or []) != self.prompt_tokens:
             raise EnvironmentFault("environment_invalid", "start gave other messages than when the prompt was sampled")
         self.reward += step.reward
         self.metrics.update(step.metrics)
         self.messages.append(step.messages)
         if step.done or self.num_turns == self.session.config.rl.turns_max:
-            return self._end("stop" if step.done else "turns")
+            return self._end("stop" if step.done else OUT_OF_TURNS)
         try:
             answer = tokenizer.encode_continuation(step.messages)
         except UserError as error:  # preflight has tried the template; this is about these messages
             raise EnvironmentFault("environment_invalid", str(error)) from error
         if len(self.completion.tokens) + len(answer) >= self.tokens_max:  # the policy would have no token left to go on with
-            return self._end("length")
+            return self._end(TRUNCATED)
         version, _ = self.completion.spans[-1]
         said = Completion(
             tokens_of(answer), logprobs_of([0.0] * len(answer)), CUT_SHORT, [(version, len(answer))], self.completion.engine
@@ -94,38 +112,80 @@ class Turns:
         self.completion = replace(self.completion, finish_reason=reason)
 
     def played(self) -> PlayedCompletion:
-        """The rollout, which is over."""
-        assert self.completion.finished
+        """What there is of the rollout."""
+        done = self.completion
         outcome = EnvironmentOutcome(self.reward, self.num_turns, self.fault, dict(self.metrics), self.messages)
-        return PlayedCompletion(**vars(self.completion), policy_mask=self.policy_mask, outcome=outcome)
+        return PlayedCompletion(
+            done.tokens, done.rollout_logprobs, done.finish_reason, done.spans, done.engine, self.policy_mask, outcome
+        )
 
 
-async def play(session: Session, requests: list[GroupRequest], prompts: list[Prompt]) -> list[list[Completion]]:
+def policy_turns(tokenizer: ChatTokenizer, tokens: array[int], messages: list[list[Message]]) -> list[range]:
+    """Where the policy's turns lie in a completion: each ends with its first stop token, and what the environment said follows.
+
+    The last one is the turn under way, perhaps empty; of a rollout that the environment ended it is the last one of all.
+    """
+    turns, start = [], 0
+    for answer in messages:
+        end = next((index + 1 for index in range(start, len(tokens)) if tokens[index] in tokenizer.stop_token_ids), len(tokens))
+        if end == len(tokens):  # its answer was not put to the policy
+            break
+        said = tokenizer.encode_continuation(answer)
+        assert tokens[end : end + len(said)].tolist() == said, "a carried rollout has other tokens than its environment said"
+        turns.append(range(start, end))
+        start = end + len(said)
+    return [*turns, range(start, len(tokens))]
+
+
+def played_before(tokenizer: ChatTokenizer, completion: Completion, outcome: EnvironmentOutcome) -> PlayedCompletion:
+    """What an earlier iteration has of a rollout, with who wrote which token."""
+    policy_mask = [0] * len(completion.tokens)
+    for turn in policy_turns(tokenizer, completion.tokens, outcome.messages):
+        policy_mask[turn.start : turn.stop] = [1] * len(turn)
+    return PlayedCompletion(**vars(completion), policy_mask=policy_mask, outcome=outcome)
+
+
+async def play(
+    session: Session,
+    requests: list[GroupRequest],
+    prompts: list[Prompt],
+    on_group: OnGroup | None = None,
+    enough: asyncio.Event | None = None,
+) -> list[list[Completion]]:
     """The rollouts (`PlayedCompletion`) of groups whose prompts are put by the environment. Each advances by itself.
 
-    UserError when one had a fault and there is no `rl.reward_fallback`.
+    `on_group` and `enough` as in `EnginePool.generate`: what is cut short goes on in a later iteration, in an environment that is told
+    again what it was told. UserError when one had a fault and there is no `rl.reward_fallback`.
     """
-    assert not any(prior.tokens for request in requests for prior in request.prior), "an environment's rollouts are not carried"
     groups = [
         [
-            Turns(session, session.environments.open(prompt.for_reward()), request.prompt_tokens, params.max_new_tokens)
-            for params in request.params
+            Turns(session, prompt, request.prompt_tokens, params.max_new_tokens, prior)
+            for params, prior in zip(request.params, request.prior, strict=True)
         ]
         for request, prompt in zip(requests, prompts, strict=True)
     ]
 
     async def on_rollout(number: int, index: int, longer: Completion) -> NextTurn | None:
         turns, first = groups[number][index], requests[number].params[index]
-        await turns.take(longer)
+        if not turns.completion.finished:  # else it was finished before
+            await turns.take(longer)
         if turns.completion.finished:
             return None
         return replace(first, seed=rollout_seed(first.seed, "turn", turns.num_turns + 1)), turns.completion
 
+    async def on_played(number: int, _: list[Completion]) -> None:
+        if on_group is not None:
+            await on_group(number, [turns.played() for turns in groups[number]])
+
     try:
-        await session.pool.generate(requests, on_rollout=on_rollout)
+        sampled = await session.pool.generate(requests, on_group=on_played, enough=enough, on_rollout=on_rollout)
     finally:
         for turns in (turns for group in groups for turns in group):
             turns.environment.drop()
+    for group, completions in zip(groups, sampled, strict=True):
+        for turns, completion in zip(group, completions, strict=True):
+            if not turns.completion.finished:
+                turns.keep(completion)
     faults = Counter(turns.fault for group in groups for turns in group if turns.fault)
     if faults and session.config.rl.reward_fallback is None:
         raise UserError(
@@ -163,17 +223,20 @@ async def environment_prompts(session: Session, prompts: list[Prompt]) -> list[l
 
 
 def environment_metrics(rollouts: list[Rollout], names_from: list[Rollout] | None = None) -> Metrics:
-    """Means over rollouts of their turns, the environment's reward and its own metrics; empty where there is no environment.
+    """Means over rollouts of their turns, the environment's reward and its own metrics, and the share that was out of turns; empty where
+    there is no environment.
 
     A metric that a rollout lacks is 0 for it; `names_from`: the rollouts that say which there are, where these are a part of them.
     """
-    outcomes = [rollout.environment for rollout in rollouts if rollout.environment]
-    if not outcomes:
+    played = [(rollout, rollout.environment) for rollout in rollouts if rollout.environment]
+    if not played:
         return {}
+    outcomes = [outcome for _, outcome in played]
     names = {name for rollout in names_from or rollouts if rollout.environment for name in rollout.environment.metrics}
     values = {
         "turns_mean": [float(outcome.num_turns) for outcome in outcomes],
         "environment_reward_mean": [outcome.reward for outcome in outcomes],
+        "out_of_turns_fraction": [float(rollout.finish_reason == OUT_OF_TURNS) for rollout, _ in played],
     }
     values |= {f"environment_{name}_mean": [outcome.metrics.get(name, 0.0) for outcome in outcomes] for name in sorted(names)}
     return {name: float(np.mean(entries)) for name, entries in values.items()}
