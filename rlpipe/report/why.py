@@ -13,7 +13,7 @@ import numpy as np
 from rlpipe.algorithms.changes import Shift
 from rlpipe.records.rollout import Rollout
 from rlpipe.report.around import Around, History
-from rlpipe.report.show import parts_text
+from rlpipe.report.show import parts_text, text_line
 from rlpipe.report.suspects.evaluation import evaluation
 from rlpipe.report.suspects.finding import Finding, Suspect, from_to
 from rlpipe.report.suspects.policy import length, mismatch, moved, reference, settings, staleness, truncation
@@ -29,7 +29,6 @@ ALPHA = 0.01  # of a whole report: the chance of naming anything where nothing c
 CERTAIN = 2  # suspects whose being there is no matter of chance: their p-values are corrected for these alone
 MATTERS = 0.05  # of the spread of the reward: what a finding has to explain
 SCANNED_MAX = 40  # iterations that are looked at with their rollouts; of more, those whose metrics jump most
-TEXT_CHARS_MAX = 240
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Verdict:
         return self.toward(self.findings[0]), abs(self.findings[0].shift.z)
 
 
-def why(history: History, at: int | None) -> Verdict:
+def judged(history: History, at: int | None) -> Verdict:
     """The verdict on iteration `at`, or on the one at which most changed. UserError when there is nothing to compare."""
     count = history.num_iterations
     if count < 2:
@@ -148,11 +147,6 @@ def _described(around: Around, row: int) -> str:
     return (
         f"{group.iteration}/{rollout.group_index}/{rollout.rollout_index} {rollout.prompt_id}: reward {rollout.reward:g}"
         f"{f' ({parts})' if parts else ''}, {rollout.finish_reason}, {len(rollout.completion_tokens)} tokens: "
-        f"{_line(rollout.prompt)!r} -> {_line(rollout.completion)!r}"
+        f"{text_line(rollout.prompt)!r} -> {text_line(rollout.completion)!r}"
         + (f", label {group.prompt.answer!r:.80}" if group.prompt.answer else "")
     )
-
-
-def _line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= TEXT_CHARS_MAX else f"{line[: TEXT_CHARS_MAX - 1]}…"

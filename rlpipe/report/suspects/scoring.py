@@ -107,26 +107,27 @@ def _matched_lines(around: Around) -> list[str]:
 
 
 def _without(around: Around, part: str) -> WhatIf | None:
-    """The iteration scored without the reward that a part is of."""
-    rewards = around.config.rl.rewards
-    named = [name for name in rewards if part == label(name) or part.startswith(f"{label(name)}_")]
-    if not named or len(rewards) == 1:
-        return None
-    suspect = max(named, key=lambda name: len(label(name)))
-    others = {name: weight for name, weight in rewards.items() if name != suspect}
-    rest_R = around.reward_R - rewards[suspect] * sum(
-        (np.nan_to_num(column) for name, column in around.parts.items() if name == label(suspect) or name.startswith(f"{label(suspect)}_")),
-        np.zeros(len(around.reward_R)),
-    )  # fmt: skip
+    """The iteration scored without the reward that a part is of; where there is no other, by what scores today. A fork that changed
+    the rewards is scored by those of before."""
+    rewards, args = around.config.rl.rewards, around.config.rl.reward_args
+    if any(line.startswith(("rl.rewards", "rl.reward_args")) for line in around.changed):
+        old = around.config_before.rl
+        return WhatIf(around.at, [f"rl.rewards={as_toml(old.rewards)}", f"rl.reward_args={as_toml(old.reward_args)}"], "score")
+    suspect = next((name for name in rewards if _is_of(part, name)), None)
+    if suspect is None or len(rewards) == 1:
+        return WhatIf(around.at, [], "score") if suspect else None
+    columns = [np.nan_to_num(column) for name, column in around.parts.items() if _is_of(name, suspect)]
+    rest_R = around.reward_R - rewards[suspect] * np.sum(columns, axis=0)
     before, after = around.means(np.where(around.fault_R, np.nan, rest_R))
-    sets = [f"rl.rewards={as_toml(others)}"]
-    if suspect in around.config.rl.reward_args:
-        sets.append(
-            f"rl.reward_args={as_toml({name: args for name, args in around.config.rl.reward_args.items() if name != suspect})}"
-        )
-    return WhatIf(
-        around.at, sets, "score", expected=f"by the stored parts, the reward without {suspect}: {from_to(before, after)}"
-    )
+    sets = [f"rl.rewards={as_toml({name: weight for name, weight in rewards.items() if name != suspect})}"]
+    if suspect in args:
+        sets.append(f"rl.reward_args={as_toml({name: values for name, values in args.items() if name != suspect})}")
+    return WhatIf(around.at, sets, "score", expected=f"the stored parts without {suspect}: {from_to(before, after)}")
+
+
+def _is_of(part: str, reward: str) -> bool:
+    """Whether a reward has this part: one that gives several has them under its own name."""
+    return part == label(reward) or part.startswith(f"{label(reward)}_")
 
 
 def hacked(around: Around) -> Findings:

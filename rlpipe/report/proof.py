@@ -1,0 +1,66 @@
+"""The proof of a finding: a fork without the suspect, its command, and the reward with it and without it."""
+
+from __future__ import annotations
+
+import shlex
+
+import numpy as np
+
+from rlpipe.report.suspects.finding import Finding, WhatIf
+from rlpipe.report.why import Verdict
+from rlpipe.store.run import Run
+
+
+def provable(verdict: Verdict) -> tuple[Finding, WhatIf] | None:
+    """The first finding that a fork can prove, and how."""
+    return next(((finding, finding.proof) for finding in verdict.findings if finding.proof), None)
+
+
+def fork_name(verdict: Verdict, finding: Finding) -> str:
+    """Example: a-7-without-reward_part."""
+    return f"{verdict.around.run.name}-{verdict.around.at}-without-{finding.suspect}"
+
+
+def fork_arguments(verdict: Verdict, finding: Finding, proof: WhatIf) -> list[str]:
+    """The arguments of `rlpipe` that make the fork."""
+    run = verdict.around.run
+    redo = ["--redo", proof.redo] if proof.redo else []
+    sets = [*proof.sets, *([f"rl.num_iterations={proof.num_iterations}"] if proof.num_iterations else [])]
+    options = [part for entry in sets for part in ("--set", entry)]
+    return [
+        "fork",
+        run.name,
+        "--at",
+        str(proof.at),
+        "--run",
+        fork_name(verdict, finding),
+        "--store",
+        run.store.url,
+        *redo,
+        *options,
+    ]
+
+
+def proof_lines(verdict: Verdict) -> list[str]:
+    """What would prove the first finding that can be: the command, and what the store says already. None where nothing can be."""
+    if (pair := provable(verdict)) is None:
+        return []
+    finding, proof = pair
+    lines = [
+        "",
+        f"proof of {finding.suspect} (--prove runs it):",
+        f"   rlpipe {shlex.join(fork_arguments(verdict, finding, proof))}",
+    ]
+    return lines + ([f"   {proof.expected}"] if proof.expected else [])
+
+
+def proved_lines(verdict: Verdict, proof: WhatIf, fork: Run) -> list[str]:
+    """The mean reward before, with the suspect and without it, of the iterations that the fork has."""
+    around, count = verdict.around, fork.num_iterations
+    numbers = [number for number in around.metrics if around.at <= number < count]
+    before = np.mean([metrics["rollout/reward_mean"] for number, metrics in around.metrics.items() if number < around.at])
+    with_it = np.mean([around.metrics[number]["rollout/reward_mean"] for number in numbers])
+    without = np.mean([fork.record(number).metrics["rollout/reward_mean"] for number in numbers])
+    listed = f"iteration {numbers[0]}" if len(numbers) == 1 else f"iterations {numbers[0]} to {numbers[-1]}"
+    lines = [f"{listed}: reward {with_it:.3f} with it, {without:.3f} without it (run {fork.name}); before: {before:.3f}"]
+    return lines + ([proof.expected] if proof.expected else [])
