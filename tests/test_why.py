@@ -15,12 +15,12 @@ from rlpipe.records.rollout import Rollout
 from rlpipe.report.why import SUSPECTS, judge
 from rlpipe.store.run import Run, create_or_continue
 from tests.test_store_run import PRESETS
-from tests.why_world import HEAD, LETTERS, Asked, Planted, around
+from tests.why_world import HEAD, LETTERS, REWARDS, Asked, Planted, around
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return create_or_continue(read_config("tiny", ["run=a", f"store=file://{tmp_path}", "rl.kl=loss"], PRESETS))
+    return create_or_continue(read_config("tiny", ["run=a", f"store=file://{tmp_path}", "rl.kl=loss", REWARDS], PRESETS))
 
 
 def hard(rng: random.Random, asked: Asked) -> Asked:

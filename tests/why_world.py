@@ -8,18 +8,25 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rlpipe.algorithms.answers import answer_text
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
+from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.kinds import Span
-from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import Rollout
+from rlpipe.records.prompt import Prompt, RewardPrompt
+from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.report.around import WINDOW, Around, ScoredGroup
+from rlpipe.rewards.score import label
+from rlpipe.store.documents import sealed
 from rlpipe.store.forks import differences
 from rlpipe.store.run import Run
 from rlpipe.types import Metrics
+from tests.test_queries import commit_files
+from tests.test_store_run import record_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HEAD = list(range(1000, 1020))  # the tokens of the template
+REWARDS = 'rl.rewards={exact = 0.6, "tests.why_world:near" = 0.3, format = 0.1}'
 
 
 @dataclass
@@ -51,8 +58,15 @@ def tokens_of(text: str) -> np.ndarray:
     return np.array([ord(letter) for letter in text], dtype=np.int32)
 
 
+def near(prompt: RewardPrompt, completion: str) -> float:
+    """A reward: the share of letters at their place."""
+    answer, wanted = answer_text(completion), str(prompt["answer"])
+    return sum(a == b for a, b in zip(answer, wanted, strict=False)) / len(wanted)
+
+
 def rewarded(rollout: Rollout, parts: dict[str, float], config: PipelineConfig) -> Rollout:
-    total = sum(config.rl.rewards[name] * value for name, value in parts.items())
+    weights = {label(name): weight for name, weight in config.rl.rewards.items()}
+    total = sum(weights[name] * value for name, value in parts.items())
     return replace(rollout, reward=total, reward_parts=parts)
 
 
@@ -69,8 +83,8 @@ def sampled(rng: random.Random, config: PipelineConfig, asked: Asked, prompt: Pr
         weight_versions=(Span(asked.iteration, len(tokens)),), finish_reason="stop", seed=1, engine="e",
     )  # fmt: skip
     exact = float(formed and answer == prompt.answer)
-    near = sum(a == b for a, b in zip(answer, str(prompt.answer), strict=False)) / len(str(prompt.answer))
-    return rewarded(rollout, {"exact": exact, "near": near, "format": float(formed)}, config)
+    parts = {"exact": exact, "near": near(prompt.for_reward(), completion), "format": float(formed)}
+    return rewarded(rollout, parts, config)
 
 
 def around(
@@ -78,7 +92,7 @@ def around(
 ) -> Around:
     """The groups of a run with a fault from `at` on."""
     rng, nothing = random.Random(seed), Planted()
-    before = override_config(run.config, ["rl.rewards={exact = 0.6, near = 0.3, format = 0.1}"])
+    before = run.config
     after = override_config(before, list(planted.sets if planted else ()))
     groups: list[ScoredGroup] = []
     metrics: dict[int, Metrics] = {}
@@ -101,3 +115,22 @@ def around(
             **fault.metrics,
         }  # fmt: skip
     return Around(run, at, groups, metrics, after, before, differences(after, before) if planted and planted.sets else [])
+
+
+def store(whole: Around) -> None:
+    """Commits the iterations of the simulated run: prompts, scores and records."""
+    run = whole.run
+    for iteration, metrics in whole.metrics.items():
+        groups = [group for group in whole.groups if group.iteration == iteration]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        tables = {
+            "prompts": to_parquet(to_table([group.prompt for group in groups], Prompt)),
+            "scores": to_parquet(to_table(rollouts, Rollout, SCORES)),
+        }
+        refs = {
+            name: commit_files(run, ("rl", iteration, f"{name}/round-0"), {f"{name}.parquet": data})
+            for name, data in tables.items()
+        }
+        means = {"rollout/reward_mean": float(np.mean([rollout.reward for rollout in rollouts]))}
+        record = record_of(run, iteration, {**metrics, **means}, {"prompts": refs["prompts"]})
+        assert run.store.create(run.iteration_key(iteration), sealed(record))
