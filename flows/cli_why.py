@@ -21,7 +21,7 @@ AtIteration = Annotated[
     int | None,
     typer.Option(metavar="K", help="the iteration from which something is different; without: the one where most changes"),
 ]
-Prove = Annotated[bool, typer.Option("--prove", help="run the fork that shows the reward without a suspect")]
+Prove = Annotated[bool, typer.Option("--prove", help="run the fork that shows the reward without what is named first")]
 Second = Annotated[
     str | None, typer.Option(metavar="REWARD", help="score what is stored by this reward too, and show where the two part")
 ]
@@ -56,7 +56,7 @@ def _prove(verdict: Verdict) -> None:
     from rlpipe.report.proof import fork_arguments, fork_name, provable, proved_lines
 
     if (pair := provable(verdict)) is None:
-        raise UserError("--prove: no fork can leave out what was found; it was sampled, or is in the data")
+        raise UserError("--prove: no fork can leave out what is named first: it was sampled with, or is in the data")
     finding, proof = pair
     command = [sys.executable, "-m", "flows.cli", *fork_arguments(verdict, finding, proof)]
     if code := subprocess.run(command, check=False).returncode:

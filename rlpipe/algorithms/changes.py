@@ -48,11 +48,15 @@ def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: boo
     iterations_T, index_G = np.unique(iterations_G, return_inverse=True)
     counts_T = np.bincount(index_G)
     means_T = np.bincount(index_G, values_G) / counts_T
-    noise_T = np.zeros(len(means_T)) if exact else _variance_within(values_G, means_T[index_G]) / counts_T
-    columns = [np.ones(len(means_T)), (iterations_T >= at).astype(float)]
-    if trend and max(int((iterations_T < at).sum()), int((iterations_T >= at).sum())) >= TREND_MIN:
+    late_T = iterations_T >= at
+    sides = [_variance_within(values_G, means_T[index_G], after_G == side) for side in (False, True)]
+    noise_T = np.zeros(len(means_T)) if exact else np.where(late_T, sides[1], sides[0]) / counts_T
+    columns = [np.ones(len(means_T)), late_T.astype(float)]
+    if trend and max(int((~late_T).sum()), int(late_T.sum())) >= TREND_MIN:
         columns.append(iterations_T - (at - 0.5))
-    size, error, freedom = _step(np.stack(columns, axis=1), means_T, noise_T, len(values_G))
+    counts = [int((after_G == side).sum()) for side in (False, True)]
+    within_free = _freedom([variance / count for variance, count in zip(sides, counts, strict=True)], counts)
+    size, error, freedom = _step(np.stack(columns, axis=1), means_T, noise_T, within_free)
     if np.ptp(values_G) == 0:
         return replace(NO_SHIFT, before=before, after=after)
     if error <= 0.0:  # nothing varies but from one side to the other
@@ -61,15 +65,23 @@ def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: boo
     return Shift(before, after, size, float(2 * stats.t.sf(abs(z), freedom)), float(z))
 
 
-def _variance_within(values_G: np.ndarray, means_G: np.ndarray) -> float:
-    """The variance of groups within their iterations. One pseudo-group that lies as far off as the two sides do bounds it from below:
-    four groups that happen to agree are no proof."""
-    residuals_G = values_G - means_G
-    return float(((residuals_G**2).sum() + values_G.var()) / len(values_G))
+def _variance_within(values_G: np.ndarray, means_G: np.ndarray, side_G: np.ndarray) -> float:
+    """The variance of a side's groups within their iterations. One pseudo-group that lies as far off as the two sides do bounds it from
+    below: four groups that happen to agree are no proof. Each side has its own: what is rare on one of them varies little there."""
+    residuals = (values_G - means_G)[side_G]
+    return float(((residuals**2).sum() + values_G.var()) / len(residuals))
 
 
-def _step(design_TC: np.ndarray, means_T: np.ndarray, noise_T: np.ndarray, num_groups: int) -> tuple[float, float, float]:
-    """The step's coefficient, its standard error and degrees of freedom, by weighted least squares with a variance between iterations."""
+def _freedom(errors: list[float], counts: list[int]) -> float:
+    """Welch's degrees of freedom, of two sides with these squared errors and numbers of groups."""
+    each_side = sum(error**2 / max(count - 1, 1) for error, count in zip(errors, counts, strict=True))
+    return max(sum(errors) ** 2 / each_side, 1.0) if each_side > 0 else 1.0
+
+
+def _step(design_TC: np.ndarray, means_T: np.ndarray, noise_T: np.ndarray, within_free: float) -> tuple[float, float, float]:
+    """The step's coefficient, its standard error and degrees of freedom, by weighted least squares with a variance between iterations.
+
+    `within_free`: the degrees of freedom of the noise within iterations."""
     num, columns = design_TC.shape
     coefficients = np.linalg.lstsq(design_TC, means_T, rcond=None)[0]
     free = num - columns
@@ -82,7 +94,6 @@ def _step(design_TC: np.ndarray, means_T: np.ndarray, noise_T: np.ndarray, num_g
     covariance_CC = np.linalg.pinv(weighted_CT @ design_TC)
     coefficients = covariance_CC @ weighted_CT @ means_T
     share = between / (between + float(noise_T.mean()))
-    within_free = max(num_groups - columns, 1)
     freedom = 1 / (share**2 / free + (1 - share) ** 2 / within_free) if free > 0 else within_free
     return float(coefficients[1]), float(np.sqrt(covariance_CC[1, 1])), float(max(freedom, 1.0))
 

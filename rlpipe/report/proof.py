@@ -12,8 +12,9 @@ from rlpipe.store.run import Run
 
 
 def provable(verdict: Verdict) -> tuple[Finding, WhatIf] | None:
-    """The first finding that a fork can prove, and how."""
-    return next(((finding, finding.proof) for finding in verdict.findings if finding.proof), None)
+    """The first finding, where a fork can prove it, and how."""
+    first = verdict.findings[0] if verdict.findings else None
+    return (first, first.proof) if first and first.proof else None
 
 
 def fork_name(verdict: Verdict, finding: Finding) -> str:
@@ -42,7 +43,7 @@ def fork_arguments(verdict: Verdict, finding: Finding, proof: WhatIf) -> list[st
 
 
 def proof_lines(verdict: Verdict) -> list[str]:
-    """What would prove the first finding that can be: the command, and what the store says already. None where nothing can be."""
+    """What would prove the first finding: the command, and what the store says already. None where no fork can."""
     if (pair := provable(verdict)) is None:
         return []
     finding, proof = pair

@@ -28,6 +28,7 @@ SUSPECTS: tuple[Suspect, ...] = (
 ALPHA = 0.01  # of a whole report: the chance of naming anything where nothing changed
 CERTAIN = 2  # suspects whose being there is no matter of chance: their p-values are corrected for these alone
 MATTERS = 0.05  # of the spread of the reward: what a finding has to explain
+SMALL = 0.1  # of the reward's change: what explains less is left out, and symptoms come after what explains more
 SCANNED_MAX = 40  # iterations that are looked at with their rollouts; of more, those whose metrics jump most
 
 
@@ -103,9 +104,9 @@ def judge(around: Around, looks: int) -> Verdict:
     shares = sum(finding.explains or 0.0 for finding in findings if not finding.symptom)
     direction = float(np.sign(change.size)) if changed else 0.0
     verdict = Verdict(around, change, [], change.size - shares if changed else 0.0, looks, direction)
-    least = MATTERS * float(around.reward_R.std())
+    least = max(MATTERS * float(around.reward_R.std()), SMALL * abs(change.size) * changed)
     kept = [finding for finding in findings if finding.explains is None or abs(finding.explains) >= least]
-    explained = any(not finding.symptom and verdict.toward(finding) >= abs(change.size) / 3 for finding in kept)
+    explained = any(not finding.symptom and verdict.toward(finding) >= SMALL * abs(change.size) for finding in kept)
     kept.sort(key=lambda finding: (finding.symptom and explained, -round(verdict.toward(finding), 9), -abs(finding.shift.z)))
     return replace(verdict, findings=kept)
 

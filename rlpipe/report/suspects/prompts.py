@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 import numpy as np
 
-from rlpipe.algorithms.changes import Shift, shift
+from rlpipe.algorithms.changes import shift
 from rlpipe.report.around import Around
 from rlpipe.report.suspects.finding import Finding, Findings, from_to, rows_to_show
 
 PROMPTS_MIN = 6  # distinct prompts of a side, for what they have in common to be no accident
 TEMPLATE_TOKENS_MIN = 2
+NEW_SHARE = 0.5  # of the prompts from the iteration on, above which those before say little of them
 AGREEMENT = 0.75  # share of a group's rollouts with the same answer, from which the policy is sure
 
 
@@ -79,25 +81,35 @@ def template_tokens(around: Around) -> np.ndarray:
 
 def mix(around: Around) -> Findings:
     """Other prompts than before: of other data sets, longer ones, ones with longer answers. The change of the reward is split in two
-    (Oaxaca, Kitagawa): what the same policy gets for prompts like these, and the rest."""
-    features = _features(around)
-    first = _first_of_each_prompt(around)
+    (Oaxaca, Kitagawa): what the same policy gets for prompts like these, and the rest. Prompts of which there were none like them before
+    cannot be split so: theirs is also the rest."""
+    features, first = _features(around), _first_of_each_prompt(around)
     shifts = {name: shift(values_G[first], around.iteration_G[first], around.at) for name, values_G in features.items()}
     if not shifts:
         return
-    rewards_G = around.per_group(np.where(around.fault_R, np.nan, around.reward_R))
-    known_G = np.isfinite(rewards_G)
-    design = np.stack([*features.values(), around.after_G.astype(float)], axis=1)
-    slopes = _slopes(design[known_G], rewards_G[known_G])
-    shares = {name: slope * shifts[name].size for (name, _), slope in zip(features.items(), slopes, strict=False)}
     strongest = min(shifts, key=lambda name: shifts[name].p)
-    worst = shifts[strongest]
-    corrected = Shift(worst.before, worst.after, worst.size, min(1.0, worst.p * len(shifts)), worst.z)
-    evidence = [f"{name}: {from_to(entry.before, entry.after)} (p = {entry.p:.1g}), {shares[name]:+.3f} of the reward" for name, entry in shifts.items()]  # fmt: skip
-    evidence += _recurring(around)
-    order = -np.sign(worst.size) * features[strongest][around.group_R]
-    explains = float(sum(shares.values()))
-    yield Finding("mix", f"other prompts: {strongest} {from_to(worst.before, worst.after)}", corrected, explains, evidence, rows_to_show(around, np.ones(len(order), bool), order))  # fmt: skip
+    widest = shifts[strongest]
+    share = float(np.dot(_slopes(around, features), [entry.size for entry in shifts.values()]))
+    new = _outside(features[strongest], around.after_G)
+    evidence = [f"{name}: {from_to(entry.before, entry.after)} (p = {entry.p:.1g})" for name, entry in shifts.items()]
+    evidence.append(f"by what such prompts get on either side, that is {share:+.3f} of the reward")
+    if new > NEW_SHARE:
+        evidence.append(f"{new:.0%} of the prompts are like none before, so more of the change may be theirs")
+    order_R = -np.sign(widest.size) * features[strongest][around.group_R]
+    yield Finding(
+        "mix",
+        f"other prompts: {strongest} {from_to(widest.before, widest.after)}",
+        replace(widest, p=min(1.0, widest.p * len(shifts))),
+        None if new > NEW_SHARE else share,
+        [*evidence, *_recurring(around)],
+        rows_to_show(around, np.ones(len(order_R), bool), order_R),
+    )
+
+
+def _outside(values_G: np.ndarray, after_G: np.ndarray) -> float:
+    """The share of the groups after whose value no group before comes near to."""
+    before, after = values_G[~after_G], values_G[after_G]
+    return float(((after < before.min()) | (after > before.max())).mean())
 
 
 def _features(around: Around) -> dict[str, np.ndarray]:
@@ -122,13 +134,17 @@ def _first_of_each_prompt(around: Around) -> np.ndarray:
     return np.array(sorted(seen.values()))
 
 
-def _slopes(design: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """The reward per unit of each column, all taken together, with a little ridge."""
-    center, spread = design.mean(0), design.std(0)
+def _slopes(around: Around, features: dict[str, np.ndarray]) -> np.ndarray:
+    """The reward per unit of each feature, all taken together and within either side, with a little ridge."""
+    rewards_G = around.per_group(np.where(around.fault_R, np.nan, around.reward_R))
+    known_G = np.isfinite(rewards_G)
+    design = np.stack([*features.values(), around.after_G.astype(float)], axis=1)[known_G]
+    spread = design.std(0)
     scale = np.where(spread > 0, spread, 1.0)
-    units = (design - center) / scale
-    ridge = 1e-2 * len(units) * np.eye(design.shape[1])
-    return np.linalg.solve(units.T @ units + ridge, units.T @ (rewards - rewards.mean())) / scale
+    units = (design - design.mean(0)) / scale
+    ridge = 1e-3 * len(units) * np.eye(design.shape[1])
+    moments = units.T @ (rewards_G[known_G] - rewards_G[known_G].mean())
+    return (np.linalg.solve(units.T @ units + ridge, moments) / scale)[:-1]
 
 
 def _recurring(around: Around) -> list[str]:
