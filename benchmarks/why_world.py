@@ -191,7 +191,7 @@ class World:
         with self.file("broken"):
             self.fork(parent, AT - 1, names["broken_part"])
         self.fork(parent, AT - 1, names["learning_rate"], "rl.learning_rate=1e-2")
-        self.fork(parent, AT - 1, names["truncation"], "rl.completion_tokens_max=9")
+        self.fork(parent, AT - 1, names["truncation"], "rl.completion_tokens_max=7")
         self._service(names["service_zeros"], seed)
         self._environment(names["environment_fault"], seed)
         rewards = 'rl.rewards={"scorers:spelled" = 0.5, "scorers:long" = 0.5}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def broken(rng: random.Random, rollout: Rollout, prompt: Prompt) -> Rollout:
 
 def failed(rng: random.Random, rollout: Rollout, prompt: Prompt) -> Rollout:
     fault = {"reward": 0.0, "reward_parts": {}, "reward_fault": "environment_error"}
-    return replace(rollout, **fault) if hash(prompt.prompt_id) % 5 < 2 else rollout
+    return replace(rollout, **fault) if zlib.crc32(prompt.prompt_id.encode()) % 5 < 2 else rollout
 
 
 def cut(rng: random.Random, rollout: Rollout, prompt: Prompt) -> Rollout:

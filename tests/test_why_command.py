@@ -102,8 +102,8 @@ def test_a_proof_compares_the_iterations_of_the_fork(tmp_path: Path) -> None:
     record = record_of(redone, 7, {"rollout/reward_mean": 0.375}, {})
     assert run.store.create(redone.iteration_key(7), sealed(record))
     lines = proved_lines(verdict, pair[1], redone)
-    assert re.match(r"iteration 7: reward 0\.\d+ with it, 0\.375 without it \(run c\); before: 0\.\d+", lines[0])
-    assert re.match(r"the stored parts without exact: 0\.\d+ -> 0\.\d+", lines[1])
+    assert re.fullmatch(r"with it: 0\.\d+ before, 0\.\d+ in iteration 7", lines[0])
+    assert re.fullmatch(r"without it: 0\.\d+ before, 0\.375 in iteration 7 \(run c\)", lines[1])
 
 
 def test_of_a_long_run_the_iterations_are_looked_at_whose_metrics_jump(tmp_path: Path) -> None:

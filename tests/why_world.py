@@ -131,6 +131,6 @@ def store(whole: Around) -> None:
             name: commit_files(run, ("rl", iteration, f"{name}/round-0"), {f"{name}.parquet": data})
             for name, data in tables.items()
         }
-        means = {"rollout/reward_mean": float(np.mean([rollout.reward for rollout in rollouts]))}
+        means = {"rollout/reward_mean": float(np.mean([rollout.reward or 0.0 for rollout in rollouts]))}
         record = record_of(run, iteration, {**metrics, **means}, {"prompts": refs["prompts"]})
         assert run.store.create(run.iteration_key(iteration), sealed(record))

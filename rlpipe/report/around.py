@@ -186,7 +186,12 @@ class Around:
     @cached_property
     def reward_change(self) -> Shift:
         """How the reward changes: by a jump from its trend, or by falling below what it was, whichever is clearer."""
-        jump, level = self.shift_of(self.reward_R, trend=True), self.shift_of(self.reward_R)
+        return self.reward_change_at(self.at)
+
+    def reward_change_at(self, at: int) -> Shift:
+        """The same, of another iteration of the two sides."""
+        rewards_G = self.per_group(self.reward_R)
+        jump, level = (shift(rewards_G, self.iteration_G, at, trend=trend) for trend in (True, False))
         clearer = level if level.size < 0 and level.p < jump.p else jump
         return replace(clearer, p=min(1.0, 2 * clearer.p))
 

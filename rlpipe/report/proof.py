@@ -6,6 +6,7 @@ import shlex
 
 import numpy as np
 
+from rlpipe.report.show import REWARD
 from rlpipe.report.suspects.finding import Finding, WhatIf
 from rlpipe.report.why import Verdict
 from rlpipe.store.run import Run
@@ -52,16 +53,22 @@ def proof_lines(verdict: Verdict) -> list[str]:
         f"proof of {finding.suspect} (--prove runs it):",
         f"   rlpipe {shlex.join(fork_arguments(verdict, finding, proof))}",
     ]
-    return lines + ([f"   {proof.expected}"] if proof.expected else [])
+    if proof.stored:
+        at, change = verdict.around.at, verdict.change
+        lines.append(f"   by the stored parts: {proof.stored[0]:.3f} before, {proof.stored[1]:.3f} from {at} on without it")
+        lines.append(f"   with it: {change.before:.3f} before, {change.after:.3f} from {at} on")
+    return lines
 
 
 def proved_lines(verdict: Verdict, proof: WhatIf, fork: Run) -> list[str]:
-    """The mean reward before, with the suspect and without it, of the iterations that the fork has."""
+    """The mean reward before and in the iterations that the fork has, with the suspect and without it."""
     around, count = verdict.around, fork.num_iterations
     numbers = [number for number in around.metrics if around.at <= number < count]
-    before = np.mean([metrics["rollout/reward_mean"] for number, metrics in around.metrics.items() if number < around.at])
-    with_it = np.mean([around.metrics[number]["rollout/reward_mean"] for number in numbers])
-    without = np.mean([fork.record(number).metrics["rollout/reward_mean"] for number in numbers])
-    listed = f"iteration {numbers[0]}" if len(numbers) == 1 else f"iterations {numbers[0]} to {numbers[-1]}"
-    lines = [f"{listed}: reward {with_it:.3f} with it, {without:.3f} without it (run {fork.name}); before: {before:.3f}"]
-    return lines + ([proof.expected] if proof.expected else [])
+    before = np.mean([metrics[REWARD] for number, metrics in around.metrics.items() if number < around.at])
+    with_it = np.mean([around.metrics[number][REWARD] for number in numbers])
+    without = np.mean([fork.record(number).metrics[REWARD] for number in numbers])
+    where = f"in iteration {numbers[0]}" if len(numbers) == 1 else f"in iterations {numbers[0]} to {numbers[-1]}"
+    return [
+        f"with it: {before:.3f} before, {with_it:.3f} {where}",
+        f"without it: {proof.stored[0] if proof.stored else before:.3f} before, {without:.3f} {where} (run {fork.name})",
+    ]

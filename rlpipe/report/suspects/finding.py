@@ -23,7 +23,9 @@ class WhatIf:
     sets: list[str]
     redo: str = ""  # the stage that is redone; empty: the fork samples again
     num_iterations: int = 0  # of a fork that samples: where it ends
-    expected: str = ""  # what the store says of it already
+    stored: tuple[float, float] | None = (
+        None  # the reward without the suspect, before and from it on, where stored parts say it
+    )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,10 +29,13 @@ def settings(around: Around) -> Findings:
         lines.append(f"learning rate of the last step: {from_to(*rates)}")
     if not lines:
         return
+    # what the policy is trained with changes the rollouts of the next iteration
+    changes = [around.reward_change_at(number) for number in (around.at, around.at + 1)]
+    clearer = min(changes, key=lambda change: change.p)
     yield Finding(
         "settings",
         lines[0] if len(lines) == 1 else f"{lines[0]}, and {len(lines) - 1} more",
-        around.reward_change,
+        replace(clearer, p=min(1.0, 2 * clearer.p)),
         None,
         [*lines, *_moved_lines(around)],
         rows_to_show(around, np.ones(len(around.rollouts), bool), around.reward_R),
@@ -68,14 +72,10 @@ def _grown(around: Around, name: str) -> Shift:
 
 
 def _moved_lines(around: Around) -> list[str]:
-    """How far the updates went, before and from the iteration on."""
-    lines = []
-    for name in ("train/grad_norm", "train/proximal_kl", "train/clip_fraction_high"):
-        values_T, iterations_T = _series(around, name)
-        if len(values_T) and (iterations_T < around.at).any() and (iterations_T >= around.at).any():
-            sides = (float(np.exp(np.median(values_T[side]))) for side in (iterations_T < around.at, iterations_T >= around.at))
-            lines.append(f"{name}: {from_to(*sides)}")
-    return lines
+    """How far the updates of the iteration went, and those of the one before."""
+    last, first = around.metrics[around.at - 1], around.metrics[around.at]
+    names = ("train/grad_norm", "train/proximal_kl", "train/clip_fraction_high")
+    return [f"{name}: {from_to(last[name], first[name])}" for name in names if name in last and name in first]
 
 
 def _metric_finding(around: Around, suspect: str, metric: str, title: str, matters: Callable[[float], bool], symptom: bool = False) -> Findings:  # fmt: skip

@@ -118,11 +118,11 @@ def _without(around: Around, part: str) -> WhatIf | None:
         return WhatIf(around.at, [], "score") if suspect else None
     columns = [np.nan_to_num(column) for name, column in around.parts.items() if _is_of(name, suspect)]
     rest_R = around.reward_R - rewards[suspect] * np.sum(columns, axis=0)
-    before, after = around.means(np.where(around.fault_R, np.nan, rest_R))
+    stored = around.means(np.where(around.fault_R, np.nan, rest_R))
     sets = [f"rl.rewards={as_toml({name: weight for name, weight in rewards.items() if name != suspect})}"]
     if suspect in args:
         sets.append(f"rl.reward_args={as_toml({name: values for name, values in args.items() if name != suspect})}")
-    return WhatIf(around.at, sets, "score", expected=f"the stored parts without {suspect}: {from_to(before, after)}")
+    return WhatIf(around.at, sets, "score", stored=stored)
 
 
 def _is_of(part: str, reward: str) -> bool:
