@@ -10,7 +10,9 @@ saying which iteration, and prints a table. Ends with exit code 1 when fewer tha
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.why_world import AT, FAULTS, World
+from tests.pipeline import BIN
 from tests.prefect_stand import bare_server
 
 NO_CAUSE = 4  # the exit code
@@ -36,9 +39,13 @@ class Asked:
 
 def asked(world: World, run: str) -> Asked:
     started = time.perf_counter()
-    code, output = world.folder.rlpipe("why", run, "--store", world.folder.store)
-    seconds = time.perf_counter() - started
-    assert code in (0, NO_CAUSE), output[-3000:]
+    command = [str(BIN / "rlpipe"), "why", run, "--store", world.folder.store]
+    environment = {**os.environ, **world.folder.environment}
+    done = subprocess.run(
+        command, cwd=world.path, env=environment, capture_output=True, text=True, errors="replace", timeout=600
+    )
+    seconds, output = time.perf_counter() - started, done.stdout
+    assert done.returncode in (0, NO_CAUSE), done.stderr[-3000:]
     (world.path / f"why-{run}.txt").write_text(output)
     match = re.search(r"iteration (\d+): reward", output)
     assert match, output

@@ -7,16 +7,17 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import reasoning_gym
 
 from rlpipe.data.cursor import PromptCursor
+from rlpipe.store.documents import read_document, sealed
+from rlpipe.store.run_record import RunRecord, record_key
 from rlpipe.types import JsonDict
 from tests.pipeline import Folder
 
@@ -229,13 +230,10 @@ class World:
 
     def _hide(self, run: str, name: str, value: str) -> None:
         """What the run was planted with is taken out of its record: its iterations look as if nobody had asked for it."""
-        path = self.path / "store" / "runs" / run / "run.json"
-        record = json.loads(path.read_text())
-        if record["config"]["rl"][name] != value:
-            shutil.copy(path, self.path / f"{run}.json")
-            record["config"]["rl"][name] = value
-            path.unlink()
-            path.write_text(json.dumps(record))
+        store, key = self.folder.open_store(), record_key(run)
+        record = read_document(store, key, RunRecord)
+        if record.config["rl"][name] != value:
+            store.put(key, sealed(replace(record, config={**record.config, "rl": {**record.config["rl"], name: value}})))
 
     def healthy(self, number: int) -> str:
         """A run to which nothing happens, of another shape each."""
@@ -243,7 +241,13 @@ class World:
         prompts, group = rng.choice([8, 12, 16, 24]), rng.choice([4, 8])
         rate = rng.choice([5e-5, 1e-4, 2e-4, 4e-4])
         rewards = rng.choice(['{"scorers:spelled" = 0.6, "scorers:near" = 0.3, format = 0.1}', '{"scorers:spelled" = 1.0}', '{"scorers:near" = 0.9, format = 0.1}'])  # fmt: skip
-        sets = [f"rl.num_prompts={prompts}", f"rl.group_size={group}", f"rl.learning_rate={rate}", f"rl.rewards={rewards}", "evaluation.prompts_max=16"]
+        sets = [
+            f"rl.num_prompts={prompts}",
+            f"rl.group_size={group}",
+            f"rl.learning_rate={rate}",
+            f"rl.rewards={rewards}",
+            "evaluation.prompts_max=16",
+        ]
         self.from_rows(run, healthy_rows(rng, prompts=prompts), *sets)
         return run
 
