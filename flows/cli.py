@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from flows.cli_queries import sql
 from flows.cli_services import STORE, Sets, StoreUrl, checked_store, evaluate, export, host, readable_store, trainer
 from flows.cli_view import view
+from flows.cli_why import why
 from flows.server import Terminated, apply_automations, prefect_server, run_flow, set_defaults, terminable
 from rlpipe.config.fields import field_lines
 from rlpipe.config.pipeline import PipelineConfig
@@ -289,7 +290,7 @@ def engine(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "rlpipe.engines.local.server", *context.args])
 
 
-for command in (evaluate, export, host, trainer, sql, view):
+for command in (evaluate, export, host, trainer, sql, view, why):
     app.command()(command)
 
 if __name__ == "__main__":

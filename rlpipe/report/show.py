@@ -28,6 +28,7 @@ NOTHING = "-"
 READERS = 16  # runs that are looked at at the same time
 REWARD, SHOWN = "rollout/reward_mean", ("rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean")
 TABLE_ROWS, TEXT_CHARS_MAX = 32, 2000
+LINE_CHARS_MAX = 240
 TABLE_COLUMNS = [
     "prompt_id", "group_index", "rollout_index", "prompt", "completion", "finish_reason", "reward", "reward_parts", "advantage",
 ]  # fmt: skip
@@ -179,6 +180,12 @@ def parts_text(rollout: Rollout) -> str:
     """The parts of a rollout's reward. Example: exact 1, format 0.5."""
     parts = [f"{name} {value:g}" for name, value in rollout.reward_parts.items()]
     return ", ".join(parts + ([f"fault {rollout.reward_fault}"] if rollout.reward_fault else []))
+
+
+def text_line(text: str) -> str:
+    """A text as one line, cut where it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= LINE_CHARS_MAX else f"{line[: LINE_CHARS_MAX - 1]}…"
 
 
 def compare_lines(first: Run, second: Run) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pydantic import ConfigDict
 
 from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, user_code
 from rlpipe.records.prompt import RewardPrompt
+from rlpipe.records.rollout import Rollout
 from rlpipe.types import JsonDict
 
 ARGUMENTS = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)  # of `rl.reward_args`
@@ -24,6 +26,12 @@ class RolloutFacts(TypedDict):
     num_tokens: int  # of the completion
     finish_reason: str
     environment: JsonDict | None  # what that has recorded; None without one
+
+
+def facts_of(rollout: Rollout) -> RolloutFacts:
+    """What a reward may know of a rollout; `environment`: what that has recorded, none without one."""
+    environment = dataclasses.asdict(rollout.environment) if rollout.environment else None
+    return {"num_tokens": len(rollout.completion_tokens), "finish_reason": rollout.finish_reason, "environment": environment}
 
 
 class Item(TypedDict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections import Counter
@@ -15,7 +14,7 @@ from rlpipe.records.kinds import Float, Int32, Json, Text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORE_COLUMNS, SCORES, TRUNCATED, Rollout
 from rlpipe.rewards.pool import RewardPool
-from rlpipe.rewards.score import Item, RolloutFacts, Score
+from rlpipe.rewards.score import Item, Score, facts_of
 from rlpipe.stages.sampling import prompts_by_id
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
@@ -68,7 +67,7 @@ def rewarded(
     keys = [score_key(rollout) for rollout in rollouts]
     scores = [_environment_fault(rollout) or known.get(key) for rollout, key in zip(rollouts, keys, strict=True)]
     items: list[Item] = [
-        {"prompt": prompts[rollout.prompt_id].for_reward(), "completion": rollout.completion, "rollout": _facts(rollout)}
+        {"prompt": prompts[rollout.prompt_id].for_reward(), "completion": rollout.completion, "rollout": facts_of(rollout)}
         for rollout, score in zip(rollouts, scores, strict=True)
         if score is None
     ]
@@ -88,16 +87,6 @@ def rewarded(
     ]
 
 
-def _facts(rollout: Rollout) -> RolloutFacts:
-    """What a reward may know of a rollout beside its text; `environment`: what that has recorded, none without one."""
-    environment = dataclasses.asdict(rollout.environment) if rollout.environment else None
-    return {
-        "num_tokens": len(rollout.completion_tokens),
-        "finish_reason": rollout.finish_reason,
-        "environment": environment,
-    }
-
-
 def _environment_fault(rollout: Rollout) -> Score | None:
     """A rollout that its environment failed has no score."""
     fault = rollout.environment.fault if rollout.environment else ""
@@ -105,7 +94,7 @@ def _environment_fault(rollout: Rollout) -> Score | None:
 
 
 def score_key(rollout: Rollout) -> ScoreKey:
-    return rollout.prompt_id, rollout.completion, json.dumps(_facts(rollout), sort_keys=True)
+    return rollout.prompt_id, rollout.completion, json.dumps(facts_of(rollout), sort_keys=True)
 
 
 @dataclass(frozen=True)

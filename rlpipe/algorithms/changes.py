@@ -1,0 +1,110 @@
+"""Whether a series of iterations changed at one of them: pure statistics, for groups as small as they are.
+
+Groups are the unit of independence: rollouts of one prompt are alike. What moves whole iterations (the policy learns) is noise between
+iterations, and is estimated beside the noise within them. Legend of the shapes: G groups, T iterations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy import stats
+
+TREND_MIN = 3  # iterations on the longer side, below which no trend can be told from a jump
+
+
+@dataclass(frozen=True)
+class Shift:
+    """What changed from the iterations before to those from `at` on. `size` is after less before, beyond a trend where one is fitted."""
+
+    before: float
+    after: float
+    size: float
+    p: float  # two-sided: the chance of so large a size where nothing changed
+    z: float  # the size in standard errors
+
+    @property
+    def falls(self) -> float:
+        """The one-sided p of a fall."""
+        return self.p / 2 if self.size < 0 else 1 - self.p / 2
+
+
+NO_SHIFT = Shift(0.0, 0.0, 0.0, 1.0, 0.0)
+
+
+def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: bool = False, exact: bool = False) -> Shift:
+    """The shift of the groups' values at iteration `at`, with the noise within and between iterations; NO_SHIFT when a side has no value.
+
+    With `trend` a straight line through both sides is taken out, where there are iterations enough: learning is no change.
+    `exact`: there is one value an iteration, a metric, and no groups that it is the mean of.
+    """
+    known_G = np.isfinite(values_G)
+    values_G, iterations_G = values_G[known_G], iterations_G[known_G]
+    after_G = iterations_G >= at
+    if not after_G.any() or after_G.all():
+        return NO_SHIFT
+    before, after = float(values_G[~after_G].mean()), float(values_G[after_G].mean())
+    iterations_T, index_G = np.unique(iterations_G, return_inverse=True)
+    counts_T = np.bincount(index_G)
+    means_T = np.bincount(index_G, values_G) / counts_T
+    late_T = iterations_T >= at
+    sides = [_variance_within(values_G, means_T[index_G], after_G == side) for side in (False, True)]
+    noise_T = np.zeros(len(means_T)) if exact else np.where(late_T, sides[1], sides[0]) / counts_T
+    columns = [np.ones(len(means_T)), late_T.astype(float)]
+    if trend and max(int((~late_T).sum()), int(late_T.sum())) >= TREND_MIN:
+        columns.append(iterations_T - (at - 0.5))
+    counts = [int((after_G == side).sum()) for side in (False, True)]
+    within_free = _freedom([variance / count for variance, count in zip(sides, counts, strict=True)], counts)
+    size, error, freedom = _step(np.stack(columns, axis=1), means_T, noise_T, within_free)
+    if np.ptp(values_G) == 0:
+        return replace(NO_SHIFT, before=before, after=after)
+    if error <= 0.0:  # nothing varies but from one side to the other
+        return Shift(before, after, size, 0.0, float(np.sign(size)) * np.inf)
+    z = size / error
+    return Shift(before, after, size, float(2 * stats.t.sf(abs(z), freedom)), float(z))
+
+
+def _variance_within(values_G: np.ndarray, means_G: np.ndarray, side_G: np.ndarray) -> float:
+    """The variance of a side's groups within their iterations. One pseudo-group that lies as far off as the two sides do bounds it from
+    below: four groups that happen to agree are no proof. Each side has its own: what is rare on one of them varies little there."""
+    residuals = (values_G - means_G)[side_G]
+    return float(((residuals**2).sum() + values_G.var()) / len(residuals))
+
+
+def _freedom(errors: list[float], counts: list[int]) -> float:
+    """Welch's degrees of freedom, of two sides with these squared errors and numbers of groups."""
+    each_side = sum(error**2 / max(count - 1, 1) for error, count in zip(errors, counts, strict=True))
+    return max(sum(errors) ** 2 / each_side, 1.0) if each_side > 0 else 1.0
+
+
+def _step(design_TC: np.ndarray, means_T: np.ndarray, noise_T: np.ndarray, within_free: float) -> tuple[float, float, float]:
+    """The step's coefficient, its standard error and degrees of freedom, by weighted least squares with a variance between iterations.
+
+    `within_free`: the degrees of freedom of the noise within iterations."""
+    num, columns = design_TC.shape
+    coefficients = np.linalg.lstsq(design_TC, means_T, rcond=None)[0]
+    free = num - columns
+    residuals_T = means_T - design_TC @ coefficients
+    between = max(0.0, float((residuals_T**2).sum() / free - noise_T.mean())) if free > 0 else 0.0
+    variance_T = noise_T + between
+    if not (variance_T > 0).all():
+        return float(coefficients[1]), 0.0, 1.0
+    weighted_CT = design_TC.T / variance_T
+    covariance_CC = np.linalg.pinv(weighted_CT @ design_TC)
+    coefficients = covariance_CC @ weighted_CT @ means_T
+    share = between / (between + float(noise_T.mean()))
+    freedom = 1 / (share**2 / free + (1 - share) ** 2 / within_free) if free > 0 else within_free
+    return float(coefficients[1]), float(np.sqrt(covariance_CC[1, 1])), float(max(freedom, 1.0))
+
+
+def fitted(features_NF: np.ndarray, values_N: np.ndarray, learnt_N: np.ndarray) -> tuple[np.ndarray, float]:
+    """The values that the features predict, by a ridge regression on the rows `learnt_N` alone; and its R2 on them."""
+    center, spread = features_NF[learnt_N].mean(0), features_NF[learnt_N].std(0)
+    design_NF = np.concatenate([np.ones((len(values_N), 1)), (features_NF - center) / np.where(spread > 0, spread, 1)], axis=1)
+    learnt, targets = design_NF[learnt_N], values_N[learnt_N]
+    ridge = np.eye(design_NF.shape[1]) * 1e-3 * len(targets)
+    ridge[0, 0] = 0.0
+    predicted_N = design_NF @ np.linalg.solve(learnt.T @ learnt + ridge, learnt.T @ targets)
+    total = float(((targets - targets.mean()) ** 2).sum())
+    return predicted_N, 1 - float(((targets - predicted_N[learnt_N]) ** 2).sum()) / total if total > 0 else 0.0

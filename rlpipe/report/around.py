@@ -1,0 +1,215 @@
+"""What a run stored around one of its iterations, as columns: what the suspects of `rlpipe why` look at. Reads the store only.
+
+Legend of the shapes: R rollouts, G groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from rlpipe.algorithms.answers import answer_text
+from rlpipe.algorithms.changes import Shift, shift
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import SCORES, TRUNCATED, Group, Rollout, grouped
+from rlpipe.rewards.score import label
+from rlpipe.store.artifacts import read_records
+from rlpipe.store.forks import differences
+from rlpipe.store.run import Run
+from rlpipe.types import Metrics
+
+WINDOW = 8  # iterations on each side that are compared
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group of an iteration, all of it scored, with its prompt."""
+
+    iteration: int
+    prompt: Prompt
+    rollouts: Group
+
+
+@dataclass
+class History:
+    """The iterations of a run, each read when it is first asked for."""
+
+    run: Run
+    num_iterations: int = field(init=False)
+    _groups: dict[int, list[ScoredGroup]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.num_iterations = self.run.num_iterations
+
+    @cached_property
+    def metrics(self) -> list[Metrics]:
+        """Of each iteration."""
+        return [record.metrics for record in self.run.iterations(self.num_iterations)]
+
+    def groups(self, iteration: int) -> list[ScoredGroup]:
+        """Those of all sampling rounds, without what was cut short."""
+        if iteration not in self._groups:
+            self._groups[iteration] = list(_read_groups(self.run, iteration))
+        return self._groups[iteration]
+
+    def config(self, iteration: int) -> PipelineConfig:
+        """The config that an iteration was computed with."""
+        return self.run.owner("rl", iteration).config
+
+    def around(self, at: int, window: int = WINDOW) -> Around:
+        """What is before and from iteration `at` on, at most `window` iterations a side, and none that another fork point changed."""
+        first = max([0, at - window, *(point for point in self.fork_points if point < at)])
+        last = min([self.num_iterations, at + window, *(point for point in self.fork_points if point > at)])
+        groups = [group for iteration in range(first, last) for group in self.groups(iteration)]
+        metrics = {iteration: self.metrics[iteration] for iteration in range(first, last)}
+        changed = differences(self.config(at), self.config(at - 1)) if at in self.fork_points else []
+        return Around(self.run, at, groups, metrics, self.config(at), self.config(at - 1), changed)
+
+    @cached_property
+    def fork_points(self) -> list[int]:
+        """The first iteration of this run, and of those that it was forked from, that another run's iteration comes before."""
+        owners = [self.run.owner("rl", iteration).name for iteration in range(self.num_iterations)]
+        return [index for index in range(1, len(owners)) if owners[index] != owners[index - 1]]
+
+
+def _read_groups(run: Run, iteration: int) -> list[ScoredGroup]:
+    read: list[ScoredGroup] = []
+    for index in range(run.record(iteration).last_round + 1):
+        prompts_ref, _ = run.committed("rl", iteration, f"prompts/round-{index}")
+        scores_ref, _ = run.committed("rl", iteration, f"scores/round-{index}")
+        prompts = {prompt.prompt_id: prompt for prompt in read_records(run.store, prompts_ref, "prompts.parquet", Prompt)}
+        rollouts = read_records(run.store, scores_ref, "scores.parquet", Rollout, SCORES)
+        for group in grouped(rollouts):
+            if all(rollout.reward is not None for rollout in group):
+                read.append(ScoredGroup(iteration, prompts[group[0].prompt_id], group))
+    return read
+
+
+@dataclass(frozen=True)
+class Around:
+    """The groups on both sides of iteration `at`, and what the two sides were computed with."""
+
+    run: Run
+    at: int
+    groups: list[ScoredGroup]
+    metrics: dict[int, Metrics]
+    config: PipelineConfig  # of iteration `at`
+    config_before: PipelineConfig
+    changed: list[str]  # the settings that differ, "rl.learning_rate: 0.0002 -> 0.005"
+
+    @cached_property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @cached_property
+    def group_R(self) -> np.ndarray:
+        """The position of each rollout's group."""
+        return np.repeat(np.arange(len(self.groups)), [len(group.rollouts) for group in self.groups])
+
+    @cached_property
+    def iteration_G(self) -> np.ndarray:
+        return np.array([group.iteration for group in self.groups])
+
+    @cached_property
+    def after_G(self) -> np.ndarray:
+        return self.iteration_G >= self.at
+
+    @cached_property
+    def after_R(self) -> np.ndarray:
+        return self.after_G[self.group_R]
+
+    @cached_property
+    def reward_R(self) -> np.ndarray:
+        return np.array([rollout.reward for rollout in self.rollouts], dtype=float)
+
+    @cached_property
+    def fault_R(self) -> np.ndarray:
+        return np.array([bool(rollout.reward_fault) for rollout in self.rollouts])
+
+    @cached_property
+    def tokens_R(self) -> np.ndarray:
+        """The length of each completion."""
+        return np.array([len(rollout.completion_tokens) for rollout in self.rollouts], dtype=float)
+
+    @cached_property
+    def truncated_R(self) -> np.ndarray:
+        return np.array([rollout.finish_reason == TRUNCATED for rollout in self.rollouts])
+
+    @cached_property
+    def staleness_R(self) -> np.ndarray:
+        """Weight versions from the one that sampled a rollout's first token to the one that samples its iteration."""
+        lags = [
+            self.run.sampled_by(self.groups[group].iteration) - min((span.version for span in rollout.weight_versions), default=rollout.weight_version)
+            for group, rollout in zip(self.group_R, self.rollouts, strict=True)
+        ]  # fmt: skip
+        return np.array(lags, dtype=float)
+
+    @cached_property
+    def answer_R(self) -> list[str]:
+        """What each completion answers, as text that can be compared."""
+        return [answer_text(rollout.completion).lower() for rollout in self.rollouts]
+
+    @cached_property
+    def matched_R(self) -> np.ndarray:
+        """1 where that is the prompt's answer, by its text; nan where the prompt has none. An opinion that no reward has a part in."""
+        labels_G = [None if group.prompt.answer is None else str(group.prompt.answer).strip().lower() for group in self.groups]
+        pairs = zip(self.group_R, self.answer_R, strict=True)
+        return np.array([np.nan if (text := labels_G[group]) is None else float(answer == text) for group, answer in pairs])
+
+    @cached_property
+    def parts(self) -> dict[str, np.ndarray]:
+        """The parts of the reward by name, [R]; nan in a rollout without one."""
+        names = sorted({name for rollout in self.rollouts for name in rollout.reward_parts})
+        return {name: np.array([rollout.reward_parts.get(name, np.nan) for rollout in self.rollouts]) for name in names}
+
+    def weight(self, part: str) -> float:
+        """What a part counts in the reward of iteration `at`; 0 where no reward of its config has it."""
+        weights = {label(name): weight for name, weight in self.config.rl.rewards.items()}
+        named = [name for name in weights if part == name or part.startswith(f"{name}_")]
+        return weights[max(named, key=len)] if named else 0.0
+
+    def per_group(self, values_R: np.ndarray) -> np.ndarray:
+        """The mean of each group's rollouts, [G]; nan where none has a value."""
+        known_R = np.isfinite(values_R)
+        counts_G = np.bincount(self.group_R[known_R], minlength=len(self.groups))
+        sums_G = np.bincount(self.group_R[known_R], values_R[known_R], minlength=len(self.groups))
+        return np.where(counts_G > 0, sums_G / np.maximum(counts_G, 1), np.nan)
+
+    def shift_of(self, values_R: np.ndarray, *, trend: bool = False) -> Shift:
+        """How the groups' means of a column of rollouts shift."""
+        return shift(self.per_group(values_R.astype(float)), self.iteration_G, self.at, trend=trend)
+
+    @cached_property
+    def reward_change(self) -> Shift:
+        """How the reward changes: by a jump from its trend, or by falling below what it was, whichever is clearer."""
+        return self.reward_change_at(self.at)
+
+    def reward_change_at(self, at: int) -> Shift:
+        """The same, of another iteration of the two sides."""
+        rewards_G = self.per_group(self.reward_R)
+        jump, level = (shift(rewards_G, self.iteration_G, at, trend=trend) for trend in (True, False))
+        clearer = level if level.size < 0 and level.p < jump.p else jump
+        return replace(clearer, p=min(1.0, 2 * clearer.p))
+
+    def means(self, values_R: np.ndarray) -> tuple[float, float]:
+        """The mean over rollouts before, and from `at` on."""
+        return _mean(values_R[~self.after_R]), _mean(values_R[self.after_R])
+
+    def texts(self) -> list[tuple[int, ...]]:
+        """What each group was asked, as tokens: the same prompt whatever its id."""
+        return [tuple(group.prompt.prompt_tokens.tolist()) for group in self.groups]
+
+    def repeats_G(self) -> np.ndarray:
+        """Whether another group of the same iteration was asked the same."""
+        pairs = list(zip(self.iteration_G.tolist(), self.texts(), strict=True))
+        counts = Counter(pairs)
+        return np.array([counts[pair] > 1 for pair in pairs])
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else float("nan")

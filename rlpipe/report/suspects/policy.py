@@ -1,0 +1,162 @@
+"""Suspects in the policy: other settings, weights of another version, an engine that is not what is trained, another reference, lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from rlpipe.algorithms.changes import Shift, shift
+from rlpipe.config.pipeline import identity
+from rlpipe.report.around import Around
+from rlpipe.report.suspects.finding import Finding, Findings, WhatIf, as_toml, from_to, rows_to_show
+
+FLOOR = 1e-9  # added to a metric before its logarithm
+RATIO_MIN = 3.0  # a metric that grew by less is not named
+MISMATCH_SHARE = 0.2  # of rl.mismatch_max: the smallest mismatch that is named
+RATE_RATIO = 1.5
+MOVES_OF_PROOF = 3  # iterations that a fork samples with the old settings
+MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.reward_fallback")  # other suspects name these
+
+
+def settings(around: Around) -> Findings:
+    """Settings that a fork changed at this iteration, and a learning rate that is no more what it was."""
+    lines = [line for line in around.changed if not line.startswith(MECHANISMS)]
+    rates = [around.metrics[number].get("train/learning_rate", 0.0) for number in (around.at - 1, around.at)]
+    warming = around.at * around.config.rl.num_steps < around.config.rl.warmup_steps
+    if rates[0] > 0 and not warming and not 1 / RATE_RATIO < rates[1] / rates[0] < RATE_RATIO:
+        lines.append(f"learning rate of the last step: {from_to(*rates)}")
+    if not lines:
+        return
+    # what the policy is trained with changes the rollouts of the next iteration
+    changes = [around.reward_change_at(number) for number in (around.at, around.at + 1)]
+    clearer = min(changes, key=lambda change: change.p)
+    yield Finding(
+        "settings",
+        lines[0] if len(lines) == 1 else f"{lines[0]}, and {len(lines) - 1} more",
+        replace(clearer, p=min(1.0, 2 * clearer.p)),
+        None,
+        [*lines, *_moved_lines(around)],
+        rows_to_show(around, np.ones(len(around.rollouts), bool), around.reward_R),
+        certain=True,
+        proof=_with_old_settings(around),
+    )
+
+
+def _with_old_settings(around: Around) -> WhatIf | None:
+    """The same iterations sampled and trained with the settings of before."""
+    old, new = identity(around.config_before), identity(around.config)
+    names = [name for name in new if name.startswith("rl.") and old.get(name) != new[name] and not name.startswith(MECHANISMS)]
+    if not names:
+        return None
+    sets = [f"{name}={as_toml(old[name])}" for name in names]
+    return WhatIf(around.at - 1, sets, num_iterations=around.at + MOVES_OF_PROOF)
+
+
+def _series(around: Around, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The logarithm of a metric at each iteration that has it, and these iterations."""
+    pairs = [(number, metrics[name]) for number, metrics in around.metrics.items() if name in metrics]
+    numbers, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return np.log(np.maximum(np.array(values, dtype=float), 0.0) + FLOOR), np.array(numbers)
+
+
+def _grown(around: Around, name: str) -> Shift:
+    """How the logarithm of a metric jumps; no shift where it does not grow by RATIO_MIN, from one iteration to the next."""
+    values_T, iterations_T = _series(around, name)
+    nothing = Shift(0.0, 0.0, 0.0, 1.0, 0.0)
+    if len(values_T) < 4 or not {around.at, around.at - 1} <= set(iterations_T.tolist()):
+        return nothing
+    step = values_T[iterations_T == around.at][0] - values_T[iterations_T < around.at][-3:].max()
+    return shift(values_T, iterations_T, around.at, trend=True, exact=True) if step > np.log(RATIO_MIN) else nothing
+
+
+def _moved_lines(around: Around) -> list[str]:
+    """How far the updates of the iteration went, and those of the one before."""
+    last, first = around.metrics[around.at - 1], around.metrics[around.at]
+    names = ("train/grad_norm", "train/proximal_kl", "train/clip_fraction_high")
+    return [f"{name}: {from_to(last[name], first[name])}" for name in names if name in last and name in first]
+
+
+def _metric_finding(around: Around, suspect: str, metric: str, title: str, matters: Callable[[float], bool], symptom: bool = False) -> Findings:  # fmt: skip
+    jump = _grown(around, metric)
+    after = around.metrics[around.at].get(metric, 0.0)
+    if jump.p == 1.0 or not matters(after):
+        return
+    values = [f"{number}: {metrics[metric]:.3g}" for number, metrics in around.metrics.items() if metric in metrics]
+    surprising = np.array(
+        [float(np.mean(rollout.rollout_logprobs)) if len(rollout.rollout_logprobs) else 0.0 for rollout in around.rollouts]
+    )
+    rows = rows_to_show(around, np.ones(len(around.rollouts), bool), surprising)
+    before = float(np.exp(jump.before))
+    yield Finding(suspect, f"{title}: {metric} {from_to(before, float(np.exp(jump.after)))}", jump, None, [f"{metric} by iteration: {', '.join(values)}"], rows, symptom)  # fmt: skip
+
+
+def mismatch(around: Around) -> Findings:
+    """An engine that gives tokens other probabilities than the trainer: weights that are not those that are trained."""
+    bound = MISMATCH_SHARE * around.config.rl.mismatch_max
+    yield from _metric_finding(
+        around, "mismatch", "train/mismatch_abs_mean", "engine and trainer disagree", lambda after: after > bound
+    )
+
+
+def reference(around: Around) -> Findings:
+    """A KL to the reference that is at once another: it is not the reference of before."""
+    if around.config.rl.kl != "none":
+        yield from _metric_finding(around, "reference", "train/kl", "the KL to the reference jumps", lambda after: after > 1e-3)
+
+
+def moved(around: Around) -> Findings:
+    """A policy that moved further than before in one iteration."""
+    yield from _metric_finding(
+        around, "moved", "train/proximal_kl", "the policy moves further", lambda after: after > 1e-3, symptom=True
+    )
+
+
+def staleness(around: Around) -> Findings:
+    """Rollouts that an older weight version sampled."""
+    jump = around.shift_of(around.staleness_R)
+    if jump.size < 0.1:
+        return
+    stale_R = around.staleness_R > 0
+    fresh, stale = (around.reward_R[around.after_R & side] for side in (~stale_R, stale_R))
+    evidence = [
+        f"weight versions behind: {from_to(jump.before, jump.after)}, at most {int(around.staleness_R[around.after_R].max())}"
+    ]
+    if len(fresh) and len(stale):
+        evidence.append(
+            f"reward from {around.at} on: {fresh.mean():.3g} of the fresh ones, {stale.mean():.3g} of the stale ones"
+        )
+    yield Finding("staleness", f"stale rollouts: {from_to(jump.before, jump.after)} versions behind", jump, None, evidence, rows_to_show(around, stale_R, -around.staleness_R))  # fmt: skip
+
+
+def truncation(around: Around) -> Findings:
+    """More completions that reach the token limit."""
+    jump = around.shift_of(around.truncated_R, trend=True)
+    if jump.size <= 0.01:
+        return
+    cut, whole = around.reward_R[around.truncated_R], around.reward_R[~around.truncated_R]
+    limit = [line for line in around.changed if line.startswith("rl.completion_tokens_max")]
+    lost = (float(cut.mean()) if len(cut) else 0.0) - (float(whole.mean()) if len(whole) else 0.0)
+    evidence = [
+        *limit,
+        f"reward of the truncated ones {float(cut.mean()):.3g}, of the others {float(whole.mean()) if len(whole) else float('nan'):.3g}",
+        f"tokens of a completion: {from_to(*around.means(around.tokens_R))}, at most {around.config.rl.completion_tokens_max}",
+    ]
+    before, after = around.means(around.truncated_R.astype(float))
+    yield Finding("truncation", f"truncated completions: {before:.1%} -> {after:.1%}", jump, jump.size * lost, evidence, rows_to_show(around, around.truncated_R), symptom=not limit)  # fmt: skip
+
+
+def length(around: Around) -> Findings:
+    """Completions that are at once longer or shorter."""
+    jump = around.shift_of(around.tokens_R, trend=True)
+    if abs(jump.size) < 0.15 * max(jump.before, 1.0):
+        return
+    tokens = around.tokens_R - around.per_group(around.tokens_R)[around.group_R]
+    rewards = around.reward_R - around.per_group(around.reward_R)[around.group_R]
+    squares = float((tokens**2).sum())
+    slope = float((tokens * rewards).sum()) / squares if squares > 0 else 0.0
+    evidence = [
+        f"tokens of a completion: {from_to(jump.before, jump.after)}; within a group one token more is {slope:+.3g} of the reward"
+    ]
+    yield Finding("length", f"length of completions: {from_to(jump.before, jump.after)} tokens", jump, slope * jump.size, evidence, rows_to_show(around, np.ones(len(tokens), bool), -np.sign(jump.size) * around.tokens_R), symptom=True)  # fmt: skip

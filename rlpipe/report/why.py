@@ -1,0 +1,153 @@
+"""`rlpipe why`: what changed around an iteration of a run, ranked by how much of the reward's change it explains.
+
+Each suspect (rlpipe/report/suspects/) says what it saw, with a p-value. That counts when it is below ALPHA after a correction for
+all iterations and suspects that were looked at. Nothing is named otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlpipe.algorithms.changes import Shift
+from rlpipe.records.rollout import Rollout
+from rlpipe.report.around import Around, History
+from rlpipe.report.show import parts_text, text_line
+from rlpipe.report.suspects.evaluation import evaluation
+from rlpipe.report.suspects.finding import Finding, Suspect, from_to
+from rlpipe.report.suspects.policy import length, mismatch, moved, reference, settings, staleness, truncation
+from rlpipe.report.suspects.prompts import duplicates, labels, mix, template
+from rlpipe.report.suspects.scoring import faults, hacked, reward_parts
+from rlpipe.types import UserError
+
+SUSPECTS: tuple[Suspect, ...] = (
+    faults, reward_parts, hacked, template, mix, duplicates, labels, settings, mismatch, reference, staleness, moved, truncation,
+    length, evaluation,
+)  # fmt: skip
+ALPHA = 0.01  # of a whole report: the chance of naming anything where nothing changed
+CERTAIN = 2  # suspects whose being there is no matter of chance: their p-values are corrected for these alone
+MATTERS = 0.05  # of the spread of the reward: what a finding has to explain
+SMALL = 0.1  # of the reward's change: what explains less is left out, and symptoms come after what explains more
+SCANNED_MAX = 40  # iterations that are looked at with their rollouts; of more, those whose metrics jump most
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What changed at an iteration: findings in order, none where nothing is significant."""
+
+    around: Around
+    change: Shift  # of the reward
+    findings: list[Finding]
+    rest: float
+    looks: int  # tests that were made: the p-values that count are below ALPHA / looks
+    direction: float  # of the reward's change; 0 where it is not significant
+
+    def share(self, finding: Finding) -> float:
+        """How much of the reward's change a finding explains, in units of the reward."""
+        return self.rest if finding.explains is None else finding.explains
+
+    def toward(self, finding: Finding) -> float:
+        """That share in the direction of the change; where the reward did not change, however it goes."""
+        return self.share(finding) * self.direction if self.direction else abs(self.share(finding))
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """How much the first finding explains, and how sure that is."""
+        if not self.findings:
+            return 0.0, 0.0
+        return self.toward(self.findings[0]), abs(self.findings[0].shift.z)
+
+
+def judged(history: History, at: int | None) -> Verdict:
+    """The verdict on iteration `at`, or on the one at which most changed. UserError when there is nothing to compare."""
+    count = history.num_iterations
+    if count < 2:
+        raise UserError(f"run {history.run.name} has {count} committed iterations: two are the least that can be compared")
+    if at is not None:
+        if not 1 <= at < count:
+            raise UserError(f"--at {at}: choose an iteration from 1 to {count - 1}; there has to be one before it")
+        return judge(history.around(at), looks=len(SUSPECTS))
+    looks = len(SUSPECTS) * (count - 1)
+    verdicts = [judge(history.around(number), looks) for number in candidates(history)]
+    return max(verdicts, key=lambda verdict: (bool(verdict.findings), verdict.score, -verdict.change.p))
+
+
+def candidates(history: History) -> list[int]:
+    """The iterations that are looked at: all of a short run, else those at which a metric jumps most, and where it was forked."""
+    count = history.num_iterations
+    if count <= SCANNED_MAX:
+        return list(range(1, count))
+    strongest: dict[int, float] = dict.fromkeys(range(1, count), 0.0)
+    for name in sorted({name for metrics in history.metrics for name in metrics if name.startswith(("rollout/", "train/"))}):
+        values = np.array([metrics.get(name, np.nan) for metrics in history.metrics], dtype=float)
+        if np.isfinite(values).all():
+            for number, jump in enumerate(_jumps(values), start=1):
+                strongest[number] = max(strongest[number], jump)
+    ordered = sorted(strongest, key=lambda number: -strongest[number])
+    return sorted({*ordered[: SCANNED_MAX - len(history.fork_points)], *history.fork_points})
+
+
+def _jumps(values: np.ndarray) -> list[float]:
+    """At each iteration from 1 on, the mean of three less that of the three before, in units of the usual step."""
+    usual = float(np.median(np.abs(np.diff(values)))) or float(np.std(values)) or 1.0
+    return [abs(values[at : at + 3].mean() - values[max(0, at - 3) : at].mean()) / usual for at in range(1, len(values))]
+
+
+def judge(around: Around, looks: int) -> Verdict:
+    """What the suspects say of one iteration. A symptom counts only where the reward changed too: it is one of something."""
+    change = around.reward_change
+    findings = [finding for suspect in SUSPECTS for finding in suspect(around)]
+    findings = [finding for finding in findings if finding.shift.p * (CERTAIN if finding.certain else looks) < ALPHA]
+    changed = change.p * looks < ALPHA or any(finding.certain for finding in findings)
+    findings = [finding for finding in findings if changed or not finding.symptom]
+    shares = sum(finding.explains or 0.0 for finding in findings if not finding.symptom)
+    direction = float(np.sign(change.size)) if changed else 0.0
+    verdict = Verdict(around, change, [], change.size - shares if changed else 0.0, looks, direction)
+    least = max(MATTERS * float(around.reward_R.std()), SMALL * abs(change.size) * changed)
+    kept = [finding for finding in findings if finding.explains is None or abs(finding.explains) >= least]
+    explained = any(not finding.symptom and verdict.toward(finding) >= SMALL * abs(change.size) for finding in kept)
+    kept.sort(key=lambda finding: (finding.symptom and explained, -round(verdict.toward(finding), 9), -abs(finding.shift.z)))
+    return replace(verdict, findings=kept)
+
+
+def why_lines(verdict: Verdict) -> list[str]:
+    """The report."""
+    around, change = verdict.around, verdict.change
+    counts = [int(side.sum()) for side in (~around.after_G, around.after_G)]
+    numbers = sorted(around.metrics)
+    lines = [
+        f"run {around.run.name}, iteration {around.at}: reward {from_to(change.before, change.after)} "
+        f"(iterations {numbers[0]} to {around.at - 1}, {counts[0]} groups; {around.at} to {numbers[-1]}, {counts[1]} groups), "
+        f"{change.size:+.3f} {'beyond the trend' if abs(change.size - (change.after - change.before)) > 1e-9 else 'in all'}, p = {change.p:.1g}",
+        f"{verdict.looks} tests: what counts has p below {ALPHA / verdict.looks:.1g}",
+    ]
+    if not verdict.findings:
+        return [*lines, "no cause found"]
+    for number, finding in enumerate(verdict.findings, start=1):
+        lines += [
+            "",
+            f"{number}. {finding.title}",
+            f"   suspect {finding.suspect}: {_explains(verdict, finding)}, p = {finding.shift.p:.1g}",
+        ]
+        lines += [f"   {line}" for line in finding.evidence]
+        lines += [f"   rollout {_described(around, row)}" for row in finding.rows]
+    return lines
+
+
+def _explains(verdict: Verdict, finding: Finding) -> str:
+    share, of = verdict.share(finding), verdict.change
+    kind = "a symptom, would explain" if finding.symptom else "what is left over," if finding.explains is None else "explains"
+    return f"{kind} {share:+.3f} of {of.size:+.3f}"
+
+
+def _described(around: Around, row: int) -> str:
+    rollout: Rollout = around.rollouts[row]
+    group = around.groups[around.group_R[row]]
+    parts = parts_text(rollout)
+    return (
+        f"{group.iteration}/{rollout.group_index}/{rollout.rollout_index} {rollout.prompt_id}: reward {rollout.reward:g}"
+        f"{f' ({parts})' if parts else ''}, {rollout.finish_reason}, {len(rollout.completion_tokens)} tokens: "
+        f"{text_line(rollout.prompt)!r} -> {text_line(rollout.completion)!r}"
+        + (f", label {group.prompt.answer!r:.80}" if group.prompt.answer else "")
+    )

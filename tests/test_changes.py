@@ -1,0 +1,61 @@
+"""Shifts of a series: as often significant as they say where nothing changed, also in small groups, and seen where something did."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlpipe.algorithms.changes import NO_SHIFT, fitted, shift
+
+
+def passes(rng: np.random.Generator, rates_T: np.ndarray, groups: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pass rates of groups whose prompts differ, and their iterations."""
+    iterations = np.repeat(np.arange(len(rates_T)), groups)
+    chances = np.clip(rates_T[iterations] + rng.uniform(-0.3, 0.3, len(iterations)), 0, 1)
+    return rng.binomial(size, chances) / size, iterations
+
+
+def p_values(rates_T: np.ndarray, groups: int, size: int, *, trend: bool, wander: float = 0.0) -> np.ndarray:
+    rng = np.random.default_rng(7)
+    series = (passes(rng, rates_T + rng.normal(0, wander, len(rates_T)), groups, size) for _ in range(1000))
+    return np.array([shift(*pair, len(rates_T) // 2, trend=trend).p for pair in series])
+
+
+@pytest.mark.parametrize(("iterations", "groups", "size"), [(4, 4, 4), (8, 4, 4), (12, 16, 8), (2, 8, 4)])
+@pytest.mark.parametrize("wander", [0.0, 0.05])
+def test_where_nothing_changed_a_p_value_is_what_it_says(iterations: int, groups: int, size: int, wander: float) -> None:
+    if iterations == 2 and wander:
+        return  # of one iteration a side nobody can tell what iterations differ by
+    p = p_values(np.full(iterations, 0.5), groups, size, trend=True, wander=wander)
+    assert (p < 0.05).mean() < 0.09 and (p < 0.01).mean() < 0.035 and (p < 0.001).mean() < 0.008
+
+
+def test_a_policy_that_learns_does_not_jump() -> None:
+    learning = 0.3 + 0.4 * (1 - np.exp(-np.arange(12) / 4))
+    assert (p_values(learning, 16, 8, trend=True) < 0.01).mean() < 0.02
+    assert (p_values(learning, 16, 8, trend=False) < 0.05).mean() > 0.9  # without a trend it is taken for a change
+
+
+def test_a_jump_is_seen_and_measured() -> None:
+    fallen = np.where(np.arange(12) < 6, 0.6, 0.2)
+    assert (p_values(fallen, 16, 8, trend=True) < 1e-3).mean() > 0.9
+    measured = shift(*passes(np.random.default_rng(1), fallen, 200, 8), 6, trend=True)
+    assert measured.size == pytest.approx(-0.4, abs=0.06) and measured.before > measured.after
+
+
+def test_a_few_groups_that_agree_are_no_proof() -> None:
+    values, iterations = np.array([1.0, 1.0, 0.0, 0.0]), np.array([0, 0, 1, 1])
+    assert shift(values, iterations, 1).p > 0.01
+    assert shift(np.ones(8), np.repeat([0, 1], 4), 1).p == 1.0
+    assert shift(values, iterations, 5) == NO_SHIFT
+    assert shift(np.array([np.nan, 1.0]), np.array([0, 1]), 1) == NO_SHIFT
+
+
+def test_what_is_fitted_is_learnt_from_the_rows_that_are_named() -> None:
+    rng = np.random.default_rng(2)
+    features = rng.normal(size=(200, 2))
+    values = 1 + features @ np.array([2.0, 0.0])
+    values[100:] -= 5
+    predicted, share = fitted(features, values, np.arange(200) < 100)
+    assert share > 0.99 and (values - predicted)[100:].mean() == pytest.approx(-5, abs=0.05)
+    assert fitted(np.zeros((200, 0)), values, np.arange(200) < 100)[1] == pytest.approx(0.0, abs=1e-9)
