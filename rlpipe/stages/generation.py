@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlpipe.algorithms.steps import step_ranges
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import CUT_SHORT, ROLLOUTS, TRUNCATED, CarriedRollout, Group, Rollout, grouped
+from rlpipe.stages.agents import act
 from rlpipe.stages.filtering import Survivors
 from rlpipe.stages.sampling import carried_groups
 from rlpipe.stages.scoring import SCORING
@@ -37,6 +39,11 @@ SAMPLED_BY = ["rl.group_size", "rl.temperature", "rl.shard_prompts", "rl.oversam
 ENDED_BY = ["rl.num_prompts", "rl.groups_min", *SCORING, "rl.filters", "rl.mask_truncated"]  # a round that is over-sampled
 
 
+def agent_fields(config: PipelineConfig) -> list[str]:
+    """What samples, where that is an agent."""
+    return ["rl.agent"] if config.rl.agent else []
+
+
 @dataclass(frozen=True)
 class PromptGroup:
     """One group of a sampling round: its prompt, and what an earlier iteration sampled of it already."""
@@ -50,7 +57,7 @@ class PromptGroup:
 @stage(
     "rl",
     "rollouts/round-{round_index}/shard-{shard:03d}",
-    settings=lambda config: SAMPLED_BY + (ENDED_BY if config.rl.oversampling > 1 else []),
+    settings=lambda config: SAMPLED_BY + agent_fields(config) + (ENDED_BY if config.rl.oversampling > 1 else []),
 )
 async def generate(
     session: Session,
@@ -81,7 +88,7 @@ async def generate(
         completions = await _until_enough(session, survivors, iteration, shard_groups, requests)
     else:
         await _in_turn(session, keys, shard)
-        completions = await sample(session, requests, [group.prompt for group in shard_groups])
+        completions = await sample(session, requests, [group.prompt for group in shard_groups], keys[shard])
     answered = list(zip(shard_groups, requests, completions, strict=True))
     # millions of tokens to decode would keep the other shards' tokens waiting
     rollouts = await asyncio.to_thread(
@@ -142,8 +149,12 @@ def _request(session: Session, group: PromptGroup, iteration: int, round_index: 
     return GroupRequest(prompt_id, group.prompt.prompt_tokens.tolist(), params, prior)
 
 
-async def sample(session: Session, requests: list[GroupRequest], prompts: list[Prompt]) -> list[list[Completion]]:
-    """The completions of every group, whole; in the environment where there is one."""
+async def sample(
+    session: Session, requests: list[GroupRequest], prompts: list[Prompt], shard: StageKey | None = None
+) -> list[list[Completion]]:
+    """The completions of every group, whole; in the environment, or by the agent, where there is one. `shard`: what is sampled."""
+    if session.config.rl.agent:
+        return await act(session, requests, prompts, shard)
     if session.config.rl.environment:
         return await play(session, requests, prompts)
     return await session.pool.generate(requests)
@@ -167,8 +178,9 @@ def rollouts_of(
     rollouts = []
     for index, (params, completion) in enumerate(zip(request.params, completions, strict=True)):
         mask = loss_mask(completion.spans, version, train_stale_tokens)
-        outcome = None
+        prompt_tokens, outcome = prompt.prompt_tokens, None
         if isinstance(completion, PlayedCompletion):
+            prompt_tokens = np.array(completion.prompt_tokens, dtype=np.int32)
             mask, outcome = mask * np.array(completion.policy_mask, dtype=np.int8), completion.outcome
         rollouts.append(
             Rollout(
@@ -176,7 +188,7 @@ def rollouts_of(
                 group_index=group.group_index,
                 rollout_index=index,
                 prompt=str(prompt.messages[-1]["content"]),
-                prompt_tokens=prompt.prompt_tokens,
+                prompt_tokens=prompt_tokens,
                 completion=session.tokenizer.decode(completion.tokens.tolist()),
                 completion_tokens=np.array(completion.tokens, dtype=np.int32),
                 loss_mask=mask,
@@ -273,9 +285,9 @@ async def _check_answered(session: Session, keys: list[StageKey], shard: int, ro
                 since = time.monotonic()
         if all(other in session.unanswered for other in waiting):
             raise UserError(
-                f"rl.environment={session.config.rl.environment!r} has answered no rollout of iteration {key.iteration} without a fault; "
+                f"{session.config.rl.world} has answered no rollout of iteration {key.iteration} without a fault; "
                 f"{key.stage}: {faults.total()} of {len(rollouts)} rollouts had one ({dict(faults)}; the log says which). These are not "
-                "committed: mend the environment and start again, and they are sampled again"
+                "committed: mend it and start again, and they are sampled again"
             )
         await asyncio.sleep(POLL_S)
     raise EngineError(f"{key.stage}: its environment failed all that it heard, and no other shard ended in {patience_s:g} s")

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from rlpipe.agents.pool import Agents
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.cursor import PromptCursor
@@ -167,6 +168,13 @@ class Session:
         pool = EnvironmentPool(rl.environment, rl.environment_args, rl.reward_workers, rl.environment_timeout_s)
         self._closing.push_async_callback(pool.close)
         return pool
+
+    @cached_property
+    def agents(self) -> Agents:
+        self.check_open()
+        agents = Agents(self.config.rl, self.tokenizer)
+        self._closing.push_async_callback(agents.close)
+        return agents
 
     def track_data(self, use: str) -> None:
         """Lets the tracker have the data sets of a use."""

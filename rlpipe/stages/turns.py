@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 class PlayedCompletion(Completion):
     """A rollout of several turns. `finish_reason`: "stop" (the environment was done), "length", "turns" or "fault"."""
 
+    prompt_tokens: list[int]
     policy_mask: list[int]  # 1 on the tokens that the policy wrote
     outcome: EnvironmentOutcome
 
@@ -97,7 +98,9 @@ class Turns:
         """The rollout, which is over."""
         assert self.completion.finished
         outcome = EnvironmentOutcome(self.reward, self.num_turns, self.fault, dict(self.metrics), self.messages)
-        return PlayedCompletion(**vars(self.completion), policy_mask=self.policy_mask, outcome=outcome)
+        return PlayedCompletion(
+            **vars(self.completion), prompt_tokens=self.prompt_tokens, policy_mask=self.policy_mask, outcome=outcome
+        )
 
 
 async def play(session: Session, requests: list[GroupRequest], prompts: list[Prompt]) -> list[list[Completion]]:
