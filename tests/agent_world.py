@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.calculator_data import problems
-from rlpipe.agents.rollout import AgentRollout, Asked, CallKey, Replies
+from rlpipe.agents.rollout import AgentRollout, CallKey, Replies, Terms
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import Completion, Sampling, logprobs_of, tokens_of
@@ -57,8 +57,8 @@ def rollout_of(
     context: int = 400,
 ) -> AgentRollout:
     """A rollout of that pool, with limits: tokens after the prompt, calls, tokens with the prompt."""
-    asked = Asked("products/0", Sampling(tokens, seed=7), calls, context)
+    terms = Terms("products/0", Sampling(tokens, seed=7), calls, context)
 
     async def keep_nothing(call: CallKey, completions: list[Completion]) -> None: ...
 
-    return AgentRollout(pool, pool.tokenizer, asked, {} if kept is None else kept, keep or keep_nothing)  # type: ignore[arg-type]
+    return AgentRollout(pool, pool.tokenizer, terms, {} if kept is None else kept, keep or keep_nothing)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class Conversation:
+class ConversationTree:
     """What was given to one agent."""
 
     tokenizer: ChatTokenizer

@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rlpipe.agents.chat import ChatRefused, ChatRequest, on_the_wire, read_request
-from rlpipe.agents.rollout import AgentRollout, Answer
+from rlpipe.agents.rollout import AgentRollout, GivenReplies
 from rlpipe.config.secrecy import key_fits
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
@@ -106,22 +106,22 @@ class AgentEndpoint:
             body = json.loads(await request.read())
         except (ValueError, RecursionError) as error:
             raise ChatRefused(400, f"the body is no JSON: {error}", "invalid_json") from error
-        asked, rollout = read_request(body), self._guests[request.match_info["rollout"]].rollout
+        call, rollout = read_request(body), self._guests[request.match_info["rollout"]].rollout
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"  # what OpenAI's clients say
-        answering = asyncio.ensure_future(rollout.answer(asked, is_repeated))
-        if not asked.stream:
+        answering = asyncio.ensure_future(rollout.answer(call, is_repeated))
+        if not call.stream:
             answer = await answering
-            return web.json_response(self._completion(asked, answer))
+            return web.json_response(self._completion(call, answer))
         await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
         if answering.done():
             answering.result()  # while a status can still say that it was refused
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        async for line in self._lines(asked, answering):
+        async for line in self._lines(call, answering):
             await response.write(line.encode())
         return response
 
-    async def _lines(self, asked: ChatRequest, answering: asyncio.Future[Answer]) -> AsyncIterator[str]:
+    async def _lines(self, call: ChatRequest, answering: asyncio.Future[GivenReplies]) -> AsyncIterator[str]:
         """The server-sent events of a reply, which begin when it is kept; comments until then."""
         while not answering.done():
             yield ": the reply is being sampled\n\n"
@@ -131,40 +131,40 @@ class AgentEndpoint:
         except ChatRefused as error:  # too late for a status
             yield f"data: {json.dumps(error.body)}\n\n"
             return
-        for chunk in self._chunks(asked, answer):
+        for chunk in self._chunks(call, answer):
             yield f"data: {json.dumps(chunk)}\n\n"
         yield "data: [DONE]\n\n"
 
-    def _completion(self, asked: ChatRequest, answer: Answer) -> JsonDict:
+    def _completion(self, call: ChatRequest, answer: GivenReplies) -> JsonDict:
         choices = [
             {
                 "index": index,
                 "message": on_the_wire(node.messages[-1]),
                 "finish_reason": _finish_reason(sampled, node.messages[-1]),
-                "logprobs": self._logprobs(asked, sampled),
+                "logprobs": self._logprobs(call, sampled),
             }
             for index, (node, sampled) in enumerate(zip(answer.nodes, answer.sampled, strict=True))
         ]
-        return {**_head(asked, answer, "chat.completion"), "choices": choices, "usage": _usage(answer)}
+        return {**_head(call, answer, "chat.completion"), "choices": choices, "usage": _usage(answer)}
 
-    def _chunks(self, asked: ChatRequest, answer: Answer) -> Iterator[JsonDict]:
+    def _chunks(self, call: ChatRequest, answer: GivenReplies) -> Iterator[JsonDict]:
         """Of each choice what it says, then why it ended; at last the usage, where it is wanted."""
-        head = _head(asked, answer, "chat.completion.chunk")
+        head = _head(call, answer, "chat.completion.chunk")
         for index, (node, sampled) in enumerate(zip(answer.nodes, answer.sampled, strict=True)):
             message = on_the_wire(node.messages[-1])
             calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", []))]
             said = {**message, **({"tool_calls": calls} if calls else {})}
             for delta, reason, logprobs in (
-                (said, None, self._logprobs(asked, sampled)),
+                (said, None, self._logprobs(call, sampled)),
                 ({}, _finish_reason(sampled, message), None),
             ):
                 yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}]}
-        if asked.with_usage:
+        if call.with_usage:
             yield {**head, "choices": [], "usage": _usage(answer)}
 
-    def _logprobs(self, asked: ChatRequest, sampled: Completion) -> JsonDict | None:
+    def _logprobs(self, call: ChatRequest, sampled: Completion) -> JsonDict | None:
         """Of every sampled token; nothing else is known of the distribution."""
-        if not asked.with_logprobs:
+        if not call.with_logprobs:
             return None
         pieces = [self._tokenizer.decode_raw([token]) for token in sampled.tokens]
         content: list[Any] = [
@@ -174,15 +174,15 @@ class AgentEndpoint:
         return {"content": content, "refusal": None}
 
 
-def _head(asked: ChatRequest, answer: Answer, kind: str) -> JsonDict:
-    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": asked.model}
+def _head(call: ChatRequest, answer: GivenReplies, kind: str) -> JsonDict:
+    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": call.model}
 
 
 def _finish_reason(sampled: Completion, message: JsonDict) -> str:
     return "tool_calls" if sampled.finish_reason == "stop" and message.get("tool_calls") else sampled.finish_reason
 
 
-def _usage(answer: Answer) -> JsonDict:
+def _usage(answer: GivenReplies) -> JsonDict:
     num_sampled = sum(len(sampled.tokens) for sampled in answer.sampled)
     context = answer.num_context_tokens
     return {"prompt_tokens": context, "completion_tokens": num_sampled, "total_tokens": context + num_sampled}

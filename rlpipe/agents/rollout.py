@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlpipe.agents.chat import ChatRefused, ChatRequest, assistant_message
-from rlpipe.agents.conversation import Context, Conversation, Node
+from rlpipe.agents.conversation import Context, ConversationTree, Node
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, Sampling
 from rlpipe.engines.pool import EnginePool, GroupRequest
@@ -28,7 +28,7 @@ TURNS, TOKENS = "turns", "length"  # the limits: finish reasons of a rollout
 class CallKey(NamedTuple):
     """A call: the hash of what its reply comes after, and how many calls asked the same before it."""
 
-    asked_sha256: str
+    context_sha256: str
     repetition: int
 
 
@@ -37,7 +37,7 @@ Keep = Callable[[CallKey, list[Completion]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Terms:
     """What a rollout is sampled with: `params` has its seed and its largest number of tokens after the prompt."""
 
     prompt_id: str
@@ -47,7 +47,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GivenReplies:
     """The replies to one call, and the tokens that they come after."""
 
     nodes: list[Node]
@@ -58,8 +58,8 @@ class Answer:
 class AgentRollout:
     """What an agent is answered with. `begin` comes first, and again for each further try."""
 
-    def __init__(self, pool: EnginePool, tokenizer: ChatTokenizer, asked: Asked, kept: Replies, keep: Keep) -> None:
-        self.asked = asked
+    def __init__(self, pool: EnginePool, tokenizer: ChatTokenizer, terms: Terms, kept: Replies, keep: Keep) -> None:
+        self.terms = terms
         self.failure: Exception | None = None  # no fault of the agent: the stage ends with it
         self._pool = pool
         self._tokenizer = tokenizer
@@ -70,13 +70,13 @@ class AgentRollout:
 
     def begin(self) -> None:
         """A new try: nothing was asked yet, and what was sampled before is there."""
-        self.conversation = Conversation(self._tokenizer)
+        self.conversation = ConversationTree(self._tokenizer)
         self.limit = ""  # the one that a call was refused for
         self._num_asked: Counter[str] = Counter()
         self._num_completions = 0
-        self._answers: dict[CallKey, asyncio.Task[Answer]] = {}
+        self._answers: dict[CallKey, asyncio.Task[GivenReplies]] = {}
 
-    async def answer(self, request: ChatRequest, is_repeated: bool) -> Answer:
+    async def answer(self, request: ChatRequest, is_repeated: bool) -> GivenReplies:
         """The replies to a call; ChatRefused. `is_repeated`: the client says that it has sent this call before, and heard nothing."""
         try:
             if self.failure is None:
@@ -87,25 +87,25 @@ class AgentRollout:
             self.failure = error
         raise ChatRefused(503, "the run that samples has failed", "run_failed") from self.failure
 
-    async def _replies(self, request: ChatRequest, is_repeated: bool) -> Answer:
+    async def _replies(self, request: ChatRequest, is_repeated: bool) -> GivenReplies:
         try:
             context = await asyncio.to_thread(self.conversation.context, request)
         except UserError as error:
             raise ChatRefused(400, str(error), "chat_template") from error
-        asked = _sha256(context, request)
-        if not (is_repeated and self._num_asked[asked]):
-            self._num_asked[asked] += 1
-        key = CallKey(asked, self._num_asked[asked] - 1)
+        digest = _sha256(context, request)
+        if not (is_repeated and self._num_asked[digest]):
+            self._num_asked[digest] += 1
+        key = CallKey(digest, self._num_asked[digest] - 1)
         if key not in self._answers:
             self._answers[key] = asyncio.create_task(self._answer(request, context, key))
         return await asyncio.shield(self._answers[key])  # a client that hangs up does not end it
 
-    async def _answer(self, request: ChatRequest, context: Context, key: CallKey) -> Answer:
-        asked, num_before = self.asked, len(context.prior.tokens)
+    async def _answer(self, request: ChatRequest, context: Context, key: CallKey) -> GivenReplies:
+        terms, num_before = self.terms, len(context.prior.tokens)
         self._num_completions += request.num_choices
-        if self._num_completions > asked.calls_max:
-            raise self._refusal(TURNS, f"rl.turns_max={asked.calls_max} completions of this rollout are used up", "turns_max")
-        room = min(asked.params.max_new_tokens, asked.context_tokens_max - len(context.prompt_tokens))
+        if self._num_completions > terms.calls_max:
+            raise self._refusal(TURNS, f"rl.turns_max={terms.calls_max} completions of this rollout are used up", "turns_max")
+        room = min(terms.params.max_new_tokens, terms.context_tokens_max - len(context.prompt_tokens))
         if room <= num_before:
             raise self._refusal(TOKENS, f"{num_before} tokens after the prompt leave none of {room}", "context_length_exceeded")
         tokens_max = room if request.tokens_max is None else min(room, num_before + request.tokens_max)
@@ -120,23 +120,23 @@ class AgentRollout:
             message = assistant_message(text, request, lambda number, seed=seed: f"call_{seed:08x}{number}")
             nodes.append(conversation.reply(request, context, completion, message))
         conversation.last = nodes[0]
-        return Answer(nodes, sampled, len(context.prompt_tokens) + num_before)
+        return GivenReplies(nodes, sampled, len(context.prompt_tokens) + num_before)
 
     async def _sampled(self, num_choices: int, context: Context, key: CallKey, tokens_max: int) -> list[Completion]:
         """What is sampled for a call, one completion a choice: it is kept before anybody hears of it."""
         if key in self._kept:
             return self._kept[key]
         params = [
-            replace(self.asked.params, max_new_tokens=tokens_max, seed=self._seed(key, index)) for index in range(num_choices)
+            replace(self.terms.params, max_new_tokens=tokens_max, seed=self._seed(key, index)) for index in range(num_choices)
         ]
-        group = GroupRequest(self.asked.prompt_id, context.prompt_tokens, params, [context.prior] * num_choices)
+        group = GroupRequest(self.terms.prompt_id, context.prompt_tokens, params, [context.prior] * num_choices)
         [completions] = await self._pool.generate([group])
         sampled = [_after(completion, len(context.prior.tokens)) for completion in completions]
         await self._keep(key, sampled)
         return sampled
 
     def _seed(self, key: CallKey, choice: int) -> int:
-        return rollout_seed(self.asked.params.seed, "call", *key, choice)
+        return rollout_seed(self.terms.params.seed, "call", *key, choice)
 
     def _refusal(self, limit: str, message: str, code: str) -> ChatRefused:
         self.limit = limit
@@ -152,14 +152,14 @@ class AgentRollout:
         return self.limit or (TOKENS if is_cut else "stop")
 
     def _room(self, node: Node) -> int:
-        return min(self.asked.params.max_new_tokens, self.asked.context_tokens_max - len(node.prompt_tokens))
+        return min(self.terms.params.max_new_tokens, self.terms.context_tokens_max - len(node.prompt_tokens))
 
 
 def _sha256(context: Context, request: ChatRequest) -> str:
     """What a call asks for, as a hash: all that its samples depend on, but for the rollout's seed."""
     tokens = np.array([*context.prompt_tokens, *context.prior.tokens], np.int32)
-    asked = f"{len(context.prompt_tokens)} {request.num_choices} {request.tokens_max} "
-    return hashlib.sha256(asked.encode() + tokens.tobytes()).hexdigest()
+    request_text = f"{len(context.prompt_tokens)} {request.num_choices} {request.tokens_max} "
+    return hashlib.sha256(request_text.encode() + tokens.tobytes()).hexdigest()
 
 
 def _after(completion: Completion, num_tokens: int) -> Completion:

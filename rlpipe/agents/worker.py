@@ -27,6 +27,7 @@ from rlpipe.processes.user_code import CodeRaised, Loaded, load_function, serve,
 from rlpipe.types import JsonDict, UserError
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+SCRIPTS = (".py", ".sh", ".js", ".ts")
 TAIL_CHARS = 1000  # of what a command wrote last
 
 
@@ -41,12 +42,17 @@ def load(hello: JsonDict) -> Loaded:
 
 
 def command_of(agent: str) -> list[str]:
-    """The command's words, its program as a path; UserError when that is not there. `python` is the one that runs this."""
+    """The command's words, its program as a path; UserError when that, or the script after it, is not there. `python` is the one that runs this."""
     words = shlex.split(agent)
     program = shutil.which(words[0], path=_path()) if words else None
     if program is None:
         raise UserError(
             f"rl.agent={agent!r}: there is no program {words[:1]}; name one that is installed, or package.module:function"
+        )
+    script = next((word for word in words[1:2] if word.endswith(SCRIPTS) and not Path(word).is_file()), "")
+    if script:
+        raise UserError(
+            f"rl.agent={agent!r}: there is no file {script} in {os.getcwd()}; start from its folder, or write the whole path"
         )
     return [program, *words[1:]]
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from rlpipe.agents.log import CallLog
 from rlpipe.agents.pool import AgentFault, AgentOutcome
-from rlpipe.agents.rollout import AgentRollout, Asked, CallKey
+from rlpipe.agents.rollout import AgentRollout, CallKey, Terms
 from rlpipe.engines.client import NOTHING_YET, Completion
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.prompt import Prompt
@@ -39,10 +39,10 @@ async def act(
     started = []
     for group, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
         for index, params in enumerate(request.params):
-            asked = Asked(prompt.prompt_id, params, session.config.rl.turns_max, session.config.model.context_tokens_max)
+            terms = Terms(prompt.prompt_id, params, session.config.rl.turns_max, session.config.model.context_tokens_max)
             place = group, index
             kept = ({}, _keep_nothing) if calls is None else (calls.replies[place], partial(calls.keep, place))
-            started.append(_rollout(session, AgentRollout(session.pool, session.tokenizer, asked, *kept), prompt))
+            started.append(_rollout(session, AgentRollout(session.pool, session.tokenizer, terms, *kept), prompt))
     rollouts = await all_ended(started)
     faults = Counter(rollout.outcome.fault for rollout in rollouts if rollout.outcome.fault)
     if faults and session.config.rl.reward_fallback is None:
