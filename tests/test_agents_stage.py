@@ -130,7 +130,7 @@ async def test_every_trained_token_is_one_that_was_sampled_and_the_outcome_is_th
 
 @pytest.mark.parametrize(
     ("limit", "reason", "metric"),
-    [("rl.turns_max=2", "turns", "limit_calls"), ("rl.completion_tokens_max=20", "length", "limit_tokens")],
+    [("rl.turns_max=2", "turns", "limit_calls"), ("rl.completion_tokens_max=12", "length", "limit_tokens")],
 )
 async def test_a_limit_ends_a_rollout_with_a_counted_reason(limit: str, reason: str, metric: str, folder: Path) -> None:
     session = made_session(folder, "store", limit)

@@ -64,7 +64,9 @@ class ConversationTree:
             except UserError:  # a template that does not continue: the next best is to begin anew
                 continue
             version, _ = node.completion.spans[-1]
-            said = Completion(tokens_of(tokens), logprobs_of([0.0] * len(tokens)), CUT_SHORT, [(version, len(tokens))], "")
+            said = Completion(
+                tokens_of(tokens), logprobs_of([0.0] * len(tokens)), CUT_SHORT, [(version, len(tokens))], node.completion.engine
+            )
             mask = node.policy_mask + bytes(len(tokens))
             return Context(node, node.prompt_tokens, node.completion.then(said), mask, [*node.added, news])
         tokenizer = self.tokenizer.with_tools(request.tools) if request.tools else self.tokenizer

@@ -71,7 +71,7 @@ class AgentRollout:
     def begin(self) -> None:
         """A new try: nothing was asked yet, and what was sampled before is there."""
         self.conversation = ConversationTree(self._tokenizer)
-        self.limit = ""  # the one that a call was refused for
+        self.limit = ""  # the one that the last call was refused for
         self._num_asked: Counter[str] = Counter()
         self._num_completions = 0
         self._answers: dict[CallKey, asyncio.Task[GivenReplies]] = {}
@@ -120,6 +120,8 @@ class AgentRollout:
             message = assistant_message(text, request, lambda number, seed=seed: f"call_{seed:08x}{number}")
             nodes.append(conversation.reply(request, context, completion, message))
         conversation.last = nodes[0]
+        if self.limit == TOKENS:  # the agent has gone on with a shorter conversation
+            self.limit = ""
         return GivenReplies(nodes, sampled, len(context.prompt_tokens) + num_before)
 
     async def _sampled(self, num_choices: int, context: Context, key: CallKey, tokens_max: int) -> list[Completion]:
@@ -129,7 +131,9 @@ class AgentRollout:
         params = [
             replace(self.terms.params, max_new_tokens=tokens_max, seed=self._seed(key, index)) for index in range(num_choices)
         ]
-        group = GroupRequest(self.terms.prompt_id, context.prompt_tokens, params, [context.prior] * num_choices)
+        group = GroupRequest(
+            self.terms.prompt_id, context.prompt_tokens, params, [context.prior] * num_choices, context.prior.engine
+        )
         [completions] = await self._pool.generate([group])
         sampled = [_after(completion, len(context.prior.tokens)) for completion in completions]
         await self._keep(key, sampled)
