@@ -1,7 +1,7 @@
 """An agent with a loop of its own: it asks a model for products of two numbers, and gives it a calculator.
 
-It knows nothing of rlpipe. The prompt comes as JSON on stdin, the address and the key of the model from OPENAI_BASE_URL and
-OPENAI_API_KEY, as with any other server; the reward goes as JSON to the last line of stdout. `pip install openai` comes first.
+It knows nothing of rlpipe. As a command, the prompt comes as JSON on stdin, the address and the key of the model from OPENAI_BASE_URL
+and OPENAI_API_KEY, as with any other server, and the reward goes as JSON to the last line of stdout. `agent` is the same as a function.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def solve(client: OpenAI, messages: list[Any]) -> tuple[str, int]:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def main() -> None:
-    prompt = json.load(sys.stdin)
-    text, num_calls = solve(OpenAI(), prompt["messages"])
+def agent(prompt: Any, client: Any) -> Any:
+    """The outcome of one prompt. `client`: what OpenAI's client is made with."""
+    text, num_calls = solve(OpenAI(**client), prompt["messages"])
     answer = re.search(r"<answer>(.*?)</answer>", text)
     is_right = answer is not None and answer[1].strip() == prompt["answer"]
-    print(json.dumps({"reward": float(is_right), "metrics": {"tool_used": float(num_calls > 0)}}))
+    return {"reward": float(is_right), "metrics": {"tool_used": float(num_calls > 0)}}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(agent(json.load(sys.stdin), {})))

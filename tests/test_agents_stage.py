@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -17,10 +18,12 @@ from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import Branch
 from rlpipe.stages.generation import generate
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
 from rlpipe.stages.session import Session
+from rlpipe.store.artifacts import read_records
 from rlpipe.store.audit import unreferenced
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, JsonDict, UserError
@@ -39,6 +42,8 @@ def agent(prompt, client):
     for number in range({NUM_CALLS}):
         if number == {NUM_CALLS - 1} and pathlib.Path("hang").exists():
             time.sleep(600)
+        if number == {NUM_CALLS - 1} and prompt["answer"] == "fork":
+            messages = [{{"role": "user", "content": "you have said " + message["content"]}}]
         headers = {{"Authorization": "Bearer " + client["api_key"]}}
         body = json.dumps({{"messages": messages}}).encode()
         request = urllib.request.Request(client["base_url"] + "/chat/completions", body, headers)
@@ -126,6 +131,23 @@ async def test_every_trained_token_is_one_that_was_sampled_and_the_outcome_is_th
     rewards = [row["reward"] for row in read_rows(session.run.store, scores.ref, "scores.parquet", SCORES)]
     assert rewards == [json.loads(row["environment"])["reward"] for row in rows_of(session, ref)]
     assert scores.metrics["rollout/environment_seen_mean"] == 3.0 and scores.metrics["rollout/turns_mean"] == NUM_CALLS
+
+
+async def test_a_branch_that_is_left_is_kept_beside_the_one_that_is_trained(folder: Path) -> None:
+    session = made_session(folder, "store", answers="fork")
+    ref = await sampled(session)
+    pool: Any = session.pool
+    rows, branches = rows_of(session, ref), read_records(session.run.store, ref, "branches.parquet", Branch)
+    assert len(rows) == len(branches) == 4
+    for row, branch in zip(rows, branches, strict=True):
+        assert (branch.group_index, branch.rollout_index, branch.branch_index) == (row["group_index"], row["rollout_index"], 0)
+        assert session.tokenizer.decode(row["prompt_tokens"]).startswith("you have said") and all(row["loss_mask"])
+        assert json.loads(row["environment"])["metrics"]["branches"] == 2.0
+        stretches = np.flatnonzero(np.diff(branch.loss_mask))
+        assert len(stretches) == 2, "two replies, and what the agent put between them"
+        assert np.array_equal(branch.rollout_logprobs < 0, branch.loss_mask == 1)
+    assert len(pool.groups) == 4 * NUM_CALLS
+    await session.close()
 
 
 @pytest.mark.parametrize(

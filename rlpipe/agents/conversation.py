@@ -101,6 +101,6 @@ class ConversationTree:
 
     @property
     def branches(self) -> list[Node]:
-        """The replies that nothing came after, in the order in which they were given."""
+        """The replies that no other goes on from, in the order in which they were given."""
         inner = {id(node.parent) for node in self.nodes}
         return [node for node in self.nodes if id(node) not in inner]

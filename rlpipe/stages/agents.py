@@ -9,29 +9,39 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
+from rlpipe.agents.conversation import Node
 from rlpipe.agents.log import CallLog
 from rlpipe.agents.pool import AgentFault, AgentOutcome
 from rlpipe.agents.rollout import AgentRollout, CallKey, Terms
 from rlpipe.engines.client import NOTHING_YET, Completion
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import EnvironmentOutcome
+from rlpipe.records.rollout import Branch, EnvironmentOutcome
 from rlpipe.stages.session import Session
-from rlpipe.stages.stage import StageKey, all_ended
+from rlpipe.stages.stage import Attempt, StageKey, all_ended
 from rlpipe.stages.turns import PlayedCompletion
-from rlpipe.types import UserError
+from rlpipe.types import FileRecord, UserError
 
 log = logging.getLogger(__name__)
 LIMITS = {"turns": "limit_calls", "length": "limit_tokens"}  # finish reason -> the metric that counts it
 
 
+@dataclass(frozen=True)
+class ActedCompletion(PlayedCompletion):
+    """A rollout of an agent."""
+
+    other_branches: list[Node]  # what it was answered beside its last branch
+
+
 async def act(
     session: Session, requests: list[GroupRequest], prompts: list[Prompt], shard: StageKey | None
 ) -> list[list[Completion]]:
-    """The rollouts (`PlayedCompletion`) of groups, each by its agent. `shard`: where replies are kept; an evaluation keeps none.
+    """The rollouts (`ActedCompletion`) of groups, each by its agent. `shard`: where replies are kept; an evaluation keeps none.
 
     UserError when one had a fault and there is no `rl.reward_fallback`.
     """
@@ -55,7 +65,7 @@ async def act(
     return [[next(ended) for _ in request.params] for request in requests]
 
 
-async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> PlayedCompletion:
+async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> ActedCompletion:
     """One rollout, from the start of its agent to its end."""
     outcome, fault = AgentOutcome(), ""
     try:
@@ -73,20 +83,41 @@ async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> P
     return _played(rollout, outcome, fault, prompt)
 
 
-def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Prompt) -> PlayedCompletion:
+def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Prompt) -> ActedCompletion:
     """The record of a rollout that is over: its last branch, or nothing where no call was answered."""
-    last = rollout.conversation.last
+    last, branches = rollout.conversation.last, rollout.conversation.branches
     reason = "fault" if fault else rollout.finish_reason
-    metrics = {**outcome.metrics, "branches": float(len(rollout.conversation.branches))}
+    metrics = {**outcome.metrics, "branches": float(len(branches))}
     if not fault and reason in LIMITS:
         metrics[LIMITS[reason]] = 1.0
     num_turns, added = (last.num_turns, last.added) if last else (0, [])
-    return PlayedCompletion(
+    return ActedCompletion(
         **vars(replace(last.completion if last else NOTHING_YET, finish_reason=reason)),
         prompt_tokens=last.prompt_tokens if last else prompt.prompt_tokens.tolist(),
         policy_mask=[*last.policy_mask] if last else [],
         outcome=EnvironmentOutcome(outcome.reward or 0.0, num_turns, fault, metrics, added),
+        other_branches=[node for node in branches if node is not last],
     )
+
+
+def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]]) -> list[FileRecord]:
+    """The branches that are no rollout's own, as one file; none where there are none. `groups`: (index in the iteration, completions)."""
+    branches = [
+        Branch(
+            group_index,
+            rollout_index,
+            branch_index,
+            np.array(node.prompt_tokens, dtype=np.int32),
+            np.array(node.completion.tokens, dtype=np.int32),
+            np.frombuffer(node.policy_mask, dtype=np.int8),
+            np.array(node.completion.rollout_logprobs, dtype=np.float32),
+        )
+        for group_index, completions in groups
+        for rollout_index, completion in enumerate(completions)
+        if isinstance(completion, ActedCompletion)
+        for branch_index, node in enumerate(completion.other_branches)
+    ]
+    return [attempt.write("branches.parquet", branches, Branch)] if branches else []
 
 
 async def _keep_nothing(call: CallKey, completions: list[Completion]) -> None:

@@ -19,7 +19,7 @@ from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import CUT_SHORT, ROLLOUTS, TRUNCATED, CarriedRollout, Group, Rollout, grouped
-from rlpipe.stages.agents import act
+from rlpipe.stages.agents import act, write_branches
 from rlpipe.stages.filtering import Survivors
 from rlpipe.stages.sampling import carried_groups
 from rlpipe.stages.scoring import SCORING
@@ -95,9 +95,10 @@ async def generate(
         lambda: [rollout for group in answered for rollout in rollouts_of(session, *group, version)]
     )
     await _check_answered(session, keys, shard, rollouts)
-    file = await asyncio.to_thread(attempt.write, "rollouts.parquet", rollouts, Rollout, ROLLOUTS)
+    files = [await asyncio.to_thread(attempt.write, "rollouts.parquet", rollouts, Rollout, ROLLOUTS)]
+    files += await asyncio.to_thread(write_branches, attempt, [(group.group_index, sampled) for group, _, sampled in answered])
     num_tokens = sum(rollout.num_sampled_by(version) for rollout in rollouts)
-    return Produced([file], {"num_rollouts": len(rollouts), "num_tokens": num_tokens}, weight_version=version)
+    return Produced(files, {"num_rollouts": len(rollouts), "num_tokens": num_tokens}, weight_version=version)
 
 
 def num_shards(session: Session, num_prompts: int) -> int:
