@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.rows import BATCH, read_rows
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parent.parent
-ITERATIONS = 2
+ITERATIONS = 1
 AGENT = f"python {ROOT}/examples/calculator_agent.py"
 SMALL = [
     "sft.num_steps=60", "sft.segment_steps=30", "sft.decay_steps=60", "sft.warmup_steps=5", "sft.batch_size=32",
@@ -70,7 +71,7 @@ def test_every_trained_token_is_one_that_an_engine_sampled(undisturbed: Folder) 
             num_turns += len(turns)
         record = run.iteration(iteration)
         assert record is not None and record.metrics["train/mismatch_abs_mean"] < 1e-4  # the trainer sees what the engine saw
-    assert num_of_engines == num_trained > 0 and num_turns > 24, "some use the calculator"
+    assert num_of_engines == num_trained > 0 and num_turns > 12, "some use the calculator"
 
 
 def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
@@ -79,7 +80,7 @@ def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
     folder = folder_of(tmp_path, prefect_api)
     run_arguments = folder.run_arguments("a", *SMALL, preset="agent")
     process = folder.start(*run_arguments)
-    wait_for_replies(folder, process, 0)  # killed once replies were given, and before the shard is committed
+    wait_for_replies(folder, process)  # killed once replies were given, and before the shard is committed
     kill_group(process)
     store = folder.open_store()
     assert not store.exists(f"runs/a/rl/00000/{SHARD}/manifest.json"), "it is too late to kill it"
@@ -94,14 +95,14 @@ def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.final_sha256("b", ITERATIONS)
 
 
-def wait_for_replies(folder: Folder, process: psutil.Popen, iteration: int) -> None:  # type: ignore[type-arg]
+def wait_for_replies(folder: Folder, process: subprocess.Popen[str]) -> None:
     store, deadline = folder.open_store(), time.monotonic() + 300
-    while not store.list(f"runs/a/rl/{iteration:05d}/{SHARD}/calls"):
+    while not store.list(f"runs/a/rl/00000/{SHARD}/calls"):
         assert process.poll() is None and time.monotonic() < deadline, (folder.path / "output.log").read_text()[-4000:]
         time.sleep(0.05)
 
 
-def wait_for_process(process: psutil.Popen, word: str) -> psutil.Process:  # type: ignore[type-arg]
+def wait_for_process(process: subprocess.Popen[str], word: str) -> psutil.Process:
     deadline = time.monotonic() + 300
     while True:
         for found in descendants(process, word):

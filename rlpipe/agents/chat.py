@@ -25,13 +25,13 @@ REFUSED = ("stop", "logit_bias", "functions", "function_call", "audio", "predict
 
 
 class ChatRefused(Exception):
-    """A call that is answered with an error, in OpenAI's shape. No client tries it again."""
+    """A call that is answered with an error. No client tries it again."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body: JsonDict = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.code = code
+        self.param = param
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,10 @@ class GivenReplies:
     sampled: list[Completion]
     num_context_tokens: int
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(sampled.tokens) for sampled in self.sampled)
+
 
 class AgentRollout:
     """What an agent is answered with. `begin` comes first, and again for each further try."""

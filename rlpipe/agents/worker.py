@@ -102,7 +102,13 @@ def _path() -> str:
 
 
 def _settings(request: JsonDict) -> dict[str, str]:
-    return {"OPENAI_BASE_URL": request["base_url"], "OPENAI_API_KEY": request["api_key"]}
+    base_url, key = request["base_url"], request["api_key"]
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
+    }
 
 
 def _end_with_owner() -> None:
