@@ -15,6 +15,7 @@ from rlpipe.agents.endpoint import AgentEndpoint
 from rlpipe.agents.rollout import AgentRollout, CallKey
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
+from rlpipe.types import UserError
 from tests.agent_world import ANSWER, CALL, TOOL, SpokenPool, rollout_of, tokenizer_in
 
 ASKED: list[Any] = [{"role": "user", "content": "Calculate 3*4"}]
@@ -235,6 +236,13 @@ async def test_an_agent_that_starts_again_is_answered_with_what_was_kept(pool: S
                 model="policy", messages=ASKED, tools=[TOOL]
             )  # asked once more, it is sampled anew
             assert len(pool.groups) == 3 and pool.groups.pop().params[0].seed != pool.groups[0].params[0].seed
+
+
+async def test_an_address_that_is_not_here_is_said(tokenizer: ChatTokenizer) -> None:
+    endpoint = AgentEndpoint(tokenizer)
+    with pytest.raises(UserError, match=r"rl\.agent_address='192\.0\.2\.1'"):
+        await endpoint.start("192.0.2.1")
+    await endpoint.close()
 
 
 async def test_a_fault_of_the_run_is_no_fault_of_the_agent(pool: SpokenPool, tokenizer: ChatTokenizer) -> None:

@@ -22,6 +22,7 @@ from rlpipe.agents.openai_wire import OpenAiWire
 from rlpipe.agents.rollout import AgentRollout, GivenReplies
 from rlpipe.config.secrecy import key_fits
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.types import UserError
 
 BODY_BYTES_MAX = 64 << 20
 BACKLOG = 1024
@@ -62,9 +63,14 @@ class AgentEndpoint:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
 
     async def start(self, address: str) -> None:
-        """Listens on a free port of `address`."""
+        """Listens on a free port of `address`; UserError when that is none of this machine."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, address, 0, backlog=BACKLOG).start()
+        try:
+            await web.TCPSite(self._runner, address, 0, backlog=BACKLOG).start()
+        except OSError as error:
+            raise UserError(
+                f"rl.agent_address={address!r}: nobody can listen there ({error}); use an address of this machine"
+            ) from error
         host, port, *_ = self._runner.addresses[0]
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
