@@ -199,3 +199,16 @@ async def test_a_process_that_takes_over_samples_only_what_was_not_kept(folder: 
     assert set(kept) < {key for key in unreferenced(second.run) if "/calls/" in key}
     for session in (second, undisturbed):
         await session.close()
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["rl.environment=calculator"], r"rl\.agent='three_calls:agent': has a loop of its own"),
+        (["rl.oversampling=2"], r"rl\.oversampling=2"),
+        (["rl.agent="], r"rl\.rewards: 'environment' is what an environment, or an agent, gives"),
+    ],
+)
+def test_what_an_agent_cannot_go_with_is_refused(sets: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_config("agent", ["rl.agent=three_calls:agent", *sets], PRESETS)
