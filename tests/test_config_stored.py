@@ -32,6 +32,7 @@ STAGES = [
     ("sft", "policy"), ("sft", "state"), ("sft", "evaluation"), *(("rl", stage) for stage in RL_KINDS),
 ]  # fmt: skip
 SETTINGS = {  # preset and overrides: sha256 of the settings of all stages, at b8afe6a
+    "agent": "820c53220cb991ed3191d3bb7460a6a05b482eef7c873aa184bf4ff7a3e4a46e",
     "calculator": "3c19fd5ded881538cf7f294de4f14dfb77f9608b7a6dff30aa999eaa4f59152f",
     "gsm8k-0.5b": "0dd493de90c2d54983db9113b5e81ff04e418e6475e683a29aff3671561941ab",
     "multi-node": "e6a9ed2eb2536223a5fc8b27b78501807756418de0e3e2d52b3668c8fec0240f",
@@ -101,7 +102,15 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
         "tracking": {"project": "rlpipe", "view_url": ""},
         "trainer": {"deployment": "", "split_over": "gang", "context_ranks": 1},
         "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False},
-        "rl": {"reference": "", "overlap": "none", "environment_total_s": None},
+        "rl": {
+            "reference": "",
+            "overlap": "none",
+            "environment_total_s": None,
+            "agent": "",
+            "agent_timeout_s": 600.0,
+            "agents_max": 8,
+            "agent_address": "127.0.0.1",
+        },
         "checkpoint": {"full_every": 1, "keep_states": 0, "keep_policies_last": 0, "keep_policies_every": 0},
         "evaluation": {"completion_tokens_max": None, "temperature": 1.0, "top_p": None, "rewards": {}},
     }

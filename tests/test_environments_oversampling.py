@@ -181,7 +181,7 @@ def test_who_wrote_what_is_found_again() -> None:
     assert policy_turns(tokenizer, told[:2], [say]) == [range(2)], "ended by its environment"
     assert policy_turns(tokenizer, told[:0], []) == [range(0)]
     prior = Completion(told, logprobs_of([-1.0] * 7), "abort", [(1, 7)], "e")
-    assert played_before(tokenizer, prior, EnvironmentOutcome(0.0, 1, "", {}, [say])).policy_mask == [1, 1, 0, 0, 0, 1, 1]
+    assert played_before(tokenizer, [1], prior, EnvironmentOutcome(0.0, 1, "", {}, [say])).policy_mask == [1, 1, 0, 0, 0, 1, 1]
     with pytest.raises(AssertionError, match="other tokens"):
         policy_turns(tokenizer, told, [[{"role": "user", "content": "y"}]])
 

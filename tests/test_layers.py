@@ -15,7 +15,8 @@ RANK = {
     "algorithms": 1, "data": 1, "models": 1, "store": 1, "processes": 1,
     "rewards": 2, "environments": 2, "services": 2, "report": 2, "view": 2,
     "engines": 3, "trainer": 3,
-    "stages": 4,
+    "agents": 4,
+    "stages": 5,
 }  # fmt: skip
 ONLY_IN = {"obstore": "store", "botocore": "store", "mlflow": "report", "starlette": "view", "uvicorn": "view"}
 NEVER_IN_RLPIPE = {"prefect", "tasks", "flows"}

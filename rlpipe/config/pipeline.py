@@ -25,6 +25,9 @@ OPERATIONAL_FIELDS = {
     "rl.reward_timeout_s",
     "rl.environment_timeout_s",
     "rl.environment_total_s",
+    "rl.agent_timeout_s",
+    "rl.agents_max",
+    "rl.agent_address",
     "rl.on_mismatch",
     "rl.mismatch_max",
 }

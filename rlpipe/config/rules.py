@@ -114,12 +114,15 @@ def _of_data(config: PipelineConfig) -> Iterator[str]:
 
 def _of_sampling(config: PipelineConfig) -> Iterator[str]:
     rl = config.rl
+    if rl.agent and rl.environment:
+        yield f"{rl.agent=}: has a loop of its own, and {rl.environment=} would be another; leave one of them out"
+    if rl.agent and rl.oversampling > 1:
+        yield f"{rl.oversampling=}: a rollout that is cut short would go on in the next iteration, and its agent is gone by then; use oversampling = 1"
     if rl.environment_args and not rl.environment:
         yield "rl.environment_args without an environment: name one as rl.environment, or leave them out"
-    if "environment" in rl.rewards and not (rl.environment or rl.rollouts_from):
-        yield "rl.rewards: 'environment' is the sum of an environment's step rewards; name one as rl.environment"
-    if "environment" in config.evaluation.rewards and not rl.environment:
-        yield "evaluation.rewards: 'environment' is the sum of an environment's step rewards; name one as rl.environment"
+    for name, rewards in (("rl", {} if rl.rollouts_from else rl.rewards), ("evaluation", config.evaluation.rewards)):
+        if "environment" in rewards and not (rl.environment or rl.agent):
+            yield f"{name}.rewards: 'environment' is what an environment, or an agent, gives; name one as rl.environment or rl.agent"
     if not rl.rewards:
         yield "rl.rewards is empty: name at least one, for example rewards = {math = 1.0}"
     if rl.pass_rate_low > rl.pass_rate_high:
@@ -188,7 +191,7 @@ def _of_stored_rollouts(config: PipelineConfig) -> Iterator[str]:
     if (
         source
         and "environment" in rl.rewards
-        and not (rl.environment or config.evaluation.rewards)
+        and not (rl.environment or rl.agent or config.evaluation.rewards)
         and config.sets("evaluation")
     ):
         yield "rl.rewards: evaluations sample, and 'environment' needs one; name an rl.environment for them, or drop them"

@@ -63,7 +63,7 @@ class RlConfig(OptimizerConfig):
         default=256,
         ge=1,
         le=TOKENS_MAX,
-        description="Longest completion, tokens; in an environment the whole rollout after its prompt",
+        description="Longest completion, tokens; in an environment, or of an agent, the whole rollout after its prompt",
     )
     temperature: float = Field(default=1.0, ge=0.01, le=2, description="Sampling temperature")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1 is off (and what training assumes)")
@@ -116,7 +116,14 @@ class RlConfig(OptimizerConfig):
     environment_total_s: Timeout | None = Field(
         default=None, description="Longest time of all steps of an environment in one rollout together, s; none: no such limit"
     )
-    turns_max: int = Field(default=4, ge=1, le=10_000, description="Completions per rollout in an environment")
+    turns_max: int = Field(default=4, ge=1, le=10_000, description="Completions per rollout in an environment, or of an agent")
+    agent: str = Field(
+        default="",
+        description="Agent with a loop of its own, a command or package.module:function, which talks to an OpenAI-compatible endpoint",
+    )
+    agent_timeout_s: Timeout = Field(default=600.0, description="Longest rollout of an agent, s")
+    agents_max: int = Field(default=8, ge=1, le=4096, description="Agents at work at once, each in a process")
+    agent_address: str = Field(default="127.0.0.1", min_length=1, description="Address that the endpoint of agents listens on")
     overlap: Literal["none", "steps", "iteration"] = Field(
         default="none",
         description="What runs side by side; steps: a step is taken as soon as its groups are sampled, beside the sampling of later ones; "
@@ -172,6 +179,11 @@ class RlConfig(OptimizerConfig):
             return checked(value)
         except ValidationError:  # one line, where each part of the choice would have its own
             raise ValueError("use left_out, a finite number, or none") from None
+
+    @property
+    def world(self) -> str:
+        """What a rollout of several turns is played with, as a user writes it."""
+        return f"rl.agent={self.agent!r}" if self.agent else f"rl.environment={self.environment!r}"
 
     @property
     def leaves_out(self) -> bool:

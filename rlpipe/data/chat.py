@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import logging
@@ -132,7 +133,7 @@ class ChatTokenizer:
         tokens = self._encode(tails[0])
         normalizer = self._tokenizer.normalizer  # Qwen's composes letters and accents (NFC)
         text = normalizer.normalize_str(tails[0]) if normalizer else tails[0]
-        if tails[0] != tails[1] or self._raw(tokens) != text:
+        if tails[0] != tails[1] or self.decode_raw(tokens) != text:
             raise _no_continuation(messages)
         return tokens
 
@@ -146,6 +147,17 @@ class ChatTokenizer:
         if not (turn_end and after_last.startswith(turn_end) and all(message_text(message) in rest for message in messages)):
             raise _no_continuation(messages)
         return rest
+
+    def with_tools(self, tools: list[JsonDict]) -> ChatTokenizer:
+        """The same tokenizer, whose template gets these tools."""
+        other = copy.copy(self)
+        other._template = self._template.with_tools(tools)
+        return other
+
+    @property
+    def knows_tool_calls(self) -> bool:
+        """Whether the template writes the `tool_calls` of messages."""
+        return self._template.knows_tool_calls
 
     def decode(self, tokens: list[int]) -> str:
         """The text of `tokens` without special tokens."""
@@ -191,12 +203,13 @@ class ChatTokenizer:
             tokens += piece
             mask += [index % 2] * len(piece)
         whole = self._tokenizer.encode(text, add_special_tokens=False)
-        if tokens == whole.ids or self._raw(tokens) == self._raw(whole.ids):
+        if tokens == whole.ids or self.decode_raw(tokens) == self.decode_raw(whole.ids):
             return tokens, mask
         # a tokenizer that puts a space before every text (SentencePiece): pieces would differ from the whole
         return whole.ids, [int(any(start <= left and right <= end for start, end in spans)) for left, right in whole.offsets]
 
-    def _raw(self, tokens: list[int]) -> str:
+    def decode_raw(self, tokens: list[int]) -> str:
+        """The text of `tokens` with special tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 

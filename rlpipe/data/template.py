@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import itertools
 import json
@@ -15,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlpipe.records.prompt import Messages
-from rlpipe.types import UserError
+from rlpipe.types import JsonDict, UserError
 
 # what a template's expressions may raise
 FAULTS = (
@@ -78,6 +79,13 @@ class ChatTemplate:
         self._variables = {"tools": None, "documents": None, **special_tokens, **(variables or {})}
         assert not {"messages", "add_generation_prompt"} & set(self._variables), "the config refuses these"
         self.has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+        self.knows_tool_calls = "tool_calls" in source
+
+    def with_tools(self, tools: list[JsonDict]) -> ChatTemplate:
+        """The same template with these tools, as JSON schemas."""
+        other = copy.copy(self)
+        other._variables = self._variables | {"tools": tools}
+        return other
 
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
         """The conversation as text; UserError when the template refuses it."""

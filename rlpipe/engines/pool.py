@@ -38,6 +38,7 @@ class GroupRequest:
     prompt_tokens: list[int]
     params: list[Sampling]  # one per completion; max_new_tokens counts the prior tokens too
     prior: list[Completion]
+    home: str = ""  # the engine that has computed the beginning already, where one has
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens and self.params, f"{self.prompt_id} asks for nothing"
@@ -107,7 +108,7 @@ class EnginePool:
                 watchers = [tasks.create_task(self._keep_looking_up(enough)), tasks.create_task(self.fleet.keep_taking_in())]
                 whole = []
                 for number, group in enumerate(groups):
-                    home = Anchor()
+                    home = Anchor(group.home)
                     rollouts = [
                         tasks.create_task(self._rollout(group, (number, index), home, on_rollout, enough))
                         for index in range(len(group.params))

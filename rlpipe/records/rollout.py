@@ -110,6 +110,19 @@ class Conversation:
     loss_mask: Mask
 
 
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """A branch of an agent's conversation beside that which its rollout is made of: kept to be looked at, not trained."""
+
+    group_index: Int32
+    rollout_index: Int32
+    branch_index: Int32  # in the order in which their last replies were given
+    prompt_tokens: Tokens  # [P]
+    completion_tokens: Tokens  # [L]
+    loss_mask: Mask  # [L], 1 where a token was sampled
+    rollout_logprobs: Logprobs  # [L]
+
+
 Group = list[Rollout]
 SCORE_COLUMNS = ["reward", "reward_parts", "reward_fault"]
 BATCH = list(column_kinds(Rollout))

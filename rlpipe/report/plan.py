@@ -148,7 +148,8 @@ def plan_lines(config: PipelineConfig) -> list[str]:
     return [
         f"processes: 1 flow, {config.trainer.ranks * config.trainer.nodes} trainer ranks, "
         f"{engines} engines, {rl.reward_workers} reward workers"
-        + (f", {rl.reward_workers} environment workers" if rl.environment else ""),
+        + (f", {rl.reward_workers} environment workers" if rl.environment else "")
+        + (f", at most {rl.agents_max} agents" if rl.agent else ""),
         *process_lines(config),
         f"SFT: {sft.num_steps} steps x {sft.batch_size} conversations, {segments} segments of {sft.segment_steps}",
         f"RL: {rl.num_iterations} iterations x {rl.num_steps} steps = {rl.num_iterations * rl.num_steps} optimizer steps",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from rlpipe.agents.pool import check_agent
 from rlpipe.algorithms.filters import apply_filters, check_thresholds, resolve_filters, trial_group
 from rlpipe.config.pipeline import DataConfig, PipelineConfig
 from rlpipe.data.sources import fitting, load_conversations, load_prompts, question, room_for, split_validation
@@ -193,11 +194,16 @@ class Content:
         self.roles = check_environment(rl.environment, rl.environment_args)
         return f"environment: {rl.environment}"
 
+    def agent(self) -> str:
+        """The agent's program is there, or its function loads."""
+        check_agent(self.config.rl.agent)
+        return f"agent: {self.config.rl.agent}"
+
     def rewards(self, uses: list[str], tried: bool) -> str:
         """The rewards of these uses load, and score something of each set; not where an environment, or stored rollouts, would have to
         be made up. `uses`: one or both; both are scored by the rewards of the first."""
         config, rl = self.config, self.config.rl
-        sets = self._prompt_sets() if tried and not (rl.environment or rl.rollouts_from) else []
+        sets = self._prompt_sets() if tried and not (rl.environment or rl.agent or rl.rollouts_from) else []
         rows = {label(data): [row.for_reward() for row in read[:ROWS_MAX]] for data, read in sets if data.use in uses}
         written = [read[0][-1]["content"] for read in self.conversations.values()] if tried else []
         rewards, args = config.rewards(uses[0]), config.reward_args(uses[0])
@@ -214,7 +220,7 @@ class Content:
         filters = resolve_filters(rl.filters)
         if tried:
             check_thresholds(rl.filters)
-        for resolved in filters if tried and not rl.environment else []:
+        for resolved in filters if tried and not (rl.environment or rl.agent) else []:
             apply_filters([trial_group(rl.group_size, map(part_of, rl.rewards))], [resolved])
         return f"filters: {', '.join(f'{name} {threshold:g}' for name, threshold in rl.filters.items()) or 'none'}"
 

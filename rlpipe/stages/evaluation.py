@@ -11,7 +11,7 @@ from rlpipe.engines.client import NOTHING_YET
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
-from rlpipe.stages.generation import ENVIRONMENT, SAMPLING, sample, sampling_params
+from rlpipe.stages.generation import ENVIRONMENT, SAMPLING, agent_fields, sample, sampling_params
 from rlpipe.stages.rollouts import PromptGroup, rollouts_of
 from rlpipe.stages.sampling import check_lengths, encoded_prompts
 from rlpipe.stages.scoring import SCORING, score_rollouts
@@ -31,7 +31,7 @@ def evaluated_by(config: PipelineConfig) -> list[str]:
     named = own + (["temperature"] if config.evaluation.temperature != 1.0 else [])
     shared = [name for name in EVALUATED_BY if name not in [f"rl.{name}" for name in own]]
     dropped_by = ["model.context_tokens_max"] if config.drops("evaluation") else []
-    return shared + [f"evaluation.{name}" for name in named] + dropped_by
+    return shared + agent_fields(config) + [f"evaluation.{name}" for name in named] + dropped_by
 
 
 @stage("", "evaluation", settings=evaluated_by)

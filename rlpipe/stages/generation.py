@@ -9,11 +9,13 @@ import time
 from collections import Counter
 
 from rlpipe.algorithms.steps import step_ranges
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
 from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, Group, Rollout, grouped
+from rlpipe.stages.agents import act, write_branches
 from rlpipe.stages.filtering import Survivors
 from rlpipe.stages.rollouts import PromptGroup, ShardGroups, prior
 from rlpipe.stages.sampling import carried_groups
@@ -34,10 +36,15 @@ SAMPLED_BY = ["rl.group_size", "rl.temperature", "rl.shard_prompts", "rl.oversam
 ENDED_BY = ["rl.num_prompts", "rl.groups_min", *SCORING, "rl.filters", "rl.mask_truncated"]  # a round that is over-sampled
 
 
+def agent_fields(config: PipelineConfig) -> list[str]:
+    """What samples, where that is an agent."""
+    return ["rl.agent"] if config.rl.agent else []
+
+
 @stage(
     "rl",
     "rollouts/round-{round_index}/shard-{shard:03d}",
-    settings=lambda config: SAMPLED_BY + (ENDED_BY if config.rl.oversampling > 1 else []),
+    settings=lambda config: SAMPLED_BY + agent_fields(config) + (ENDED_BY if config.rl.oversampling > 1 else []),
 )
 async def generate(
     session: Session,
@@ -69,12 +76,18 @@ async def generate(
         completions = await _until_enough(made, survivors)
     else:
         await _in_turn(session, keys, shard)
-        completions = await sample(session, requests, [group.prompt for group in shard_groups], made.score)
+        prompts_of_groups = [group.prompt for group in shard_groups]
+        completions = await sample(session, requests, prompts_of_groups, made.score, shard=keys[shard])
     rollouts = [rollout for index, group in enumerate(completions) for rollout in await made.rollouts(index, group)]
     await _check_answered(session, keys, shard, rollouts)
-    file = await asyncio.to_thread(attempt.write, "rollouts.parquet", rollouts, Rollout, ROLLOUTS)
+    files = [await asyncio.to_thread(attempt.write, "rollouts.parquet", rollouts, Rollout, ROLLOUTS)]
+    files += await asyncio.to_thread(
+        write_branches,
+        attempt,
+        [(group.group_index, sampled) for group, sampled in zip(shard_groups, completions, strict=True)],
+    )
     num_tokens = sum(rollout.num_sampled_by(version) for rollout in rollouts)
-    return Produced([file], {"num_rollouts": len(rollouts), "num_tokens": num_tokens}, weight_version=version)
+    return Produced(files, {"num_rollouts": len(rollouts), "num_tokens": num_tokens}, weight_version=version)
 
 
 def num_shards(session: Session, num_prompts: int) -> int:
@@ -132,8 +145,12 @@ async def sample(
     prompts: list[Prompt],
     on_group: OnGroup | None = None,
     enough: asyncio.Event | None = None,
+    shard: StageKey | None = None,
 ) -> list[list[Completion]]:
-    """The completions of every group, in the environment where there is one; whole, unless `enough` is set (`EnginePool.generate`)."""
+    """The completions of every group, in the environment, or by the agent, where there is one. `on_group`, `enough`: as in `EnginePool.generate`; not for
+    agents, which keep the replies that they were given beside `shard`."""
+    if session.config.rl.agent:
+        return await act(session, requests, prompts, shard)
     if session.config.rl.environment:
         return await play(session, requests, prompts, on_group, enough)
     return await session.pool.generate(requests, on_group, enough)
@@ -209,9 +226,9 @@ async def _check_answered(session: Session, keys: list[StageKey], shard: int, ro
                 since = time.monotonic()
         if all(other in session.unanswered for other in waiting):
             raise UserError(
-                f"rl.environment={session.config.rl.environment!r} has answered no rollout of iteration {key.iteration} without a fault; "
+                f"{session.config.rl.world} has answered no rollout of iteration {key.iteration} without a fault; "
                 f"{key.stage}: {faults.total()} of {len(rollouts)} rollouts had one ({dict(faults)}; the log says which). These are not "
-                "committed: mend the environment and start again, and they are sampled again"
+                "committed: mend it and start again, and they are sampled again"
             )
         await asyncio.sleep(POLL_S)
     raise EngineError(f"{key.stage}: its environment failed all that it heard, and no other shard ended in {patience_s:g} s")

@@ -125,6 +125,8 @@ def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, run
         looks.append(("validation", content.validation))
     if rl.num_iterations and not is_complete and rl.environment:
         looks.append(("environment", content.environment))
+    if rl.num_iterations and not is_complete and rl.agent:
+        looks.append(("agent", content.agent))
     if data and not has_base:
         looks.append(("tokenizer", content.tokenizer))
     if rl.reference and not is_complete and (run is None or not run.has_reference):

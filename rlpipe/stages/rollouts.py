@@ -62,8 +62,9 @@ def rollouts_of(
     rollouts = []
     for index, (params, completion) in enumerate(zip(request.params, completions, strict=True)):
         mask = loss_mask(completion.spans, version, train_stale_tokens)
-        outcome = None
+        prompt_tokens, outcome = prompt.prompt_tokens, None
         if isinstance(completion, PlayedCompletion):
+            prompt_tokens = np.array(completion.prompt_tokens, dtype=np.int32)
             mask, outcome = mask * np.array(completion.policy_mask, dtype=np.int8), completion.outcome
         rollouts.append(
             Rollout(
@@ -71,7 +72,7 @@ def rollouts_of(
                 group_index=group.group_index,
                 rollout_index=index,
                 prompt=str(prompt.messages[-1]["content"]),
-                prompt_tokens=prompt.prompt_tokens,
+                prompt_tokens=prompt_tokens,
                 completion=session.tokenizer.decode(completion.tokens.tolist()),
                 completion_tokens=np.array(completion.tokens, dtype=np.int32),
                 loss_mask=mask,
@@ -97,7 +98,9 @@ def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bo
 def prior(session: Session, carried: CarriedRollout) -> Completion:
     """What there is already of a carried rollout, with what its environment has said."""
     sampled = prior_of(carried, session.config.rl.completion_tokens_max)
-    return sampled if carried.environment is None else played_before(session.tokenizer, sampled, carried.environment)
+    if carried.environment is None:
+        return sampled
+    return played_before(session.tokenizer, carried.prompt_tokens.tolist(), sampled, carried.environment)
 
 
 def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:

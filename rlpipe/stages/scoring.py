@@ -51,9 +51,9 @@ def score_rollouts(
 
 
 def _unscored(session: Session, use: str, faults: Counter[str], counts: str) -> str:
-    if all(reason.startswith("environment_") for reason in faults):
+    if all(reason.startswith(("environment_", "agent_")) for reason in faults):
         return (
-            f"rl.environment={session.config.rl.environment!r}: {counts}. Mend the environment and start again; rollouts that are "
+            f"{session.config.rl.world}: {counts}. Mend it and start again; rollouts that are "
             f"committed with their faults stay so: sample them anew in a fork of {session.run.name} from an iteration before them"
         )
     section = "evaluation" if use == "evaluation" and session.config.evaluation.rewards else "rl"

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from rlpipe.agents.pool import Agents
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.cursor import PromptCursor
@@ -76,8 +77,7 @@ class Session:
         self._closed = False
         self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
         self.trainer_turn = asyncio.Lock()  # of who brings the trainer to a position, and asks it for what it holds then
-        self._trainer_lock = asyncio.Lock()
-        self._pool_lock = asyncio.Lock()
+        self._trainer_lock, self._pool_lock = asyncio.Lock(), asyncio.Lock()
 
     def _fitting(self, use: str) -> list[list[Prompt]]:
         """The prompt sets of a use without what their `on_too_long` drops: what is drawn from, the same on every start."""
@@ -156,9 +156,8 @@ class Session:
 
     def _reward_pool(self, use: str) -> RewardPool:
         config, rl = self.config, self.config.rl
-        pool = RewardPool(
-            config.rewards(use), config.reward_args(use), workers=rl.reward_workers, timeout_s=rl.reward_timeout_s
-        )
+        rewards, args = config.rewards(use), config.reward_args(use)
+        pool = RewardPool(rewards, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s)
         self._closing.callback(pool.close)
         return pool
 
@@ -166,11 +165,16 @@ class Session:
     def environments(self) -> EnvironmentPool:
         self.check_open()
         rl = self.config.rl
-        pool = EnvironmentPool(
-            rl.environment, rl.environment_args, rl.reward_workers, rl.environment_timeout_s, rl.environment_total_s
-        )
+        limits = rl.environment_timeout_s, rl.environment_total_s
+        pool = EnvironmentPool(rl.environment, rl.environment_args, rl.reward_workers, *limits)
         self._closing.push_async_callback(pool.close)
         return pool
+
+    @cached_property
+    def agents(self) -> Agents:
+        self.check_open()
+        self._closing.push_async_callback((agents := Agents(self.config.rl, self.tokenizer)).close)
+        return agents
 
     def track_data(self, use: str) -> None:
         """Lets the tracker have the data sets of a use."""

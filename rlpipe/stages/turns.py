@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 class PlayedCompletion(Completion):
     """A rollout of several turns. `finish_reason`: "stop" (the environment was done), "length", "turns" or "fault"."""
 
+    prompt_tokens: list[int]
     policy_mask: list[int]  # 1 on the tokens that the policy wrote
     outcome: EnvironmentOutcome
 
@@ -116,7 +117,14 @@ class Turns:
         done = self.completion
         outcome = EnvironmentOutcome(self.reward, self.num_turns, self.fault, dict(self.metrics), self.messages)
         return PlayedCompletion(
-            done.tokens, done.rollout_logprobs, done.finish_reason, done.spans, done.engine, self.policy_mask, outcome
+            done.tokens,
+            done.rollout_logprobs,
+            done.finish_reason,
+            done.spans,
+            done.engine,
+            self.prompt_tokens,
+            self.policy_mask,
+            outcome,
         )
 
 
@@ -137,12 +145,14 @@ def policy_turns(tokenizer: ChatTokenizer, tokens: array[int], messages: list[li
     return [*turns, range(start, len(tokens))]
 
 
-def played_before(tokenizer: ChatTokenizer, completion: Completion, outcome: EnvironmentOutcome) -> PlayedCompletion:
+def played_before(
+    tokenizer: ChatTokenizer, prompt_tokens: list[int], completion: Completion, outcome: EnvironmentOutcome
+) -> PlayedCompletion:
     """What an earlier iteration has of a rollout, with who wrote which token."""
     policy_mask = [0] * len(completion.tokens)
     for turn in policy_turns(tokenizer, completion.tokens, outcome.messages):
         policy_mask[turn.start : turn.stop] = [1] * len(turn)
-    return PlayedCompletion(**vars(completion), policy_mask=policy_mask, outcome=outcome)
+    return PlayedCompletion(**vars(completion), prompt_tokens=prompt_tokens, policy_mask=policy_mask, outcome=outcome)
 
 
 async def play(

@@ -19,6 +19,7 @@ from rlpipe.types import Manifest, StoreError, UserError
 ORDER = {"base": 0, "data": 1, "sft": 2, "rl": 3}  # the phases, as a run goes through them
 PLACE = re.compile(r"(?P<phase>base|sft)/(?P<first>[^/\d][^/]*)|(?P<numbered>sft|rl)/(?P<iteration>\d{5,})/(?P<stage>.+)")
 FAULTS_MAX = 20  # of one kind: a foreign folder of a far number would make a gap of thousands
+CALLS = "calls"  # beside a shard: the replies that its agents were given, until it is committed
 UNCOMMITTED = ("lease", "services", "approval")  # who holds the run, who works for it, who agreed
 
 
@@ -180,14 +181,17 @@ def _lease_faults(run: Run) -> Iterator[str]:
 
 
 def unreferenced(run: Run) -> list[str]:
-    """The keys below the run that no manifest names: data of attempts that lost or died, and temporary files."""
-    kept = {f"{run.root}/run.json"}
-    for folder in manifests(run):
+    """The keys below the run that no manifest names: data of attempts that lost or died, and temporary files. Not the replies that the
+    agents of a shard were given which is not committed: it goes on from them."""
+    kept, committed = {f"{run.root}/run.json"}, manifests(run)
+    for folder in committed:
         kept |= {f"{folder}/{MANIFEST}", f"{folder}/{PRUNED}"}
         kept |= {f"{folder}/{record.name}" for record in read_manifest(run.store, folder).files}
     others = tuple(f"{run.root}/{name}/" for name in UNCOMMITTED)
     left = [key for key in run.store.list(run.root) if key not in kept and not key.startswith(others)]
-    return [key for key in left if not key.endswith("/iteration.json")]
+    done = {f"{folder}/{CALLS}" for folder in committed}
+    calls = {key for key in left if f"/{CALLS}/" in key and key.rsplit("/", 2)[0] not in done}
+    return [key for key in left if key not in calls and not key.endswith("/iteration.json")]
 
 
 def sweep(run: Run) -> list[str]:

@@ -1,0 +1,123 @@
+"""Anthropic's messages: a call is read as the chat completion that asks the same, and its reply written in their form."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.agents.chat import ChatRefused, ChatRequest, read_request
+from rlpipe.agents.rollout import GivenReplies
+from rlpipe.types import JsonDict
+
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+@dataclass(frozen=True)
+class AnthropicWire:
+    """POST /v1/messages."""
+
+    def read(self, body: Any) -> ChatRequest:
+        """The request; ChatRefused names the field that cannot be done."""
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+            raise _invalid("messages", "must be a list of at least one message")
+        if body.get("stop_sequences") or (body.get("thinking") or {}).get("type", "disabled") != "disabled":
+            name = "stop_sequences" if body.get("stop_sequences") else "thinking"
+            raise _invalid(name, "is not supported: it would change the distribution that is trained on")
+        choice = (body.get("tool_choice") or {"type": "auto"}).get("type")
+        system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+        tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.get("name"),
+                    "description": tool.get("description", ""),
+                    "parameters": tool.get("input_schema"),
+                },
+            }
+            for tool in body.get("tools") or []
+        ]
+        messages = [turned for message in body["messages"] for turned in _turned(message)]
+        same = {name: body[name] for name in ("model", "max_tokens", "stream") if name in body}
+        return read_request({**same, "messages": system + messages, "tools": tools, "tool_choice": choice})
+
+    def error(self, refused: ChatRefused) -> JsonDict:
+        return {"type": "error", "error": {"type": KINDS.get(refused.status, "api_error"), "message": str(refused)}}
+
+    def whole(self, call: ChatRequest, answer: GivenReplies) -> JsonDict:
+        return {**self._empty(call, answer), "content": _blocks(answer), **_end(answer), "usage": _usage(answer)}
+
+    def events(self, call: ChatRequest, answer: GivenReplies) -> Iterator[str]:
+        yield _event("message_start", message=self._empty(call, answer))
+        for index, block in enumerate(_blocks(answer)):
+            if block["type"] == "text":
+                empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+            else:
+                empty = {**block, "input": {}}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            yield _event("content_block_start", index=index, content_block=empty)
+            yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        yield _event("message_delta", delta=_end(answer), usage=_usage(answer))
+        yield _event("message_stop")
+
+    def _empty(self, call: ChatRequest, answer: GivenReplies) -> JsonDict:
+        head = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": call.model,
+            "content": [],
+        }
+        return {**head, "stop_reason": None, "stop_sequence": None, "usage": {**_usage(answer), "output_tokens": 0}}
+
+
+def _turned(message: Any) -> list[JsonDict]:
+    """A message as chat completions have it: the results of tools are messages of their own, before what the user says with them."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        return [message]
+    text = [block for block in content if block.get("type") not in ("tool_use", "tool_result")]
+    calls = [
+        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}}
+        for block in content
+        if block.get("type") == "tool_use"
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")}
+        for block in content
+        if block.get("type") == "tool_result"
+    ]
+    said = [{"role": message.get("role"), "content": text, "tool_calls": calls}] if text or calls or not results else []
+    return results + said
+
+
+def _blocks(answer: GivenReplies) -> list[JsonDict]:
+    message = answer.nodes[0].messages[-1]
+    text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    calls = message.get("tool_calls", [])
+    return text + [
+        {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": call["function"]["arguments"]}
+        for call in calls
+    ]
+
+
+def _end(answer: GivenReplies) -> JsonDict:
+    reason = answer.sampled[0].finish_reason
+    calls = reason == "stop" and answer.nodes[0].messages[-1].get("tool_calls")
+    return {"stop_reason": "tool_use" if calls else STOP_REASONS[reason], "stop_sequence": None}
+
+
+def _usage(answer: GivenReplies) -> JsonDict:
+    return {"input_tokens": answer.num_context_tokens, "output_tokens": answer.num_sampled_tokens}
+
+
+def _event(name: str, **fields: Any) -> str:
+    return f"event: {name}\ndata: {json.dumps({'type': name, **fields})}\n\n"
+
+
+def _invalid(name: str, what: str) -> ChatRefused:
+    return ChatRefused(400, f"{name}: {what}", "unsupported", name)

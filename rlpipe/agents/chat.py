@@ -1,0 +1,184 @@
+"""OpenAI's chat completions on the wire: what an agent asks, as a record, and the message that a completion becomes.
+
+Messages are kept in one form: {"role", "content"} with text, of the assistant perhaps with "tool_calls" whose arguments are parsed, of a
+tool with "tool_call_id". Two messages that say the same are then equal, however their JSON was written.
+
+A tool call stands in a completion as Hermes and Qwen write it: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.records.prompt import Message, Messages, is_text
+from rlpipe.types import JsonDict
+
+CHOICES_MAX = 128
+TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# what would change which tokens are likely, and so be trained on as if the policy had chosen freely
+REFUSED = ("stop", "logit_bias", "functions", "function_call", "audio", "prediction")
+
+
+class ChatRefused(Exception):
+    """A call that is answered with an error. No client tries it again."""
+
+    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What one call asks. How it is sampled (temperature, top_p, seed) is the run's to say, and not in it."""
+
+    model: str
+    messages: Messages
+    tools: list[JsonDict]
+    calls_tools: bool  # whether tool calls in the completion are taken for such
+    num_choices: int
+    tokens_max: int | None
+    with_logprobs: bool
+    stream: bool
+    with_usage: bool  # at the end of a stream
+
+
+def read_request(body: Any) -> ChatRequest:
+    """The request in a JSON body; ChatRefused names the field that cannot be done."""
+    if not isinstance(body, dict):
+        raise _invalid("body", "must be a JSON object")
+    for name in REFUSED:
+        if body.get(name):
+            raise _invalid(name, "is not supported: it would change the distribution that is trained on")
+    if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
+        raise _invalid(
+            "response_format", "only text is supported: a constraint would change the distribution that is trained on"
+        )
+    choice = body.get("tool_choice") or "auto"
+    if choice not in ("none", "auto"):
+        raise _invalid("tool_choice", "is 'none' or 'auto': another would constrain what is sampled")
+    if body.get("top_logprobs"):
+        raise _invalid("top_logprobs", "engines give the logprobs of sampled tokens only; leave it out, or 0")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _invalid("messages", "must be a list of at least one message")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+        raise _invalid("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
+    limit = body.get("max_completion_tokens", body.get("max_tokens"))
+    return ChatRequest(
+        model=str(body.get("model", "policy")),
+        messages=[read_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
+        tools=tools,
+        calls_tools=bool(tools) and choice == "auto",
+        num_choices=_whole("n", 1 if body.get("n") is None else body["n"], CHOICES_MAX),
+        tokens_max=None if limit is None else _whole("max_completion_tokens", limit, 1 << 31),
+        with_logprobs=bool(body.get("logprobs")),
+        stream=bool(body.get("stream")),
+        with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+    )
+
+
+def read_message(message: Any, where: str) -> Message:
+    """A message in the one form; ChatRefused when it is none, or holds more than text."""
+    role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
+    if role is None:
+        raise _invalid(where, f"needs a role, one of {', '.join(ROLES)}")
+    read: Message = {"role": role, "content": _text(message.get("content"), f"{where}.content")}
+    if role == "assistant" and message.get("tool_calls"):
+        read["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message["tool_calls"]]
+    if role == "tool":
+        read["tool_call_id"] = str(message.get("tool_call_id", ""))
+    return read
+
+
+def assistant_message(text: str, request: ChatRequest, new_id: Callable[[int], str]) -> Message:
+    """What a completion says, in the one form. Text that is no call of a tool of the request stays text."""
+    names = {tool["function"]["name"] for tool in request.tools} if request.calls_tools else set()
+    calls: list[JsonDict] = []
+    for number, match in enumerate(TOOL_CALL.finditer(text)):
+        call = _parsed(match[1])
+        if not isinstance(call, dict) or call.get("name") not in names or not isinstance(call.get("arguments", {}), dict):
+            calls = []
+            break
+        function = {"name": call["name"], "arguments": call.get("arguments", {})}
+        calls.append({"id": new_id(number), "type": "function", "function": function})
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": text[: text.index("<tool_call>")].strip(), "tool_calls": calls}
+
+
+def on_the_wire(message: Message) -> JsonDict:
+    """An assistant's message as OpenAI's clients read it: arguments are text, no content is null."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", [])
+    ]
+    return {
+        "role": "assistant",
+        "content": message["content"] or (None if calls else ""),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def as_text(message: Message) -> Message:
+    """A message for a chat template that knows no tool calls: they are written into its content."""
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
+    return {
+        "role": message["role"],
+        "content": message["content"] + "".join(f"<tool_call>{call}</tool_call>" for call in calls),
+    }
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a content: of none, of a text, of parts of text."""
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise _invalid(where, "only parts of type text are supported")
+        content = "".join(str(part.get("text", "")) for part in content)
+    content = "" if content is None else content
+    if not is_text(content):
+        raise _invalid(where, "must be text that can be stored")
+    return content
+
+
+def _tool_call(call: Any, where: str) -> JsonDict:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not is_text(function.get("name")):
+        raise _invalid(where, 'holds entries {"id", "type": "function", "function": {"name", "arguments"}}')
+    arguments = function.get("arguments", "")
+    parsed = _parsed(arguments) if isinstance(arguments, str) else arguments
+    # what is no JSON object stays as it is: it is the agent's own
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": parsed if isinstance(parsed, dict) else arguments},
+    }
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    return isinstance(function, dict) and is_text(function.get("name"))
+
+
+def _whole(name: str, value: Any, largest: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise _invalid(name, f"must be a whole number from 1 to {largest}")
+    return value
+
+
+def _invalid(name: str, what: str) -> ChatRefused:
+    return ChatRefused(400, f"{name}: {what}", "unsupported", name)

@@ -1,0 +1,106 @@
+"""The tokens of one rollout of an agent, as a tree: a node for each reply, a branch for each leaf.
+
+A call goes on from the node whose conversation it repeats: that node's tokens stay as they were sampled, and only the new messages are
+encoded. Where it repeats none (the agent has rewritten its history, or the chat template does not let the conversation go on), a new
+branch begins, and the whole conversation is encoded as its prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlpipe.agents.chat import ChatRequest, as_text
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
+from rlpipe.records.prompt import Message, Messages
+from rlpipe.records.rollout import CUT_SHORT
+from rlpipe.types import JsonDict, UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What a reply is sampled after: a branch's prompt, and what came after that so far."""
+
+    parent: Node | None  # none: a new branch
+    prompt_tokens: list[int]
+    prior: Completion  # unfinished
+    policy_mask: bytes  # of the tokens of `prior`: 1 on those that were sampled
+    added: list[Messages]  # what each call of the branch brought, this one last
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A reply, and all before it."""
+
+    parent: Node | None
+    messages: Messages  # of the conversation, the reply last
+    tools: list[JsonDict]
+    prompt_tokens: list[int]
+    completion: Completion  # of the whole branch so far: it ends with what was sampled for this reply
+    policy_mask: bytes
+    added: list[Messages]
+
+    @property
+    def num_turns(self) -> int:
+        """Replies of the branch."""
+        return len(self.added)
+
+
+@dataclass(eq=False)
+class ConversationTree:
+    """What was given to one agent."""
+
+    tokenizer: ChatTokenizer
+    nodes: list[Node] = field(default_factory=list)
+    last: Node | None = None  # the newest reply; of several choices the first
+
+    def context(self, request: ChatRequest) -> Context:
+        """Where a call goes on. UserError when the chat template refuses the conversation."""
+        known = [node for node in list(self.nodes) if self._goes_on(node, request)]
+        for node in sorted(known, key=lambda node: len(node.messages), reverse=True):
+            news = request.messages[len(node.messages) :]
+            try:
+                tokens = self.tokenizer.encode_continuation(news)
+            except UserError:  # a template that does not continue: the next best is to begin anew
+                continue
+            version, _ = node.completion.spans[-1]
+            said = Completion(
+                tokens_of(tokens), logprobs_of([0.0] * len(tokens)), CUT_SHORT, [(version, len(tokens))], node.completion.engine
+            )
+            mask = node.policy_mask + bytes(len(tokens))
+            return Context(node, node.prompt_tokens, node.completion.then(said), mask, [*node.added, news])
+        tokenizer = self.tokenizer.with_tools(request.tools) if request.tools else self.tokenizer
+        messages = request.messages if tokenizer.knows_tool_calls else [*map(as_text, request.messages)]
+        return Context(None, tokenizer.encode_prompt(messages), NOTHING_YET, b"", [request.messages])
+
+    def _goes_on(self, node: Node, request: ChatRequest) -> bool:
+        """Whether a call is the node's conversation and more. A reply that was cut off has no end that something could come after."""
+        news = request.messages[len(node.messages) :]
+        return (
+            bool(news)
+            and node.completion.finish_reason == "stop"
+            and node.tools == request.tools
+            and request.messages[: len(node.messages)] == node.messages
+            and not any(message["role"] == "assistant" for message in news)
+        )
+
+    def reply(self, request: ChatRequest, context: Context, sampled: Completion, message: Message) -> Node:
+        """The node of a reply: `sampled` is what came after its context."""
+        node = Node(
+            context.parent,
+            [*request.messages, message],
+            request.tools,
+            context.prompt_tokens,
+            context.prior.then(sampled),
+            context.policy_mask + bytes([1]) * len(sampled.tokens),
+            context.added,
+        )
+        assert len(node.policy_mask) == len(node.completion.tokens)
+        self.nodes.append(node)
+        return node
+
+    @property
+    def branches(self) -> list[Node]:
+        """The replies that no other goes on from, in the order in which they were given."""
+        inner = {id(node.parent) for node in self.nodes}
+        return [node for node in self.nodes if id(node) not in inner]

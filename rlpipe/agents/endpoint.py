@@ -1,0 +1,147 @@
+"""The OpenAI-compatible endpoint in front of the pool: each rollout has its own URL and key while its agent runs.
+
+Routes, below the rollout's URL: POST /chat/completions, POST /messages (Anthropic's), GET /models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from rlpipe.agents.anthropic_wire import AnthropicWire
+from rlpipe.agents.chat import ChatRefused, ChatRequest
+from rlpipe.agents.openai_wire import OpenAiWire
+from rlpipe.agents.rollout import AgentRollout, GivenReplies
+from rlpipe.config.secrecy import key_fits
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.types import UserError
+
+BODY_BYTES_MAX = 64 << 20
+BACKLOG = 1024
+KEEP_ALIVE_S = 10.0  # a stream whose reply is not there yet says so
+SHUTDOWN_S = 2.0
+MODEL = "policy"
+CHAT, MESSAGES = "/{rollout}/v1/chat/completions", "/{rollout}/v1/messages"
+Wire = OpenAiWire | AnthropicWire
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where one agent reaches its rollout."""
+
+    base_url: str
+    api_key: str
+
+
+@dataclass(frozen=True)
+class _Guest:
+    rollout: AgentRollout
+    api_key: str
+
+
+class AgentEndpoint:
+    """The server. Lives on the event loop that started it."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._openai = OpenAiWire(tokenizer)
+        self._wires: dict[str, Wire] = {CHAT: self._openai, MESSAGES: AnthropicWire()}
+        self._guests: dict[str, _Guest] = {}
+        self._numbers = itertools.count()
+        self._url = ""
+        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._guard])
+        app.add_routes(
+            [*(web.post(path, self._complete) for path in self._wires), web.get("/{rollout}/v1/models", self._models)]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+
+    async def start(self, address: str) -> None:
+        """Listens on a free port of `address`; UserError when that is none of this machine."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, address, 0, backlog=BACKLOG).start()
+        except OSError as error:
+            raise UserError(
+                f"rl.agent_address={address!r}: nobody can listen there ({error}); use an address of this machine"
+            ) from error
+        host, port, *_ = self._runner.addresses[0]
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    @contextlib.contextmanager
+    def open(self, rollout: AgentRollout) -> Iterator[Door]:
+        """A rollout's door, until the end of the `with`: from then on its key is refused."""
+        number, key = str(next(self._numbers)), secrets.token_urlsafe(24)
+        self._guests[number] = _Guest(rollout, key)
+        try:
+            yield Door(f"{self._url}/{number}/v1", key)
+        finally:
+            del self._guests[number]
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """401 to whoever has no key of a rollout that runs, an error in the shape of the route to what is refused."""
+        guest = self._guests.get(request.match_info.get("rollout", ""))
+        try:
+            given = request.headers.get("Authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
+            if guest is None or not key_fits(given, guest.api_key):
+                raise ChatRefused(401, "the key is of no rollout that runs", "invalid_api_key")
+            return await handler(request)
+        except ChatRefused as error:
+            refused = error
+        except web.HTTPException as error:
+            refused = ChatRefused(error.status, f"{request.method} {request.path}: {error.reason}", "not_found")
+        return web.json_response(self._wire(request).error(refused), status=refused.status, headers={"x-should-retry": "false"})
+
+    def _wire(self, request: web.Request) -> Wire:
+        resource = request.match_info.route.resource
+        return self._wires.get(resource.canonical if resource else "", self._openai)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlpipe"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        wire = self._wire(request)
+        try:
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError) as error:
+            raise ChatRefused(400, f"the body is no JSON: {error}", "invalid_json") from error
+        call, guest = wire.read(body), self._guests.get(request.match_info["rollout"])
+        if guest is None:
+            raise ChatRefused(401, "the rollout ended while the call was read", "invalid_api_key")
+        is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"  # what OpenAI's and Anthropic's clients say
+        answering = asyncio.ensure_future(guest.rollout.answer(call, is_repeated))
+        if not call.stream:
+            return web.json_response(wire.whole(call, await answering))
+        await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
+        if answering.done():
+            answering.result()  # while a status can still say that it was refused
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        async for event in _events(wire, call, answering):
+            await response.write(event.encode())
+        return response
+
+
+async def _events(wire: Wire, call: ChatRequest, answering: asyncio.Future[GivenReplies]) -> AsyncIterator[str]:
+    """The server-sent events of a reply, which begin when it is kept; comments until then."""
+    while not answering.done():
+        yield ": the reply is being sampled\n\n"
+        await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
+    try:
+        answer = answering.result()
+    except ChatRefused as error:  # too late for a status
+        yield f"event: error\ndata: {json.dumps(wire.error(error))}\n\n"
+        return
+    for event in wire.events(call, answer):
+        yield event

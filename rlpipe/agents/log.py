@@ -1,0 +1,97 @@
+"""The replies of a shard on their way: kept in the store before they are given, so that a process that takes over gives them again.
+
+They lie beside the shard, in `calls/<attempt>/<number>.jsonl`: what is to be kept at one time is one file. No manifest names them;
+`rlpipe gc` sweeps them once the shard is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+
+from rlpipe.agents.rollout import CallKey, Replies
+from rlpipe.engines.client import Completion, logprobs_of, tokens_of
+from rlpipe.store.artifacts import new_attempt
+from rlpipe.store.audit import CALLS
+from rlpipe.store.backend import Store
+from rlpipe.types import JsonDict, StoreError
+
+Place = tuple[int, int]  # of a rollout in its shard: its group and its index there
+
+
+@dataclass(eq=False)
+class _Line:
+    """One call on its way to the store."""
+
+    text: str
+    is_kept: bool = False
+
+
+class CallLog:
+    """The log of one shard."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        """`folder`: the shard's. What earlier processes have kept there is read; StoreError when it cannot be."""
+        self.replies: defaultdict[Place, Replies] = defaultdict(dict)
+        self._store = store
+        self._folder = f"{folder}/{CALLS}"
+        self._attempt = new_attempt()
+        self._num_files = 0
+        self._waiting: list[_Line] = []
+        self._writing = asyncio.Lock()
+        for key in store.list(self._folder):
+            for line in store.read(key).splitlines():
+                place, call, completions = _read(store.address(key), line)
+                self.replies[place].setdefault(call, completions)
+
+    async def keep(self, place: Place, call: CallKey, completions: list[Completion]) -> None:
+        """Returns when the replies to a call are in the store; those that come meanwhile go there together."""
+        line = _Line(
+            json.dumps({"rollout": place, "call": call, "completions": [_as_json(sampled) for sampled in completions]})
+        )
+        self._waiting.append(line)
+        async with self._writing:
+            if line.is_kept:  # who had the lock before has written it too
+                return
+            lines, self._waiting = self._waiting, []
+            key, self._num_files = f"{self._folder}/{self._attempt}/{self._num_files:06d}.jsonl", self._num_files + 1
+            try:
+                await asyncio.to_thread(self._store.put, key, "".join(f"{line.text}\n" for line in lines).encode())
+            except BaseException:
+                self._waiting = [other for other in lines if other is not line] + self._waiting
+                raise
+            for written in lines:
+                written.is_kept = True
+
+
+def _as_json(completion: Completion) -> JsonDict:
+    return {
+        "tokens": completion.tokens.tolist(),
+        "logprobs": completion.rollout_logprobs.tolist(),
+        "finish_reason": completion.finish_reason,
+        "spans": completion.spans,
+        "engine": completion.engine,
+    }
+
+
+def _read(address: str, line: bytes) -> tuple[Place, CallKey, list[Completion]]:
+    try:
+        entry = json.loads(line)
+        group, index = entry["rollout"]
+        completions = [
+            Completion(
+                tokens_of(sampled["tokens"]),
+                logprobs_of(sampled["logprobs"]),
+                sampled["finish_reason"],
+                [(version, num_tokens) for version, num_tokens in sampled["spans"]],
+                sampled["engine"],
+            )
+            for sampled in entry["completions"]
+        ]
+        return (group, index), CallKey(*entry["call"]), completions
+    except (ValueError, LookupError, TypeError) as error:
+        raise StoreError(
+            f"{address} is damaged: a line of it is no call ({error!r}); delete it, and its calls are sampled again"
+        ) from error

@@ -1,0 +1,88 @@
+"""Replies in the form of OpenAI's chat completions, whole and as a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.agents.chat import ChatRefused, ChatRequest, on_the_wire, read_request
+from rlpipe.agents.rollout import GivenReplies
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.engines.client import Completion
+from rlpipe.records.prompt import Message
+from rlpipe.types import JsonDict
+
+
+@dataclass(frozen=True)
+class OpenAiWire:
+    """POST /v1/chat/completions."""
+
+    tokenizer: ChatTokenizer
+
+    def read(self, body: Any) -> ChatRequest:
+        return read_request(body)
+
+    def error(self, refused: ChatRefused) -> JsonDict:
+        kind = "invalid_request_error" if refused.status < 500 else "server_error"
+        return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
+
+    def whole(self, call: ChatRequest, answer: GivenReplies) -> JsonDict:
+        choices = [
+            {
+                "index": index,
+                "message": on_the_wire(node.messages[-1]),
+                "finish_reason": _finish_reason(sampled, node.messages[-1]),
+                "logprobs": self._logprobs(call, sampled),
+            }
+            for index, (node, sampled) in enumerate(zip(answer.nodes, answer.sampled, strict=True))
+        ]
+        return {**_head(call, "chat.completion"), "choices": choices, "usage": _usage(answer)}
+
+    def events(self, call: ChatRequest, answer: GivenReplies) -> Iterator[str]:
+        """Of each choice what it says, then why it ended; at last the usage, where it is wanted."""
+        head = _head(call, "chat.completion.chunk")
+        for index, (node, sampled) in enumerate(zip(answer.nodes, answer.sampled, strict=True)):
+            message = on_the_wire(node.messages[-1])
+            calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", []))]
+            said = {**message, **({"tool_calls": calls} if calls else {})}
+            for delta, reason, logprobs in (
+                (said, None, self._logprobs(call, sampled)),
+                ({}, _finish_reason(sampled, message), None),
+            ):
+                choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+                yield _event({**head, "choices": [choice]})
+        if call.with_usage:
+            yield _event({**head, "choices": [], "usage": _usage(answer)})
+        yield "data: [DONE]\n\n"
+
+    def _logprobs(self, call: ChatRequest, sampled: Completion) -> JsonDict | None:
+        """Of every sampled token; nothing else is known of the distribution."""
+        if not call.with_logprobs:
+            return None
+        pieces = [self.tokenizer.decode_raw([token]) for token in sampled.tokens]
+        content: list[Any] = [
+            {"token": piece, "logprob": logprob, "bytes": [*piece.encode()], "top_logprobs": []}
+            for piece, logprob in zip(pieces, sampled.rollout_logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _head(call: ChatRequest, kind: str) -> JsonDict:
+    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": call.model}
+
+
+def _finish_reason(sampled: Completion, message: Message) -> str:
+    return "tool_calls" if sampled.finish_reason == "stop" and message.get("tool_calls") else sampled.finish_reason
+
+
+def _usage(answer: GivenReplies) -> JsonDict:
+    context, num_sampled = answer.num_context_tokens, answer.num_sampled_tokens
+    return {"prompt_tokens": context, "completion_tokens": num_sampled, "total_tokens": context + num_sampled}
+
+
+def _event(body: JsonDict) -> str:
+    return f"data: {json.dumps(body)}\n\n"

@@ -1,0 +1,109 @@
+"""Agents at work: the processes that run them, and the endpoint that they talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpipe.agents.endpoint import AgentEndpoint, Door
+from rlpipe.agents.rollout import AgentRollout
+from rlpipe.config.training import RlConfig
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.environments.protocol import Step, checked_step
+from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
+from rlpipe.processes.user_code import InvalidAnswer
+from rlpipe.records.prompt import RewardPrompt
+from rlpipe.types import JsonDict
+
+log = logging.getLogger(__name__)
+TRIES_MAX = 2  # of a rollout whose agent was killed
+MODULE = "rlpipe.agents.worker"
+
+
+class AgentFault(Exception):
+    """An agent failed its rollout. Reasons: agent_error, _timeout, _crash (it was killed, twice), _invalid, _silent."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class AgentOutcome:
+    """What an agent says of its rollout; no reward where it gives none."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Agents:
+    """At most `rl.agents_max` agents at once, each in a process, started when first needed, from here to `close`."""
+
+    def __init__(self, rl: RlConfig, tokenizer: ChatTokenizer) -> None:
+        self._rl = rl
+        self._endpoint = AgentEndpoint(tokenizer)
+        self._starting: asyncio.Task[None] | None = None
+        self._children = _children(rl.agent, rl.agents_max)
+        self._idle: asyncio.LifoQueue[Child] = asyncio.LifoQueue()
+        for child in self._children.children:
+            self._idle.put_nowait(child)
+
+    async def run(self, rollout: AgentRollout, prompt: RewardPrompt) -> AgentOutcome:
+        """Runs the agent for one rollout, once more where it was killed; AgentFault. UserError when it cannot be loaded."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._endpoint.start(self._rl.agent_address))
+        await self._starting
+        child, signals = await self._idle.get(), []
+        try:
+            while len(signals) < TRIES_MAX:
+                rollout.begin()
+                with self._endpoint.open(rollout) as door:
+                    answer = await asyncio.wrap_future(child.thread.submit(self._ask, child, prompt, door))
+                if "signal" not in answer:
+                    return _outcome(answer)
+                signals.append(answer["signal"])
+                log.warning("rl.agent, prompt %s: it was killed (%s)", prompt["prompt_id"], signals[-1])
+        finally:
+            self._idle.put_nowait(child)
+        raise AgentFault("agent_crash", f"it was killed {TRIES_MAX} times ({', '.join(signals)})")
+
+    def _ask(self, child: Child, prompt: RewardPrompt, door: Door) -> JsonDict:
+        """In the child's thread: what it answers."""
+        child.start()
+        try:
+            return child.ask({"prompt": prompt, **vars(door)}, self._rl.agent_timeout_s)
+        except ProcessEnded as error:
+            return {"signal": str(error)}
+        except TimeoutError:
+            message = f"took more than rl.agent_timeout_s={self._rl.agent_timeout_s:g}"
+            return {"reason": "agent_timeout", "message": message}
+
+    async def close(self) -> None:
+        """Kills the agents; whoever waits for one, or asks later, gets an EngineError."""
+        await asyncio.to_thread(self._children.close)
+        await self._endpoint.close()
+
+
+def check_agent(agent: str) -> None:
+    """UserError when the agent cannot be loaded. In a process of its own, which imports it."""
+    with closing(_children(agent, 1)) as children:
+        children.on_all(Child.start)
+
+
+def _children(agent: str, workers: int) -> ChildPool:
+    return ChildPool(f"rl.agent={agent!r}", MODULE, {"agent": agent}, workers=workers)
+
+
+def _outcome(answer: JsonDict) -> AgentOutcome:
+    if "reason" in answer:
+        raise AgentFault(answer["reason"], answer["message"])
+    said: Any = answer["outcome"]
+    said = said if isinstance(said, dict) else {}
+    try:
+        checked = checked_step(Step(done=True, reward=said.get("reward") or 0.0, metrics=said.get("metrics") or {}), [])
+    except InvalidAnswer as error:
+        raise AgentFault("agent_invalid", f"its outcome: {error}") from error
+    return AgentOutcome(None if said.get("reward") is None else checked.reward, checked.metrics)

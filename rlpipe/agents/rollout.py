@@ -1,0 +1,177 @@
+"""One rollout of an agent: every call it makes is sampled by the pool, kept, and recorded as tokens.
+
+An agent that is started again is answered with what was sampled, as long as it asks the same: a call is known by the tokens that its
+reply comes after, and by how often they were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from rlpipe.agents.chat import ChatRefused, ChatRequest, assistant_message
+from rlpipe.agents.conversation import Context, ConversationTree, Node
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.engines.client import Completion, Sampling
+from rlpipe.engines.pool import EnginePool, GroupRequest
+from rlpipe.types import UserError, rollout_seed
+
+TURNS, TOKENS = "turns", "length"  # the limits: finish reasons of a rollout
+
+
+class CallKey(NamedTuple):
+    """A call: the hash of what its reply comes after, and how many calls asked the same before it."""
+
+    context_sha256: str
+    repetition: int
+
+
+Replies = dict[CallKey, list[Completion]]  # what was sampled for each call, one completion a choice
+Keep = Callable[[CallKey, list[Completion]], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a rollout is sampled with: `params` has its seed and its largest number of tokens after the prompt."""
+
+    prompt_id: str
+    params: Sampling
+    calls_max: int
+    context_tokens_max: int
+
+
+@dataclass(frozen=True)
+class GivenReplies:
+    """The replies to one call, and the tokens that they come after."""
+
+    nodes: list[Node]
+    sampled: list[Completion]
+    num_context_tokens: int
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(sampled.tokens) for sampled in self.sampled)
+
+
+class AgentRollout:
+    """What an agent is answered with. `begin` comes first, and again for each further try."""
+
+    def __init__(self, pool: EnginePool, tokenizer: ChatTokenizer, terms: Terms, kept: Replies, keep: Keep) -> None:
+        self.terms = terms
+        self.failure: Exception | None = None  # no fault of the agent: the stage ends with it
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._kept = kept
+        self._keep = keep
+        self._sampling: dict[CallKey, asyncio.Task[list[Completion]]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A new try: nothing was asked yet, and what was sampled before is there."""
+        self.conversation = ConversationTree(self._tokenizer)
+        self.limit = ""  # the one that the last call was refused for
+        self._num_asked: Counter[str] = Counter()
+        self._num_completions = 0
+        self._answers: dict[CallKey, asyncio.Task[GivenReplies]] = {}
+
+    async def answer(self, request: ChatRequest, is_repeated: bool) -> GivenReplies:
+        """The replies to a call; ChatRefused. `is_repeated`: the client says that it has sent this call before, and heard nothing."""
+        try:
+            if self.failure is None:
+                return await self._replies(request, is_repeated)
+        except (ChatRefused, asyncio.CancelledError):
+            raise
+        except Exception as error:  # whatever it is: the stage raises it
+            self.failure = error
+        raise ChatRefused(503, "the run that samples has failed", "run_failed") from self.failure
+
+    async def _replies(self, request: ChatRequest, is_repeated: bool) -> GivenReplies:
+        try:
+            context = await asyncio.to_thread(self.conversation.context, request)
+        except UserError as error:
+            raise ChatRefused(400, str(error), "chat_template") from error
+        digest = _sha256(context, request)
+        if not (is_repeated and self._num_asked[digest]):
+            self._num_asked[digest] += 1
+        key = CallKey(digest, self._num_asked[digest] - 1)
+        if key not in self._answers:
+            self._answers[key] = asyncio.create_task(self._answer(request, context, key))
+        return await asyncio.shield(self._answers[key])  # a client that hangs up does not end it
+
+    async def _answer(self, request: ChatRequest, context: Context, key: CallKey) -> GivenReplies:
+        terms, num_before = self.terms, len(context.prior.tokens)
+        self._num_completions += request.num_choices
+        if self._num_completions > terms.calls_max:
+            raise self._refusal(TURNS, f"rl.turns_max={terms.calls_max} completions of this rollout are used up", "turns_max")
+        room = min(terms.params.max_new_tokens, terms.context_tokens_max - len(context.prompt_tokens))
+        if room <= num_before:
+            raise self._refusal(TOKENS, f"{num_before} tokens after the prompt leave none of {room}", "context_length_exceeded")
+        tokens_max = room if request.tokens_max is None else min(room, num_before + request.tokens_max)
+        if key not in self._sampling:
+            self._sampling[key] = asyncio.create_task(self._sampled(request.num_choices, context, key, tokens_max))
+        conversation = self.conversation
+        sampled = await self._sampling[key]
+        nodes = []
+        for index, completion in enumerate(sampled):
+            seed = self._seed(key, index)
+            text = self._tokenizer.decode(completion.tokens.tolist())
+            message = assistant_message(text, request, lambda number, seed=seed: f"call_{seed:08x}{number}")
+            nodes.append(conversation.reply(request, context, completion, message))
+        conversation.last = nodes[0]
+        if self.limit == TOKENS:  # the agent has gone on with a shorter conversation
+            self.limit = ""
+        return GivenReplies(nodes, sampled, len(context.prompt_tokens) + num_before)
+
+    async def _sampled(self, num_choices: int, context: Context, key: CallKey, tokens_max: int) -> list[Completion]:
+        """What is sampled for a call, one completion a choice: it is kept before anybody hears of it."""
+        if key in self._kept:
+            return self._kept[key]
+        params = [
+            replace(self.terms.params, max_new_tokens=tokens_max, seed=self._seed(key, index)) for index in range(num_choices)
+        ]
+        group = GroupRequest(
+            self.terms.prompt_id, context.prompt_tokens, params, [context.prior] * num_choices, context.prior.engine
+        )
+        [completions] = await self._pool.generate([group])
+        sampled = [_after(completion, len(context.prior.tokens)) for completion in completions]
+        await self._keep(key, sampled)
+        return sampled
+
+    def _seed(self, key: CallKey, choice: int) -> int:
+        return rollout_seed(self.terms.params.seed, "call", *key, choice)
+
+    def _refusal(self, limit: str, message: str, code: str) -> ChatRefused:
+        self.limit = limit
+        return ChatRefused(400, message, code)
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the rollout ended, once its agent has: a limit, or "stop"."""
+        last = self.conversation.last
+        is_cut = (
+            last is not None and last.completion.finish_reason == TOKENS and len(last.completion.tokens) >= self._room(last)
+        )
+        return self.limit or (TOKENS if is_cut else "stop")
+
+    def _room(self, node: Node) -> int:
+        return min(self.terms.params.max_new_tokens, self.terms.context_tokens_max - len(node.prompt_tokens))
+
+
+def _sha256(context: Context, request: ChatRequest) -> str:
+    """What a call asks for, as a hash: all that its samples depend on, but for the rollout's seed."""
+    tokens = np.array([*context.prompt_tokens, *context.prior.tokens], np.int32)
+    request_text = f"{len(context.prompt_tokens)} {request.num_choices} {request.tokens_max} "
+    return hashlib.sha256(request_text.encode() + tokens.tobytes()).hexdigest()
+
+
+def _after(completion: Completion, num_tokens: int) -> Completion:
+    """What of a completion was sampled after its first `num_tokens`."""
+    tokens, logprobs = completion.tokens[num_tokens:], completion.rollout_logprobs[num_tokens:]
+    spans = [(completion.spans[-1][0], len(tokens))]  # a call is sampled by the version that the pool serves, and no other
+    return Completion(tokens, logprobs, completion.finish_reason, spans, completion.engine)

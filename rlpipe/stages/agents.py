@@ -1,0 +1,124 @@
+"""Rollouts of agents with a loop of their own: what an agent asks the endpoint becomes the rollout, what it says at its end the outcome.
+
+A rollout's tokens are those of its last branch: the prompt that it began with, then what was sampled (mask 1) and what the agent put
+between (mask 0, logprob 0).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from rlpipe.agents.conversation import Node
+from rlpipe.agents.log import CallLog
+from rlpipe.agents.pool import AgentFault, AgentOutcome
+from rlpipe.agents.rollout import AgentRollout, CallKey, Terms
+from rlpipe.engines.client import NOTHING_YET, Completion
+from rlpipe.engines.pool import GroupRequest
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import Branch, EnvironmentOutcome
+from rlpipe.stages.session import Session
+from rlpipe.stages.stage import Attempt, StageKey, all_ended
+from rlpipe.stages.turns import PlayedCompletion
+from rlpipe.types import FileRecord, UserError
+
+log = logging.getLogger(__name__)
+LIMITS = {"turns": "limit_calls", "length": "limit_tokens"}  # finish reason -> the metric that counts it
+
+
+@dataclass(frozen=True)
+class ActedCompletion(PlayedCompletion):
+    """A rollout of an agent."""
+
+    other_branches: list[Node]  # what it was answered beside its last branch
+
+
+async def act(
+    session: Session, requests: list[GroupRequest], prompts: list[Prompt], shard: StageKey | None
+) -> list[list[Completion]]:
+    """The rollouts (`ActedCompletion`) of groups, each by its agent. `shard`: where replies are kept; an evaluation keeps none.
+
+    UserError when one had a fault and there is no `rl.reward_fallback`.
+    """
+    calls = None if shard is None else await asyncio.to_thread(CallLog, session.run.store, session.run.folder(*shard))
+    started = []
+    for group, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+        for index, params in enumerate(request.params):
+            terms = Terms(prompt.prompt_id, params, session.config.rl.turns_max, session.config.model.context_tokens_max)
+            place = group, index
+            kept = ({}, _keep_nothing) if calls is None else (calls.replies[place], partial(calls.keep, place))
+            started.append(_rollout(session, AgentRollout(session.pool, session.tokenizer, terms, *kept), prompt))
+    rollouts = await all_ended(started)
+    faults = Counter(rollout.outcome.fault for rollout in rollouts if rollout.outcome.fault)
+    if faults and session.config.rl.reward_fallback is None:
+        raise UserError(
+            f"rl.agent={session.config.rl.agent!r}, rl.reward_fallback=none: {faults.total()} of {len(rollouts)} rollouts had a fault "
+            f"({dict(faults)}; the log says which); mend the agent and start again (what was committed is kept), or start a run or "
+            "fork with a rl.reward_fallback"
+        )
+    ended = iter(rollouts)
+    return [[next(ended) for _ in request.params] for request in requests]
+
+
+async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> ActedCompletion:
+    """One rollout, from the start of its agent to its end."""
+    outcome, fault = AgentOutcome(), ""
+    try:
+        outcome = await session.agents.run(rollout, prompt.for_reward())
+        if outcome.reward is None and not rollout.limit and "environment" in session.config.rl.rewards:
+            raise AgentFault("agent_invalid", "rl.rewards has 'environment', and it gave no reward")
+        if rollout.conversation.last is None and not rollout.limit:
+            raise AgentFault("agent_silent", "it ended without a call")
+    except AgentFault as error:
+        if not (rollout.limit and error.reason == "agent_error"):  # it may well fail of a call that was refused
+            fault = error.reason
+            log.warning("rl.agent, prompt %s: %s: %s", prompt.prompt_id, fault, error)
+    if rollout.failure is not None:
+        raise rollout.failure
+    return _played(rollout, outcome, fault, prompt)
+
+
+def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Prompt) -> ActedCompletion:
+    """The record of a rollout that is over: its last branch, or nothing where no call was answered."""
+    last, branches = rollout.conversation.last, rollout.conversation.branches
+    reason = "fault" if fault else rollout.finish_reason
+    metrics = {**outcome.metrics, "branches": float(len(branches))}
+    if not fault and reason in LIMITS:
+        metrics[LIMITS[reason]] = 1.0
+    num_turns, added = (last.num_turns, last.added) if last else (0, [])
+    return ActedCompletion(
+        **vars(replace(last.completion if last else NOTHING_YET, finish_reason=reason)),
+        prompt_tokens=last.prompt_tokens if last else prompt.prompt_tokens.tolist(),
+        policy_mask=[*last.policy_mask] if last else [],
+        outcome=EnvironmentOutcome(outcome.reward or 0.0, num_turns, fault, metrics, added),
+        other_branches=[node for node in branches if node is not last],
+    )
+
+
+def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]]) -> list[FileRecord]:
+    """The branches that are no rollout's own, as one file; none where there are none. `groups`: (index in the iteration, completions)."""
+    branches = [
+        Branch(
+            group_index,
+            rollout_index,
+            branch_index,
+            np.array(node.prompt_tokens, dtype=np.int32),
+            np.array(node.completion.tokens, dtype=np.int32),
+            np.frombuffer(node.policy_mask, dtype=np.int8),
+            np.array(node.completion.rollout_logprobs, dtype=np.float32),
+        )
+        for group_index, completions in groups
+        for rollout_index, completion in enumerate(completions)
+        if isinstance(completion, ActedCompletion)
+        for branch_index, node in enumerate(completion.other_branches)
+    ]
+    return [attempt.write("branches.parquet", branches, Branch)] if branches else []
+
+
+async def _keep_nothing(call: CallKey, completions: list[Completion]) -> None:
+    """An evaluation that is started again samples again."""

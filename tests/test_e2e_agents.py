@@ -1,0 +1,111 @@
+"""The example agent end to end: what is trained is what engines sampled, and a run whose flow, engine and agent were killed has the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpipe.store.run import Run, open_existing
+from tests.pipeline import Folder, descendants, kill_group
+from tests.rows import BATCH, read_rows
+
+pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parent.parent
+ITERATIONS = 1
+AGENT = f"python {ROOT}/examples/calculator_agent.py"
+SMALL = [
+    "sft.num_steps=60", "sft.segment_steps=30", "sft.decay_steps=60", "sft.warmup_steps=5", "sft.batch_size=32",
+    "data.demonstrations.rows_max=3000", "data.products.rows_max=400", "data.demonstrations.args={tool_share = 0.7}",
+    f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=4", "rl.group_size=3", "rl.shard_prompts=2", "rl.filters={}", f"rl.agent={AGENT}",
+    "evaluation.prompts_max=2", "evaluation.num_completions=1",
+]  # fmt: skip
+SHARD = "rollouts/round-0/shard-000"
+
+
+def folder_of(path: Path, prefect_api: dict[str, str]) -> Folder:
+    return Folder(path, f"file://{path}/store", {**prefect_api, "PYTHONPATH": f"{ROOT}"})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, str]) -> Folder:
+    folder = folder_of(tmp_path_factory.mktemp("undisturbed"), prefect_api)
+    folder.complete("b", *SMALL, preset="agent")
+    return folder
+
+
+def replies(run: Run, iteration: int) -> dict[tuple[int, ...], list[float]]:
+    """What engines sampled for the agents of an iteration, by the logs of its shards: tokens and their logprobs."""
+    keys = [key for key in run.store.list(f"{run.root}/rl/{iteration:05d}/rollouts") if "/calls/" in key]
+    lines = [json.loads(line) for key in keys for line in run.store.read(key).splitlines()]
+    return {tuple(reply["tokens"]): reply["logprobs"] for line in lines for reply in line["completions"]}
+
+
+def test_every_trained_token_is_one_that_an_engine_sampled(undisturbed: Folder) -> None:
+    run = open_existing(undisturbed.open_store(), "b")
+    num_trained = num_of_engines = num_turns = 0
+    for iteration in range(ITERATIONS):
+        sampled = replies(run, iteration)
+        for row in read_rows(run.store, run.committed("rl", iteration, "batch/round-0")[0], "batch.parquet", BATCH):
+            turns: list[list[tuple[int, float]]] = []
+            before = 0
+            for token, logprob, trained in zip(
+                row["completion_tokens"], row["rollout_logprobs"], row["loss_mask"], strict=True
+            ):
+                if trained and not before:
+                    turns.append([])
+                if trained:
+                    turns[-1].append((token, logprob))
+                before = trained
+            num_trained += sum(map(len, turns))
+            for turn in turns:
+                tokens, logprobs = zip(*turn, strict=True)
+                num_of_engines += len(turn) if sampled.get(tokens) is not None else 0
+                assert all(logprob <= 0 for logprob in logprobs)
+            num_turns += len(turns)
+        record = run.iteration(iteration)
+        assert record is not None and record.metrics["train/mismatch_abs_mean"] < 1e-4  # the trainer sees what the engine saw
+    assert num_of_engines == num_trained > 0 and num_turns > 12, "some use the calculator"
+
+
+def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
+    undisturbed: Folder, tmp_path: Path, prefect_api: dict[str, str]
+) -> None:
+    folder = folder_of(tmp_path, prefect_api)
+    run_arguments = folder.run_arguments("a", *SMALL, preset="agent")
+    process = folder.start(*run_arguments)
+    wait_for_replies(folder, process)  # killed once replies were given, and before the shard is committed
+    kill_group(process)
+    store = folder.open_store()
+    assert not store.exists(f"runs/a/rl/00000/{SHARD}/manifest.json"), "it is too late to kill it"
+    process = folder.start(*run_arguments)
+    try:
+        for word in ("calculator_agent.py", "rlpipe.engines.local.server"):
+            os.kill(wait_for_process(process, word).pid, signal.SIGKILL)
+        assert process.wait(timeout=300) == 0, (folder.path / "output.log").read_text()[-4000:]
+    finally:
+        kill_group(process)
+    assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
+    assert folder.final_sha256("a", ITERATIONS) == undisturbed.final_sha256("b", ITERATIONS)
+
+
+def wait_for_replies(folder: Folder, process: subprocess.Popen[str]) -> None:
+    store, deadline = folder.open_store(), time.monotonic() + 300
+    while not store.list(f"runs/a/rl/00000/{SHARD}/calls"):
+        assert process.poll() is None and time.monotonic() < deadline, (folder.path / "output.log").read_text()[-4000:]
+        time.sleep(0.05)
+
+
+def wait_for_process(process: subprocess.Popen[str], word: str) -> psutil.Process:
+    deadline = time.monotonic() + 300
+    while True:
+        for found in descendants(process, word):
+            return found
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
