@@ -387,9 +387,7 @@ def test_a_rollout_that_the_environment_never_heard_proves_nothing() -> None:
 
 async def test_a_committed_round_of_faults_says_so(session: Session) -> None:
     rows = [rollout({"prompt_id": "a", "environment": json.dumps({"fault": "environment_crash"})})] * 2
-    with pytest.raises(
-        UserError, match=r"2 of 2 rollouts could not be scored .*environment_crash.* Mend it .*fork of a"
-    ):
+    with pytest.raises(UserError, match=r"2 of 2 rollouts could not be scored .*environment_crash.* Mend it .*fork of a"):
         await asyncio.to_thread(score_rollouts, session, {}, rows, {})
 
 
@@ -446,7 +444,9 @@ def test_metrics_are_means_over_rollouts_and_none_without_an_environment() -> No
     assert environment_metrics(rows[:1], names_from=rows) == told | {
         "turns_mean": 1.0, "environment_calls_mean": 0.0, "out_of_turns_fraction": 0.0
     }  # fmt: skip
-    played = PlayedCompletion(tokens_of([1]), logprobs_of([0.0]), "stop", [(0, 1)], "e", [1], [1], EnvironmentOutcome(0.0, 1, ""))
+    played = PlayedCompletion(
+        tokens_of([1]), logprobs_of([0.0]), "stop", [(0, 1)], "e", [1], [1], EnvironmentOutcome(0.0, 1, "")
+    )
     assert played.finished and isinstance(played, Completion)
 
 

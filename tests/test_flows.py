@@ -70,7 +70,7 @@ def test_a_users_error_is_told_how_the_run_can_have_other_settings(tmp_path: Pat
 
 def test_the_automations_are_what_this_prefect_understands_and_name_deployments_that_exist() -> None:
     shipped = yaml.safe_load(AUTOMATIONS.read_text())["automations"]
-    assert len({entry["name"] for entry in shipped}) == len(shipped) == 4
+    assert len({entry["name"] for entry in shipped}) == len(shipped) == 5
     deployments = {entry["name"] for entry in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
     beats = {entry["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]
              for entry in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}  # fmt: skip
@@ -82,7 +82,7 @@ def test_the_automations_are_what_this_prefect_understands_and_name_deployments_
         AutomationCore.model_validate(entry)
         named = entry["trigger"].get("match_related", {}).get("prefect.resource.name", [])
         assert set(named) <= deployments
-        assert bool(named) == (entry["name"] != "rlpipe-dead-flow-runs")
+        assert bool(named) == (entry["name"] not in ("rlpipe-dead-flow-runs", "rlpipe-reward-fell"))
 
 
 def test_the_form_is_filled_with_the_tiny_preset() -> None:
