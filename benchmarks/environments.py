@@ -27,23 +27,19 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.flow_process import PlayedHost, serve_played
+from benchmarks.flow_process import VERSION, played_pool, serve_played
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import NOTHING_YET, Sampling
-from rlpipe.engines.fleet import Host
-from rlpipe.engines.pool import EnginePool, GroupRequest
-from rlpipe.engines.protocols import SglangClient
-from rlpipe.engines.weights import Probe
+from rlpipe.engines.pool import GroupRequest
 from rlpipe.environments.pool import EnvironmentPool
 from rlpipe.processes.launch import free_port, raise_file_limit
 from rlpipe.records.prompt import Prompt
 from rlpipe.services.calls import new_session
 from rlpipe.stages.turns import PlayedCompletion, play
-from rlpipe.types import ArtifactRef
 
 ROOT = Path(__file__).parent.parent
-ENGINES, GROUP, TURN_TOKENS, VERSION = 2, 8, 32, 3
+ENGINES, GROUP, TURN_TOKENS = 2, 8, 32
 SAMPLE_S = 0.2  # how often threads and memory are looked at
 MB = 1024**2
 
@@ -95,14 +91,7 @@ async def through(kind: str, processes: int, arguments: argparse.Namespace, port
     environments = EnvironmentPool(f"benchmarks.waiting:{kind}", args, processes, arguments.step_s + 30.0)
     watch = Watch()
     async with new_session() as http:
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        host = PlayedHost([SglangClient(url, url, http, "api", "admin") for url in urls])
-
-        async def hosts() -> list[Host]:
-            return [host]
-
-        pool = EnginePool(hosts, 256, 60.0)
-        await pool.serve(ArtifactRef("policy", "sha"), VERSION, Probe([1, 2], [-1.0]))
+        pool = await played_pool(http, ports)
         session: Any = SimpleNamespace(pool=pool, environments=environments, tokenizer=tokenizer, config=SimpleNamespace(rl=rl))
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         groups = await watch.watched(lambda: play(session, requests, prompts))

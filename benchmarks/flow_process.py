@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import numpy as np
 from aiohttp import web
 
@@ -91,6 +92,19 @@ class PlayedHost:
     async def close(self) -> None: ...
 
 
+async def played_pool(http: aiohttp.ClientSession, ports: list[int]) -> EnginePool:
+    """A pool of the played engines, which serve version VERSION."""
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    host = PlayedHost([SglangClient(url, url, http, "api", "admin") for url in urls])
+
+    async def hosts() -> list[Host]:
+        return [host]
+
+    pool = EnginePool(hosts, 256, 60.0)
+    await pool.serve(ArtifactRef("policy", "sha"), VERSION, Probe([1, 2], [-1.0]))
+    return pool
+
+
 class Parts:
     """Seconds of each part, those of this process's processors, and the most memory until its end."""
 
@@ -124,14 +138,7 @@ async def through(ports: list[int], rollouts: int, length: int, tokenizer: ChatT
     groups = [PromptGroup(index, index, prompt, []) for index, prompt in enumerate(prompts)]
     session, parts = settled(tokenizer, rewards), Parts()
     async with new_session() as http:
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        host = PlayedHost([SglangClient(url, url, http, "api", "admin") for url in urls])
-
-        async def hosts() -> list[Host]:
-            return [host]
-
-        pool = EnginePool(hosts, 256, 60.0)
-        await pool.serve(ArtifactRef("policy", "sha"), VERSION, Probe([1, 2], [-1.0]))
+        pool = await played_pool(http, ports)
 
         async def shard(start: int) -> bytes:
             part = slice(start, start + SHARD)

@@ -1,4 +1,5 @@
-"""Problems for the calculator agent, and conversations that show a new model both ways to answer them.
+"""Problems for the calculator agent, and conversations that show a new model both ways to answer them: those of the environment `calculator`,
+with the tool called as OpenAI's clients know it.
 
 user       Calculate 37*4 with <tool_call>{"name": "calculator", "arguments": {"expression": "a*b"}}</tool_call> or <answer></answer>
 assistant  <tool_call>{"name": "calculator", "arguments": {"expression": "37*4"}}</tool_call>
@@ -9,36 +10,29 @@ assistant  <answer>148</answer>
 from __future__ import annotations
 
 import json
-import random
+import re
 from typing import Any
+
+from rlpipe.environments import calculator
+
+CALL = re.compile("<tool>(.*?)</tool>")
 
 
 def problems(seed: int, rows_max: int, low: int = 10, high: int = 999) -> list[dict[str, str]]:
     """Products of two numbers from `low` to `high`: rows with prompt and answer, for rl and evaluation."""
-    draw = random.Random(seed)
-    pairs = [(draw.randint(low, high), draw.randint(low, high)) for _ in range(rows_max)]
-    return [{"prompt": _question(a, b), "answer": str(a * b)} for a, b in pairs]
+    return [row | {"prompt": _in_json(row["prompt"])} for row in calculator.problems(seed, rows_max, low, high)]
 
 
 def demonstrations(
     seed: int, rows_max: int, tool_share: float = 0.35, low: int = 10, high: int = 999
 ) -> list[dict[str, list[Any]]]:
     """Conversations for SFT: a share of them uses the calculator, the others answer at once."""
-    draw = random.Random(seed)
-    rows = []
-    for _ in range(rows_max):
-        a, b = draw.randint(low, high), draw.randint(low, high)
-        call = [{"role": "assistant", "content": _call(f"{a}*{b}")}, {"role": "tool", "content": str(a * b)}]
-        used = call if draw.random() < tool_share else []
-        answer = {"role": "assistant", "content": f"<answer>{a * b}</answer>"}
-        rows.append({"messages": [{"role": "user", "content": _question(a, b)}, *used, answer]})
-    return rows
+    rows = calculator.demonstrations(seed, rows_max, tool_share, low, high)
+    return [{"messages": [message | {"content": _in_json(message["content"])} for message in row["messages"]]} for row in rows]
 
 
-def _question(a: int, b: int) -> str:
-    return f"Calculate {a}*{b} with {_call('a*b')} or <answer></answer>"
+def _in_json(text: str) -> str:
+    def call(match: re.Match[str]) -> str:
+        return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': match[1] or 'a*b'}})}</tool_call>"
 
-
-def _call(expression: str) -> str:
-    call = {"name": "calculator", "arguments": {"expression": expression}}
-    return f"<tool_call>{json.dumps(call)}</tool_call>"
+    return CALL.sub(call, text)

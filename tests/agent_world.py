@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from examples.calculator_data import problems
+from rlpipe.agents.endpoint import AgentEndpoint, Door
 from rlpipe.agents.rollout import AgentRollout, CallKey, Replies, Terms
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
@@ -62,3 +64,15 @@ def rollout_of(
     async def keep_nothing(call: CallKey, completions: list[Completion]) -> None: ...
 
     return AgentRollout(pool, pool.tokenizer, terms, {} if kept is None else kept, keep or keep_nothing)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def door_of(rollout: AgentRollout) -> AsyncIterator[Door]:
+    """The rollout's door at an endpoint of its own."""
+    endpoint = AgentEndpoint(rollout.conversation.tokenizer)
+    await endpoint.start("127.0.0.1")
+    try:
+        with endpoint.open(rollout) as door:
+            yield door
+    finally:
+        await endpoint.close()

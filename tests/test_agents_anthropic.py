@@ -10,10 +10,9 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
-from rlpipe.agents.endpoint import AgentEndpoint
 from rlpipe.agents.rollout import AgentRollout
 from rlpipe.data.chat import ChatTokenizer
-from tests.agent_world import ANSWER, CALL, SpokenPool, rollout_of, tokenizer_in
+from tests.agent_world import ANSWER, CALL, SpokenPool, door_of, rollout_of, tokenizer_in
 
 TOOL: Any = {"name": "calculator", "description": "a product", "input_schema": {"type": "object", "properties": {}}}
 ASKED: list[Any] = [{"role": "user", "content": "Calculate 3*4"}]
@@ -31,14 +30,11 @@ def pool(tokenizer: ChatTokenizer) -> SpokenPool:
 
 @asynccontextmanager
 async def client_of(rollout: AgentRollout) -> AsyncIterator[AsyncAnthropic]:
-    endpoint = AgentEndpoint(rollout.conversation.tokenizer)
-    await endpoint.start("127.0.0.1")
-    try:
-        with endpoint.open(rollout) as door:
-            async with AsyncAnthropic(base_url=door.base_url.removesuffix("/v1"), api_key=door.api_key) as client:
-                yield client
-    finally:
-        await endpoint.close()
+    async with (
+        door_of(rollout) as door,
+        AsyncAnthropic(base_url=door.base_url.removesuffix("/v1"), api_key=door.api_key) as client,
+    ):
+        yield client
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -16,7 +16,7 @@ from rlpipe.agents.rollout import AgentRollout, CallKey
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
 from rlpipe.types import UserError
-from tests.agent_world import ANSWER, CALL, TOOL, SpokenPool, rollout_of, tokenizer_in
+from tests.agent_world import ANSWER, CALL, TOOL, SpokenPool, door_of, rollout_of, tokenizer_in
 
 ASKED: list[Any] = [{"role": "user", "content": "Calculate 3*4"}]
 
@@ -32,15 +32,9 @@ def pool(tokenizer: ChatTokenizer) -> SpokenPool:
 
 
 @asynccontextmanager
-async def client_of(rollout: AgentRollout, tokenizer: ChatTokenizer) -> AsyncIterator[AsyncOpenAI]:
-    endpoint = AgentEndpoint(tokenizer)
-    await endpoint.start("127.0.0.1")
-    try:
-        with endpoint.open(rollout) as door:
-            async with AsyncOpenAI(base_url=door.base_url, api_key=door.api_key) as client:
-                yield client
-    finally:
-        await endpoint.close()
+async def client_of(rollout: AgentRollout) -> AsyncIterator[AsyncOpenAI]:
+    async with door_of(rollout) as door, AsyncOpenAI(base_url=door.base_url, api_key=door.api_key) as client:
+        yield client
 
 
 async def use_the_tool(client: AsyncOpenAI, messages: list[Any]) -> tuple[list[Any], str]:
@@ -57,7 +51,7 @@ async def test_a_tool_call_and_its_answer_are_one_branch_of_the_tokens_that_were
 ) -> None:
     pool.texts = [CALL, ANSWER]
     rollout = rollout_of(pool)
-    async with client_of(rollout, tokenizer) as client:
+    async with client_of(rollout) as client:
         first = await client.chat.completions.create(model="policy", messages=ASKED, tools=[TOOL])
         message = first.choices[0].message
         assert first.choices[0].finish_reason == "tool_calls" and message.content is None
@@ -86,7 +80,7 @@ async def test_a_tool_call_and_its_answer_are_one_branch_of_the_tokens_that_were
 async def test_a_history_that_is_rewritten_begins_a_branch(pool: SpokenPool, tokenizer: ChatTokenizer) -> None:
     pool.texts = [CALL, ANSWER, "37"]
     rollout = rollout_of(pool)
-    async with client_of(rollout, tokenizer) as client:
+    async with client_of(rollout) as client:
         conversation, _ = await use_the_tool(client, ASKED)
         rewritten = [
             {"role": "user", "content": "You have used the calculator"},
@@ -106,7 +100,7 @@ async def test_a_history_that_is_rewritten_begins_a_branch(pool: SpokenPool, tok
 async def test_a_stream_says_the_same_as_a_whole_reply(pool: SpokenPool, tokenizer: ChatTokenizer) -> None:
     pool.texts = [CALL, CALL, ANSWER]
     rollout = rollout_of(pool)
-    async with client_of(rollout, tokenizer) as client:
+    async with client_of(rollout) as client:
         whole = (await client.chat.completions.create(model="policy", messages=ASKED, tools=[TOOL])).choices[0].message
         calls, reasons, usage = [], [], None
         options: Any = {"include_usage": True}
@@ -129,7 +123,7 @@ async def test_a_stream_says_the_same_as_a_whole_reply(pool: SpokenPool, tokeniz
 async def test_choices_are_branches_and_logprobs_are_those_of_the_engine(pool: SpokenPool, tokenizer: ChatTokenizer) -> None:
     pool.texts = ["12", ANSWER, "37"]
     rollout = rollout_of(pool)
-    async with client_of(rollout, tokenizer) as client:
+    async with client_of(rollout) as client:
         reply = await client.chat.completions.create(model="policy", messages=ASKED, n=2, logprobs=True)
         assert [choice.message.content for choice in reply.choices] == ["12", ANSWER]
         assert len({params.seed for params in pool.groups[0].params}) == 2
@@ -152,7 +146,7 @@ async def test_a_limit_refuses_the_next_call_and_is_the_finish_reason(
 ) -> None:
     pool.texts = [CALL]
     rollout = rollout_of(pool, **limits)
-    async with client_of(rollout, tokenizer) as client:
+    async with client_of(rollout) as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await use_the_tool(client, ASKED)
     assert refused.value.code == code and rollout.finish_reason == reason and not pool.texts
@@ -160,7 +154,7 @@ async def test_a_limit_refuses_the_next_call_and_is_the_finish_reason(
 
 async def test_a_reply_that_the_limit_cut_off_ends_the_rollout_for_that(pool: SpokenPool, tokenizer: ChatTokenizer) -> None:
     pool.texts = ["123456789", "123456789"]
-    async with client_of(rollout := rollout_of(pool, tokens=8), tokenizer) as client:
+    async with client_of(rollout := rollout_of(pool, tokens=8)) as client:
         reply = await client.chat.completions.create(model="policy", messages=ASKED, max_tokens=3)
         assert reply.choices[0].finish_reason == "length" and rollout.finish_reason == "stop", "the agent's own limit"
         reply = await client.chat.completions.create(model="policy", messages=ASKED)
@@ -176,7 +170,7 @@ async def test_a_reply_that_the_limit_cut_off_ends_the_rollout_for_that(pool: Sp
 async def test_what_would_change_the_distribution_is_refused_by_name(
     asked: dict[str, Any], pool: SpokenPool, tokenizer: ChatTokenizer
 ) -> None:
-    async with client_of(rollout_of(pool), tokenizer) as client:
+    async with client_of(rollout_of(pool)) as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(**{"model": "policy", "messages": ASKED, **asked})
     assert [*asked][-1].removesuffix("s") in str(refused.value) and not pool.groups
@@ -184,7 +178,7 @@ async def test_what_would_change_the_distribution_is_refused_by_name(
 
 async def test_the_run_says_how_it_is_sampled(pool: SpokenPool, tokenizer: ChatTokenizer) -> None:
     pool.texts = [ANSWER]
-    async with client_of(rollout_of(pool), tokenizer) as client:
+    async with client_of(rollout_of(pool)) as client:
         await client.chat.completions.create(model="any", messages=ASKED, temperature=0.0, top_p=0.1, seed=5)
         assert [model.id async for model in client.models.list()] == ["policy"]
     params = pool.groups[0].params[0]
@@ -222,12 +216,12 @@ async def test_an_agent_that_starts_again_is_answered_with_what_was_kept(pool: S
         kept[call] = completions
 
     rollout = rollout_of(pool, keep=keep)
-    async with client_of(rollout, tokenizer) as client:
+    async with client_of(rollout) as client:
         _, said = await use_the_tool(client, ASKED)
     before = rollout.conversation.branches[0]
     for again in (rollout, rollout_of(pool, kept=dict(kept))):  # in the same process, and in another one
         again.begin()
-        async with client_of(again, tokenizer) as client:
+        async with client_of(again) as client:
             assert (await use_the_tool(client, ASKED))[1] == said and len(pool.groups) == 2
             [branch] = again.conversation.branches
             assert branch.completion == before.completion and branch.policy_mask == before.policy_mask
@@ -247,7 +241,7 @@ async def test_an_address_that_is_not_here_is_said(tokenizer: ChatTokenizer) -> 
 
 async def test_a_fault_of_the_run_is_no_fault_of_the_agent(pool: SpokenPool, tokenizer: ChatTokenizer) -> None:
     rollout = rollout_of(pool)  # it has nothing to say, which is an IndexError
-    async with client_of(rollout, tokenizer) as client:
+    async with client_of(rollout) as client:
         for _ in range(2):
             with pytest.raises(openai.InternalServerError):
                 await client.chat.completions.create(model="policy", messages=ASKED)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.report.reward import fall
+from rlpipe.stages.iteration import _curve
 
 
 def falls(rewards: list[float]) -> list[int]:
@@ -33,6 +34,16 @@ def test_a_fall_is_seen_at_its_second_iteration_and_once(climb: float) -> None:
         rewards[40:] -= 0.3
         seen.append([at for at in falls(rewards.tolist()) if at >= 40])
     assert sum(at == [41] for at in seen) >= 45, seen
+
+
+@pytest.mark.parametrize("at", range(60, 100))
+def test_a_fall_is_told_once_also_where_a_record_thins_its_curve(at: int) -> None:
+    curve: list[list[float]] = []
+    told = []
+    for iteration, reward in enumerate(noisy(5, 120) - 0.3 * (np.arange(120) >= at)):
+        curve = _curve(curve, iteration, float(reward))
+        told += [iteration] if fall(curve) else []
+    assert told == [at + 1]
 
 
 def test_one_bad_iteration_is_none_and_neither_are_the_first_ones() -> None:

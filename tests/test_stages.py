@@ -16,7 +16,7 @@ from rlpipe.report.curves import reward_svg
 from rlpipe.stages import clock as clocks
 from rlpipe.stages.base import base_reference
 from rlpipe.stages.clock import Clock
-from rlpipe.stages.iteration import CURVE_POINTS_MAX, _curve
+from rlpipe.stages.iteration import CURVE_NEWEST, CURVE_POINTS_MAX, _curve
 from rlpipe.stages.policy import check_mismatch, first_step_faults
 from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.session import Session
@@ -31,7 +31,7 @@ from tests.declared import RL_KINDS, stage_settings
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 # fields that change no artifact: how long, how many processes, when to warn, and which policy samples, which is an input
 NOT_IN_A_RESULT = {"num_iterations", "reward_workers", "reward_timeout_s", "mismatch_max", "on_mismatch",
-                   "environment_timeout_s", "environment_total_s", "overlap"}  # fmt: skip
+                   "environment_timeout_s", "environment_total_s", "agent_timeout_s", "agents_max", "agent_address", "overlap"}  # fmt: skip
 
 
 def config(tmp_path: Path, *sets: str) -> PipelineConfig:
@@ -45,7 +45,9 @@ def session(tmp_path: Path) -> Session:
 
 def test_every_rl_field_is_in_the_settings_of_the_stage_it_changes() -> None:
     config = read_config("tiny", ["rl.oversampling=2", "rl.curriculum=weight"], PRESETS)
-    covered = {name.removeprefix("rl.") for kind in RL_KINDS for name in stage_settings(config, "rl", kind)}
+    acting = read_config("tiny", ["rl.agent=my_agent:act"], PRESETS)  # which goes with no over-sampling
+    kinds = [(config, kind) for kind in RL_KINDS] + [(acting, kind) for kind in RL_KINDS]
+    covered = {name.removeprefix("rl.") for one, kind in kinds for name in stage_settings(one, "rl", kind)}
     # the reference is a stage of its own, and an input of the policies that were trained with it
     covered |= {name.removeprefix("rl.") for name in base_reference.settings(config)}
     assert set(RlConfig.model_fields) - covered == NOT_IN_A_RESULT
@@ -124,7 +126,7 @@ def test_the_curve_of_a_long_run_stays_short_and_keeps_its_ends() -> None:
         curve = _curve(curve, iteration, iteration / 1000)
     assert len(curve) <= CURVE_POINTS_MAX
     assert curve[0][0] == 0
-    assert curve[-1][0] >= 999 - 1000 // 16
+    assert [point[0] for point in curve[-CURVE_NEWEST:]] == [*range(1000 - CURVE_NEWEST, 1000)]
     assert "polyline" in reward_svg(curve)
     assert "polyline" in reward_svg([])
 

@@ -20,9 +20,8 @@ from rlpipe.agents.conversation import Context, ConversationTree, Node
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, Sampling
 from rlpipe.engines.pool import EnginePool, GroupRequest
+from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED
 from rlpipe.types import UserError, rollout_seed
-
-TURNS, TOKENS = "turns", "length"  # the limits: finish reasons of a rollout
 
 
 class CallKey(NamedTuple):
@@ -108,10 +107,14 @@ class AgentRollout:
         terms, num_before = self.terms, len(context.prior.tokens)
         self._num_completions += request.num_choices
         if self._num_completions > terms.calls_max:
-            raise self._refusal(TURNS, f"rl.turns_max={terms.calls_max} completions of this rollout are used up", "turns_max")
+            raise self._refusal(
+                OUT_OF_TURNS, f"rl.turns_max={terms.calls_max} completions of this rollout are used up", "turns_max"
+            )
         room = min(terms.params.max_new_tokens, terms.context_tokens_max - len(context.prompt_tokens))
         if room <= num_before:
-            raise self._refusal(TOKENS, f"{num_before} tokens after the prompt leave none of {room}", "context_length_exceeded")
+            raise self._refusal(
+                TRUNCATED, f"{num_before} tokens after the prompt leave none of {room}", "context_length_exceeded"
+            )
         tokens_max = room if request.tokens_max is None else min(room, num_before + request.tokens_max)
         if key not in self._sampling:
             self._sampling[key] = asyncio.create_task(self._sampled(request.num_choices, context, key, tokens_max))
@@ -124,7 +127,7 @@ class AgentRollout:
             message = assistant_message(text, request, lambda number, seed=seed: f"call_{seed:08x}{number}")
             nodes.append(conversation.reply(request, context, completion, message))
         conversation.last = nodes[0]
-        if self.limit == TOKENS:  # the agent has gone on with a shorter conversation
+        if self.limit == TRUNCATED:  # the agent has gone on with a shorter conversation
             self.limit = ""
         return GivenReplies(nodes, sampled, len(context.prompt_tokens) + num_before)
 
@@ -155,9 +158,9 @@ class AgentRollout:
         """Why the rollout ended, once its agent has: a limit, or "stop"."""
         last = self.conversation.last
         is_cut = (
-            last is not None and last.completion.finish_reason == TOKENS and len(last.completion.tokens) >= self._room(last)
+            last is not None and last.completion.finish_reason == TRUNCATED and len(last.completion.tokens) >= self._room(last)
         )
-        return self.limit or (TOKENS if is_cut else "stop")
+        return self.limit or (TRUNCATED if is_cut else "stop")
 
     def _room(self, node: Node) -> int:
         return min(self.terms.params.max_new_tokens, self.terms.context_tokens_max - len(node.prompt_tokens))

@@ -98,6 +98,25 @@ def _step(design_TC: np.ndarray, means_T: np.ndarray, noise_T: np.ndarray, withi
     return float(coefficients[1]), float(np.sqrt(covariance_CC[1, 1])), float(max(freedom, 1.0))
 
 
+def group_means(values_R: np.ndarray, group_R: np.ndarray, num_groups: int) -> np.ndarray:
+    """The mean of each group's values, [G]; nan where none has one. `group_R`: the position of each value's group."""
+    known_R = np.isfinite(values_R)
+    counts_G = np.bincount(group_R[known_R], minlength=num_groups)
+    sums_G = np.bincount(group_R[known_R], values_R[known_R], minlength=num_groups)
+    return np.where(counts_G > 0, sums_G / np.maximum(counts_G, 1), np.nan)
+
+
+def within_correlation(
+    first_R: np.ndarray, second_R: np.ndarray, group_R: np.ndarray, num_groups: int, chosen_R: np.ndarray
+) -> float:
+    """The correlation of two columns, each less its group's mean, over the chosen rows that have both; nan where one does not vary."""
+    centered = [column - group_means(column, group_R, num_groups)[group_R] for column in (first_R, second_R)]
+    both_R = np.isfinite(centered[0]) & np.isfinite(centered[1]) & chosen_R
+    first, second = (column[both_R] for column in centered)
+    scale = float(np.sqrt((first**2).sum() * (second**2).sum()))
+    return float((first * second).sum() / scale) if scale > 1e-12 else float("nan")
+
+
 def fitted(features_NF: np.ndarray, values_N: np.ndarray, learnt_N: np.ndarray) -> tuple[np.ndarray, float]:
     """The values that the features predict, by a ridge regression on the rows `learnt_N` alone; and its R2 on them."""
     center, spread = features_NF[learnt_N].mean(0), features_NF[learnt_N].std(0)

@@ -12,11 +12,11 @@ from functools import cached_property
 import numpy as np
 
 from rlpipe.algorithms.answers import answer_text
-from rlpipe.algorithms.changes import Shift, shift
+from rlpipe.algorithms.changes import Shift, group_means, shift
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, TRUNCATED, Group, Rollout, grouped
-from rlpipe.rewards.score import label
+from rlpipe.rewards.score import gives, label
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.forks import differences
 from rlpipe.store.run import Run
@@ -60,10 +60,10 @@ class History:
         """The config that an iteration was computed with."""
         return self.run.owner("rl", iteration).config
 
-    def around(self, at: int, window: int = WINDOW) -> Around:
-        """What is before and from iteration `at` on, at most `window` iterations a side, and none that another fork point changed."""
-        first = max([0, at - window, *(point for point in self.fork_points if point < at)])
-        last = min([self.num_iterations, at + window, *(point for point in self.fork_points if point > at)])
+    def around(self, at: int) -> Around:
+        """What is before and from iteration `at` on, at most WINDOW iterations a side, and none that another fork point changed."""
+        first = max([0, at - WINDOW, *(point for point in self.fork_points if point < at)])
+        last = min([self.num_iterations, at + WINDOW, *(point for point in self.fork_points if point > at)])
         groups = [group for iteration in range(first, last) for group in self.groups(iteration)]
         metrics = {iteration: self.metrics[iteration] for iteration in range(first, last)}
         changed = differences(self.config(at), self.config(at - 1)) if at in self.fork_points else []
@@ -168,16 +168,12 @@ class Around:
 
     def weight(self, part: str) -> float:
         """What a part counts in the reward of iteration `at`; 0 where no reward of its config has it."""
-        weights = {label(name): weight for name, weight in self.config.rl.rewards.items()}
-        named = [name for name in weights if part == name or part.startswith(f"{name}_")]
-        return weights[max(named, key=len)] if named else 0.0
+        named = [name for name in self.config.rl.rewards if gives(name, part)]
+        return self.config.rl.rewards[max(named, key=lambda name: len(label(name)))] if named else 0.0
 
     def per_group(self, values_R: np.ndarray) -> np.ndarray:
         """The mean of each group's rollouts, [G]; nan where none has a value."""
-        known_R = np.isfinite(values_R)
-        counts_G = np.bincount(self.group_R[known_R], minlength=len(self.groups))
-        sums_G = np.bincount(self.group_R[known_R], values_R[known_R], minlength=len(self.groups))
-        return np.where(counts_G > 0, sums_G / np.maximum(counts_G, 1), np.nan)
+        return group_means(values_R, self.group_R, len(self.groups))
 
     def shift_of(self, values_R: np.ndarray, *, trend: bool = False) -> Shift:
         """How the groups' means of a column of rollouts shift."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlpipe.algorithms.changes import NO_SHIFT, Shift, shift
+from rlpipe.algorithms.changes import NO_SHIFT, Shift, group_means, shift, within_correlation
 from rlpipe.report.around import History, ScoredGroup
 from rlpipe.report.show import text_line
 from rlpipe.report.suspects.finding import SHOWN, from_to
@@ -65,7 +65,8 @@ def rescored(history: History, reward: str) -> Rescored:
 def parting(both: Rescored) -> tuple[int, Shift]:
     """The iteration from which the two rewards, each in its own spread, differ most from how they did before, and by how much;
     its p-value is corrected for all iterations."""
-    difference_G, iteration_G = _per_group(both, _difference(both)), np.array([group.iteration for group in both.groups])
+    difference_G = group_means(_difference(both), both.group_R, len(both.groups))
+    iteration_G = np.array([group.iteration for group in both.groups])
     numbers = both.iterations()[1:]
     shifts = [(number, shift(difference_G, iteration_G, number)) for number in numbers]
     at, widest = max(shifts, key=lambda entry: abs(entry[1].z), default=(0, NO_SHIFT))
@@ -84,8 +85,9 @@ def second_lines(both: Rescored, reward: str) -> list[str]:
         if chosen.any():
             means = (float(column[chosen].mean()) for column in (both.first_R, both.second_R))
             first, second = means
+            correlation = within_correlation(both.first_R, both.second_R, both.group_R, len(both.groups), chosen)
             lines.append(
-                f"{number:9d}  {int(chosen.sum()):8d}  {first:6.3f}  {second:{max(6, len(reward))}.3f}  {_correlation(both, chosen):+.2f}"
+                f"{number:9d}  {int(chosen.sum()):8d}  {first:6.3f}  {second:{max(6, len(reward))}.3f}  {correlation:+.2f}"
             )
     if unscored := int((~np.isfinite(both.second_R)).sum()):
         lines.append(f"{unscored} rollouts could not be scored by {reward}")
@@ -113,20 +115,6 @@ def _difference(both: Rescored) -> np.ndarray:
     known = np.isfinite(both.second_R)
     columns = [(column - column[known].mean()) / (column[known].std() or 1.0) for column in (both.first_R, both.second_R)]
     return columns[0] - columns[1]
-
-
-def _per_group(both: Rescored, values_R: np.ndarray) -> np.ndarray:
-    known = np.isfinite(values_R)
-    counts = np.bincount(both.group_R[known], minlength=len(both.groups))
-    sums = np.bincount(both.group_R[known], values_R[known], minlength=len(both.groups))
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-
-
-def _correlation(both: Rescored, chosen: np.ndarray) -> float:
-    """Of the two rewards, each less its group's mean; nan where one does not vary within any group."""
-    first, second = ((column - _per_group(both, column)[both.group_R])[chosen] for column in (both.first_R, both.second_R))
-    scale = float(np.sqrt((first**2).sum() * (second**2).sum()))
-    return float((first * second).sum() / scale) if scale > 1e-12 else float("nan")
 
 
 def _described(both: Rescored, row: int, reward: str) -> str:

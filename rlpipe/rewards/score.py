@@ -66,6 +66,11 @@ def label(name: str) -> str:
     return rest.rstrip("/").rpartition("/")[2] if kind == "hf" else rest
 
 
+def gives(reward: str, part: str) -> bool:
+    """Whether a reward has this part: one that gives several has them under its own label."""
+    return part == label(reward) or part.startswith(f"{label(reward)}_")
+
+
 def score_of(name: str, value: Any, weight: float) -> Score:
     """The Score of what a reward answered, a number or several by name; InvalidAnswer when it is anything else."""
     values = {f"{label(name)}_{key}": part for key, part in value.items()} if isinstance(value, dict) else {label(name): value}

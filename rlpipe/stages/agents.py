@@ -21,14 +21,14 @@ from rlpipe.agents.rollout import AgentRollout, CallKey, Terms
 from rlpipe.engines.client import NOTHING_YET, Completion
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import Branch, EnvironmentOutcome
+from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED, Branch, EnvironmentOutcome
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, StageKey, all_ended
 from rlpipe.stages.turns import PlayedCompletion
 from rlpipe.types import FileRecord, UserError
 
 log = logging.getLogger(__name__)
-LIMITS = {"turns": "limit_calls", "length": "limit_tokens"}  # finish reason -> the metric that counts it
+LIMITS = {OUT_OF_TURNS: "limit_calls", TRUNCATED: "limit_tokens"}  # finish reason -> the metric that counts it
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from rlpipe.store.limits import add_iteration, best_so_far, gpus_held, own_recor
 from rlpipe.types import ArtifactRef, IterationRecord, JsonDict, Metrics, UserError
 
 CURVE_POINTS_MAX = 64
+CURVE_NEWEST = 36  # points that are never thinned: whether a reward fell is told by them (report/reward.py)
 
 
 class Before(NamedTuple):
@@ -83,9 +84,9 @@ def time_metrics(session: Session, iteration: int, metrics: Metrics) -> Metrics:
 
 
 def _curve(before: list[list[float]], iteration: int, reward: float) -> list[list[float]]:
-    """[iteration, reward] points so far, thinned to a bounded number: each record can draw the curve by itself."""
+    """[iteration, reward] points so far, the older ones thinned so that they are not too many: each record can draw the curve by itself."""
     points = [*before, [iteration, reward]]
-    return points if len(points) <= CURVE_POINTS_MAX else points[::2]
+    return points if len(points) <= CURVE_POINTS_MAX else [*points[:-CURVE_NEWEST:2], *points[-CURVE_NEWEST:]]
 
 
 def staleness(trained: Group, version: int) -> Metrics:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlpipe.records.kinds import Float, Int32, Json, Text
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import ROLLOUTS, SCORE_COLUMNS, SCORES, TRUNCATED, Rollout
+from rlpipe.records.rollout import ROLLOUTS, SCORE_COLUMNS, SCORES, TRUNCATED, WORLD_FAULTS, Rollout
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Item, Score, facts_of
 from rlpipe.stages.sampling import prompts_by_id
@@ -51,7 +51,7 @@ def score_rollouts(
 
 
 def _unscored(session: Session, use: str, faults: Counter[str], counts: str) -> str:
-    if all(reason.startswith(("environment_", "agent_")) for reason in faults):
+    if all(reason.startswith(WORLD_FAULTS) for reason in faults):
         return (
             f"{session.config.rl.world}: {counts}. Mend it and start again; rollouts that are "
             f"committed with their faults stay so: sample them anew in a fork of {session.run.name} from an iteration before them"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlpipe.algorithms.changes import Shift, shift
+from rlpipe.algorithms.changes import NO_SHIFT, Shift, shift
 from rlpipe.config.pipeline import identity
 from rlpipe.report.around import Around
 from rlpipe.report.suspects.finding import Finding, Findings, WhatIf, as_toml, from_to, rows_to_show
@@ -64,11 +64,10 @@ def _series(around: Around, name: str) -> tuple[np.ndarray, np.ndarray]:
 def _grown(around: Around, name: str) -> Shift:
     """How the logarithm of a metric jumps; no shift where it does not grow by RATIO_MIN, from one iteration to the next."""
     values_T, iterations_T = _series(around, name)
-    nothing = Shift(0.0, 0.0, 0.0, 1.0, 0.0)
     if len(values_T) < 4 or not {around.at, around.at - 1} <= set(iterations_T.tolist()):
-        return nothing
+        return NO_SHIFT
     step = values_T[iterations_T == around.at][0] - values_T[iterations_T < around.at][-3:].max()
-    return shift(values_T, iterations_T, around.at, trend=True, exact=True) if step > np.log(RATIO_MIN) else nothing
+    return shift(values_T, iterations_T, around.at, trend=True, exact=True) if step > np.log(RATIO_MIN) else NO_SHIFT
 
 
 def _moved_lines(around: Around) -> list[str]:

@@ -6,11 +6,12 @@ from collections import Counter
 
 import numpy as np
 
-from rlpipe.algorithms.changes import Shift, fitted
+from rlpipe.algorithms.changes import NO_SHIFT, Shift, fitted, within_correlation
+from rlpipe.records.rollout import WORLD_FAULTS
 from rlpipe.report.around import Around
 from rlpipe.report.suspects.finding import Finding, Findings, WhatIf, as_toml, from_to, rows_to_show
 from rlpipe.rewards.registry import is_service
-from rlpipe.rewards.score import label
+from rlpipe.rewards.score import gives, label
 
 PREDICTED = 0.25  # R2 from which a part is taken as known from what else is known of a rollout
 PART_MIN = 0.05  # smallest shift of a part that is named, of its spread
@@ -26,11 +27,8 @@ def faults(around: Around) -> Findings:
     lost = _mean(around.reward_R[around.fault_R]) - _mean(around.reward_R[~around.fault_R])
     counts = Counter(rollout.reward_fault for rollout, after in zip(around.rollouts, around.after_R, strict=True) if after)
     reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common() if reason)
-    kind = (
-        "environment"
-        if max(counts, key=lambda reason: counts[reason] if reason else -1).startswith("environment")
-        else "reward"
-    )
+    usual = max(counts, key=lambda reason: counts[reason] if reason else -1)
+    kind = usual.partition("_")[0] if usual.startswith(WORLD_FAULTS) else "reward"
     ok_before, ok_after = around.means(np.where(around.fault_R, np.nan, around.reward_R))
     yield Finding(
         f"{kind}_faults",
@@ -91,7 +89,7 @@ def _unexpected(around: Around, name: str) -> Shift:
         return around.shift_of(values_R - expected_R, trend=True)
     if _constant(values_R[around.after_R]) is not None and _constant(values_R[~around.after_R]) is None:
         return around.shift_of(values_R, trend=True)
-    return Shift(0.0, 0.0, 0.0, 1.0, 0.0)
+    return NO_SHIFT
 
 
 def _constant(values: np.ndarray) -> float | None:
@@ -113,21 +111,16 @@ def _without(around: Around, part: str) -> WhatIf | None:
     if any(line.startswith(("rl.rewards", "rl.reward_args")) for line in around.changed):
         old = around.config_before.rl
         return WhatIf(around.at, [f"rl.rewards={as_toml(old.rewards)}", f"rl.reward_args={as_toml(old.reward_args)}"], "score")
-    suspect = next((name for name in rewards if _is_of(part, name)), None)
+    suspect = next((name for name in rewards if gives(name, part)), None)
     if suspect is None or len(rewards) == 1:
         return WhatIf(around.at, [], "score") if suspect else None
-    columns = [np.nan_to_num(column) for name, column in around.parts.items() if _is_of(name, suspect)]
+    columns = [np.nan_to_num(column) for name, column in around.parts.items() if gives(suspect, name)]
     rest_R = around.reward_R - rewards[suspect] * np.sum(columns, axis=0)
     stored = around.means(np.where(around.fault_R, np.nan, rest_R))
     sets = [f"rl.rewards={as_toml({name: weight for name, weight in rewards.items() if name != suspect})}"]
     if suspect in args:
         sets.append(f"rl.reward_args={as_toml({name: values for name, values in args.items() if name != suspect})}")
     return WhatIf(around.at, sets, "score", stored=stored)
-
-
-def _is_of(part: str, reward: str) -> bool:
-    """Whether a reward has this part: one that gives several has them under its own name."""
-    return part == label(reward) or part.startswith(f"{label(reward)}_")
 
 
 def hacked(around: Around) -> Findings:
@@ -143,7 +136,9 @@ def hacked(around: Around) -> Findings:
             continue
         victim = min(falling, key=lambda other: shifts[other].falls)
         weaker = max(shift, shifts[victim], key=lambda entry: entry.p)
-        together = _within_correlation(around, columns[name], columns[victim])
+        together = np.nan_to_num(
+            within_correlation(columns[name], columns[victim], around.group_R, len(around.groups), around.after_R)
+        )
         evidence = [
             f"weight {weight:g}, part {name}: {from_to(shift.before, shift.after)} (p = {shift.p:.1g})",
             f"{victim}: {from_to(shifts[victim].before, shifts[victim].after)} (p = {shifts[victim].p:.1g})",
@@ -153,15 +148,6 @@ def hacked(around: Around) -> Findings:
         order = columns[victim] - np.sign(weight) * columns[name]
         rows = rows_to_show(around, np.isfinite(order), order)
         yield Finding("hacked_part", f"{name} is paid, and {victim} falls", weaker, weight * shift.size, evidence, rows, proof=_without(around, name))  # fmt: skip
-
-
-def _within_correlation(around: Around, first_R: np.ndarray, second_R: np.ndarray) -> float:
-    """The correlation of two columns within the groups after the iteration; 0 where one does not vary."""
-    centered = [column - around.per_group(column)[around.group_R] for column in (first_R, second_R)]
-    both = np.isfinite(centered[0]) & np.isfinite(centered[1]) & around.after_R
-    a, b = (column[both] for column in centered)
-    scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
-    return float((a * b).sum() / scale) if scale > 0 else 0.0
 
 
 def _mean(values: np.ndarray) -> float:
