@@ -111,7 +111,7 @@ def around(
             groups.append(ScoredGroup(iteration, prompt, [fault.after(rng, rollout, prompt) for rollout in rollouts]))
         metrics[iteration] = {
             "train/learning_rate": config.rl.learning_rate, "train/mismatch_abs_mean": 1e-6 * rng.uniform(0.5, 2),
-            "train/kl": 1e-3 * (iteration + 1) * rng.uniform(0.8, 1.2), "train/proximal_kl": 1e-3 * rng.uniform(0.5, 2),
+            "train/kl": 4e-3 * iteration**2 * rng.uniform(0.8, 1.2), "train/proximal_kl": 1e-3 * rng.uniform(0.5, 2),
             **fault.metrics,
         }  # fmt: skip
     return Around(run, at, groups, metrics, after, before, differences(after, before) if planted and planted.sets else [])

@@ -33,11 +33,12 @@ class Shift:
 NO_SHIFT = Shift(0.0, 0.0, 0.0, 1.0, 0.0)
 
 
-def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: bool = False, exact: bool = False) -> Shift:
+def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: float, *, trend: bool = False, exact: bool = False) -> Shift:
     """The shift of the groups' values at iteration `at`, with the noise within and between iterations; NO_SHIFT when a side has no value.
 
     With `trend` a straight line through both sides is taken out, where there are iterations enough: learning is no change.
-    `exact`: there is one value an iteration, a metric, and no groups that it is the mean of.
+    `exact`: there is one value an iteration, a metric, and no groups that it is the mean of; then each side has a slope of its own, and the
+    size is the step between both lines at `at`. The iterations may be of any scale that rises with them.
     """
     known_G = np.isfinite(values_G)
     values_G, iterations_G = values_G[known_G], iterations_G[known_G]
@@ -52,8 +53,11 @@ def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: boo
     sides = [_variance_within(values_G, means_T[index_G], after_G == side) for side in (False, True)]
     noise_T = np.zeros(len(means_T)) if exact else np.where(late_T, sides[1], sides[0]) / counts_T
     columns = [np.ones(len(means_T)), late_T.astype(float)]
-    if trend and max(int((~late_T).sum()), int(late_T.sum())) >= TREND_MIN:
-        columns.append(iterations_T - (at - 0.5))
+    lengths = int((~late_T).sum()), int(late_T.sum())
+    if trend and exact and min(lengths) >= TREND_MIN:  # a jump of a metric may change how it grows
+        columns += [np.where(late_T == side, iterations_T - at, 0.0) for side in (False, True)]
+    elif trend and max(lengths) >= TREND_MIN:
+        columns.append(iterations_T - at)
     counts = [int((after_G == side).sum()) for side in (False, True)]
     within_free = _freedom([variance / count for variance, count in zip(sides, counts, strict=True)], counts)
     size, error, freedom = _step(np.stack(columns, axis=1), means_T, noise_T, within_free)

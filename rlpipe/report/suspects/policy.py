@@ -55,19 +55,23 @@ def _with_old_settings(around: Around) -> WhatIf | None:
 
 
 def _series(around: Around, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The logarithm of a metric at each iteration that has it, and these iterations."""
-    pairs = [(number, metrics[name]) for number, metrics in around.metrics.items() if name in metrics]
+    """The logarithm of a metric at each iteration that has it, and these iterations; without iteration 0, in which a policy is still what it began as."""
+    pairs = [(number, metrics[name]) for number, metrics in around.metrics.items() if name in metrics and number]
     numbers, values = zip(*pairs, strict=True) if pairs else ((), ())
     return np.log(np.maximum(np.array(values, dtype=float), 0.0) + FLOOR), np.array(numbers)
 
 
 def _grown(around: Around, name: str) -> Shift:
-    """How the logarithm of a metric jumps; no shift where it does not grow by RATIO_MIN, from one iteration to the next."""
+    """How the logarithm of a metric jumps; no shift where it does not grow by RATIO_MIN, from one iteration to the next.
+
+    What is taken out as learning is a power of the iterations, as a distance from the start grows: steep at first, then ever less."""
     values_T, iterations_T = _series(around, name)
     if len(values_T) < 4 or not {around.at, around.at - 1} <= set(iterations_T.tolist()):
         return NO_SHIFT
     step = values_T[iterations_T == around.at][0] - values_T[iterations_T < around.at][-3:].max()
-    return shift(values_T, iterations_T, around.at, trend=True, exact=True) if step > np.log(RATIO_MIN) else NO_SHIFT
+    if step <= np.log(RATIO_MIN):
+        return NO_SHIFT
+    return shift(values_T, np.log(iterations_T), float(np.log(around.at)), trend=True, exact=True)
 
 
 def _moved_lines(around: Around) -> list[str]:
