@@ -32,7 +32,7 @@ STAGES = [
     ("sft", "policy"), ("sft", "state"), ("sft", "evaluation"), *(("rl", stage) for stage in RL_KINDS),
 ]  # fmt: skip
 SETTINGS = {  # preset and overrides: sha256 of the settings of all stages, at b8afe6a
-    "agent": "820c53220cb991ed3191d3bb7460a6a05b482eef7c873aa184bf4ff7a3e4a46e",
+    "agent": "8c86ec34c0ef2a69e75bfd45ef8ad10e59597d7c7c726ee73dc859776b9c447e",
     "calculator": "3c19fd5ded881538cf7f294de4f14dfb77f9608b7a6dff30aa999eaa4f59152f",
     "gsm8k-0.5b": "0dd493de90c2d54983db9113b5e81ff04e418e6475e683a29aff3671561941ab",
     "multi-node": "e6a9ed2eb2536223a5fc8b27b78501807756418de0e3e2d52b3668c8fec0240f",

@@ -18,6 +18,11 @@ LEARNS = {
         "products_pass_at_1": (0.5, 0.6, 0.2),
         "products_greedy": (0.5, 0.6, 0.2),
     },
+    "agent": {
+        "products_environment_tool_used_mean": (0.5, 0.8, 0.3),
+        "products_pass_at_1": (0.4, 0.8, 0.4),
+        "products_greedy": (0.5, 0.8, 0.3),
+    },
     "palindromes": {"letters_pass_at_1": (0.6, 0.6, 0.2), "letters_format_rate": (1.0, 0.97, -0.02)},
     "sums": {"sums_pass_at_1": (0.5, 0.55, 0.2), "sums_greedy": (0.8, 0.75, 0.1)},
 }
@@ -25,7 +30,7 @@ LEARNS = {
 
 @pytest.mark.parametrize("preset", LEARNS)
 def test_a_preset_learns_and_shows_it(preset: str, tmp_path: Path) -> None:
-    folder = Folder(tmp_path, f"file://{tmp_path}/store")
+    folder = Folder(tmp_path, f"file://{tmp_path}/store", {"PYTHONPATH": str(Path(__file__).parent.parent)})  # examples/ is there
     output = folder.complete("a", preset=preset, timeout_s=1800)
     num_iterations = open_existing(folder.open_store(), "a").config.rl.num_iterations
     before, after = folder.evaluation("a", 0), folder.evaluation("a", num_iterations)
