@@ -33,12 +33,12 @@ class Shift:
 NO_SHIFT = Shift(0.0, 0.0, 0.0, 1.0, 0.0)
 
 
-def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: float, *, trend: bool = False, exact: bool = False) -> Shift:
+def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: bool = False, exact: bool = False) -> Shift:
     """The shift of the groups' values at iteration `at`, with the noise within and between iterations; NO_SHIFT when a side has no value.
 
     With `trend` a straight line through both sides is taken out, where there are iterations enough: learning is no change.
     `exact`: there is one value an iteration, a metric, and no groups that it is the mean of; then each side has a slope of its own, and the
-    size is the step between both lines at `at`. The iterations may be of any scale that rises with them.
+    size is the step between both lines at `at`.
     """
     known_G = np.isfinite(values_G)
     values_G, iterations_G = values_G[known_G], iterations_G[known_G]

@@ -12,12 +12,15 @@ from rlpipe.config.pipeline import identity
 from rlpipe.report.around import Around
 from rlpipe.report.suspects.finding import Finding, Findings, WhatIf, as_toml, from_to, rows_to_show
 
-FLOOR = 1e-9  # added to a metric before its logarithm
+FLOOR = 1e-9  # of a metric
 RATIO_MIN = 3.0  # a metric that grew by less is not named
 MISMATCH_SHARE = 0.2  # of rl.mismatch_max: the smallest mismatch that is named
+KL_MIN = 1e-3  # of a KL that is named
 RATE_RATIO = 1.5
 MOVES_OF_PROOF = 3  # iterations that a fork samples with the old settings
 MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.reward_fallback")  # other suspects name these
+
+Scale = Callable[[np.ndarray], np.ndarray]
 
 
 def settings(around: Around) -> Findings:
@@ -54,24 +57,18 @@ def _with_old_settings(around: Around) -> WhatIf | None:
     return WhatIf(around.at - 1, sets, num_iterations=around.at + MOVES_OF_PROOF)
 
 
-def _series(around: Around, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The logarithm of a metric at each iteration that has it, and these iterations; without iteration 0, in which a policy is still what it began as."""
-    pairs = [(number, metrics[name]) for number, metrics in around.metrics.items() if name in metrics and number]
-    numbers, values = zip(*pairs, strict=True) if pairs else ((), ())
-    return np.log(np.maximum(np.array(values, dtype=float), 0.0) + FLOOR), np.array(numbers)
-
-
-def _grown(around: Around, name: str) -> Shift:
-    """How the logarithm of a metric jumps; no shift where it does not grow by RATIO_MIN, from one iteration to the next.
-
-    What is taken out as learning is a power of the iterations, as a distance from the start grows: steep at first, then ever less."""
-    values_T, iterations_T = _series(around, name)
-    if len(values_T) < 4 or not {around.at, around.at - 1} <= set(iterations_T.tolist()):
+def _grown(around: Around, name: str, scale: Scale) -> Shift:
+    """How a metric jumps, on a scale where its noise is even; no shift where it does not grow by RATIO_MIN, from one iteration to the next."""
+    pairs = [(number, metrics[name]) for number, metrics in around.metrics.items() if name in metrics]
+    known = dict(pairs)
+    if len(pairs) < 4 or not {around.at, around.at - 1} <= known.keys():
         return NO_SHIFT
-    step = values_T[iterations_T == around.at][0] - values_T[iterations_T < around.at][-3:].max()
-    if step <= np.log(RATIO_MIN):
+    last = [value for number, value in pairs if number < around.at][-3:]
+    if known[around.at] <= RATIO_MIN * max(*last, FLOOR):
         return NO_SHIFT
-    return shift(values_T, np.log(iterations_T), float(np.log(around.at)), trend=True, exact=True)
+    numbers, values = zip(*pairs, strict=True)
+    values_T = scale(np.maximum(np.array(values, dtype=float), FLOOR))
+    return shift(values_T, np.array(numbers), around.at, trend=True, exact=True)
 
 
 def _moved_lines(around: Around) -> list[str]:
@@ -81,39 +78,39 @@ def _moved_lines(around: Around) -> list[str]:
     return [f"{name}: {from_to(last[name], first[name])}" for name in names if name in last and name in first]
 
 
-def _metric_finding(around: Around, suspect: str, metric: str, title: str, matters: Callable[[float], bool], symptom: bool = False) -> Findings:  # fmt: skip
-    jump = _grown(around, metric)
-    after = around.metrics[around.at].get(metric, 0.0)
-    if jump.p == 1.0 or not matters(after):
+def _metric_finding(
+    around: Around, suspect: str, metric: str, title: str, least: float, scale: Scale, symptom: bool = False
+) -> Findings:
+    jump, after = _grown(around, metric, scale), around.metrics[around.at].get(metric, 0.0)
+    if jump.p == 1.0 or after <= least:
         return
-    values = [f"{number}: {metrics[metric]:.3g}" for number, metrics in around.metrics.items() if metric in metrics]
+    known = {number: metrics[metric] for number, metrics in around.metrics.items() if metric in metrics}
+    sides = ([value for number, value in known.items() if (number >= around.at) == late] for late in (False, True))
     surprising = np.array(
         [float(np.mean(rollout.rollout_logprobs)) if len(rollout.rollout_logprobs) else 0.0 for rollout in around.rollouts]
     )
     rows = rows_to_show(around, np.ones(len(around.rollouts), bool), surprising)
-    before = float(np.exp(jump.before))
-    yield Finding(suspect, f"{title}: {metric} {from_to(before, float(np.exp(jump.after)))}", jump, None, [f"{metric} by iteration: {', '.join(values)}"], rows, symptom)  # fmt: skip
+    medians = from_to(*(float(np.median(side)) for side in sides))
+    evidence = [f"{metric} by iteration: {', '.join(f'{number}: {value:.3g}' for number, value in known.items())}"]
+    yield Finding(suspect, f"{title}: {metric} {medians}", jump, None, evidence, rows, symptom)
 
 
 def mismatch(around: Around) -> Findings:
     """An engine that gives tokens other probabilities than the trainer: weights that are not those that are trained."""
-    bound = MISMATCH_SHARE * around.config.rl.mismatch_max
-    yield from _metric_finding(
-        around, "mismatch", "train/mismatch_abs_mean", "engine and trainer disagree", lambda after: after > bound
-    )
+    least = MISMATCH_SHARE * around.config.rl.mismatch_max
+    yield from _metric_finding(around, "mismatch", "train/mismatch_abs_mean", "engine and trainer disagree", least, np.log)
 
 
 def reference(around: Around) -> Findings:
-    """A KL to the reference that is at once another: it is not the reference of before."""
+    """A KL to the reference that is at once another: it is not the reference of before. The root of a KL grows as a distance does."""
     if around.config.rl.kl != "none":
-        yield from _metric_finding(around, "reference", "train/kl", "the KL to the reference jumps", lambda after: after > 1e-3)
+        yield from _metric_finding(around, "reference", "train/kl", "the KL to the reference jumps", KL_MIN, np.sqrt)
 
 
 def moved(around: Around) -> Findings:
     """A policy that moved further than before in one iteration."""
-    yield from _metric_finding(
-        around, "moved", "train/proximal_kl", "the policy moves further", lambda after: after > 1e-3, symptom=True
-    )
+    title = "the policy moves further"
+    yield from _metric_finding(around, "moved", "train/proximal_kl", title, KL_MIN, np.sqrt, symptom=True)
 
 
 def staleness(around: Around) -> Findings:

@@ -209,14 +209,14 @@ def labels(around: Around) -> Findings:
 
 
 def _sure_and_wrong(around: Around) -> tuple[np.ndarray, np.ndarray]:
-    """Of each group whether its rollouts agree, and whether they agree on what is not the label."""
+    """Of each group whether its rollouts agree, and whether they agree on what is not the label. One that was cut off has given no answer."""
     sure, wrong, row = [], [], 0
     for group in around.groups:
         rows = range(row, row + len(group.rollouts))
         row += len(group.rollouts)
-        answer, count = Counter(around.answer_R[index] for index in rows).most_common(1)[0]
+        answers = ["" if around.truncated_R[index] else around.answer_R[index] for index in rows]
+        answer, count = Counter(answers).most_common(1)[0]
         agreed = len(rows) > 1 and bool(answer) and count >= AGREEMENT * len(rows)
-        mode = next(index for index in rows if around.answer_R[index] == answer)
         sure.append(agreed)
-        wrong.append(agreed and around.matched_R[mode] == 0)
+        wrong.append(agreed and around.matched_R[rows[answers.index(answer)]] == 0)
     return np.array(sure), np.array(wrong)
