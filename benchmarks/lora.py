@@ -1,6 +1,8 @@
 """Whether an adapter learns what full training learns: RL of both from the same models, over seeds and presets.
 
-    .venv/bin/python benchmarks/lora.py [--presets tiny sums] [--seeds 3] [--iterations 20] [--folder DIR]
+    .venv/bin/python benchmarks/lora.py [--presets tiny:20 smollm2:6] [--seeds 3] [--folder DIR]
+
+A preset has its number of RL iterations behind it; smollm2 is there after `make smollm2`.
 
 For each preset and seed: SFT of the preset, full training, makes the model that both start from. Then RL at the preset's own learning rate, and RL of
 an adapter at RATE_TIMES that. A folder that is named keeps the runs: the same command goes on where it was. Prints a table (final reward is the mean
@@ -124,19 +126,18 @@ def draw(results: dict[str, dict[str, list[Trained]]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--presets", nargs="+", default=["tiny", "sums"])
+    parser.add_argument("--presets", nargs="+", default=["tiny:20", "smollm2:6"])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
     folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="rlpipe-lora-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, list[Trained]]] = {}
-    for preset in arguments.presets:
+    for preset, _, iterations in (entry.partition(":") for entry in arguments.presets):
         kinds: dict[str, list[Trained]] = {"full": [], f"LoRA, rank {RANK}, {RATE_TIMES:g} times the rate": []}
         for seed in range(arguments.seeds):
             for kind, adapter in zip(kinds, (False, True), strict=True):
-                kinds[kind].append(train(folder, preset, seed, arguments.iterations, adapter))
+                kinds[kind].append(train(folder, preset, seed, int(iterations), adapter))
                 print(f"{preset} seed {seed} {kind}: {kinds[kind][-1].final:.3f}", flush=True)
         results[preset] = kinds
     print("\n".join(table(results)))
