@@ -78,7 +78,9 @@ def branching(tmp_path: Path) -> Run:
 def test_branches_that_were_kept_to_be_trained_may_be_left_out(branching: Run) -> None:
     for redo in ("score", "filter"):
         check_redo(branching, 3, override_config(branching.config, ["run=d", "rl.branches=last"]), redo)
-    with pytest.raises(UserError, match=r"--redo train shares batch, so rl\.branches cannot.*'all' -> 'last'\): use --redo filter"):
+    with pytest.raises(
+        UserError, match=r"--redo train shares batch, so rl\.branches cannot.*'all' -> 'last'\): use --redo filter"
+    ):
         check_redo(branching, 3, override_config(branching.config, ["run=d", "rl.branches=last"]), "train")
 
 
@@ -86,7 +88,9 @@ def test_branches_that_were_kept_to_be_looked_at_may_not_be_trained(branching: R
     """Their masks have a reply more than once, where several branches have it."""
     parent = Run(branching.store, override_config(branching.config, ["run=e", "rl.branches=last"]))
     for redo in ("score", "filter", "train"):
-        with pytest.raises(UserError, match=r"shares rollouts, so rl\.branches cannot change \('last' -> 'all'\): to sample anew"):
+        with pytest.raises(
+            UserError, match=r"shares rollouts, so rl\.branches cannot change \('last' -> 'all'\): to sample anew"
+        ):
             check_redo(parent, 3, branching.config, redo)
 
 
