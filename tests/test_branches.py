@@ -20,14 +20,14 @@ from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_o
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.rollout import ROLLOUTS as ROLLOUT_COLUMNS
 from rlpipe.records.rollout import Branch, Rollout, with_branches
-from rlpipe.stages.branches import branches_of
+from rlpipe.stages.branches import branches_of, shards_with_branches
 from rlpipe.stages.filtering import filter_groups, with_advantages
 from rlpipe.stages.generation import generate
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
 from rlpipe.stages.session import Session
 from rlpipe.stages.steps import score_step
-from rlpipe.store.artifacts import read_manifest, read_records, read_records_if_any
+from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.trainer.batches import RlBatch, read_rl_batch
 from rlpipe.trainer.rl import advantages
 from rlpipe.trainer.trainer import Trainer
@@ -198,7 +198,7 @@ async def test_what_is_trained_is_every_reply_once(folder: Path, answers: str, n
     at = {"iteration": 0, "round_index": 0}
     prompts, shards = await sampled(session)
     scores = await score(session, prompts=prompts, rollouts=shards, **at)
-    batch = await filter_groups(session, prompts=[prompts], scores=[scores.ref], **at)
+    batch = await filter_groups(session, prompts=[prompts], scores=[scores.ref], branches=shards, **at)
     read = read_rl_batch(session.run.store, batch.ref, 1)
     assert read.rollout_B.tolist() == [place for place in range(4) for _ in range(1 + num_beside)]
     assert read.group_index_B.tolist() == [group for group in range(2) for _ in range(2 * (1 + num_beside))]
@@ -231,15 +231,15 @@ async def test_the_default_keeps_what_it_kept_and_trains_the_last_alone(folder: 
         at = {"iteration": 0, "round_index": 0}
         prompts, shards = await sampled(session)
         scores = await score(session, prompts=prompts, rollouts=shards, **at)
-        batch = await filter_groups(session, prompts=[prompts], scores=[scores.ref], **at)
+        beside = shards_with_branches(session.config, shards)
+        batch = await filter_groups(session, prompts=[prompts], scores=[scores.ref], branches=beside, **at)
         refs[branches] = session.run.store, shards[0], scores.ref, batch.ref
         await session.close()
     files = {name: {file.plain_name: file.sha256 for ref in of for file in read_manifest(store, ref.folder).files}
              for name, (store, *of) in refs.items()}  # fmt: skip
     assert files["last"].keys() == files["all"].keys() and files["last"]["scores.parquet"] == files["all"]["scores.parquet"]
     assert files["last"]["rollouts.parquet"] == files["all"]["rollouts.parquet"]
-    store, shard, scored, batched = refs["last"]
-    assert not read_records_if_any(store, scored, "branches.parquet", Branch)
+    store, shard, _, batched = refs["last"]
     assert read_rl_batch(store, batched, 1).rollout_B.tolist() == [0, 1, 2, 3]
     kept = read_records(store, shard, "branches.parquet", Branch)
     assert all(np.array_equal(one.loss_mask == 1, one.rollout_logprobs < 0) for one in kept), "1 where a token was sampled"
@@ -253,7 +253,7 @@ async def test_the_steps_of_an_overlap_are_those_of_the_whole_batch(folder: Path
     at = {"iteration": 0, "prompts": prompts}
     steps = [(await score_step(session, step=step, rollouts=[ref], **at)).ref for step, ref in enumerate(shards)]
     scores = await score(session, round_index=0, rollouts=shards, steps=steps, **at)
-    batch = await filter_groups(session, iteration=0, round_index=0, prompts=[prompts], scores=[scores.ref])
+    batch = await filter_groups(session, iteration=0, round_index=0, prompts=[prompts], scores=[scores.ref], branches=shards)
     parts, whole = [read_rl_batch(session.run.store, step, 1) for step in steps], read_rl_batch(session.run.store, batch.ref, 2)
     assert [len(step) for step in whole.steps] == [6, 6]
     assert rows_of(whole) == [row for part in parts for row in rows_of(part)]
@@ -270,7 +270,7 @@ async def test_a_group_that_is_dropped_takes_its_branches_with_it(folder: Path) 
     }
     assert len(read_records(store, shards[0], "branches.parquet", Branch)) >= 4
     scores = await score(session, prompts=prompts, rollouts=shards, **at)
-    batch = await filter_groups(session, prompts=[prompts], scores=[scores.ref], **at)
+    batch = await filter_groups(session, prompts=[prompts], scores=[scores.ref], branches=shards, **at)
     assert batch.metrics["rollout/groups_dropped_all_truncated"] == 2 and batch.metrics["rollout/num_branches_trained"] == 0
     assert [file.plain_name for file in read_manifest(store, batch.ref.folder).files] == ["batch.parquet"]
     await session.close()

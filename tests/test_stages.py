@@ -63,12 +63,12 @@ def test_a_stage_s_settings_change_with_its_own_fields_only(tmp_path: Path) -> N
 
 
 def test_branches_are_in_the_settings_only_where_all_are_trained(tmp_path: Path) -> None:
-    stages = ("rollouts/round-0/shard-000", "scores/round-0", "batch/round-0")
+    stages = ("rollouts/round-0/shard-000", "batch/round-0")
     last, every = ["rl.agent=my_agent:act"], ["rl.agent=my_agent:act", "rl.branches=all"]
     for stage in stages:
         old, new = (stage_settings(config(tmp_path, *sets), "rl", stage) for sets in (last, every))
         assert "rl.branches" not in old and new == old | {"rl.branches": "all"}
-    for stage in ("prompts/round-0", "policy", "state", "evaluation"):
+    for stage in ("prompts/round-0", "scores/round-0", "policy", "state", "evaluation"):
         assert stage_settings(config(tmp_path, *every), "rl", stage) == stage_settings(config(tmp_path, *last), "rl", stage)
 
 

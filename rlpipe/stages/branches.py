@@ -1,7 +1,6 @@
 """The branches of agents' rollouts that are trained beside them (`rl.branches = "all"`).
 
-They lie beside the rollouts that they are of, in the artifacts of generate, score and filter, in a file of their own: what reads rollouts
-counts rollouts.
+They lie beside the rollouts of a shard and of a batch, in a file of their own: what reads rollouts counts rollouts.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import numpy as np
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import BRANCHES_FILE, TRUNCATED, Branch, Rollout
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt
 from rlpipe.store.artifacts import read_records_if_any
-from rlpipe.types import ArtifactRef, FileRecord, Metrics
+from rlpipe.store.backend import Store
+from rlpipe.types import ArtifactRef, Metrics
 
 
 def branch_fields(config: PipelineConfig) -> list[str]:
@@ -24,11 +22,14 @@ def branch_fields(config: PipelineConfig) -> list[str]:
     return ["rl.branches"] if config.rl.branches == "all" else []
 
 
-def branches_to_train(session: Session, artifacts: Iterable[ArtifactRef]) -> list[Branch]:
-    """The branches beside the rollouts of artifacts; none where they are not trained."""
-    if session.config.rl.branches != "all":
-        return []
-    return [branch for ref in artifacts for branch in read_records_if_any(session.run.store, ref, BRANCHES_FILE, Branch)]
+def shards_with_branches(config: PipelineConfig, shards: list[ArtifactRef]) -> list[ArtifactRef] | None:
+    """The shards of rollouts, where their branches are trained: then a batch is made of them too."""
+    return list(shards) if config.rl.branches == "all" else None
+
+
+def read_branches(store: Store, shards: list[ArtifactRef] | None) -> list[Branch]:
+    """The branches beside the rollouts of shards."""
+    return [branch for ref in shards or [] for branch in read_records_if_any(store, ref, BRANCHES_FILE, Branch)]
 
 
 def branches_of(rollouts: Iterable[Rollout], branches: Iterable[Branch], rl: RlConfig) -> list[Branch]:
@@ -39,11 +40,6 @@ def branches_of(rollouts: Iterable[Rollout], branches: Iterable[Branch], rl: RlC
         if not (rl.mask_truncated and rollout.finish_reason == TRUNCATED)
     }
     return [branch for branch in branches if (branch.group_index, branch.rollout_index) in places]
-
-
-def write_branches_to_train(attempt: Attempt, branches: list[Branch]) -> list[FileRecord]:
-    """As one file; none where there are none."""
-    return [attempt.write(BRANCHES_FILE, branches, Branch)] if branches else []
 
 
 def branch_metrics(branches: list[Branch], rl: RlConfig) -> Metrics:

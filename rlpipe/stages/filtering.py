@@ -25,6 +25,7 @@ from rlpipe.engines.client import NOTHING_YET
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import (
     BATCH,
+    BRANCHES_FILE,
     CUT_SHORT,
     SCORES,
     TRUNCATED,
@@ -37,7 +38,7 @@ from rlpipe.records.rollout import (
     with_branches,
 )
 from rlpipe.stages.ahead import scoring_ahead
-from rlpipe.stages.branches import branch_fields, branch_metrics, branches_of, branches_to_train, write_branches_to_train
+from rlpipe.stages.branches import branch_fields, branch_metrics, branches_of, read_branches
 from rlpipe.stages.iteration import account, staleness
 from rlpipe.stages.sampling import prompts_by_id, write_pass_rates
 from rlpipe.stages.session import Session
@@ -123,15 +124,18 @@ def filter_groups(
     round_index: int,
     prompts: list[ArtifactRef],
     scores: list[ArtifactRef],
+    branches: list[ArtifactRef] | None = None,
     pass_rates: ArtifactRef | None = None,
     last: bool = False,
 ) -> Produced:
     """The groups to train of all rounds so far, with advantages, and those to be carried: both lists have one artifact a round.
 
-    The metrics say whether another round is needed, and where every rollout went. `pass_rates`, for a curriculum, is the batch
+    The metrics say whether another round is needed, and where every rollout went. `branches`: the shards of all rounds, where branches
+    are trained (`shards_with_branches`). `pass_rates`, for a curriculum, is the batch
     of the iteration before: its rates, brought up to date, lie beside this batch. `last`: there is no other round to be had.
     """
     rl, store = session.config.rl, session.run.store
+    assert (branches is not None) == (rl.branches == "all"), "branches are trained, or they are not"
     sampled = grouped(rollout for ref in scores for rollout in read_records(store, ref, "scores.parquet", Rollout, SCORES))
     trained, dropped, handed, ended, reasons = sort_groups(session, sampled, iteration)
     counts = Counter(reasons.values())
@@ -148,7 +152,7 @@ def filter_groups(
         )
     filtered = [rollout for group in dropped for rollout in group]
     carried = _carried(session, iteration, prompts, handed)
-    written = write_batch(attempt, batch, branches_to_train(session, scores), rl)
+    written = write_batch(attempt, batch, read_branches(store, branches), rl)
     files = [attempt.write("carried.parquet", carried, CarriedRollout)] if carried else []
     rates, known = write_pass_rates(session, attempt, pass_rates, ended)
     num_left_out = sum(map(len, ended)) - len(batch) - len(filtered)
@@ -188,7 +192,8 @@ def write_batch(attempt: Attempt, rollouts: Group, branches: list[Branch], rl: R
     num_masked = sum(new is not old for new, old in zip(masked, rollouts, strict=True))
     trained = branches_of(rollouts, branches, rl)
     rows = with_advantages(masked, rl.estimator, rl.gamma, trained)
-    files = [attempt.write("batch.parquet", rows, Rollout, BATCH), *write_branches_to_train(attempt, trained)]
+    files = [attempt.write("batch.parquet", rows, Rollout, BATCH)]
+    files += [attempt.write(BRANCHES_FILE, trained, Branch)] if trained else []
     return WrittenBatch(files, num_masked, trained)
 
 

@@ -15,7 +15,6 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORE_COLUMNS, SCORES, TRUNCATED, WORLD_FAULTS, Rollout
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Item, Score, facts_of
-from rlpipe.stages.branches import branch_fields, branches_to_train, write_branches_to_train
 from rlpipe.stages.sampling import prompts_by_id
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
@@ -109,9 +108,7 @@ class KeptReward:
     reward_fault: Text = ""
 
 
-@stage(
-    "rl", "scores/round-{round_index}", settings=lambda config: SCORING + branch_fields(config), numbered="{name}-{index:03d}"
-)
+@stage("rl", "scores/round-{round_index}", settings=SCORING, numbered="{name}-{index:03d}")
 def score(
     session: Session,
     attempt: Attempt,
@@ -138,9 +135,7 @@ def score(
     by_place = {_place(rollout): rollout for rollout in scored}
     result = [by_place.get(_place(rollout), rollout) for rollout in sampled]
     assert len(kept) + len(scored) == sum(rollout.reward is not None for rollout in result), "a score was lost"
-    files = [attempt.write("scores.parquet", result, Rollout, SCORES)]
-    files += write_branches_to_train(attempt, branches_to_train(session, rollouts))
-    return Produced(files, _score_metrics(session, iteration, result))
+    return Produced([attempt.write("scores.parquet", result, Rollout, SCORES)], _score_metrics(session, iteration, result))
 
 
 def known_scores(session: Session, sampling_round: tuple[int, int]) -> Scores:

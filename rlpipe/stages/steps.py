@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.records.rollout import ROLLOUTS, Rollout, grouped
-from rlpipe.stages.branches import branches_to_train
+from rlpipe.stages.branches import read_branches, shards_with_branches
 from rlpipe.stages.filtering import empty_groups, filtered_by, sort_groups, write_batch
 from rlpipe.stages.sampling import prompts_by_id
 from rlpipe.stages.scoring import SCORING, KeptReward, known_scores, score_rollouts
@@ -35,7 +35,8 @@ def score_step(
         KeptReward(row.group_index, row.rollout_index, row.reward or 0.0, row.reward_parts, row.reward_fault) for row in scored
     ]
     batch = [rollout for group in trained for rollout in group]
-    written = write_batch(attempt, batch, branches_to_train(session, rollouts), session.config.rl)
+    branches = read_branches(store, shards_with_branches(session.config, rollouts))
+    written = write_batch(attempt, batch, branches, session.config.rl)
     return Produced(
         [attempt.write("rewards.parquet", rewards, KeptReward), *written.files],
         {"num_scored": len(scored), "num_masked": written.num_masked, "empty_groups": empty_groups(reasons)},
