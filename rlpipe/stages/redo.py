@@ -15,7 +15,15 @@ from rlpipe.types import ArtifactRef, StageResult, StoreError, UserError
 
 STAGES = {"prompts": sample_prompts, "rollouts": generate, "scores": score, "batch": filter_groups}
 INSTEAD = {"scores": "use --redo score", "batch": "use --redo filter"}
-SHOWN = ("rollout/reward_", "rollout/pass_rate", "rollout/groups_", "rollout/num_trained", "rollout/fault_", "train/")
+SHOWN = (
+    "rollout/reward_",
+    "rollout/pass_rate",
+    "rollout/groups_",
+    "rollout/num_trained",
+    "rollout/num_branch",
+    "rollout/fault_",
+    "train/",
+)
 
 
 def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
