@@ -10,6 +10,7 @@ from prefect import flow
 from flows.session import open_session
 from flows.ui import publish_iteration
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.stages.branches import shards_with_branches
 from rlpipe.stages.generation import num_shards
 from rlpipe.stages.iteration import Before, commit_iteration, committed_before
 from rlpipe.stages.redo import rounds_to_redo
@@ -71,6 +72,7 @@ async def sample_batch(session: Session, iteration: int, earlier: Before) -> Sam
     before, carried = earlier
     pass_rates = carried if session.config.rl.curriculum != "none" else None  # they lie beside the batch
     rounds: list[ArtifactRef] = []
+    shards: list[ArtifactRef] = []
     scores: list[StageResult] = []
     num_kept = 0
     while True:
@@ -79,13 +81,15 @@ async def sample_batch(session: Session, iteration: int, earlier: Before) -> Sam
         rounds.append(prompts.ref)
         before, carried = prompts.ref, None
         part = {"prompts": prompts.ref, "policy": policy, "num_kept": num_kept, **at}
-        shards = range(num_shards(session, prompts.metrics["num_prompts"]))
+        count = num_shards(session, prompts.metrics["num_prompts"])
         # one that fails lets the others come to their end: what they commit is kept, and nothing samples any more
-        rollouts = await all_ended([stages.generate(session, shard=shard, **part) for shard in shards])
-        scores.append(await stages.score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at))
-        batch = await stages.filter_groups(
-            session, prompts=rounds, scores=[scored.ref for scored in scores], pass_rates=pass_rates, **at
-        )
+        sampled = await all_ended([stages.generate(session, shard=shard, **part) for shard in range(count)])
+        rollouts = [shard.ref for shard in sampled]
+        shards += rollouts
+        scores.append(await stages.score(session, prompts=prompts.ref, rollouts=rollouts, **at))
+        made_of = {"prompts": rounds, "scores": [scored.ref for scored in scores], "pass_rates": pass_rates}
+        branches = shards_with_branches(session.config, shards)
+        batch = await stages.filter_groups(session, branches=branches, **made_of, **at)
         num_kept = batch.metrics["rollout/groups_kept"]
         if not batch.metrics["needs_more"]:
             return Sampled(prompts, scores, batch)
@@ -117,6 +121,7 @@ async def redo_batch(session: Session, iteration: int) -> Sampled:
         round_index=len(rounds) - 1,
         prompts=[stored.prompts.ref for stored in rounds],
         scores=[scored.ref for scored in scores],
+        branches=shards_with_branches(session.config, [ref for stored in rounds for ref in stored.rollouts]),
         pass_rates=committed_before(session, iteration).batch if session.config.rl.curriculum != "none" else None,
         last=True,
     )

@@ -14,6 +14,7 @@ from prefect import flow
 from flows.rl_iteration import Sampled, end_iteration, take_batch, train_batch
 from flows.session import open_session
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.stages.branches import shards_with_branches
 from rlpipe.stages.generation import step_shards
 from rlpipe.stages.iteration import committed_before
 from rlpipe.stages.session import Session
@@ -88,5 +89,6 @@ async def whole_batch(
     parts, at = await all_ended([*steps]), {"iteration": iteration, "round_index": 0}
     rollouts, scored = [shard for shards, _ in parts for shard in shards], [step.ref for _, step in parts]
     scores = await stages.score(session, prompts=prompts.ref, rollouts=rollouts, steps=scored, **at)
-    batch = await stages.filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], pass_rates=pass_rates, **at)
+    made_of = {"prompts": [prompts.ref], "scores": [scores.ref], "pass_rates": pass_rates}
+    batch = await stages.filter_groups(session, branches=shards_with_branches(session.config, rollouts), **made_of, **at)
     return Sampled(prompts, [scores], batch)

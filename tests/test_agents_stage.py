@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from rlpipe.config.source import read_config
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.engines.client import Completion, logprobs_of, tokens_of
+from rlpipe.engines.client import Completion, Sampling, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Branch
@@ -23,7 +23,7 @@ from rlpipe.stages.generation import generate
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
 from rlpipe.stages.session import Session
-from rlpipe.store.artifacts import read_records
+from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.store.audit import unreferenced
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, JsonDict, UserError
@@ -67,11 +67,13 @@ class SeededPool:
     async def generate(self, groups: list[GroupRequest]) -> list[list[Completion]]:
         [group] = groups
         self.groups.append(group)
-        [params], [prior] = group.params, group.prior
+        return [[self._say(group, params, prior) for params, prior in zip(group.params, group.prior, strict=True)]]
+
+    def _say(self, group: GroupRequest, params: Sampling, prior: Completion) -> Completion:
         number = (params.seed * 31 + sum(group.prompt_tokens) + sum(prior.tokens)) % 10**5
         tokens = self.tokenizer._encode(f"{number}<|end|>")[: params.max_new_tokens - len(prior.tokens)]
         reason = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
-        return [[prior.then(Completion(tokens_of(tokens), logprobs_of([-0.5] * len(tokens)), reason, [(0, len(tokens))], "e"))]]
+        return prior.then(Completion(tokens_of(tokens), logprobs_of([-0.5] * len(tokens)), reason, [(0, len(tokens))], "e"))
 
     async def close(self) -> None: ...
 
@@ -175,9 +177,10 @@ async def test_an_agent_that_fails_everywhere_ends_the_run(folder: Path) -> None
     await session.close()
 
 
-async def test_a_process_that_takes_over_samples_only_what_was_not_kept(folder: Path) -> None:
+@pytest.mark.parametrize(("answers", "sets"), [("well", []), ("fork", ["rl.branches=all"])])
+async def test_a_process_that_takes_over_samples_only_what_was_not_kept(folder: Path, answers: str, sets: list[str]) -> None:
     (folder / "hang").touch()
-    first = made_session(folder, "store")
+    first = made_session(folder, "store", *sets, answers=answers)
     pool: Any = first.pool
     working = asyncio.create_task(sampled(first))
     while len(pool.groups) < 2 * (NUM_CALLS - 1):  # rl.agents_max of them, up to where they hang
@@ -191,9 +194,12 @@ async def test_a_process_that_takes_over_samples_only_what_was_not_kept(folder: 
     kept = [key for key in first.run.store.list(first.run.root) if "/calls/" in key]
     assert kept and not [key for key in unreferenced(first.run) if "/calls/" in key], "gc leaves them while they are needed"
 
-    second, undisturbed = made_session(folder, "store"), made_session(folder, "other")
+    second, undisturbed = (made_session(folder, store, *sets, answers=answers) for store in ("store", "other"))
     ref, other = await sampled(second), await sampled(undisturbed)
     assert rows_of(second, ref) == rows_of(undisturbed, other)
+    files = [read_manifest(made.run.store, of.folder).files for made, of in ((second, ref), (undisturbed, other))]
+    assert [file.sha256 for file in files[0]] == [file.sha256 for file in files[1]]
+    assert len(files[0]) == (2 if answers == "fork" else 1), "its branches, where there are some"
     again: Any = second.pool
     assert len(again.groups) == 4 * NUM_CALLS - len(pool.groups)
     assert set(kept) < {key for key in unreferenced(second.run) if "/calls/" in key}
@@ -206,6 +212,14 @@ async def test_a_process_that_takes_over_samples_only_what_was_not_kept(folder: 
     [
         (["rl.environment=calculator"], r"rl\.agent='three_calls:agent': has a loop of its own"),
         (["rl.oversampling=2"], r"rl\.oversampling=2"),
+        (
+            ["rl.branches=all", "rl.agent=", "rl.environment=calculator"],
+            r"rl\.branches='all': only the conversation of an agent",
+        ),
+        (
+            ["rl.branches=all", "rl.rollouts_from=run:b"],
+            r"rl\.branches='all': rl\.rollouts_from='run:b' gives rollouts without",
+        ),
         (["rl.agent="], r"rl\.rewards: 'environment' is what an environment, or an agent, gives"),
     ],
 )

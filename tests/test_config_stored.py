@@ -110,6 +110,7 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
             "agent_timeout_s": 600.0,
             "agents_max": 8,
             "agent_address": "127.0.0.1",
+            "branches": "last",
         },
         "checkpoint": {"full_every": 1, "keep_states": 0, "keep_policies_last": 0, "keep_policies_every": 0},
         "evaluation": {"completion_tokens_max": None, "temperature": 1.0, "top_p": None, "rewards": {}},

@@ -68,6 +68,38 @@ def test_what_ended_an_over_sampled_round_is_history(run: Run) -> None:
         check_redo(parent, 3, override_config(parent.config, [override]), "score")
 
 
+@pytest.fixture
+def branching(tmp_path: Path) -> Run:
+    """The run of an agent all of whose branches are trained."""
+    sets = ["run=c", f"store=file://{tmp_path}", "rl.agent=my_agent:act", "rl.branches=all"]
+    return create_or_continue(read_config("tiny", sets, PRESETS))
+
+
+def test_branches_that_were_kept_to_be_trained_may_be_left_out(branching: Run) -> None:
+    for redo in ("score", "filter"):
+        check_redo(branching, 3, override_config(branching.config, ["run=d", "rl.branches=last"]), redo)
+    with pytest.raises(
+        UserError, match=r"--redo train shares batch, so rl\.branches cannot.*'all' -> 'last'\): use --redo filter"
+    ):
+        check_redo(branching, 3, override_config(branching.config, ["run=d", "rl.branches=last"]), "train")
+
+
+def test_branches_that_were_kept_to_be_looked_at_may_not_be_trained(branching: Run) -> None:
+    """Their masks have a reply more than once, where several branches have it."""
+    parent = Run(branching.store, override_config(branching.config, ["run=e", "rl.branches=last"]))
+    for redo in ("score", "filter", "train"):
+        with pytest.raises(
+            UserError, match=r"shares rollouts, so rl\.branches cannot change \('last' -> 'all'\): to sample anew"
+        ):
+            check_redo(parent, 3, branching.config, redo)
+
+
+def test_another_agent_or_none_is_named(branching: Run) -> None:
+    none = override_config(branching.config, ["run=d", "rl.agent=", "rl.branches=last"])
+    with pytest.raises(UserError, match=r"rl\.agent cannot change \('my_agent:act' -> ''\)"):
+        check_redo(branching, 3, none, "filter")
+
+
 def test_what_is_compared_is_the_run_that_computed_the_stage(run: Run) -> None:
     redone = Run(run.store, override_config(run.config, ["run=b", REWARDS]), run, fork_at=2, redo="score")
     check_redo(redone, 3, override_config(redone.config, ["run=c", CLIP]), "filter")

@@ -45,7 +45,7 @@ def session(tmp_path: Path) -> Session:
 
 def test_every_rl_field_is_in_the_settings_of_the_stage_it_changes() -> None:
     config = read_config("tiny", ["rl.oversampling=2", "rl.curriculum=weight"], PRESETS)
-    acting = read_config("tiny", ["rl.agent=my_agent:act"], PRESETS)  # which goes with no over-sampling
+    acting = read_config("tiny", ["rl.agent=my_agent:act", "rl.branches=all"], PRESETS)  # which go with no over-sampling
     kinds = [(config, kind) for kind in RL_KINDS] + [(acting, kind) for kind in RL_KINDS]
     covered = {name.removeprefix("rl.") for one, kind in kinds for name in stage_settings(one, "rl", kind)}
     # the reference is a stage of its own, and an input of the policies that were trained with it
@@ -60,6 +60,16 @@ def test_a_stage_s_settings_change_with_its_own_fields_only(tmp_path: Path) -> N
         assert stage_settings(one, "rl", stage) == stage_settings(other, "rl", stage)
     assert stage_settings(one, "sft", "policy") == stage_settings(other, "sft", "policy")
     assert identity(one) != identity(other)
+
+
+def test_branches_are_in_the_settings_only_where_all_are_trained(tmp_path: Path) -> None:
+    stages = ("rollouts/round-0/shard-000", "batch/round-0")
+    last, every = ["rl.agent=my_agent:act"], ["rl.agent=my_agent:act", "rl.branches=all"]
+    for stage in stages:
+        old, new = (stage_settings(config(tmp_path, *sets), "rl", stage) for sets in (last, every))
+        assert "rl.branches" not in old and new == old | {"rl.branches": "all"}
+    for stage in ("prompts/round-0", "scores/round-0", "policy", "state", "evaluation"):
+        assert stage_settings(config(tmp_path, *every), "rl", stage) == stage_settings(config(tmp_path, *last), "rl", stage)
 
 
 def test_filters_change_what_is_sampled_only_where_they_end_a_round(tmp_path: Path) -> None:

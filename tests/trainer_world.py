@@ -104,6 +104,7 @@ def batch(store: Store, folder: str, rows: list[JsonDict], empty_groups: Sequenc
     schema = pa.schema(
         [
             ("group_index", pa.int32()),
+            ("rollout_index", pa.int32()),
             ("prompt_tokens", pa.list_(pa.int32())),
             ("completion_tokens", pa.list_(pa.int32())),
             ("loss_mask", pa.list_(pa.int8())),
@@ -111,7 +112,8 @@ def batch(store: Store, folder: str, rows: list[JsonDict], empty_groups: Sequenc
             ("reward", pa.float64()),
         ]
     )
-    return artifact(store, folder, {"batch.parquet": to_parquet(rows, schema)}, {"empty_groups": [*empty_groups]})
+    placed = [{"rollout_index": place} | row for place, row in enumerate(rows)]
+    return artifact(store, folder, {"batch.parquet": to_parquet(placed, schema)}, {"empty_groups": [*empty_groups]})
 
 
 def conversations(store: Store, folder: str, count: int, seed: int = 0) -> ArtifactRef:

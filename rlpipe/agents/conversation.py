@@ -7,6 +7,7 @@ branch begins, and the whole conversation is encoded as its prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlpipe.agents.chat import ChatRequest, as_text
@@ -44,6 +45,14 @@ class Node:
     def num_turns(self) -> int:
         """Replies of the branch."""
         return len(self.added)
+
+    @property
+    def replies(self) -> Iterator[Node]:
+        """The replies of the branch, this one first."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
 
 
 @dataclass(eq=False)
@@ -104,3 +113,17 @@ class ConversationTree:
         """The replies that no other goes on from, in the order in which they were given."""
         inner = {id(node.parent) for node in self.nodes}
         return [node for node in self.nodes if id(node) not in inner]
+
+
+def masks_of_each_reply_once(branches: list[Node]) -> list[bytes]:
+    """The masks of branches, in which each reply is in one: 0 on those that a branch before it has too.
+
+    They are at its beginning: branches of a tree have the same replies up to where they part.
+    """
+    masks: list[bytes] = []
+    masked: set[int] = set()
+    for branch in branches:
+        shared = next((len(node.completion.tokens) for node in branch.replies if id(node) in masked), 0)
+        masks.append(bytes(shared) + branch.policy_mask[shared:])
+        masked |= {id(node) for node in branch.replies}
+    return masks

@@ -1,6 +1,6 @@
 """Advantages from rewards, formulas in docs/algorithms.md. Pure numpy: the flow process computes them without torch.
 
-Legend: B rollouts, G rollouts of one group, T tokens, N scored tokens of a batch: rollout after rollout, masked tokens left out.
+Legend: B rollouts (or rows, where a rollout has several: `rollout_B`), R rollouts then, G rollouts of one group, T tokens, N scored tokens of a batch: rollout after rollout, masked tokens left out.
 `lengths_B` are the scored tokens of each rollout (they add up to N). Masks are 1 (or True) where a token counts. All float64.
 """
 
@@ -52,11 +52,16 @@ def token_advantages(
     gamma: float = 1.0,
     kl_N: np.ndarray | None = None,
     kl_coef: float = 0.0,
+    rollout_B: np.ndarray | None = None,
 ) -> np.ndarray:
     """Advantages of the N scored tokens of a batch: what the trainer trains on.
 
     `kl_N` is subtracted from the rewards: token by token for `reinforce_plus_plus`, for the others as its sum over the rollout.
     `gamma` is read by `reinforce_plus_plus` alone. ValueError on an unknown estimator.
+
+    `rollout_B`: 0, 1, ... for the rows of the first rollout, the second, ...; none: each row is a rollout. Rows of a rollout have its reward,
+    and count once: it is compared with other rollouts, and its length and its KL are those of all its rows. Only `reinforce_plus_plus`,
+    which compares tokens, takes each row by itself.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator={estimator!r}: use one of {', '.join(ESTIMATORS)}")
@@ -64,11 +69,19 @@ def token_advantages(
     assert rewards_B.shape == lengths_B.shape and (kl_N is None or len(kl_N) == lengths_B.sum()), "one KL a scored token"
     if estimator == "reinforce_plus_plus":
         return _whitened(_returns(rewards_B, lengths_B, gamma, kl_N, kl_coef))
+    if rollout_B is not None:
+        first_R = np.flatnonzero(np.diff(rollout_B, prepend=-1))
+        lengths_B, rewards_B, group_index_B = rollout_sums(lengths_B, rollout_B), rewards_B[first_R], group_index_B[first_R]
     if kl_N is not None:
         rewards_B = rewards_B - kl_coef * np.bincount(_rows(lengths_B), weights=kl_N, minlength=len(lengths_B))
     if estimator == "reinforce_plus_plus_baseline":
         return _whitened(np.repeat(group_advantages(rewards_B, group_index_B, estimator="dr_grpo"), lengths_B))
     return np.repeat(group_advantages(rewards_B, group_index_B, estimator=estimator, lengths_B=lengths_B), lengths_B)
+
+
+def rollout_sums(lengths_B: np.ndarray, rollout_B: np.ndarray) -> np.ndarray:
+    """The scored tokens of each of R rollouts: those of its rows together. `rollout_B` as in `token_advantages`."""
+    return np.bincount(rollout_B, weights=lengths_B).astype(np.int64)
 
 
 def rollout_means(advantages_N: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:

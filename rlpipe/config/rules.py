@@ -118,6 +118,10 @@ def _of_sampling(config: PipelineConfig) -> Iterator[str]:
         yield f"{rl.agent=}: has a loop of its own, and {rl.environment=} would be another; leave one of them out"
     if rl.agent and rl.oversampling > 1:
         yield f"{rl.oversampling=}: a rollout that is cut short would go on in the next iteration, and its agent is gone by then; use oversampling = 1"
+    if rl.branches == "all" and not rl.agent:
+        yield f"{rl.branches=}: only the conversation of an agent has branches; name one as rl.agent, or use branches = 'last'"
+    if rl.branches == "all" and rl.rollouts_from:
+        yield f"{rl.branches=}: {rl.rollouts_from=} gives rollouts without their branches; use branches = 'last'"
     if rl.environment_args and not rl.environment:
         yield "rl.environment_args without an environment: name one as rl.environment, or leave them out"
     for name, rewards in (("rl", {} if rl.rollouts_from else rl.rewards), ("evaluation", config.evaluation.rewards)):

@@ -124,6 +124,10 @@ class RlConfig(OptimizerConfig):
     agent_timeout_s: Timeout = Field(default=600.0, description="Longest rollout of an agent, s")
     agents_max: int = Field(default=8, ge=1, le=4096, description="Agents at work at once, each in a process")
     agent_address: str = Field(default="127.0.0.1", min_length=1, description="Address that the endpoint of agents listens on")
+    branches: Literal["last", "all"] = Field(
+        default="last",
+        description="Where an agent has rewritten its history: whether the last branch of its conversation is trained, or all of them",
+    )
     overlap: Literal["none", "steps", "iteration"] = Field(
         default="none",
         description="What runs side by side; steps: a step is taken as soon as its groups are sampled, beside the sampling of later ones; "

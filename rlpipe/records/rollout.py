@@ -5,9 +5,9 @@ Legend of the shapes: P tokens of the prompt, L tokens of the completion.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Protocol, TypeVar
 
 import numpy as np
 
@@ -113,18 +113,31 @@ class Conversation:
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A branch of an agent's conversation beside that which its rollout is made of: kept to be looked at, not trained."""
+    """A branch of an agent's conversation beside that which its rollout is made of. It is trained with `rl.branches = "all"`."""
 
     group_index: Int32
     rollout_index: Int32
     branch_index: Int32  # in the order in which their last replies were given
     prompt_tokens: Tokens  # [P]
     completion_tokens: Tokens  # [L]
-    loss_mask: Mask  # [L], 1 where a token was sampled
+    loss_mask: Mask  # [L], 1 where a token was sampled; where it is trained, only if no row before it has that token
     rollout_logprobs: Logprobs  # [L]
 
 
+BRANCHES_FILE = "branches.parquet"  # beside the rollouts that they are of
 Group = list[Rollout]
+
+
+class HasPlace(Protocol):
+    """What is known by its group, and its place in that."""
+
+    @property
+    def group_index(self) -> int: ...
+    @property
+    def rollout_index(self) -> int: ...
+
+
+Placed = TypeVar("Placed", bound=HasPlace)
 SCORE_COLUMNS = ["reward", "reward_parts", "reward_fault"]
 BATCH = list(column_kinds(Rollout))
 SCORES = [name for name in BATCH if name != "advantage"]
@@ -138,6 +151,21 @@ def grouped(rollouts: Iterable[Rollout]) -> list[Group]:
     for rollout in rollouts:
         groups.setdefault(rollout.group_index, []).append(rollout)
     return list(groups.values())
+
+
+def with_branches(rollouts: Sequence[Placed], branches: Iterable[Branch]) -> tuple[list[Placed | Branch], np.ndarray]:
+    """The rows that a batch is trained as: each rollout, and right behind it its branches. And for each row the place of its rollout."""
+    of_rollout: dict[tuple[int, int], list[Branch]] = {}
+    for branch in branches:
+        of_rollout.setdefault((branch.group_index, branch.rollout_index), []).append(branch)
+    rows: list[Placed | Branch] = []
+    places: list[int] = []
+    for place, rollout in enumerate(rollouts):
+        added = [rollout, *of_rollout.pop((rollout.group_index, rollout.rollout_index), [])]
+        rows += added
+        places += [place] * len(added)
+    assert not of_rollout, f"branches of no rollout: {sorted(of_rollout)}"
+    return rows, np.array(places, dtype=np.int64)
 
 
 def is_finished(group: Group) -> bool:

@@ -1,7 +1,7 @@
 """Rollouts of agents with a loop of their own: what an agent asks the endpoint becomes the rollout, what it says at its end the outcome.
 
 A rollout's tokens are those of its last branch: the prompt that it began with, then what was sampled (mask 1) and what the agent put
-between (mask 0, logprob 0).
+between (mask 0, logprob 0). Its other branches lie beside the rollouts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from functools import partial
 
 import numpy as np
 
-from rlpipe.agents.conversation import Node
+from rlpipe.agents.conversation import Node, masks_of_each_reply_once
 from rlpipe.agents.log import CallLog
 from rlpipe.agents.pool import AgentFault, AgentOutcome
 from rlpipe.agents.rollout import AgentRollout, CallKey, Terms
+from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED, Branch, EnvironmentOutcome
+from rlpipe.records.rollout import BRANCHES_FILE, OUT_OF_TURNS, TRUNCATED, Branch, EnvironmentOutcome
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, StageKey, all_ended
 from rlpipe.stages.turns import PlayedCompletion
@@ -35,7 +36,7 @@ LIMITS = {OUT_OF_TURNS: "limit_calls", TRUNCATED: "limit_tokens"}  # finish reas
 class ActedCompletion(PlayedCompletion):
     """A rollout of an agent."""
 
-    other_branches: list[Node]  # what it was answered beside its last branch
+    branches: list[Node]  # what it was answered: the rollout's own, the last, before the others
 
 
 async def act(
@@ -85,7 +86,9 @@ async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> A
 
 def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Prompt) -> ActedCompletion:
     """The record of a rollout that is over: its last branch, or nothing where no call was answered."""
-    last, branches = rollout.conversation.last, rollout.conversation.branches
+    last = rollout.conversation.last
+    branches = sorted(rollout.conversation.branches, key=lambda node: node is not last)
+    assert branches[:1] == ([last] if last else []), "nothing goes on from the newest reply"
     reason = "fault" if fault else rollout.finish_reason
     metrics = {**outcome.metrics, "branches": float(len(branches))}
     if not fault and reason in LIMITS:
@@ -96,12 +99,22 @@ def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Pr
         prompt_tokens=last.prompt_tokens if last else prompt.prompt_tokens.tolist(),
         policy_mask=[*last.policy_mask] if last else [],
         outcome=EnvironmentOutcome(outcome.reward or 0.0, num_turns, fault, metrics, added),
-        other_branches=[node for node in branches if node is not last],
+        branches=branches,
     )
 
 
-def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]]) -> list[FileRecord]:
-    """The branches that are no rollout's own, as one file; none where there are none. `groups`: (index in the iteration, completions)."""
+def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]], rl: RlConfig) -> list[FileRecord]:
+    """The branches that are no rollout's own, as one file; none where there are none. `groups`: (index in the iteration, completions).
+
+    Where all branches are trained, their masks have each reply once: none that the rollout or an earlier branch has.
+    """
+    masks_of = masks_of_each_reply_once if rl.branches == "all" else _policy_masks
+    rollouts = [
+        (group_index, rollout_index, completion.branches)
+        for group_index, completions in groups
+        for rollout_index, completion in enumerate(completions)
+        if isinstance(completion, ActedCompletion)
+    ]
     branches = [
         Branch(
             group_index,
@@ -109,15 +122,17 @@ def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]])
             branch_index,
             np.array(node.prompt_tokens, dtype=np.int32),
             np.array(node.completion.tokens, dtype=np.int32),
-            np.frombuffer(node.policy_mask, dtype=np.int8),
+            np.frombuffer(mask, dtype=np.int8),
             np.array(node.completion.rollout_logprobs, dtype=np.float32),
         )
-        for group_index, completions in groups
-        for rollout_index, completion in enumerate(completions)
-        if isinstance(completion, ActedCompletion)
-        for branch_index, node in enumerate(completion.other_branches)
+        for group_index, rollout_index, nodes in rollouts
+        for branch_index, (node, mask) in enumerate(list(zip(nodes, masks_of(nodes), strict=True))[1:])
     ]
-    return [attempt.write("branches.parquet", branches, Branch)] if branches else []
+    return [attempt.write(BRANCHES_FILE, branches, Branch)] if branches else []
+
+
+def _policy_masks(branches: list[Node]) -> list[bytes]:
+    return [node.policy_mask for node in branches]
 
 
 async def _keep_nothing(call: CallKey, completions: list[Completion]) -> None:

@@ -17,14 +17,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlpipe.algorithms.advantages import rollout_means, token_advantages
+from rlpipe.algorithms.advantages import rollout_means, rollout_sums, token_advantages
 from rlpipe.algorithms.filters import NOTHING_LEFT, apply_filters, resolve_filters
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import BATCH, CUT_SHORT, SCORES, TRUNCATED, CarriedRollout, Group, Rollout, grouped, is_finished
+from rlpipe.records.rollout import (
+    BATCH,
+    BRANCHES_FILE,
+    CUT_SHORT,
+    SCORES,
+    TRUNCATED,
+    Branch,
+    CarriedRollout,
+    Group,
+    Rollout,
+    grouped,
+    is_finished,
+    with_branches,
+)
 from rlpipe.stages.ahead import scoring_ahead
+from rlpipe.stages.branches import branch_fields, branch_metrics, branches_of, read_branches
 from rlpipe.stages.iteration import account, staleness
 from rlpipe.stages.sampling import prompts_by_id, write_pass_rates
 from rlpipe.stages.session import Session
@@ -40,7 +54,8 @@ RATED_BY = ["rl.curriculum", "evaluation.pass_threshold"]  # the pass rates besi
 def filtered_by(config: PipelineConfig) -> list[str]:
     """The fields that a batch depends on. Batches of older runs, which left nothing out, name no fallback."""
     rl = config.rl
-    return FILTERED_BY + (RATED_BY if rl.curriculum != "none" else []) + (["rl.reward_fallback"] if rl.leaves_out else [])
+    rated, left_out = RATED_BY if rl.curriculum != "none" else [], ["rl.reward_fallback"] if rl.leaves_out else []
+    return FILTERED_BY + rated + left_out + branch_fields(config)
 
 
 def trainable(group: Group, rl: RlConfig) -> Group:
@@ -109,15 +124,18 @@ def filter_groups(
     round_index: int,
     prompts: list[ArtifactRef],
     scores: list[ArtifactRef],
+    branches: list[ArtifactRef] | None = None,
     pass_rates: ArtifactRef | None = None,
     last: bool = False,
 ) -> Produced:
     """The groups to train of all rounds so far, with advantages, and those to be carried: both lists have one artifact a round.
 
-    The metrics say whether another round is needed, and where every rollout went. `pass_rates`, for a curriculum, is the batch
+    The metrics say whether another round is needed, and where every rollout went. `branches`: the shards of all rounds, where branches
+    are trained (`shards_with_branches`). `pass_rates`, for a curriculum, is the batch
     of the iteration before: its rates, brought up to date, lie beside this batch. `last`: there is no other round to be had.
     """
     rl, store = session.config.rl, session.run.store
+    assert (branches is not None) == (rl.branches == "all"), "branches are trained, or they are not"
     sampled = grouped(rollout for ref in scores for rollout in read_records(store, ref, "scores.parquet", Rollout, SCORES))
     trained, dropped, handed, ended, reasons = sort_groups(session, sampled, iteration)
     counts = Counter(reasons.values())
@@ -134,10 +152,8 @@ def filter_groups(
         )
     filtered = [rollout for group in dropped for rollout in group]
     carried = _carried(session, iteration, prompts, handed)
-    file, num_masked = write_batch(attempt, batch, rl)
-    files = [file]
-    if carried:
-        files.append(attempt.write("carried.parquet", carried, CarriedRollout))
+    written = write_batch(attempt, batch, read_branches(store, branches), rl)
+    files = [attempt.write("carried.parquet", carried, CarriedRollout)] if carried else []
     rates, known = write_pass_rates(session, attempt, pass_rates, ended)
     num_left_out = sum(map(len, ended)) - len(batch) - len(filtered)
     metrics = {
@@ -148,12 +164,13 @@ def filter_groups(
         **staleness(batch, iteration),
         **known,
         "rollout/groups_carried": len(handed),
-        "rollout/num_masked": num_masked,
+        "rollout/num_masked": written.num_masked,
+        **branch_metrics(written.branches, rl),
         "needs_more": needs_more,
         "empty_groups": empty_groups(reasons),
         "dropped": {str(index): reason for index, reason in reasons.items()},
     }
-    return Produced(files + rates, metrics)
+    return Produced(written.files + files + rates, metrics)
 
 
 def empty_groups(reasons: dict[int, str]) -> list[int]:
@@ -161,11 +178,23 @@ def empty_groups(reasons: dict[int, str]) -> list[int]:
     return sorted(index for index, reason in reasons.items() if reason in NOTHING_LEFT)
 
 
-def write_batch(attempt: Attempt, rollouts: Group, rl: RlConfig) -> tuple[FileRecord, int]:
-    """What is trained, with advantages, as the file that the trainer reads; and how many rollouts carry no loss."""
+class WrittenBatch(NamedTuple):
+    """What the trainer reads."""
+
+    files: list[FileRecord]
+    num_masked: int  # rollouts that carry no loss
+    branches: list[Branch]  # that are trained beside the rollouts
+
+
+def write_batch(attempt: Attempt, rollouts: Group, branches: list[Branch], rl: RlConfig) -> WrittenBatch:
+    """What is trained, with advantages. `branches`: of these rollouts, and of others, which are not trained."""
     masked = without_truncated(rollouts) if rl.mask_truncated else rollouts
     num_masked = sum(new is not old for new, old in zip(masked, rollouts, strict=True))
-    return attempt.write("batch.parquet", with_advantages(masked, rl.estimator, rl.gamma), Rollout, BATCH), num_masked
+    trained = branches_of(rollouts, branches, rl)
+    rows = with_advantages(masked, rl.estimator, rl.gamma, trained)
+    files = [attempt.write("batch.parquet", rows, Rollout, BATCH)]
+    files += [attempt.write(BRANCHES_FILE, trained, Branch)] if trained else []
+    return WrittenBatch(files, num_masked, trained)
 
 
 def _carried(session: Session, iteration: int, prompts: list[ArtifactRef], groups: list[Group]) -> list[CarriedRollout]:
@@ -188,14 +217,18 @@ def without_truncated(rollouts: list[Rollout]) -> list[Rollout]:
     ]
 
 
-def with_advantages(rollouts: list[Rollout], estimator: str, gamma: float) -> list[Rollout]:
-    """The rollouts with `advantage`: the mean over the rollout's scored tokens of what the trainer computes, without a KL term."""
-    rewards_B = np.array([rollout.reward for rollout in rollouts])
-    group_index_B = np.array([rollout.group_index for rollout in rollouts], dtype=np.int64)
-    lengths_B = np.array([np.count_nonzero(rollout.loss_mask) for rollout in rollouts], dtype=np.int64)
-    advantages_N = token_advantages(rewards_B, group_index_B, lengths_B, estimator=estimator, gamma=gamma)
-    advantages_B = rollout_means(advantages_N, lengths_B)
-    return [replace(rollout, advantage=float(advantage)) for rollout, advantage in zip(rollouts, advantages_B, strict=True)]
+def with_advantages(rollouts: list[Rollout], estimator: str, gamma: float, branches: Iterable[Branch] = ()) -> list[Rollout]:
+    """The rollouts with `advantage`: the mean over the rollout's scored tokens of what the trainer computes, without a KL term.
+
+    The tokens of its branches are the rollout's too.
+    """
+    rows, rollout_B = with_branches(rollouts, branches)
+    rewards_B = np.array([rollout.reward for rollout in rollouts])[rollout_B]
+    group_index_B = np.array([row.group_index for row in rows], dtype=np.int64)
+    lengths_B = np.array([np.count_nonzero(row.loss_mask) for row in rows], dtype=np.int64)
+    advantages_N = token_advantages(rewards_B, group_index_B, lengths_B, estimator=estimator, gamma=gamma, rollout_B=rollout_B)
+    advantages_R = rollout_means(advantages_N, rollout_sums(lengths_B, rollout_B))
+    return [replace(rollout, advantage=float(advantage)) for rollout, advantage in zip(rollouts, advantages_R, strict=True)]
 
 
 def carried_rollouts(group: Group, prompt: Prompt, version: int, staleness_max: int) -> list[CarriedRollout]:

@@ -16,6 +16,7 @@ from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, Group, Rollout, grouped
 from rlpipe.stages.agents import act, write_branches
+from rlpipe.stages.branches import branch_fields
 from rlpipe.stages.filtering import Survivors
 from rlpipe.stages.rollouts import PromptGroup, ShardGroups, prior
 from rlpipe.stages.sampling import carried_groups
@@ -44,7 +45,12 @@ def agent_fields(config: PipelineConfig) -> list[str]:
 @stage(
     "rl",
     "rollouts/round-{round_index}/shard-{shard:03d}",
-    settings=lambda config: SAMPLED_BY + agent_fields(config) + (ENDED_BY if config.rl.oversampling > 1 else []),
+    settings=lambda config: [
+        *SAMPLED_BY,
+        *agent_fields(config),
+        *branch_fields(config),
+        *(ENDED_BY if config.rl.oversampling > 1 else []),
+    ],
 )
 async def generate(
     session: Session,
@@ -85,6 +91,7 @@ async def generate(
         write_branches,
         attempt,
         [(group.group_index, sampled) for group, sampled in zip(shard_groups, completions, strict=True)],
+        session.config.rl,
     )
     num_tokens = sum(rollout.num_sampled_by(version) for rollout in rollouts)
     return Produced(files, {"num_rollouts": len(rollouts), "num_tokens": num_tokens}, weight_version=version)

@@ -9,12 +9,21 @@ from rlpipe.stages.filtering import filter_groups
 from rlpipe.stages.generation import ENDED_BY, generate
 from rlpipe.stages.sampling import DRAWN_BY, sample_prompts
 from rlpipe.stages.scoring import score
+from rlpipe.stages.stage import stage_settings
 from rlpipe.store.run import SHARED_BY_REDO, Run
 from rlpipe.types import ArtifactRef, StageResult, StoreError, UserError
 
 STAGES = {"prompts": sample_prompts, "rollouts": generate, "scores": score, "batch": filter_groups}
 INSTEAD = {"scores": "use --redo score", "batch": "use --redo filter"}
-SHOWN = ("rollout/reward_", "rollout/pass_rate", "rollout/groups_", "rollout/num_trained", "rollout/fault_", "train/")
+SHOWN = (
+    "rollout/reward_",
+    "rollout/pass_rate",
+    "rollout/groups_",
+    "rollout/num_trained",
+    "rollout/num_branch",
+    "rollout/fault_",
+    "train/",
+)
 
 
 def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
@@ -23,7 +32,13 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
         raise UserError(f"--redo {redo}: use one of {', '.join(SHARED_BY_REDO)}")
     for kind in SHARED_BY_REDO[redo]:
         history = {*ENDED_BY} - {*DRAWN_BY} if kind == "rollouts" else set()  # what ended an over-sampled round may change
-        old, new = (STAGES[kind].settings(settings) for settings in (run.owner("rl", at, kind).config, config))
+        if kind != "batch" and config.rl.branches == "last":  # the branches beside these are then not read
+            history |= {"rl.branches"}
+        parent = run.owner("rl", at, kind).config
+        old, new = (STAGES[kind].settings(settings) for settings in (parent, config))
+        # some fields are in the settings only where they matter
+        old |= stage_settings(parent, [*(new.keys() - old.keys())])
+        new |= stage_settings(config, [*(old.keys() - new.keys())])
         differ = [
             f"{name} cannot change ({old[name]!r} -> {new[name]!r})"
             for name in old

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.records.rollout import ROLLOUTS, Rollout, grouped
+from rlpipe.stages.branches import read_branches, shards_with_branches
 from rlpipe.stages.filtering import empty_groups, filtered_by, sort_groups, write_batch
 from rlpipe.stages.sampling import prompts_by_id
 from rlpipe.stages.scoring import SCORING, KeptReward, known_scores, score_rollouts
@@ -33,8 +34,10 @@ def score_step(
     rewards = [
         KeptReward(row.group_index, row.rollout_index, row.reward or 0.0, row.reward_parts, row.reward_fault) for row in scored
     ]
-    batch, num_masked = write_batch(attempt, [rollout for group in trained for rollout in group], session.config.rl)
+    batch = [rollout for group in trained for rollout in group]
+    branches = read_branches(store, shards_with_branches(session.config, rollouts))
+    written = write_batch(attempt, batch, branches, session.config.rl)
     return Produced(
-        [attempt.write("rewards.parquet", rewards, KeptReward), batch],
-        {"num_scored": len(scored), "num_masked": num_masked, "empty_groups": empty_groups(reasons)},
+        [attempt.write("rewards.parquet", rewards, KeptReward), *written.files],
+        {"num_scored": len(scored), "num_masked": written.num_masked, "empty_groups": empty_groups(reasons)},
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlpipe.algorithms.steps import step_ranges
 from rlpipe.records.kinds import Float, Int32, Logprobs, Mask, Tokens
-from rlpipe.records.rollout import Conversation
+from rlpipe.records.rollout import BRANCHES_FILE, Branch, Conversation, with_branches
 from rlpipe.store.artifacts import read_manifest, read_records, read_records_if_any
 from rlpipe.store.backend import Store
 from rlpipe.trainer.packing import BRANCHES, Row, Text, TrainSequence, fullest, text_tokens
@@ -30,14 +30,19 @@ class BatchRow:
     rollout_logprobs: Logprobs
     reward: Float
     group_index: Int32
+    rollout_index: Int32
 
 
 @dataclass(frozen=True)
 class RlBatch:
-    """The rollouts of an iteration: what its advantages are computed of, and the sequences of each step."""
+    """The rollouts of an iteration: what its advantages are computed of, and the sequences of each step.
 
-    rewards_B: np.ndarray
+    Branches that are trained are rows (B) of their own, right behind that of their rollout.
+    """
+
+    rewards_B: np.ndarray  # of its rollout
     group_index_B: np.ndarray
+    rollout_B: np.ndarray  # the place of its rollout among those of the batch
     lengths_B: np.ndarray  # scored tokens; masked ones are absent
     steps: list[list[TrainSequence]]
 
@@ -128,15 +133,17 @@ def _padded(rows: list[np.ndarray], width: int) -> Tensor:
 
 def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
     """The rollouts of a batch, in as many steps as it has groups for. StoreError naming the group of a row that makes no sense."""
-    rows = read_records(store, data, "batch.parquet", BatchRow)
+    rollouts = read_records(store, data, "batch.parquet", BatchRow)
+    rows, rollout_B = with_branches(rollouts, read_records_if_any(store, data, BRANCHES_FILE, Branch))
+    rewards = [rollouts[place].reward for place in rollout_B]
     sequences: list[TrainSequence] = []
     first = 0
-    for row in rows:
+    for row, reward in zip(rows, rewards, strict=True):
         same = len(row.completion_tokens) == len(row.loss_mask) == len(row.rollout_logprobs)
-        if not (same and len(row.prompt_tokens) and row.reward is not None and np.isfinite(row.reward)):
+        if not (same and len(row.prompt_tokens) and reward is not None and np.isfinite(reward)):
             raise StoreError(
                 f"{store.address(data.folder)}: row of group {row.group_index}: prompt, completion and masks do not fit, "
-                f"or its reward {row.reward} is not finite"
+                f"or its reward {reward} is not finite"
             )
         scored = np.flatnonzero(row.loss_mask)
         tokens = np.concatenate([row.prompt_tokens, row.completion_tokens])
@@ -146,8 +153,9 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
     group_index_B = np.array([row.group_index for row in rows], dtype=np.int64)
     empty_groups = read_manifest(store, data.folder, data.sha256).metrics.get("empty_groups")
     return RlBatch(
-        rewards_B=np.array([row.reward for row in rows], dtype=np.float64),
+        rewards_B=np.array(rewards, dtype=np.float64),
         group_index_B=group_index_B,
+        rollout_B=rollout_B,
         lengths_B=np.array([len(sequence.scored) for sequence in sequences], dtype=np.int64),
         steps=[[sequences[row] for row in step] for step in rows_of_steps(group_index_B, empty_groups, num_steps)],
     )

@@ -160,6 +160,7 @@ def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings
         gamma=settings.gamma,
         kl_N=_reward_kl(gang, rollouts, batches, settings.kl_estimator) if settings.kl == "reward" else None,
         kl_coef=settings.kl_coef,
+        rollout_B=rollouts.rollout_B,
     )
     return torch.from_numpy(advantages_N).float().to(gang.device)
 
