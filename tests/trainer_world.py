@@ -104,6 +104,7 @@ def batch(store: Store, folder: str, rows: list[JsonDict], empty_groups: Sequenc
     schema = pa.schema(
         [
             ("group_index", pa.int32()),
+            ("rollout_index", pa.int32()),
             ("prompt_tokens", pa.list_(pa.int32())),
             ("completion_tokens", pa.list_(pa.int32())),
             ("loss_mask", pa.list_(pa.int8())),
@@ -111,6 +112,8 @@ def batch(store: Store, folder: str, rows: list[JsonDict], empty_groups: Sequenc
             ("reward", pa.float64()),
         ]
     )
+    groups = [row["group_index"] for row in rows]
+    rows = [row | {"rollout_index": groups[:at].count(row["group_index"])} for at, row in enumerate(rows)]
     return artifact(store, folder, {"batch.parquet": to_parquet(rows, schema)}, {"empty_groups": [*empty_groups]})
 
 
@@ -147,9 +150,9 @@ def run(trainer: Trainer, kind: str, body: JsonDict) -> JsonDict:
     return dataclasses.asdict(trainer.run(job_of(kind, json.dumps(body).encode())))
 
 
-def save(position: str, policy: str | None, state: str | None) -> JsonDict:
+def save(position: str, policy: str | None, state: str | None, gap: str | None = None) -> JsonDict:
     return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1", "tokenizer": None, "stop_token_ids": [],
-            "context_tokens_max": 64}  # fmt: skip
+            "context_tokens_max": 64, "gap_folder": gap}  # fmt: skip
 
 
 def fingerprint(tensors: list[torch.Tensor]) -> str:

@@ -30,6 +30,7 @@ class BatchRow:
     rollout_logprobs: Logprobs
     reward: Float
     group_index: Int32
+    rollout_index: Int32
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class RlBatch:
 
     rewards_B: np.ndarray
     group_index_B: np.ndarray
+    rollout_index_B: np.ndarray
     lengths_B: np.ndarray  # scored tokens; masked ones are absent
     steps: list[list[TrainSequence]]
 
@@ -148,6 +150,7 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
     return RlBatch(
         rewards_B=np.array([row.reward for row in rows], dtype=np.float64),
         group_index_B=group_index_B,
+        rollout_index_B=np.array([row.rollout_index for row in rows], dtype=np.int64),
         lengths_B=np.array([len(sequence.scored) for sequence in sequences], dtype=np.int64),
         steps=[[sequences[row] for row in step] for step in rows_of_steps(group_index_B, empty_groups, num_steps)],
     )
