@@ -319,6 +319,8 @@ def test_ranks_that_share_rows_do_what_each_does_with_its_own(tmp_path: Path) ->
     assert [entry["ranks"] for entry in entries] == [2, 4] * 3
     for entry in entries:
         assert entry["rows"] == "SHARED" and entry["moments"] < 1e-5 and entry["weights"] < 2e-5, entry
+        assert (len(entry["gaps"][1]) == entry["alone"]["train/num_tokens"]) == (entry["option"] != "sft")
+        np.testing.assert_allclose(*entry["gaps"], rtol=2**-10, atol=2e-6)
         for metric in set(entry["alone"]) - {
             "train_s",
             "train/packing_efficiency",
