@@ -16,11 +16,11 @@ STAGES: dict[tuple[str, str], Stage] = {
     ("rl", "batch"): filtering.filter_groups, ("rl", "policy"): policy.checkpoint,
     **{(phase, "evaluation"): evaluation.evaluate for phase in ("base", "sft", "rl")},
 }  # fmt: skip
-RL_KINDS = [kind for phase, kind in STAGES if phase == "rl"] + ["state"]
+RL_KINDS = [kind for phase, kind in STAGES if phase == "rl"] + ["state", "gap"]
 
 
 def stage_settings(config: PipelineConfig, phase: str, stage: str) -> JsonDict:
     kind = stage.split("/", 1)[0]
-    if kind == "state":
+    if kind in ("state", "gap"):
         return settings_of_fields(config, TRAINED_BY[phase])
     return STAGES[phase, kind].settings(config)

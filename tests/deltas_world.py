@@ -8,9 +8,8 @@ from rlpipe.store.artifacts import commit, new_attempt
 from rlpipe.store.run import Run
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
-from rlpipe.trainer.publishing import upload
+from rlpipe.trainer.publishing import publication, upload
 from rlpipe.trainer.saving import WEIGHTS, PolicyWriter
-from rlpipe.trainer.state import publication
 from rlpipe.types import ArtifactRef, Manifest
 
 Files = dict[str, bytes]

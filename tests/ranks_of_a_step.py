@@ -13,6 +13,7 @@ from torch import Tensor
 from rlpipe.config.training import RlConfig
 from rlpipe.trainer.batches import Microbatch, read_rl_batch
 from rlpipe.trainer.gang import join_gang
+from rlpipe.trainer.gap import Gaps
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.rl import advantages, loss_part, with_advantages, with_frozen
 from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
@@ -41,7 +42,7 @@ def main(folder: Path) -> None:
     settings = RlConfig.model_validate(world.RL)
     batch = with_frozen(plan_batch(gang, Rows.PACKED, rollouts.steps[0]), resident.policy, None, 1.0)
     batch = with_advantages(batch, advantages(gang, rollouts, [batch], settings))
-    part, kept = loss_part(batch, settings), []
+    part, kept = loss_part(batch, settings, Gaps()), []
 
     def watched(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kept.append(whole_gradients(resident.policy))

@@ -67,6 +67,7 @@ def outcome(gang: Gang, model: JsonDict, kind: str, data: ArtifactRef, changes: 
         "rows": resident.rows.name,
         "moments": whole(resident, moments),
         "weights": whole(resident, weights),
+        "gaps": [gap for rows in resident.taken.gaps for row in rows for gap in row.gap.tolist()],  # on the first rank
     }
 
 
@@ -100,6 +101,7 @@ def main(folder: Path, *names: str) -> None:
                 shared = outcome(gangs[count], model, kind, source, changes)
                 line: dict[str, Any] = {"model": name, "option": option, "ranks": count, "rows": shared["rows"]}
                 line |= {part: distance(shared[part], alone[part]) for part in ("moments", "weights")}
+                line["gaps"] = [shared["gaps"], alone["gaps"]]
                 seen.append(line | {"alone": alone["metrics"], "metrics": shared["metrics"]})
     if is_first:
         (folder / "team.json").write_text(json.dumps(seen))

@@ -55,6 +55,7 @@ CARRIED = pa.schema([
     *PROMPT_FIELDS, *(ROLLOUTS.field(name) for name in CARRIED_ROLLOUT), ("num_tokens_expired", pa.int32()), ("environment", pa.string()),
 ])  # fmt: skip
 PASS_RATES = pa.schema([("prompt_id", pa.string()), ("num_groups", pa.int32()), ("pass_rate", pa.float64())])
+GAPS = pa.schema([("group_index", pa.int32()), ("rollout_index", pa.int32()), ("gap", pa.list_(pa.float16()))])
 KEPT_REWARDS = pa.schema(
     [SCORES.field(name) for name in ("group_index", "rollout_index", "reward", "reward_parts", "reward_fault")]
 )

@@ -49,7 +49,9 @@ SETTINGS = {  # preset and overrides: sha256 of the settings of all stages, at b
 
 
 def settings_of(config: PipelineConfig) -> JsonDict:
-    return {f"{phase}/{stage}": stage_settings(config, phase, stage) for phase, stage in STAGES}
+    return {
+        f"{phase}/{stage}": stage_settings(config, phase, stage) for phase, stage in STAGES if stage != "gap"
+    }  # which came later
 
 
 def stored_run(folder: Path, **changes: JsonDict) -> Store:

@@ -112,7 +112,7 @@ def test_steps_beside_sampling_end_with_the_bits_of_a_run_without_whatever_is_ki
 def check_same(steps: Run, none: Run) -> None:
     """What both committed of each iteration has the same bits, and came to the same metrics."""
     for iteration in range(ITERATIONS):
-        for stage in ("prompts/round-0", "scores/round-0", "batch/round-0", "policy"):
+        for stage in ("prompts/round-0", "scores/round-0", "batch/round-0", "gap", "policy"):
             files = [
                 {file.plain_name: file.sha256 for file in run.committed("rl", iteration, stage)[1].files}
                 for run in (steps, none)

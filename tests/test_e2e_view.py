@@ -119,6 +119,10 @@ def test_tokens_change_colour_and_the_address_says_which(view: Browser, undistur
     shown = tokens.first.evaluate("token => getComputedStyle(token).backgroundColor")
     view.screenshot("view-tokens")
     view.page.keyboard.press("c")
+    assert view.page.url.endswith("?colour=gap")
+    expect(view.page.get_by_text("full at 0.2 nats")).to_be_visible()
+    assert "gap " in (tokens.first.get_attribute("title") or "")
+    view.page.keyboard.press("c")
     assert view.page.url.endswith("?colour=mask")
     assert tokens.first.evaluate("token => getComputedStyle(token).backgroundColor") != shown
     view.page.reload()

@@ -17,7 +17,7 @@ from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE, LoadJob, SaveJob
 from rlpipe.types import ArtifactRef, JsonDict, TrainerError
 
 JOB = SaveJob("runs/a/rl/00001", "runs/a/rl/00001/policy", None, "a1", None, [0], 64)
-SAVED = {"policy": [{"name": "a1/x", "bytes": 1, "sha256": "0"}], "state": []}
+SAVED = {"policy": [{"name": "a1/x", "bytes": 1, "sha256": "0"}], "state": [], "gap": []}
 
 
 class PlayedTrainer:

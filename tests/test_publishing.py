@@ -64,8 +64,8 @@ def test_the_policy_stays_for_engines_and_the_state_goes(tmp_path: Path) -> None
     assert uploads.under_way
     store.gate.set()
     assert outcome(uploads) is None and not uploads.under_way
-    assert {store.read(key) for key in (*made.policy, *made.state)} == {b"weights", b"state"}
-    assert [(disk / key).exists() for key in (*made.policy, *made.state)] == [True, False]
+    assert {store.read(key) for key in (*made.policy, *made.beside)} == {b"weights", b"state"}
+    assert [(disk / key).exists() for key in (*made.policy, *made.beside)] == [True, False]
     assert uploads.of("a2") is None
 
 
@@ -75,7 +75,7 @@ def test_tries_have_an_end(tmp_path: Path) -> None:
     uploads.begin(made)
     assert isinstance(outcome(uploads), OSError)
     assert TRIES <= store.tries <= TRIES * 2  # files
-    assert all((disk / key).exists() for key in (*made.policy, *made.state))
+    assert all((disk / key).exists() for key in (*made.policy, *made.beside))
 
 
 def change(path: Path) -> None:
@@ -98,7 +98,7 @@ def test_what_is_not_as_it_was_published_is_refused_at_once(damage: Callable[[Pa
 def test_what_a_rank_of_another_node_has_sent_is_looked_for_in_the_store(tmp_path: Path) -> None:
     store, disk = PlayedStore(tmp_path / "store"), tmp_path / "published"
     uploads, made = Uploads(store, disk), publication(disk)
-    key = next(iter(made.state))
+    key = next(iter(made.beside))
     open_store(store.url).put(key, b"state")
     (disk / key).unlink()
     uploads.begin(made)

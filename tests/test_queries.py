@@ -19,7 +19,7 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.types import ArtifactRef, JsonDict, Manifest, UserError
 from tests.docs_blocks import ROOT
-from tests.rows import BATCH, PROMPTS, ROLLOUTS, SCORES, fill, to_parquet
+from tests.rows import BATCH, GAPS, PROMPTS, ROLLOUTS, SCORES, fill, to_parquet
 from tests.test_store_run import record_of, tiny
 
 PAGE = (ROOT / "docs" / "queries.md").read_text()
@@ -83,6 +83,11 @@ def commit_trained(run: Run, iteration: int, advantage: float = 0.5) -> None:
     assert run.store.create(run.iteration_key(iteration), sealed(record))
 
 
+def commit_gaps(run: Run, iteration: int) -> None:
+    gaps = [{"group_index": 0, "rollout_index": index, "gap": [0.25, float("nan"), -0.5]} for index in range(2)]
+    commit_files(run, ("rl", iteration, "gap"), {"gap.parquet": to_parquet(gaps, GAPS)})
+
+
 def commit_whole(run: Run, iteration: int) -> None:
     commit_sampled(run, iteration)
     commit_scored(run, iteration)
@@ -100,6 +105,7 @@ def made(store: Store) -> Run:
     store.put(f"{run.folder('rl', 0, 'policy')}/{PRUNED}", b"{}")
     commit_whole(fork(run, 0, override_config(run.config, ["run=b", "rl.clip_high=0.4"])), 1)
     commit_trained(fork(run, 1, override_config(run.config, ["run=c", "rl.estimator='rloo'"]), "filter"), 1, advantage=9.0)
+    commit_gaps(fork(run, 0, override_config(run.config, ["run=b", "rl.clip_high=0.4"])), 1)
     alone = create_or_continue(tiny(store, "run=s", "rl.num_iterations=0"))
     commit_files(alone, ("sft", 0, "policy"), {"config.json": b"{}"}, version=0)
     evaluated = {"evaluation.parquet": only(rows_of(0)[:2], SCORES)}
@@ -137,6 +143,15 @@ def test_what_was_scored_is_seen_once_and_nothing_of_an_attempt_that_died(store:
     assert rows(store, "select iteration, num_tokens, num_prompt_tokens, completion from rollouts where run = 'b' limit 1") == [
         (1, 3, 2, "1 0 0")
     ]
+
+
+def test_the_gap_of_every_trained_token_is_asked_for(whole: Store) -> None:
+    """By the run that trained it, as all rows; of a, which older code trained, there are none."""
+    counted = rows(
+        whole,
+        "select run, iteration, count(*), sum(len(gap)), max(list_max(list_filter(gap, lambda g: not isnan(g)))) from gaps group by all order by all",
+    )
+    assert counted == [("b", 1, 2, 6, 0.25)]
 
 
 def test_a_rollout_says_whether_it_was_trained_and_why_not(whole: Store) -> None:

@@ -10,8 +10,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,6 +26,7 @@ from rlpipe.trainer.state import StoredState, state_file
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict
 from tests import trainer_world as world
+from tests.rows import GAPS, from_parquet
 
 TOKEN = "secret"
 DEADLINE_S = 120
@@ -155,6 +158,23 @@ def test_one_rank_and_two_ranks_agree(
     tolerance = 1e-6 if job["settings"]["num_steps"] == 1 else 1e-4  # AdamW makes much of little
     for tensor, moment in one.items():
         assert float((two[tensor] - moment).double().norm() / moment.double().norm()) < tolerance, tensor
+
+
+def test_the_gaps_of_two_ranks_are_those_of_one(gang: GangUnderTest, solo: Trainer, store: Store) -> None:
+    """Each row once, in the order of the batch, whichever rank had it, and however many steps are taken. The ranks have unequal shares."""
+    rows = world.rollout_rows(7, 1, seed=4)
+    rows[3] |= {"rollout_logprobs": [float("inf")] * len(rows[3]["rollout_logprobs"])}
+    batch, read = world.batch(store, "batch-of-seven", rows), []
+    for number, do in enumerate((gang.do, partial(world.run, solo)), 41):
+        folder = f"runs/a/rl/{number:05d}/gap"
+        do("load", world.load_new("new"))
+        do("train", world.train("new", "one", "rl", batch, SETTINGS | {"num_steps": number - 40}))
+        (record,) = do("save", world.save("one", None, None, folder))["gap"]
+        read.append(from_parquet(store.read(f"{folder}/{record['name']}"), GAPS))
+    assert [row["group_index"] for row in read[0]] == [*range(7)] and np.isnan(read[0][3]["gap"]).all()
+    for two, one, row in zip(*read, rows, strict=True):
+        assert len(two["gap"]) == sum(row["loss_mask"])
+        np.testing.assert_allclose(two["gap"], one["gap"], rtol=2**-10, atol=2e-6)
 
 
 def test_a_state_moves_between_one_and_two_ranks(gang: GangUnderTest, solo: Trainer, data: ArtifactRef) -> None:
@@ -299,6 +319,8 @@ def test_ranks_that_share_rows_do_what_each_does_with_its_own(tmp_path: Path) ->
     assert [entry["ranks"] for entry in entries] == [2, 4] * 3
     for entry in entries:
         assert entry["rows"] == "SHARED" and entry["moments"] < 1e-5 and entry["weights"] < 2e-5, entry
+        assert (len(entry["gaps"][1]) == entry["alone"]["train/num_tokens"]) == (entry["option"] != "sft")
+        np.testing.assert_allclose(*entry["gaps"], rtol=2**-10, atol=2e-6)
         for metric in set(entry["alone"]) - {
             "train_s",
             "train/packing_efficiency",

@@ -24,6 +24,7 @@ from rlpipe.config.training import OptimizerConfig, RlConfig
 from rlpipe.models.causal import hf_config
 from rlpipe.trainer.batches import RlBatch, read_rl_batch
 from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.gap import Gaps
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.rl import TOKEN_SUMS, advantages, loss_part, with_advantages, with_frozen
@@ -121,7 +122,7 @@ def gradients(
     """The gradient of one step and its sums. It is read out of a fresh AdamW: the first moment is (1 - beta1) times it."""
     resident, settings = resident_of(gang), settings_of(name)
     batch = ready(gang, setup, sequences, setup.proximal, settings, rows)
-    sums = optimizer_step(gang, resident, batch, loss_part(batch, settings), HOW)
+    sums = optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps()), HOW)
     moments = {name: resident.optimizer.state[shard]["exp_avg"].clone() for name, shard in resident.shards.items()}
     assert all(moment.abs().max() > 0 for moment in moments.values())
     return moments, sums
@@ -268,7 +269,7 @@ def test_microbatches_of_padding_and_unscored_sequences_change_nothing(
     told = [advantages(gang, setup.rollouts, [each], settings) for each in (whole, both)]
     assert torch.equal(*told), "padding has no KL"
     (frozen,) = with_advantages(alone, told[0]).microbatches
-    loss, sums = loss_part(batch, settings)(frozen, *forward(resident.policy, padding, 1.0))
+    loss, sums = loss_part(batch, settings, Gaps())(frozen, *forward(resident.policy, padding, 1.0))
     loss.backward()
     assert loss.item() == 0 and all(value.item() == 0 for value in sums.values())
     assert all(not gradient.any() for gradient in resident.gradients())
@@ -281,7 +282,7 @@ def test_a_step_that_is_not_finite_changes_nothing(gang: Gang, setup: World, seq
     batch = ready(gang, setup, poisoned, resident.policy, settings)
     how = StepSettings(OptimizerConfig(learning_rate=1e-3), step=0, temperature=1.0, address="runs/a/rl/00003/batch step 2")
     with pytest.raises(StepRefused, match="runs/a/rl/00003/batch step 2: loss nan"):
-        optimizer_step(gang, resident, batch, loss_part(batch, settings), how)
+        optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps()), how)
     assert world.fingerprint(list(resident.shards.values())) == before and resident.optimizer_step == 0
 
 
@@ -289,7 +290,7 @@ def test_gradient_clip_bounds_the_norm(gang: Gang, setup: World, sequences: list
     resident, settings = resident_of(gang), settings_of("ppo")
     batch = ready(gang, setup, sequences, resident.policy, settings)
     how = dataclasses.replace(HOW, optimizer=OptimizerConfig(grad_clip=0.01))
-    done = optimizer_step(gang, resident, batch, loss_part(batch, settings), how)
+    done = optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps()), how)
     moments = torch.stack([entry["exp_avg"].square().sum() for entry in resident.optimizer.state.values()])
     assert done["grad_norm"] > 0.01
     assert float(moments.sum().sqrt()) == pytest.approx(0.1 * 0.01, rel=1e-4)

@@ -14,7 +14,6 @@ from rlpipe.trainer.batches import read_rl_batch, rows_of_steps
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict, UserError
 from tests import trainer_world as world
-from tests.test_trainer_jobs import policy_sha
 
 NUM_GROUPS = 9
 EMPTY = 4  # a group of which nothing is trained
@@ -70,6 +69,13 @@ def reference_of(trainer: Trainer, settings: JsonDict) -> JsonDict | None:
     ).as_json()
 
 
+def digests(trainer: Trainer, folder: str = "final") -> dict[str, str]:
+    """The sha256 of the weights and of the gaps of the iteration."""
+    saved = world.run(trainer, "save", world.save("any", folder, None, f"{folder}-gap"))
+    files = world.digests(saved["policy"]) | world.digests(saved["gap"])
+    return {name: files[name] for name in ("model.safetensors", "gap.parquet")}
+
+
 def parts_of(trainer: Trainer, rows: list[JsonDict], num_steps: int) -> list[ArtifactRef]:
     """The batch of every step, as the shards of the step give it."""
     return [
@@ -93,7 +99,7 @@ def test_a_job_a_step_gives_the_bits_of_one_job_also_when_the_trainer_is_lost_be
     whole = world.batch(trainer.gang.store, "whole", rows, [EMPTY])
     world.run(trainer, "load", world.load_new())
     expected = world.run(trainer, "train", world.train("a", "b", "rl", whole, settings))["metrics"]
-    final = policy_sha(trainer)
+    final = digests(trainer)
     parts = parts_of(trainer, rows, settings["num_steps"])
 
     def take(step: int) -> JsonDict:
@@ -110,7 +116,7 @@ def test_a_job_a_step_gives_the_bits_of_one_job_also_when_the_trainer_is_lost_be
                 for again in range(step):
                     take(again)
             metrics = take(step)
-        assert policy_sha(trainer, f"lost-at-{lost_at}") == final
+        assert digests(trainer, f"lost-at-{lost_at}") == final
         assert {name: value for name, value in metrics.items() if name not in TIMES} == {
             name: value for name, value in expected.items() if name not in TIMES
         }

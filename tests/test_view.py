@@ -27,7 +27,7 @@ from rlpipe.view.groups import iteration_groups
 from rlpipe.view.library import Library
 from rlpipe.view.server import VIEW_KEY_VARIABLE, view_app, view_key
 from rlpipe.view.tokens import shown_tokens, token_texts
-from tests.rows import BATCH, PROMPTS, SCORES, fill, rollout, to_parquet
+from tests.rows import BATCH, GAPS, PROMPTS, SCORES, fill, rollout, to_parquet
 from tests.test_queries import commit_files, commit_sampled, commit_scored, commit_trained, commit_whole, made, only, rows_of
 from tests.test_store_run import tiny
 
@@ -190,7 +190,36 @@ def test_a_rollout_is_shown_token_by_token(whole: Store) -> None:
         titles[0].startswith("0: 5 ") and titles[0].endswith("logprob -0.500, version 0, trained") and "version 1" in titles[1]
     )
     assert 'class="colour-mask"' in html and "advantage <b>0.5</b>" in html
-    assert "choose logprob, mask" in page(whole, "/runs/a/iterations/1/groups/0/rollouts/0?colour=gap", 404)
+    assert "choose logprob, gap, mask" in page(whole, "/runs/a/iterations/1/groups/0/rollouts/0?colour=other", 404)
+
+
+def test_the_gap_between_engine_and_trainer_colours_the_tokens(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    run = create_or_continue(tiny(store, "sft.num_steps=0"))
+    build_tokenizer(["Spell this word"], tmp_path)
+    commit_files(run, ("base", 0, "tokenizer"), {"tokenizer.json": (tmp_path / "tokenizer.json").read_bytes()})
+    commit_whole(run, 0)
+    rollout_0, rollout_1 = (f"/runs/a/iterations/0/groups/0/rollouts/{index}?colour=gap" for index in range(2))
+    assert "iteration 0 has none stored: an older version of rlpipe trained it" in text_of(page(store, rollout_0))
+    rows = [
+        {"group_index": 0, "rollout_index": 1, "gap": [0.5, float("nan"), -0.03]},
+        {"group_index": 0, "rollout_index": 0, "gap": [0.5]},
+    ]
+    commit_files(run, ("rl", 0, "gap"), {"gap.parquet": to_parquet(rows, GAPS)})
+    html = page(store, rollout_1)
+    assert "engine-trainer gap: mean 0.265, largest 0.5" in text_of(html) and 'class="colour-gap"' in html
+    assert re.findall(r"--g:(-?\d\.\d\d)", html) == ["1.00", "0.00", "-0.15"]
+    titles = re.findall(r'<span class="t[^>]*title="([^"]*)"', html)
+    assert "logprob -0.500, gap +0.5, version" in titles[0] and "gap" not in titles[1] and "gap -0.03, " in titles[2]
+    assert html.count('class="t ng"') == 1
+    assert "gap.parquet has 1 gaps of a rollout with 3 trained tokens" in page(store, rollout_0)
+    assert "it is in no batch" in text_of(page(store, "/runs/a/iterations/0/groups/1/rollouts/0?colour=gap"))
+    commit_sampled(run, 1)
+    commit_scored(run, 1)
+    commit_files(
+        run, ("rl", 1, "batch/round-0"), {"batch.parquet": only([row | {"advantage": 0.5} for row in rows_of(1)[:2]], BATCH)}
+    )
+    assert "the iteration is not trained yet" in text_of(page(store, rollout_1.replace("iterations/0", "iterations/1")))
 
 
 def test_a_store_without_the_tokenizer_shows_the_text(tmp_path: Path) -> None:

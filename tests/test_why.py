@@ -7,14 +7,18 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlpipe.config.source import read_config
+from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import Rollout
+from rlpipe.records.rollout import Rollout, TokenGaps
+from rlpipe.report.suspects.policy import mismatch
 from rlpipe.report.why import SUSPECTS, judge
 from rlpipe.store.run import Run, create_or_continue
+from tests.test_queries import commit_files
 from tests.test_store_run import PRESETS
 from tests.why_world import HEAD, LETTERS, REWARDS, Asked, Planted, around
 
@@ -90,6 +94,26 @@ def test_what_was_planted_is_named_first(name: str, seed: int, run: Run) -> None
         (finding.title, verdict.share(finding), finding.shift) for finding in verdict.findings
     ]
     assert len(verdict.findings[0].rows) == 3 and verdict.findings[0].evidence
+
+
+def test_a_stale_engine_is_shown_by_the_rollouts_whose_tokens_are_furthest_apart(run: Run) -> None:
+    """Where gaps are stored; not of iterations that older code trained, nor of tokens of which nobody recorded the logprob."""
+    whole = around(run, 1, FAULTS["a stale engine"][0])
+    apart = [(8, 2, 1), (9, 4, 0), (7, 7, 5)]  # iteration, group, rollout
+    gaps: dict[int, list[TokenGaps]] = {}
+    for group, rollout in zip(whole.group_R, whole.rollouts, strict=True):
+        place = whole.groups[group].iteration, rollout.group_index, rollout.rollout_index
+        gap = np.full(len(rollout.completion_tokens), -0.5 if place in apart else 1e-6, np.float16)
+        gap[:2] = np.nan, 0.2 if place[0] >= 6 else 0.0
+        gaps.setdefault(place[0], []).append(TokenGaps(*place[1:], gap))
+    for iteration in range(11):
+        commit_files(run, ("rl", iteration, "gap"), {"gap.parquet": to_parquet(to_table(gaps[iteration], TokenGaps))})
+    finding = next(iter(mismatch(whole)))
+    shown = [(whole.groups[whole.group_R[row]].iteration, whole.rollouts[row]) for row in finding.rows]
+    assert {(iteration, rollout.group_index, rollout.rollout_index) for iteration, rollout in shown} == {*apart}
+    known = np.abs([value for number in range(6, 11) for row in gaps[number] for value in row.gap if not np.isnan(value)])
+    share = float(np.mean(known > 0.1))
+    assert finding.evidence[-1].endswith(f"more than 0.1 apart: 0.00% -> {share:.2%}")
 
 
 def test_nothing_is_named_where_nothing_changed(run: Run) -> None:

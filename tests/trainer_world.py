@@ -112,8 +112,9 @@ def batch(store: Store, folder: str, rows: list[JsonDict], empty_groups: Sequenc
             ("reward", pa.float64()),
         ]
     )
-    placed = [{"rollout_index": place} | row for place, row in enumerate(rows)]
-    return artifact(store, folder, {"batch.parquet": to_parquet(placed, schema)}, {"empty_groups": [*empty_groups]})
+    groups = [row["group_index"] for row in rows]
+    rows = [row | {"rollout_index": groups[:at].count(row["group_index"])} for at, row in enumerate(rows)]
+    return artifact(store, folder, {"batch.parquet": to_parquet(rows, schema)}, {"empty_groups": [*empty_groups]})
 
 
 def conversations(store: Store, folder: str, count: int, seed: int = 0) -> ArtifactRef:
@@ -149,9 +150,9 @@ def run(trainer: Trainer, kind: str, body: JsonDict) -> JsonDict:
     return dataclasses.asdict(trainer.run(job_of(kind, json.dumps(body).encode())))
 
 
-def save(position: str, policy: str | None, state: str | None) -> JsonDict:
+def save(position: str, policy: str | None, state: str | None, gap: str | None = None) -> JsonDict:
     return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1", "tokenizer": None, "stop_token_ids": [],
-            "context_tokens_max": 64}  # fmt: skip
+            "context_tokens_max": 64, "gap_folder": gap}  # fmt: skip
 
 
 def fingerprint(tensors: list[torch.Tensor]) -> str:

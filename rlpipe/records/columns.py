@@ -22,10 +22,10 @@ from rlpipe.types import JsonDict
 
 Record = TypeVar("Record")
 ITEMS_MAX = 2**31 - 1  # of one column of lists: Arrow's offsets are 32 bits wide
-NUMPY = {pa.int32(): np.int32, pa.int8(): np.int8, pa.float32(): np.float32}
+NUMPY = {pa.int32(): np.int32, pa.int8(): np.int8, pa.float32(): np.float32, pa.float16(): np.float16}
 ARROW: dict[Kind, pa.DataType] = {
     "int32": pa.int32(), "int64": pa.int64(), "text": pa.string(), "float64": pa.float64(), "tokens": pa.list_(pa.int32()),
-    "mask": pa.list_(pa.int8()), "logprobs": pa.list_(pa.float32()),
+    "mask": pa.list_(pa.int8()), "logprobs": pa.list_(pa.float32()), "halves": pa.list_(pa.float16()),
     "spans": pa.list_(pa.struct([("version", pa.int32()), ("num_tokens", pa.int32())])),
 }  # fmt: skip
 DICTIONARY = {"prompt_id", "prompt", "finish_reason", "engine", "source"}  # texts that repeat

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 import numpy as np
 
-Kind = Literal["int32", "int64", "text", "float64", "tokens", "mask", "logprobs", "spans"]
+Kind = Literal["int32", "int64", "text", "float64", "tokens", "mask", "logprobs", "halves", "spans"]
 
 
 class Span(NamedTuple):
@@ -34,6 +34,7 @@ OptionalFloat = Annotated[float | None, "float64"]
 Tokens = Annotated[np.ndarray, "tokens"]  # int32
 Mask = Annotated[np.ndarray, "mask"]  # int8
 Logprobs = Annotated[np.ndarray, "logprobs"]  # float32
+Halves = Annotated[np.ndarray, "halves"]  # float16
 Spans = Annotated[tuple[Span, ...], "spans"]
 
 

@@ -11,7 +11,20 @@ from typing import Annotated, Protocol, TypeVar
 
 import numpy as np
 
-from rlpipe.records.kinds import Float, Int32, Int64, Json, Logprobs, Mask, OptionalFloat, Spans, Text, Tokens, column_kinds
+from rlpipe.records.kinds import (
+    Float,
+    Halves,
+    Int32,
+    Int64,
+    Json,
+    Logprobs,
+    Mask,
+    OptionalFloat,
+    Spans,
+    Text,
+    Tokens,
+    column_kinds,
+)
 from rlpipe.records.prompt import Message, Prompt
 
 CUT_SHORT = "abort"  # the finish_reason of a completion that was ended before its end
@@ -122,6 +135,16 @@ class Branch:
     completion_tokens: Tokens  # [L]
     loss_mask: Mask  # [L], 1 where a token was sampled; where it is trained, only if no row before it has that token
     rollout_logprobs: Logprobs  # [L]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenGaps:
+    """How far engine and trainer are apart at the N scored tokens of a trained rollout (`loss_mask` 1 in the batch), in their order:
+    proximal_logprobs minus rollout_logprobs in nats, above 0 where the trainer gives the token more; nan where nobody recorded the latter."""
+
+    group_index: Int32
+    rollout_index: Int32
+    gap: Halves  # [N]
 
 
 BRANCHES_FILE = "branches.parquet"  # beside the rollouts that they are of

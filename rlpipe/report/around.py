@@ -15,7 +15,7 @@ from rlpipe.algorithms.answers import answer_text
 from rlpipe.algorithms.changes import Shift, group_means, shift
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import SCORES, TRUNCATED, Group, Rollout, grouped
+from rlpipe.records.rollout import SCORES, TRUNCATED, Group, Rollout, TokenGaps, grouped
 from rlpipe.rewards.score import gives, label
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.forks import differences
@@ -89,6 +89,13 @@ def _read_groups(run: Run, iteration: int) -> list[ScoredGroup]:
     return read
 
 
+def _read_gaps(run: Run, iteration: int) -> dict[tuple[int, int], np.ndarray]:
+    """(group_index, rollout_index) -> the gaps of a trained rollout that are known; nothing where older code trained the iteration."""
+    stored = run.artifact("rl", iteration, "gap")
+    rows = read_records(run.store, stored[0], "gap.parquet", TokenGaps) if stored else []
+    return {(row.group_index, row.rollout_index): row.gap[np.isfinite(row.gap)].astype(float) for row in rows}
+
+
 @dataclass(frozen=True)
 class Around:
     """The groups on both sides of iteration `at`, and what the two sides were computed with."""
@@ -147,6 +154,16 @@ class Around:
             for group, rollout in zip(self.group_R, self.rollouts, strict=True)
         ]  # fmt: skip
         return np.array(lags, dtype=float)
+
+    @cached_property
+    def gaps(self) -> list[np.ndarray]:
+        """The engine-trainer gap of each token of every rollout that was trained, where it is stored."""
+        stored = {iteration: _read_gaps(self.run, iteration) for iteration in self.metrics}
+        nothing = np.zeros(0)
+        return [
+            stored[self.groups[group].iteration].get((rollout.group_index, rollout.rollout_index), nothing)
+            for group, rollout in zip(self.group_R, self.rollouts, strict=True)
+        ]
 
     @cached_property
     def answer_R(self) -> list[str]:

@@ -64,6 +64,7 @@ VIEWS = {
         from _rollouts where reward is not null""",
         ("_rollouts",),
     ),
+    "gaps": View("select run, iteration, group_index, rollout_index, gap from _gaps", ("_gaps",)),
     "evaluations": View("from _evaluations", ("_evaluations",)),
     "evaluation_rollouts": View(
         f"""select run, evaluated_version as weight_version, group_index, rollout_index, prompt_id, prompt, completion, {NUM_TOKENS},

@@ -61,6 +61,7 @@ class Tables:
             "_rollouts": self._rollouts,
             "_batch": self._batch,
             "_dropped": self._dropped,
+            "_gaps": self._gaps,
             "_evaluation_rollouts": self._evaluation_rollouts,
         }
 
@@ -186,6 +187,17 @@ class Tables:
     def _batch(self) -> Source:
         files = self._files(self._batches(), "batch.parquet", _placed)
         return self._dataset(files, schema_of(Rollout, ["group_index", "rollout_index", "advantage"]), PLACED)
+
+    def _gaps(self) -> Source:
+        labels = {"run": pa.string(), "iteration": pa.int32()}
+
+        def labelled(artifact: StoredArtifact) -> JsonDict:
+            return {"run": artifact.run, "iteration": artifact.place.iteration}
+
+        files = self._files(self._catalogue.artifacts("gap"), "gap.parquet", labelled)
+        # DuckDB takes no float16 from Arrow
+        schema = pa.schema([("group_index", pa.int32()), ("rollout_index", pa.int32()), ("gap", pa.list_(pa.float32()))])
+        return self._dataset(files, schema, labels)
 
     def _dropped(self) -> Source:
         rows = [

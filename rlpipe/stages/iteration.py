@@ -56,9 +56,8 @@ async def commit_iteration(
 def _record(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: Metrics) -> IterationRecord:
     run = session.run
     previous = run.iteration(iteration - 1) if iteration else None
-    state = run.artifact("rl", iteration, "state")
-    if state is not None:
-        artifacts = artifacts | {"state": state[0]}
+    beside = {stage: run.artifact("rl", iteration, stage) for stage in ("state", "gap")}
+    artifacts = artifacts | {stage: artifact[0] for stage, artifact in beside.items() if artifact is not None}
     metrics = metrics | time_metrics(session, iteration, metrics)
     metrics |= add_iteration(spent_before(run, iteration), metrics, gpus_held(run.config, "rl"))
     return IterationRecord(
@@ -66,7 +65,7 @@ def _record(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
         iteration=iteration,
         weight_version=iteration + 1,
         artifacts=artifacts,
-        state_iteration=iteration if state is not None else (previous.state_iteration if previous else -1),
+        state_iteration=iteration if "state" in artifacts else (previous.state_iteration if previous else -1),
         metrics=metrics,
         curve=_curve(previous.curve if previous else [], iteration, metrics["rollout/reward_mean"]),
         best=best_so_far(own_record(run, iteration - 1), iteration, metrics["rollout/reward_mean"]),

@@ -96,7 +96,7 @@ class Landing:
             except (GangLost, NotResident) as error:
                 log.warning("%s", error)
                 return
-        if any(again[name] != self.answer[name] for name in ("policy", "state")):
+        if any(again[name] != self.answer[name] for name in ("policy", "state", "gap")):
             raise TrainerError(
                 f"the trainer was lost before {self.job.position} was in the store, and what it makes again has other bits. The iteration is "
                 "trained again from its batch at the next start"

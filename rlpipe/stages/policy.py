@@ -8,8 +8,8 @@ import logging
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, stage
-from rlpipe.stages.training import TRAINED_BY, StoredAs, commit_state, rl_job, save_job, step_jobs, train_job
+from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
+from rlpipe.stages.training import TRAINED_BY, StoredAs, commit_saved, rl_job, save_job, step_jobs, train_job
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.types import ArtifactRef, JsonDict, Metrics, StageResult, StepRefused
 
@@ -99,8 +99,8 @@ async def checkpoint(
     reference: ArtifactRef | None = None,
     metrics: JsonDict,
 ) -> Produced:
-    """Publishes the policy after an iteration (weight version iteration + 1), and the state when that is due. They are committed, the state
-    first, when the store has their files: behind the sampling of the next iteration.
+    """Publishes the policy after an iteration (weight version iteration + 1), the gaps of its tokens, and the state when that is due. They
+    are committed, the policy last, when the store has their files: behind the sampling of the next iteration.
 
     `reference`: that of the KL, where it is another model than what RL starts from.
     """
@@ -110,7 +110,10 @@ async def checkpoint(
     stored = stored_as(session.config, iteration + 1, previous)
     saved = await save_job(session, iteration, rl_job(session.run, iteration, batch), attempt, due, stored)
     if due:
-        await commit_state(session, "rl", iteration, inputs, saved, saved.published)
+        await commit_saved(session, StageKey("rl", iteration, "state"), inputs, saved.state, saved.published)
+    # made of the policy before, and there whenever the policy after it is
+    gap_of = {"batch": batch, "previous": previous}
+    await commit_saved(session, StageKey("rl", iteration, "gap"), gap_of, saved.gap, saved.published)
     return saved.produced(metrics | saved.metrics, iteration + 1, saved.published)
 
 

@@ -13,8 +13,8 @@ from rlpipe.records.prompt import Messages
 from rlpipe.records.rollout import Conversation
 from rlpipe.stages.landing import OnProgress
 from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, stage
-from rlpipe.stages.training import TRAINED_BY, commit_state, save_job, sft_job, train_job
+from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
+from rlpipe.stages.training import TRAINED_BY, commit_saved, save_job, sft_job, train_job
 from rlpipe.store.run import Run
 from rlpipe.types import ArtifactRef, UserError, data_seed, sha256_of
 
@@ -96,7 +96,7 @@ async def train_segment(
     inputs = {"data": data, "tokenizer": tokenizer, "previous": previous}
     saved = await save_job(session, segment, job, attempt, with_state=True)
     await saved.published.land()
-    await commit_state(session, "sft", segment, inputs, saved)
+    await commit_saved(session, StageKey("sft", segment, "state"), inputs, saved.state)
     return saved.produced(metrics, 0)
 
 

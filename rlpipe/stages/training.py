@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
@@ -117,6 +118,7 @@ class Saved:
 
     policy: list[FileRecord]
     state: list[FileRecord]
+    gap: list[FileRecord]
     probe: dict[str, Sequence[float]]
     metrics: Metrics
     published: Published
@@ -162,28 +164,28 @@ async def train_job(
 async def save_job(
     session: Session, iteration: int, job: RlJob | SftJob, attempt: Attempt, with_state: bool, stored: StoredAs = WHOLE
 ) -> Saved:
-    """Publishes what `job` results in, its policy and its state if that is wanted; trains it again when it is not held."""
+    """Publishes what `job` results in: its policy, its state if that is wanted, and of RL its gaps; trains it again when it is not held."""
     phase = job.kind
 
     async def rebuild(gang: TrainerClient) -> None:
         await replay(session.run, phase, iteration, gang)
         await send(gang, job)
 
-    state_folder = session.run.folder(phase, iteration, "state") if with_state else None
-    return await save(session, job.result, attempt, rebuild, state_folder=state_folder, stored=stored)
+    beside = [stage for stage, wanted in (("state", with_state), ("gap", phase == "rl")) if wanted]
+    folders = {stage: session.run.folder(phase, iteration, stage) for stage in beside}
+    return await save(session, job.result, attempt, rebuild, folders=folders, stored=stored)
 
 
-async def commit_state(
+async def commit_saved(
     session: Session,
-    phase: str,
-    iteration: int,
+    key: StageKey,
     inputs: dict[str, ArtifactRef],
-    saved: Saved,
+    files: list[FileRecord],
     published: Published | None = None,
 ) -> None:
-    """Commits a state that was saved."""
-    key, settings = StageKey(phase, iteration, "state"), stage_settings(session.config, TRAINED_BY[phase])
-    await run_stage(session, key, inputs, settings, lambda _: Produced(saved.state, published=published))
+    """Commits what was saved beside a policy: its state, or the gaps of its iteration."""
+    settings = stage_settings(session.config, TRAINED_BY[key.phase])
+    await run_stage(session, key, inputs, settings, lambda _: Produced(files, published=published))
 
 
 async def save_loaded(session: Session, load: LoadJob, attempt: Attempt, *, policy: bool = True) -> Saved:
@@ -202,24 +204,23 @@ async def save(
     rebuild: Rebuild,
     *,
     policy: bool = True,
-    state_folder: str | None = None,
+    folders: Mapping[str, str] = MappingProxyType({}),
     stored: StoredAs = WHOLE,
 ) -> Saved:
-    """Publishes what the trainer holds: its policy as files of the attempt, its state where there is a folder for it."""
+    """Publishes what the trainer holds: its policy as files of the attempt; its state and its gaps where `folders` has one for them."""
     chat = await asyncio.to_thread(lambda: session.tokenizer)
     assert chat.stop_token_ids, "a policy that could never end"
     tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
     folder, context_tokens_max = attempt.folder if policy else None, session.config.model.context_tokens_max
-    place = position, folder, state_folder, attempt.name
-    job = SaveJob(*place, tokenizer, chat.stop_token_ids, context_tokens_max, stored.base, stored.is_base)
+    place = position, folder, folders.get("state"), attempt.name
+    job = SaveJob(*place, tokenizer, chat.stop_token_ids, context_tokens_max, stored.base, stored.is_base, folders.get("gap"))
     answer = await do_job(session, job, rebuild)
-    files, state = ([FileRecord(**record) for record in answer[name]] for name in ("policy", "state"))
-    assert bool(files) == policy and bool(state) == bool(state_folder), (
-        f"saved {len(files)} files of a policy, {len(state)} of a state"
-    )
+    saved = {name: [FileRecord(**record) for record in answer[name]] for name in ("policy", "state", "gap")}
+    wanted = {*folders, *(["policy"] if policy else [])}
+    assert {name for name, files in saved.items() if files} == wanted, f"saved {saved}, wanted {wanted}"
     landing = Landing(session, job, rebuild, answer)
     published = Published(answer["published"], session.trainer.files_url, landing.land)
-    return Saved(files, state, answer["probe"], answer["metrics"], published)
+    return Saved(**saved, probe=answer["probe"], metrics=answer["metrics"], published=published)
 
 
 async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> None:

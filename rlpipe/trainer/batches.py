@@ -43,6 +43,7 @@ class RlBatch:
     rewards_B: np.ndarray  # of its rollout
     group_index_B: np.ndarray
     rollout_B: np.ndarray  # the place of its rollout among those of the batch
+    rollout_index_B: np.ndarray
     lengths_B: np.ndarray  # scored tokens; masked ones are absent
     steps: list[list[TrainSequence]]
 
@@ -156,6 +157,7 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
         rewards_B=np.array(rewards, dtype=np.float64),
         group_index_B=group_index_B,
         rollout_B=rollout_B,
+        rollout_index_B=np.array([row.rollout_index for row in rows], dtype=np.int64),
         lengths_B=np.array([len(sequence.scored) for sequence in sequences], dtype=np.int64),
         steps=[[sequences[row] for row in step] for step in rows_of_steps(group_index_B, empty_groups, num_steps)],
     )

@@ -72,7 +72,8 @@ class LoadJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class SaveJob:
-    """Publishes what is resident at `position`, the policy, the state, or both, and begins to upload it."""
+    """Publishes what is resident at `position`, and begins to upload it: the policy, the state, the gaps of the iteration that led there, each
+    where there is a folder for it."""
 
     position: str
     policy_folder: str | None
@@ -83,6 +84,7 @@ class SaveJob:
     context_tokens_max: int  # the longest text that an engine takes
     base: Reference | None = None  # the policy is stored as its difference to this one; none: whole
     is_base: bool = False  # the next policy will be stored as its difference to this one: its files stay on this node
+    gap_folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,11 @@ def attempt_of(body: bytes) -> str:
 
 
 def check_place(job: GangJob, run: str) -> None:
-    """UserError for a save that would write elsewhere than into a policy's or state's folder of the run."""
+    """UserError for a save that would write elsewhere than into a folder of the run for what it saves."""
     assert run, "a gang is of a run"
     if not isinstance(job, SaveJob):
         return
-    for kind, folder in (("policy", job.policy_folder), ("state", job.state_folder)):
+    for kind, folder in (("policy", job.policy_folder), ("state", job.state_folder), ("gap", job.gap_folder)):
         if folder is not None and not re.fullmatch(rf"runs/{re.escape(run)}/(base|(sft|rl)/\d{{5,}})/{kind}", folder):
             raise UserError(f"save: {kind}_folder={folder!r:.{VALUE_CHARS_MAX}}: a {kind} of run {run} has another folder")
     if not ATTEMPT.fullmatch(job.attempt):
@@ -188,6 +190,7 @@ class JobResult:
     differs: str = ""  # in what this gang is another than the one that saved the state
     policy: list[FileRecord] = field(default_factory=list)
     state: list[FileRecord] = field(default_factory=list)
+    gap: list[FileRecord] = field(default_factory=list)
     probe: dict[str, Sequence[float]] = field(default_factory=dict)  # tokens, and the logprobs of the last of them
     published: str = ""  # the folder of the first node's disk where a save's files lie, under their keys in the store
 

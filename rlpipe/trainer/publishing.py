@@ -15,6 +15,7 @@ from pathlib import Path
 from rlpipe.store.artifacts import Blocks, blocks_of, file_sha256
 from rlpipe.store.backend import Store
 from rlpipe.store.transfer import PART_BYTES, FileContent
+from rlpipe.trainer.jobs import JobResult, SaveJob
 from rlpipe.types import FileRecord, StoreError
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,19 @@ GIVE_WAY_S = 120.0  # so long an upload leaves the cable to other nodes
 class Publication:
     """The files of one save by their keys in the store. They lie below a folder of this node, or are in the store already.
 
-    Those of a state are deleted once the store has them: no engine needs them.
+    Those `beside` a policy, of a state and of gaps, are deleted once the store has them: no engine needs them.
     """
 
     attempt: str
     policy: dict[str, FileRecord]
-    state: dict[str, FileRecord]
+    beside: dict[str, FileRecord]
+
+
+def publication(job: SaveJob, result: JobResult) -> Publication:
+    """What a save published, by its keys."""
+    policy = {f"{job.policy_folder}/{record.name}": record for record in result.policy}
+    state = {f"{job.state_folder}/{record.name}": record for record in result.state}
+    return Publication(job.attempt, policy, state | {f"{job.gap_folder}/{record.name}": record for record in result.gap})
 
 
 def publish_bytes(folder: Path, name: str, data: bytes) -> FileRecord:
@@ -67,7 +75,7 @@ def upload(store: Store, disk: Path, publication: Publication) -> None:
         elif store.put_file(key, disk / key) != FileContent(record.bytes, record.sha256):
             raise StoreError(f"{disk / key} changed on this disk before it was in the store")
 
-    files = publication.policy | publication.state
+    files = publication.policy | publication.beside
     with ThreadPoolExecutor(SMALL_FILES, "sending") as threads:
         small = [threads.submit(send, key, record) for key, record in files.items() if record.bytes <= PART_BYTES]
         for key, record in files.items():
@@ -75,7 +83,7 @@ def upload(store: Store, disk: Path, publication: Publication) -> None:
                 send(key, record)
         for sent in small:
             sent.result()
-    for key in publication.state:
+    for key in publication.beside:
         (disk / key).unlink(missing_ok=True)
 
 

@@ -22,6 +22,7 @@ from rlpipe.records.rollout import UNRECORDED
 from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch
 from rlpipe.trainer.flops import TRAINED, mfu
 from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.gap import Gaps, of_whole_batch
 from rlpipe.trainer.jobs import JobResult, RlJob
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows
@@ -89,14 +90,15 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
             others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
             batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature, others)
             gang.report(progress := progress + len(batch.microbatches), total)
-    advantages_N = advantages(gang, rollouts, list(batches.values()), settings)
+    advantages_N, gaps = advantages(gang, rollouts, list(batches.values()), settings), Gaps()
     for index, batch in batches.items():
         place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
         how = StepSettings(settings, job.first_step + index - first, settings.temperature, place, entropy_trained=trained)
-        sums = optimizer_step(gang, resident, with_advantages(batch, advantages_N), loss_part(batch, settings), how)
+        sums = optimizer_step(gang, resident, with_advantages(batch, advantages_N), loss_part(batch, settings, gaps), how)
         taken.metrics.append({name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()})
         gang.report(progress := progress + len(batch.microbatches), total)
     taken.batches += [replace(batch, microbatches=[]) for batch in planned]
+    taken.gaps.append(gaps.gathered(gang, rollouts))
     taken.train_s += time.monotonic() - started
     if len(taken.batches) == num_steps:
         taken.start.clear()
@@ -175,19 +177,19 @@ def with_advantages(batch: StepBatch, advantages_N: Tensor) -> StepBatch:
 
 
 def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimator: str) -> np.ndarray:
-    """KL of the starting policy to the reference at the N scored tokens: each team of ranks fills in its own, the sum is exact."""
-    kl_N = torch.zeros(int(rollouts.lengths_B.sum()), dtype=torch.float64)
-    for microbatch in (microbatch for batch in batches for microbatch in batch.microbatches):
+    """KL of the starting policy to the reference at the N scored tokens."""
+
+    def of(microbatch: Microbatch) -> Tensor:
         proximal_BT, reference_BT = microbatch.proximal_logprobs_BT, microbatch.reference_logprobs_BT
         assert proximal_BT is not None and reference_BT is not None, "a KL in the reward needs the reference"
-        scored_N = microbatch.mask_BT.flatten()[microbatch.slot_N]  # none in a microbatch of padding
-        values_N = kl(proximal_BT, reference_BT, estimator=estimator).flatten()[microbatch.slot_N]
-        kl_N[microbatch.place_N[scored_N].cpu()] = values_N[scored_N].double().cpu()
-    return gang.sum(gang.once(kl_N)).numpy()
+        return kl(proximal_BT, reference_BT, estimator=estimator)
+
+    parts = ((microbatch, of(microbatch)) for batch in batches for microbatch in batch.microbatches)
+    return of_whole_batch(gang, int(rollouts.lengths_B.sum()), parts).numpy()
 
 
-def loss_part(batch: StepBatch, settings: RlConfig) -> LossPart:
-    """What a microbatch of this step adds to the loss: sums divided by counts of the whole step, on all ranks."""
+def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps) -> LossPart:
+    """What a microbatch of this step adds to the loss: sums divided by counts of the whole step, on all ranks. And to `gaps`."""
     clips = settings.model_dump(include={"objective", "clip_low", "clip_high", "dual_clip"})
     bounds = {"low": settings.importance_low, "high": settings.importance_high}
     scalar = partial(
@@ -205,6 +207,7 @@ def loss_part(batch: StepBatch, settings: RlConfig) -> LossPart:
         # those that nobody recorded: their tokens are trained as if the policy before the first step had sampled them
         recorded_BT = microbatch.rollout_logprobs_BT != UNRECORDED
         rollout_BT = torch.where(recorded_BT, microbatch.rollout_logprobs_BT, proximal_BT)
+        gaps.add(microbatch, proximal_BT, recorded_BT)
         anchor_BT = rollout_BT if settings.objective == "dppo" else proximal_BT
         losses_BT, below_BT, above_BT = policy_terms(logprobs_BT, anchor_BT, advantages_BT, mask_BT, **clips)
         weights_BT, bounded_BT = importance_weights(proximal_BT, rollout_BT, mask_BT, mode=settings.importance, **bounds)

@@ -29,6 +29,7 @@ from rlpipe.trainer.adapted import save_adapter
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.documents import config_files, json_bytes, tokenizer_files
 from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.gap import save_gaps
 from rlpipe.trainer.jobs import JobResult, LoadJob, SaveJob
 from rlpipe.trainer.model import (
     PolicyModel,
@@ -44,7 +45,7 @@ from rlpipe.trainer.model import (
     with_adapter,
 )
 from rlpipe.trainer.packing import TrainSequence
-from rlpipe.trainer.publishing import Publication, publish_bytes, published_in_blocks
+from rlpipe.trainer.publishing import publish_bytes, published_in_blocks
 from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.selftest import proven_rows
 from rlpipe.trainer.step import MOMENTS, Resident, frozen_logprobs, make_resident
@@ -162,7 +163,7 @@ def differences(before: dict[str, str], now: dict[str, str]) -> str:
 
 
 def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
-    """Publishes the policy, the state, or both, in place of what was published before. Rank 0 gets the records of all files; the lists are
+    """Publishes the policy, the state and the gaps, in place of what was published before. Rank 0 gets the records of all files; the lists are
     empty where nothing was wanted.
 
     Policies come from the ranks of the first node, the state from every rank; uploads and manifests are the caller's. `probe`: a text and the
@@ -174,15 +175,10 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
             shutil.rmtree(gang.scratch("saving"))
     saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
     state = save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else []
+    gap = save_gaps(gang, resident.taken.gaps, job.gap_folder, job.attempt) if job.gap_folder is not None else []
     tokens = probe_tokens(resident.config, job.context_tokens_max)
     probe = {"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)}
-    return replace(saved, state=state, probe=probe, published=str(gang.published))
-
-
-def publication(job: SaveJob, result: JobResult) -> Publication:
-    """What a save published, by its keys."""
-    policy = {f"{job.policy_folder}/{record.name}": record for record in result.policy}
-    return Publication(job.attempt, policy, {f"{job.state_folder}/{record.name}": record for record in result.state})
+    return replace(saved, state=state, gap=gap, probe=probe, published=str(gang.published))
 
 
 def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:

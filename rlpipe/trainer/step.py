@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from rlpipe.config.training import BETA1, OptimizerConfig
+from rlpipe.records.rollout import TokenGaps
 from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.flops import Work, work_of
 from rlpipe.trainer.gang import Gang
@@ -42,11 +43,12 @@ class StepBatch:
 
 @dataclass
 class StepsTaken:
-    """The steps of an iteration that were taken so far, where it is trained one job a step."""
+    """The steps of an iteration that were taken so far."""
 
     metrics: list[Metrics] = field(default_factory=list)  # of those that had something to train
     batches: list[StepBatch] = field(default_factory=list)  # without their microbatches
     start: list[Tensor] = field(default_factory=list)  # the shards before the first; none where not needed
+    gaps: list[list[TokenGaps]] = field(default_factory=list)  # of each job, in host memory of rank 0
     train_s: float = 0.0
 
 

@@ -12,11 +12,11 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import GangJob, JobResult, LoadJob, OffloadJob, SaveJob, SftJob
 from rlpipe.trainer.model import load_policy
 from rlpipe.trainer.offload import Offloaded, offload
-from rlpipe.trainer.publishing import Publication, upload
+from rlpipe.trainer.publishing import Publication, publication, upload
 from rlpipe.trainer.rl import Reference, train_rl
 from rlpipe.trainer.selftest import proven_rows
 from rlpipe.trainer.sft import train_sft
-from rlpipe.trainer.state import load, publication, save
+from rlpipe.trainer.state import load, save
 from rlpipe.trainer.step import Resident
 from rlpipe.types import ArtifactRef
 

@@ -10,7 +10,7 @@ import numpy as np
 from rlpipe.records.columns import from_table, schema_of
 from rlpipe.records.kinds import Float, Int32, Int64, Json, Mask, OptionalFloat, Spans, Text
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import EnvironmentOutcome, Rollout
+from rlpipe.records.rollout import EnvironmentOutcome, Rollout, TokenGaps
 from rlpipe.store.run import BEFORE_SFT, Run
 from rlpipe.types import ArtifactRef, Manifest, UserError
 from rlpipe.view.library import CommittedFile, Library, rows_with
@@ -96,6 +96,7 @@ class GroupFiles:
     scores: list[CommittedFile]
     prompts: list[CommittedFile] = field(default_factory=list)
     batch: tuple[ArtifactRef, Manifest] | None = None  # of all sampling rounds
+    gap: tuple[ArtifactRef, Manifest] | None = None  # of the tokens that were trained; older code stored none
 
     @property
     def path(self) -> str:
@@ -176,6 +177,13 @@ class GroupFiles:
         rows = self.library.rows(CommittedFile.of(self.batch, "batch.parquet"), TrainedRollout, group_index)
         return {row.rollout_index: row for row in rows}
 
+    def gaps(self, group_index: int) -> dict[int, np.ndarray]:
+        """rollout_index -> the engine-trainer gap of each token that was trained, where it is stored."""
+        if self.gap is None:
+            return {}
+        rows = self.library.rows(CommittedFile.of(self.gap, "gap.parquet"), TokenGaps, group_index)
+        return {row.rollout_index: row.gap for row in rows}
+
     def prompt(self, prompt_id: str) -> Prompt | None:
         """The prompt with its messages and reference answer, where it is stored."""
         for file in self.prompts:
@@ -206,7 +214,7 @@ def iteration_groups(library: Library, run: Run, iteration: int) -> GroupFiles:
     drawn = [run.committed("rl", iteration, f"prompts/round-{round_index}") for round_index in range(len(scores))]
     prompts = [CommittedFile.of(artifact, "prompts.parquet") for artifact in drawn]
     batch = run.artifact("rl", iteration, f"batch/round-{len(scores) - 1}")
-    return GroupFiles(library, run, "iterations", iteration, scores, prompts, batch)
+    return GroupFiles(library, run, "iterations", iteration, scores, prompts, batch, run.artifact("rl", iteration, "gap"))
 
 
 def evaluation_groups(library: Library, run: Run, version: int) -> GroupFiles:

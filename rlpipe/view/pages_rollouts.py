@@ -22,7 +22,7 @@ ORDERS = {
     "spread": lambda line: -line.spread,
 }
 AXES = {"iterations": "iteration", "evaluations": "weight version"}
-COLOURS = ("logprob", "mask", "version", "none")
+COLOURS = ("logprob", "gap", "mask", "version", "none")
 
 
 def files_of(library: Library, place: JsonDict) -> GroupFiles:
@@ -77,9 +77,10 @@ def rollout_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
     files, group, index = files_of(library, place), place["group"], place["rollout"]
     rollout, trained = files.rollout(group, index), files.trained(group).get(index)
     tokens, prompt, fault = list[ShownToken](), rollout.prompt, ""
+    gaps = files.gaps(group).get(index, np.zeros(0))
     try:
         tokenizer = library.tokenizer(files.run)
-        tokens = shown_tokens(rollout, (trained or rollout).loss_mask.tolist(), tokenizer)
+        tokens = shown_tokens(rollout, (trained or rollout).loss_mask.tolist(), tokenizer, gaps if trained else ())
         prompt = tokenizer.decode(rollout.prompt_tokens.tolist(), skip_special_tokens=False)
     except StoreError as error:  # the texts are there all the same
         fault = str(error)
@@ -95,10 +96,22 @@ def rollout_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
         "fault": fault,
         "colour": choice(query, "colour", COLOURS),
         "versions": {version: at for at, version in enumerate(sorted({span.version for span in rollout.weight_versions}))},
+        "gaps": np.abs(gaps[np.isfinite(gaps)].astype(float)).tolist(),
+        "no_gap": _no_gap(files, bool(trained)),
         "logprobs": [token.logprob for token in tokens if token.logprob is not None],
         "steps": beside(index, {other.rollout_index for other in files.rollouts(group)}),
     }
     return Page("rollout.html", values)
+
+
+def _no_gap(files: GroupFiles, trained: bool) -> str:
+    """Why no gap is stored of a rollout where none is."""
+    if not trained:
+        return "the trainer never had this rollout: it is in no batch"
+    if files.gap is None and files.run.iteration(files.number) is None:
+        return "the iteration is not trained yet"
+    older = f"iteration {files.number} has none stored: an older version of rlpipe trained it"
+    return older if files.gap is None else "nobody recorded the engine's logprobs, or no token was trained"
 
 
 def prompt_page(library: Library, place: JsonDict, query: QueryParams) -> Page:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from rlpipe.records.rollout import Rollout
+from rlpipe.types import StoreError
 
 SURPRISE_MAX = 5.0  # nats at which a colour is full
+GAP_MAX = 0.2  # the same, of a gap
 PARTS_MAX = 8  # tokens of one character; after as many what cannot be read is shown as it is
 UNREADABLE = "\ufffd"  # what is decoded of bytes that are no character, or none yet
 
@@ -24,6 +28,12 @@ class ShownToken:
     logprob: float | None  # of the engine; None where nobody recorded it
     is_trained: bool
     version: int
+    gap: float | None = None  # the trainer's logprob minus the engine's; None where it is not stored
+
+    @property
+    def apart(self) -> float:
+        """1 where the trainer's logprob is higher by GAP_MAX nats or more, -1 where the engine's is."""
+        return 0.0 if self.gap is None else min(max(self.gap / GAP_MAX, -1.0), 1.0)
 
     @property
     def surprise(self) -> float:
@@ -31,17 +41,26 @@ class ShownToken:
         return 0.0 if self.logprob is None else min(max(-self.logprob / SURPRISE_MAX, 0.0), 1.0)
 
 
-def shown_tokens(rollout: Rollout, mask: list[int], tokenizer: Tokenizer) -> list[ShownToken]:
-    """The tokens of a completion. `mask`: 1 where a token is trained."""
+def shown_tokens(
+    rollout: Rollout, mask: list[int], tokenizer: Tokenizer, gaps: Sequence[float] | np.ndarray = ()
+) -> list[ShownToken]:
+    """The tokens of a completion. `mask`: 1 where a token is trained; `gaps`: of each of these, or none at all. StoreError when they are others."""
+    if len(gaps) not in (0, sum(mask)):
+        raise StoreError(f"gap.parquet has {len(gaps)} gaps of a rollout with {sum(mask)} trained tokens")
     versions = [span.version for span in rollout.weight_versions for _ in range(span.num_tokens)]
     tokens = rollout.completion_tokens.tolist()
-    entries = zip(tokens, token_texts(tokens, tokenizer), rollout.rollout_logprobs.tolist(), mask, versions, strict=True)
+    apart = np.full(len(tokens), np.nan)
+    apart[np.flatnonzero(mask)[: len(gaps)]] = gaps
+    logprobs = _known(rollout.rollout_logprobs)
+    entries = zip(tokens, token_texts(tokens, tokenizer), logprobs, mask, versions, _known(apart), strict=True)
     return [
-        ShownToken(
-            token, text, tokenizer.id_to_token(token) or "", logprob if math.isfinite(logprob) else None, bool(one), version
-        )
-        for token, text, logprob, one, version in entries
+        ShownToken(token, text, tokenizer.id_to_token(token) or "", logprob, bool(one), version, gap)
+        for token, text, logprob, one, version, gap in entries
     ]
+
+
+def _known(values: np.ndarray) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 def token_texts(tokens: list[int], tokenizer: Tokenizer) -> list[str]:

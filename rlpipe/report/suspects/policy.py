@@ -17,6 +17,7 @@ RATIO_MIN = 3.0  # a metric that grew by less is not named
 MISMATCH_SHARE = 0.2  # of rl.mismatch_max: the smallest mismatch that is named
 KL_MIN = 1e-3  # of a KL that is named
 RATE_RATIO = 1.5
+GAP_LARGE = 0.1  # nats: a token's probability is 10 % another
 MOVES_OF_PROOF = 3  # iterations that a fork samples with the old settings
 MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.reward_fallback")  # other suspects name these
 
@@ -98,7 +99,21 @@ def _metric_finding(
 def mismatch(around: Around) -> Findings:
     """An engine that gives tokens other probabilities than the trainer: weights that are not those that are trained."""
     least = MISMATCH_SHARE * around.config.rl.mismatch_max
-    yield from _metric_finding(around, "mismatch", "train/mismatch_abs_mean", "engine and trainer disagree", least, np.log)
+    title = "engine and trainer disagree"
+    for finding in _metric_finding(around, "mismatch", "train/mismatch_abs_mean", title, least, np.log):
+        gap_R = np.array([np.abs(gap).mean() if len(gap) else np.nan for gap in around.gaps])
+        rows = rows_to_show(around, np.isfinite(gap_R), -gap_R)
+        yield replace(finding, evidence=[*finding.evidence, *_gap_lines(around)], rows=rows) if rows else finding
+
+
+def _gap_lines(around: Around) -> list[str]:
+    """How many tokens are far apart, where both sides have stored gaps."""
+    sides = [[gap for gap, after in zip(around.gaps, around.after_R, strict=True) if after == side] for side in (False, True)]
+    gaps = [np.abs(np.concatenate(side)) if side else np.zeros(0) for side in sides]
+    if not all(map(len, gaps)):
+        return []
+    shares = [float((side > GAP_LARGE).mean()) for side in gaps]
+    return [f"tokens that engine and trainer give logprobs more than {GAP_LARGE:g} apart: {shares[0]:.2%} -> {shares[1]:.2%}"]
 
 
 def reference(around: Around) -> Findings:
