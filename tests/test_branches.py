@@ -35,6 +35,7 @@ from rlpipe.types import ArtifactRef
 from tests import trainer_world
 from tests.rows import rollout
 from tests.test_agents_stage import POLICY, made_session
+from tests.test_gap import gaps_of
 
 # parent of each node (-1: none), what the agent put before its reply, and tokens of the reply
 TREES = st.lists(st.tuples(st.integers(-1, 30), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=25)
@@ -282,7 +283,7 @@ def test_the_trainer_gives_branches_the_advantage_of_their_rollout(tmp_path: Pat
     for row in rows:
         row["loss_mask"] = [1] * len(row["loss_mask"])
     plain = trainer_world.batch(gang.store, "plain", rows)
-    added = [branch(2, 4, [0, 0, 1, 1]), branch(0, 0, [1]), branch(2, 4, [1, 0, 1])]
+    added = [branch(2, 0, [0, 0, 1, 1]), branch(0, 0, [1]), branch(2, 0, [1, 0, 1])]
     added = [replace(one, completion_tokens=one.completion_tokens + 2) for one in added]
     [file] = read_manifest(gang.store, "plain").files
     files = {"batch.parquet": gang.store.read(f"plain/{file.name}"), "branches.parquet": to_parquet(to_table(added, Branch))}
@@ -301,3 +302,12 @@ def test_the_trainer_gives_branches_the_advantage_of_their_rollout(tmp_path: Pat
     trainer_world.run(trainer, "load", trainer_world.load_new("new"))
     metrics = trainer_world.run(trainer, "train", trainer_world.train("new", "after", "rl", ref, {"num_steps": 3}))["metrics"]
     assert metrics["train/num_tokens"] == sum(alone.lengths_B) + 5
+    stored = gaps_of(trainer)  # of the rollouts alone, as the rows of batch.parquet are
+    assert [len(row["gap"]) for row in stored] == alone.lengths_B.tolist()
+    assert [(row["group_index"], row["rollout_index"]) for row in stored] == [
+        (group, index) for group in range(3) for index in range(2)
+    ]
+    trainer_world.run(trainer, "load", trainer_world.load_new("new"))
+    trainer_world.run(trainer, "train", trainer_world.train("new", "after", "rl", plain, {"num_steps": 3}))
+    for row, other in zip(stored, gaps_of(trainer), strict=True):
+        np.testing.assert_allclose(np.array(row["gap"], float), np.array(other["gap"], float), atol=1e-2)
