@@ -31,7 +31,7 @@ KEPT = ["checkpoint.keep_policies_every=50", "checkpoint.keep_policies_last=3", 
 SHOWN = (1, 5, 10, 20, 50, 100, 150, 200)  # iterations that are committed
 MOVES = "rl.entropy_coef=0.01"  # of four tokens a completion none is ever right: without it all policies would be the same
 FORK_AT = 77
-KINDS = ("policy", "state", "prompts", "rollouts", "scores", "batch", "documents")
+KINDS = ("policy", "state", "prompts", "rollouts", "scores", "batch", "gap", "documents")
 POLL_S, TIMEOUT_S = 0.05, 3600
 KILLED_S = 0.02
 

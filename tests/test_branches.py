@@ -97,12 +97,11 @@ def test_each_reply_is_trained_once(parts: list[tuple[int, int, int]], random: A
     assert trained == Counter(token for reply in replies for token in reply)
 
 
-def branch(group_index: int, rollout_index: int, mask: Sequence[int]) -> Branch:
+def branch(group_index: int, rollout_index: int, mask: Sequence[int], finish_reason: str = "stop") -> Branch:
     tokens = np.arange(len(mask), dtype=np.int32)
     logprobs = np.full(len(mask), -0.5, dtype=np.float32)
-    return Branch(
-        group_index, rollout_index, 0, np.array([7, 8], dtype=np.int32), tokens, np.array(mask, dtype=np.int8), logprobs
-    )
+    prompt_tokens, loss_mask = np.array([7, 8], dtype=np.int32), np.array(mask, dtype=np.int8)
+    return Branch(group_index, rollout_index, 0, prompt_tokens, tokens, loss_mask, logprobs, finish_reason)
 
 
 ROLLOUTS = st.lists(
@@ -162,8 +161,8 @@ def test_branches_stand_behind_their_rollout_and_one_of_none_is_a_fault() -> Non
 
 def test_a_rollout_that_is_masked_or_not_trained_takes_its_branches_with_it() -> None:
     rollouts = [made_rollout(0, 0, 0.0, "length"), made_rollout(0, 1, 0.0, "stop")]
-    branches = [branch(0, index, [1]) for index in (0, 1, 2)]
-    assert branches_of(rollouts, branches, RlConfig()) == branches[:2]
+    branches = [branch(0, 0, [1]), branch(0, 1, [1]), branch(0, 1, [1], "length"), branch(0, 2, [1])]
+    assert branches_of(rollouts, branches, RlConfig()) == branches[:3]
     assert branches_of(rollouts, branches, RlConfig(mask_truncated=True)) == branches[1:2]
 
 

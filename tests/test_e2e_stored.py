@@ -95,9 +95,9 @@ def digest_of(folder: Folder, run: str) -> str:
 @pytest.mark.parametrize(
     ("redo", "own"),
     [
-        pytest.param("train", {"policy"}, marks=pytest.mark.nightly),
-        pytest.param("filter", {"batch", "policy"}, marks=pytest.mark.nightly),
-        ("score", {"scores", "batch", "policy"}),
+        pytest.param("train", {"gap", "policy"}, marks=pytest.mark.nightly),
+        pytest.param("filter", {"batch", "gap", "policy"}, marks=pytest.mark.nightly),
+        ("score", {"scores", "batch", "gap", "policy"}),
     ],
 )
 def test_redone_with_the_same_settings_it_is_the_same_to_the_bit(folder: Folder, redo: str, own: set[str]) -> None:
@@ -126,7 +126,10 @@ def test_redone_otherwise_it_differs_survives_a_kill_goes_on_and_can_be_redone_i
     # wanting more groups than are stored samples no third round, and the stored scores are the redone ones
     code, output = folder.rlpipe(*fork(folder, "again", "filter", "rl.rounds_max=9", "rl.groups_min=99", run="other"))
     assert code == 0, output[-3000:]
-    assert (metrics_of(folder, "again")["rollout/rounds"], stages_of(folder, "again") - {"state"}) == (2, {"batch", "policy"})
+    assert (metrics_of(folder, "again")["rollout/rounds"], stages_of(folder, "again") - {"state"}) == (
+        2,
+        {"batch", "gap", "policy"},
+    )
     assert metrics_of(folder, "again")["rollout/reward_mean"] == metrics_of(folder, "other")["rollout/reward_mean"]
     folder.complete("other", *SOURCE, LENGTH, "rl.learning_rate=0.001", f"rl.num_iterations={ITERATIONS + 1}")
     assert "rollouts" in stages_of(folder, "other")  # of the iteration after the redone one
@@ -207,5 +210,5 @@ def test_rewards_that_a_file_brings_are_kept_and_an_evaluation_starts_the_only_e
     assert metrics_of(folder, "kept", 1)["rollout/staleness_max"] == 1
     assert "evaluation/words_greedy" in metrics_of(folder, "kept", 1)
     assert engine_files(folder, "kept")
-    assert stages_of(folder, "kept") == {"imported", "prompts", "rollouts", "scores", "batch", "policy", "evaluation"}
+    assert stages_of(folder, "kept") == {"imported", "prompts", "rollouts", "scores", "batch", "gap", "policy", "evaluation"}
     assert_whole(folder, "kept")

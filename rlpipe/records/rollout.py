@@ -135,6 +135,7 @@ class Branch:
     completion_tokens: Tokens  # [L]
     loss_mask: Mask  # [L], 1 where a token was sampled; where it is trained, only if no row before it has that token
     rollout_logprobs: Logprobs  # [L]
+    finish_reason: Text  # of its last reply: stop or length
 
 
 @dataclass(frozen=True, eq=False)

@@ -124,6 +124,7 @@ def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]],
             np.array(node.completion.tokens, dtype=np.int32),
             np.frombuffer(mask, dtype=np.int8),
             np.array(node.completion.rollout_logprobs, dtype=np.float32),
+            node.completion.finish_reason,
         )
         for group_index, rollout_index, nodes in rollouts
         for branch_index, (node, mask) in enumerate(list(zip(nodes, masks_of(nodes), strict=True))[1:])

@@ -33,13 +33,18 @@ def read_branches(store: Store, shards: list[ArtifactRef] | None) -> list[Branch
 
 
 def branches_of(rollouts: Iterable[Rollout], branches: Iterable[Branch], rl: RlConfig) -> list[Branch]:
-    """The branches of these rollouts: with `rl.mask_truncated` of those only that have a loss."""
+    """The branches of these rollouts: with `rl.mask_truncated` neither those that were cut off, nor any of a rollout that was."""
     places = {
         (rollout.group_index, rollout.rollout_index)
         for rollout in rollouts
         if not (rl.mask_truncated and rollout.finish_reason == TRUNCATED)
     }
-    return [branch for branch in branches if (branch.group_index, branch.rollout_index) in places]
+    return [
+        branch
+        for branch in branches
+        if (branch.group_index, branch.rollout_index) in places
+        and not (rl.mask_truncated and branch.finish_reason == TRUNCATED)
+    ]
 
 
 def branch_metrics(branches: list[Branch], rl: RlConfig) -> Metrics:

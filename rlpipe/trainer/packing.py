@@ -20,7 +20,7 @@ ATTENTION_TOKENS = 512
 ROW_LENGTHS = (1, 2, 4)  # that are tried, in lengths of the longest text
 TEXT_LENGTHS = (1, 2, 4, 8)  # that are tried for texts that share a prompt, in lengths of the longest sequence
 SHARED_TOKENS_MAX = 2048  # of such a text: its mask, L x L in each layer, is to stay small beside the activations
-BRANCHES = 2048  # more than a group has rollouts
+BRANCHES = 2048  # more than one text has sequences: it has no more than 2048 tokens
 
 Row = list[int]  # indices of texts, side by side
 # the microbatches of one rank in one step. Example: [[[0, 5], [2]], [[7]]]: two, the first of two rows
