@@ -49,6 +49,9 @@ NOT_HERE: dict[str, dict[str, str]] = {
     "docs/nights.md": {
         ".venv/bin/rlpipe automations": "a notification block of the user's own: test_e2e_nights.py applies them with one"
     },
+    "docs/lora.md": {
+        ".venv/bin/python benchmarks/lora.py": "an hour of training: test_e2e_lora.py trains and kills both kinds, shortened"
+    },
     "docs/overlap.md": {
         ".venv/bin/rlpipe run tiny": "minutes of training: test_e2e_overlap.py runs the same, shortened, and kills it"
     },

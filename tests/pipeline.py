@@ -60,7 +60,7 @@ class Folder:
             code = process.wait(timeout=timeout_s)
         finally:
             kill_group(process)
-        return code, log.read_text()[before:]
+        return code, log.read_bytes()[before:].decode()
 
     def run_arguments(self, run: str, *sets: str, preset: str = "tiny") -> list[str]:
         """The arguments of `rlpipe run PRESET` for a run in this folder."""
