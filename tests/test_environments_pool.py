@@ -185,6 +185,28 @@ async def test_a_kill_takes_the_children_along(pool: EnvironmentPool, folder: Pa
         await asyncio.sleep(0.02)
 
 
+KILLED_WHILE_IT_LOADS = """
+from pathlib import Path
+
+if len(list(Path(".").glob("load-*"))) < NUM_KILLS:
+    Path(f"load-{os.getpid()}").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("num_kills", [1, 9])
+async def test_one_that_is_killed_while_it_loads_is_loaded_once_more(folder: Path, num_kills: int) -> None:
+    (folder / "killed.py").write_text(BEHAVIOURS + KILLED_WHILE_IT_LOADS.replace("NUM_KILLS", str(num_kills)))
+    opened = EnvironmentPool("killed:Behave", {"word": "time"}, workers=1, timeout_s=5.0)
+    if num_kills == 1:
+        assert await opened.open(prompt()).step("hi") == say("time 1")
+    else:
+        with pytest.raises(UserError, match="the process that loads it ended"):
+            await opened.open(prompt()).step("hi")
+    await opened.close()
+    assert len(list(folder.glob("load-*"))) == min(num_kills, 2)
+
+
 async def test_an_environment_that_only_dies_ends_the_run(pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "LOSSES_MAX", 3)
     assert await reason(pool.open(prompt()).step("kill")) == "environment_crash"

@@ -204,6 +204,29 @@ def test_a_reward_that_does_not_load_again_is_no_fault_of_the_rollouts(folder: P
             pool.score(items("kill", "1.0000", "2.0000"))
 
 
+KILLED_WHILE_IT_LOADS = """
+import os, signal
+from pathlib import Path
+
+if len(list(Path(".").glob("load-*"))) < {num_kills}:
+    Path(f"load-{{os.getpid()}}").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def f(completion, answer):
+    return 2.0
+"""
+
+
+def test_one_that_is_killed_while_it_loads_is_loaded_once_more(folder: Path) -> None:
+    (folder / "killed_once.py").write_text(KILLED_WHILE_IT_LOADS.format(num_kills=1))
+    with RewardPool({"killed_once:f": 1.0}, workers=1, timeout_s=10.0) as pool:
+        assert pool.score(items("1"))[0].reward == 2.0
+    (folder / "killed_always.py").write_text(KILLED_WHILE_IT_LOADS.format(num_kills=9))
+    with pytest.raises(UserError, match="ended with code -9"):
+        RewardPool({"killed_always:f": 1.0}, workers=1, timeout_s=10.0)
+    assert len(list(folder.glob("load-*"))) == 1 + 2
+
+
 def test_an_answer_in_time_counts_when_the_owner_was_stopped(folder: Path) -> None:
     script = (
         "from rlpipe.rewards.pool import RewardPool\n"

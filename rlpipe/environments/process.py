@@ -7,6 +7,7 @@ call that kills a process is soon asked alone: then it is known, and no other ha
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import selectors
 import signal
@@ -15,9 +16,10 @@ from collections import deque
 from collections.abc import Callable
 
 from rlpipe.processes.lines import LineReader, line_of
-from rlpipe.processes.pool import LATE_S, POLL_S, START_TIMEOUT_S, has_ended, kill, spawned
+from rlpipe.processes.pool import LATE_S, LOADS_MAX, POLL_S, START_TIMEOUT_S, has_ended, kill, spawned
 from rlpipe.types import EngineError, JsonDict, UserError
 
+log = logging.getLogger(__name__)
 TRIES_MAX = 2  # of a call whose process died while it was alone in it
 TRIES_BESIDE_MAX = 32  # and beside others
 GRACE_S = 1.0  # the process itself ends a call that takes too long; it is given up when it does not
@@ -107,15 +109,22 @@ class EnvironmentProcess:
 
     async def _live(self) -> None:
         """Starts a process, and others after it, until nothing is asked any more."""
+        loads_left = LOADS_MAX
         try:
             while self._waiting:
+                loads_left -= 1
                 await self._start()
                 is_late = await self._watch()
                 ready, self._ready = self._ready, None  # from here on nothing is sent
-                if await self._end() == -signal.SIGALRM:  # its own alarm was quicker than this loop
-                    is_late = True
+                code = await self._end()
+                is_late = is_late or code == -signal.SIGALRM  # its own alarm was quicker than this loop
+                is_killed = ready is None and not is_late and code is not None and code < 0
+                if is_killed and loads_left:
+                    log.warning("%s: the process that loads it was killed (code %d): once more", self._field, code)
+                    continue
                 if ready is None or "error" in ready:
                     raise self._not_loaded(ready, is_late)
+                loads_left = LOADS_MAX
                 self._lose(is_late)
         except Exception as error:  # all who wait are told
             self._fail(error)

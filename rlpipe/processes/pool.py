@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import selectors
 import signal
@@ -18,7 +19,9 @@ from rlpipe.processes.launch import signal_group
 from rlpipe.processes.user_code import Record
 from rlpipe.types import EngineError, JsonDict, UserError
 
+log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
+LOADS_MAX = 2  # of a process that is killed while it loads the code: by the kernel for memory, or by somebody
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.5
 ONE_THREAD = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}  # many processes share the machine
@@ -75,23 +78,29 @@ class Child:
         """What the process says when it is ready; a new one is started where there is none. UserError when it cannot load the code."""
         if self._process is not None and not has_ended(self._process):
             return self._ready
-        self.end()
-        with self._lock:
-            self._check_open()
-            self._process = spawned(self._module, self._environment)
-        self.num_started += 1
-        try:
-            self._ready = self.ask(self._hello, self._start_timeout_s)
-        except (TimeoutError, ProcessEnded) as error:
-            is_late = isinstance(error, TimeoutError)
-            what = (
-                f"did not answer in {self._start_timeout_s:.0f} s" if is_late else f"ended with code {self._process.returncode}"
-            )
-            raise UserError(f"{self._field}: the process that loads it {what}; its output is above") from error
+        for tries_left in reversed(range(LOADS_MAX)):
+            self.end()
+            with self._lock:
+                self._check_open()
+                self._process = spawned(self._module, self._environment)
+            self.num_started += 1
+            try:
+                self._ready = self.ask(self._hello, self._start_timeout_s)
+                break
+            except TimeoutError as error:
+                raise self._not_loaded(f"did not answer in {self._start_timeout_s:.0f} s") from error
+            except ProcessEnded as error:
+                code = self._process.returncode
+                if code >= 0 or not tries_left:
+                    raise self._not_loaded(f"ended with code {code}") from error
+                log.warning("%s: the process that loads it was killed (%s): once more", self._field, signal.Signals(-code).name)
         if "error" in self._ready:
             self.end()
             raise UserError(self._ready["error"])
         return self._ready
+
+    def _not_loaded(self, what: str) -> UserError:
+        return UserError(f"{self._field}: the process that loads it {what}; its output is above")
 
     def ask(self, request: Record, timeout_s: float) -> JsonDict:
         """The answer; ProcessEnded, or TimeoutError. The process is dead after either."""
