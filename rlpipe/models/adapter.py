@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from rlpipe.models.adapter_files import Adapter
 from rlpipe.models.checkpoint import tied_names
+from rlpipe.models.linear import fast_linear, onednn_is_faster
 from rlpipe.types import UserError, data_seed
 
 OF_ADAPTER = re.compile(r"(.+)\.lora_[AB]\.weight")
@@ -33,8 +34,9 @@ class AdaptedLinear(nn.Linear):
     scale: float
 
     def forward(self, input: Tensor) -> Tensor:
-        beside = functional.linear(functional.linear(input, self.lora_A.weight), self.lora_B.weight)
-        return super().forward(input) + beside * self.scale
+        linear = fast_linear if onednn_is_faster() else functional.linear
+        beside = linear(linear(input, self.lora_A.weight), self.lora_B.weight)
+        return linear(input, self.weight, self.bias) + beside * self.scale
 
 
 def is_adapter(name: str) -> bool:

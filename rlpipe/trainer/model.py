@@ -27,6 +27,7 @@ from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX,
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, local_files, ranged_file, tensors_of, tied_names
 from rlpipe.models.flex import own_attention, uses_flex
+from rlpipe.models.linear import use_fast_linears
 from rlpipe.models.masks import AttentionMask, Masks
 from rlpipe.models.team import Team, use_team, uses_team
 from rlpipe.models.whole import base_of
@@ -137,6 +138,7 @@ def build_policy(
             use_team(lm, gang.team)
         if adapted is not None:  # the names of the files are those of the model without it
             put_adapter(lm, adapted.settings)
+        use_fast_linears(lm)
     assert read_rows is not None, "an error is raised"
     policy, dtype = PolicyModel(lm, adapted, gang.team), getattr(torch, gang.options.dtype)
     if frozen:

@@ -26,6 +26,7 @@ from rlpipe.engines.local.recorded import Recorded
 from rlpipe.models.causal import MODEL_FAULTS, hf_config, small_windows
 from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_names
 from rlpipe.models.folder import folder_config
+from rlpipe.models.linear import use_fast_linears
 from rlpipe.models.masks import Masks
 from rlpipe.models.storage import free, storages_of
 from rlpipe.types import StoreError, UserError
@@ -115,6 +116,7 @@ class LocalModel:
         # one product a token: in a product of all tokens of an expert, a token's bits depend on how many there are
         self.lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
         self.lm = self.lm.eval().requires_grad_(False)
+        use_fast_linears(self.lm)
         self._load(folder)
         self.lm.to(self.device)
         try:

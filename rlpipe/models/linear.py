@@ -1,0 +1,72 @@
+"""Linear layers on a CPU whose float32 products torch's own library computes at half the processor's speed: by oneDNN instead.
+
+torch gives float32 products to Intel's MKL. On an AMD processor MKL has kernels for AVX2 only, oneDNN, which is in torch as well, for AVX-512:
+2.1 times as fast (docs/benchmarks.md). A row's bits do not depend on where in the product it is, with either.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+CPU_FACTS = Path("/proc/cpuinfo")
+
+
+class FastLinear(nn.Linear):
+    """A linear layer whose products oneDNN computes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return fast_linear(input, self.weight, self.bias)
+
+
+def use_fast_linears(lm: Any) -> None:
+    """The linear layers of `lm` compute by oneDNN, on a machine where that is faster; elsewhere nothing changes."""
+    for module in lm.modules() if onednn_is_faster() else []:
+        if type(module) is nn.Linear:  # as FSDP does it: the layer stays the module that it is, under all its names
+            module.__class__ = FastLinear
+
+
+@functools.cache
+def onednn_is_faster() -> bool:
+    """Whether this is an AMD processor with AVX-512, and torch has MKL and oneDNN."""
+    has_both = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    is_amd = CPU_FACTS.exists() and "AuthenticAMD" in CPU_FACTS.read_text()
+    return has_both and is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def fast_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`functional.linear`, by oneDNN where it has the input's kind: float32 on a CPU."""
+    if input.dtype is not torch.float32 or weight.dtype is not torch.float32 or input.device.type != "cpu" or not input.numel():
+        return functional.linear(input, weight, bias)
+    result = _Product.apply(input, weight) if torch.is_grad_enabled() else _product(input, weight)
+    return result if bias is None else result + bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(input, weight)
+        return _product(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        input, weight = ctx.saved_tensors
+        of_input = _product(gradient, weight.t()) if ctx.needs_input_grad[0] else None
+        of_weight = _product(gradient.flatten(0, -2).t(), input.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        return of_input, of_weight
+
+
+def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(left, right, None, "none", [], "")
+
+
+# an operator of our own: a recorded graph (rlpipe/engines/local/recorded.py) cannot hold oneDNN's, which takes a list
+OPERATORS = torch.library.Library("rlpipe", "DEF")
+OPERATORS.define("product(Tensor left, Tensor right) -> Tensor")
+OPERATORS.impl("product", _by_onednn, "CPU")
+_product = torch.ops.rlpipe.product.default  # left times right transposed
