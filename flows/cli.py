@@ -18,7 +18,20 @@ import typer
 from typer.core import TyperGroup
 
 from flows.cli_queries import sql
-from flows.cli_services import STORE, Sets, StoreUrl, checked_store, evaluate, export, host, readable_store, trainer
+from flows.cli_services import (
+    PASSED_ON,
+    STORE,
+    Sets,
+    StoreUrl,
+    checked_store,
+    engine,
+    evaluate,
+    export,
+    host,
+    readable_store,
+    server,
+    trainer,
+)
 from flows.cli_view import view
 from flows.cli_why import why
 from flows.server import Terminated, apply_automations, prefect_server, run_flow, set_defaults, terminable
@@ -38,7 +51,6 @@ from rlpipe.types import StoreError, UserError
 
 PRESETS = Path(__file__).parent / "presets"
 STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def echo(lines: Iterable[str]) -> None:
@@ -284,14 +296,10 @@ def automations(
     echo(asyncio.run(apply_automations(notify)))
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
-def engine(context: typer.Context) -> None:
-    """Serve a model over SGLang's protocol (`rlpipe engine --help`)."""
-    os.execv(sys.executable, [sys.executable, "-m", "rlpipe.engines.local.server", *context.args])
-
-
 for command in (evaluate, export, host, trainer, sql, view, why):
     app.command()(command)
+for command in (engine, server):
+    app.command(context_settings=PASSED_ON, add_help_option=False)(command)
 
 if __name__ == "__main__":
     app()

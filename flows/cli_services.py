@@ -1,5 +1,5 @@
 """Commands for a run that there is: its services elsewhere (`rlpipe host`, `rlpipe trainer`), `rlpipe export` (Prefect is not needed for
-these), and `rlpipe evaluate`.
+these), and `rlpipe evaluate`. And servers by themselves: `rlpipe engine`, `rlpipe server`.
 
 Here is also what they share with the other commands: the options `--set` and `--store`, and the store itself.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -20,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from flows.server import prefect_server, set_defaults
+from flows.server import SERVER, prefect_server, set_defaults
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.services.registration import ADDRESS_VARIABLE, KEY_VARIABLE, RunService, config_of, own_address, serve
@@ -31,6 +32,7 @@ from rlpipe.store.run import open_existing
 from rlpipe.types import UserError
 
 STORE = "./rlpipe-store"
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # of commands whose arguments are another program's
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a field of the config (rlpipe fields lists them)")
 ]
@@ -131,6 +133,17 @@ def trainer(
     from rlpipe.trainer.process import GangService
 
     _serve("trainer", store, run, sets, idle_timeout_s, partial(GangService, node=node, address=own_address(address)))
+
+
+def engine(context: typer.Context) -> None:
+    """Serve a model over SGLang's protocol (`rlpipe engine --help`)."""
+    os.execv(sys.executable, [sys.executable, "-m", "rlpipe.engines.local.server", *context.args])
+
+
+def server(context: typer.Context) -> None:
+    """Prefect's server and UI on this machine, as runs want it (`rlpipe server --help`: the options of `prefect server start`)."""
+    set_defaults()
+    os.execv(sys.executable, [*SERVER, *context.args])
 
 
 def _serve(section: str, store: str, run: str, sets: list[str] | None, idle_timeout_s: float, create: CreateService) -> None:

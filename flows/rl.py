@@ -17,8 +17,6 @@ from rlpipe.stages.remaking import pruned_versions
 from rlpipe.types import JsonDict
 from tasks.stages import evaluate, reload_engines, restore_policy
 
-# what a person sees of a commit is given so long before the next flow run begins: two that write to Prefect's SQLite at once cost the second one 2 s
-SHOWN_S = 0.5
 ITERATION = {"none": rl_iteration, "steps": rl_overlap_iteration, "iteration": rl_async_iteration}  # by `rl.overlap`
 
 
@@ -49,8 +47,7 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
                 record = await ITERATION[config.rl.overlap](config, iteration)
                 assert record.iteration == iteration, f"iteration {iteration} was computed, {record.iteration} was committed"
                 iteration += 1
-                shown = session.behind.then(partial(committed, record))
-                await asyncio.wait({shown}, timeout=SHOWN_S)
+                session.behind.then(partial(committed, record))
                 reason = await reason_to_end(session, "rl", iteration)
             await session.behind.landed()
         return await ended(session, ("rl",), session.run.policy(iteration)[0].as_json(), reason)

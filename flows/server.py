@@ -22,10 +22,10 @@ from rlpipe.types import UserError
 
 AUTOMATIONS = Path(__file__).parent / "automations.yaml"
 BLOCK = "{notify}"
+SERVER = [sys.executable, "-m", "flows.prefect_server"]
 Result = TypeVar("Result")
 
-# On SQLite, finished tasks' events make the server answer 503 "database is locked" and the client sleep 2 s;
-# batching them took an iteration of one subflow and 7 tasks from 2.1-2.8 s to 0.25-0.35 s.
+# finished tasks' events are written in batches: an iteration of one subflow and 7 tasks took 2.1-2.8 s without, 0.25-0.35 s with them
 DEFAULTS = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1000",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "2",
@@ -109,7 +109,7 @@ def prefect_server(log_dir: Path) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}/api"
     service = Service(
         name="Prefect server",
-        argv=wrapped([sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]),
+        argv=wrapped([*SERVER, "--host", "127.0.0.1", "--port", str(port)]),
         log_path=log_dir / "prefect-server.log",
         ready=lambda: answers(f"{url}/health"),
         environment={"PREFECT_API_URL": url},

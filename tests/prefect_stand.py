@@ -57,6 +57,9 @@ class Stand:
             )  # fmt: skip
         return self.processes[name]
 
+    def start_server(self) -> None:
+        self.spawn_program("server", str(BIN / "rlpipe"), "server", "--host", "127.0.0.1", "--port", str(self.port), cwd=ROOT)
+
     def prefect(self, *arguments: str, deadline_s: float = 60) -> str:
         """Output of `prefect ARGUMENTS`, tried again until it succeeds or the time is up."""
         end = time.monotonic() + deadline_s
@@ -145,7 +148,7 @@ def bare_server(path: Path, environment: dict[str, str] | None = None) -> Iterat
     """A server that knows of no deployment."""
     stand = Stand(path, environment)
     try:
-        stand.spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(stand.port))
+        stand.start_server()
         end = time.monotonic() + START_TIMEOUT_S
         while not answers(f"{stand.environment['PREFECT_API_URL']}/health"):
             assert time.monotonic() < end, (path / "server.log").read_text()[-2000:]

@@ -30,7 +30,7 @@ class TeamStand(Stand):
             "RLPIPE_SERVICE_KEY": "the team's key",
         }
 
-    def start_server(self) -> None:
+    def start_server(self) -> None:  # on Postgres it is Prefect's own
         self.spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
 
     def start_worker(self, pool: str) -> None:

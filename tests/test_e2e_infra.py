@@ -111,7 +111,7 @@ def test_no_secret_is_in_a_log_of_the_stand(compose: Compose) -> None:
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     stand = Stand(tmp_path_factory.mktemp("stand"))
     try:
-        stand.spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(stand.port))
+        stand.start_server()
         stand.prefect("work-pool", "ls", deadline_s=120)
         yield stand
     finally:

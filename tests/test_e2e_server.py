@@ -1,0 +1,60 @@
+"""`rlpipe server`: on SQLite, writers at the same time wait for one another, and none is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.prefect_stand import Stand, bare_server
+
+pytestmark = pytest.mark.e2e
+WRITERS, SECONDS = 3, 4.0
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    with bare_server(tmp_path_factory.mktemp("server")) as stand:
+        yield stand
+
+
+def test_flow_runs_artifacts_and_logs_written_at_once_are_all_taken(stand: Stand) -> None:
+    flow = stand.api("POST", "/flows/", {"name": "busy"})["id"]
+    end, taken = time.monotonic() + SECONDS, []
+
+    def post(path: str, body: object) -> Any:
+        """No second try: one refusal fails the test."""
+        request = urllib.request.Request(
+            f"{stand.environment['PREFECT_API_URL']}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                taken.append(answer.status)
+                return json.loads(answer.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            taken.append(error.code)
+            raise
+
+    def write(writer: int) -> None:
+        number = 0
+        while time.monotonic() < end:
+            run = post("/flow_runs/", {"flow_id": flow, "state": {"type": "PENDING"}})["id"]
+            for state in ("RUNNING", "COMPLETED"):
+                post(f"/flow_runs/{run}/set_state", {"state": {"type": state}})
+            post("/artifacts/", {"key": f"of-{writer}-{number}", "type": "markdown", "data": "x", "flow_run_id": run})
+            post(
+                "/logs/", [{"name": "a", "level": 20, "message": "x", "timestamp": "2026-01-01T00:00:00Z", "flow_run_id": run}]
+            )
+            number += 1
+
+    with ThreadPoolExecutor(WRITERS) as writers:
+        list(writers.map(write, range(WRITERS)))
+    assert set(Counter(taken)) == {201} and len(taken) > 5 * WRITERS, Counter(taken)
+    assert "database is locked" not in (stand.path / "server.log").read_text()
