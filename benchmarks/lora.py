@@ -1,11 +1,11 @@
 """Whether an adapter learns what full training learns: RL of both from the same models, over seeds and presets.
 
-    .venv/bin/python benchmarks/lora.py [--presets tiny:20 smollm2:6] [--seeds 3] [--folder DIR]
+    .venv/bin/python benchmarks/lora.py [--presets tiny:20:4 smollm2:6:10] [--seeds 3] [--folder DIR]
 
-A preset has its number of RL iterations behind it; smollm2 is there after `make smollm2`.
+A preset has its number of RL iterations behind it, and how many times the preset's learning rate the adapter's is; smollm2 is there after `make smollm2`.
 
 For each preset and seed: SFT of the preset, full training, makes the model that both start from. Then RL at the preset's own learning rate, and RL of
-an adapter at RATE_TIMES that. A folder that is named keeps the runs: the same command goes on where it was. Prints a table (final reward is the mean
+an adapter at so many times that. A folder that is named keeps the runs: the same command goes on where it was. Prints a table (final reward is the mean
 over the last TAIL iterations; the standard error is over seeds), and draws docs/lora-curves.png.
 """
 
@@ -33,7 +33,7 @@ from rlpipe.store.run import open_existing
 
 ROOT = Path(__file__).parent.parent
 PRESETS, PLOT = ROOT / "flows" / "presets", ROOT / "docs" / "lora-curves.png"
-RATE_TIMES, RANK, ALPHA = 4.0, 16, 32.0
+RANK, ALPHA = 16, 32.0
 TAIL = 5
 TIMEOUT_S = 4 * 3600
 
@@ -63,18 +63,18 @@ def rlpipe_run(folder: Path, preset: str, run: str, *sets: str) -> None:
         subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, timeout=TIMEOUT_S, check=True)
 
 
-def train(folder: Path, preset: str, seed: int, iterations: int, adapter: bool) -> Trained:
-    """RL from the model that the preset's SFT makes."""
+def train(folder: Path, preset: str, seed: int, iterations: int, adapter_rate: float | None) -> Trained:
+    """RL from the model that the preset's SFT makes; of an adapter at `adapter_rate` times the preset's learning rate."""
     config = read_config(preset, [], PRESETS)
     store, base = open_store(f"file://{folder}/store"), f"{preset}-sft-{seed}"
     rlpipe_run(folder, preset, base, f"seed={seed}", "rl.num_iterations=0", "evaluation.prompts_max=1")
     model = whole_policy(store, open_existing(store, base).policy(0)[0], folder / "models")
-    rate = config.rl.learning_rate * (RATE_TIMES if adapter else 1)
+    rate = config.rl.learning_rate * (adapter_rate or 1)
     sets = [f"seed={seed}", f"model.path={model}", "sft.num_steps=0", f"rl.num_iterations={iterations}", f"rl.learning_rate={rate}",
             "evaluation.every=0", "evaluation.prompts_max=1"]  # fmt: skip
-    if adapter:
+    if adapter_rate:
         sets += ["model.adapter=lora", f"model.adapter_rank={RANK}", f"model.adapter_alpha={ALPHA}"]
-    name = f"{preset}-{f'lora-{RATE_TIMES:g}' if adapter else 'full'}-{seed}"
+    name = f"{preset}-{f'lora-{adapter_rate:g}' if adapter_rate else 'full'}-{seed}"
     rlpipe_run(folder, preset, name, *sets)
     run = open_existing(store, name)
     records = run.iterations(iterations)
@@ -126,18 +126,18 @@ def draw(results: dict[str, dict[str, list[Trained]]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--presets", nargs="+", default=["tiny:20", "smollm2:6"])
+    parser.add_argument("--presets", nargs="+", default=["tiny:20:4", "smollm2:6:10"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
     folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="rlpipe-lora-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, list[Trained]]] = {}
-    for preset, _, iterations in (entry.partition(":") for entry in arguments.presets):
-        kinds: dict[str, list[Trained]] = {"full": [], f"LoRA, rank {RANK}, {RATE_TIMES:g} times the rate": []}
+    for preset, iterations, times in (entry.split(":") for entry in arguments.presets):
+        kinds: dict[str, list[Trained]] = {"full": [], f"LoRA, rank {RANK}, {times} times the rate": []}
         for seed in range(arguments.seeds):
-            for kind, adapter in zip(kinds, (False, True), strict=True):
-                kinds[kind].append(train(folder, preset, seed, int(iterations), adapter))
+            for kind, adapter_rate in zip(kinds, (None, float(times)), strict=True):
+                kinds[kind].append(train(folder, preset, seed, int(iterations), adapter_rate))
                 print(f"{preset} seed {seed} {kind}: {kinds[kind][-1].final:.3f}", flush=True)
         results[preset] = kinds
     print("\n".join(table(results)))
