@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import os
 import shutil
@@ -24,6 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from rlpipe.config.secrecy import key_fits
 from rlpipe.processes.launch import die_with_parent
+from rlpipe.processes.memory import settle_heap
 from rlpipe.services.registration import LOOPBACK, service_key
 from rlpipe.trainer.gang import Pulse, join_gang
 from rlpipe.trainer.jobs import (
@@ -34,6 +36,7 @@ from rlpipe.trainer.jobs import (
     Board,
     GangJob,
     JobRefused,
+    LoadJob,
     attempt_of,
     check_place,
     job_of,
@@ -69,7 +72,12 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
         message, *_ = gang.gather(ANY_JOB.dump_python(record.job, mode="json") if record else None)
         if message is None:
             continue
-        status, answer = _outcome(trainer, ANY_JOB.validate_python(message))
+        job = ANY_JOB.validate_python(message)
+        if is_load := isinstance(job, LoadJob):
+            gc.unfreeze()  # what it replaces can be collected
+        status, answer = _outcome(trainer, job)
+        if is_load:
+            settle_heap()
         if board is not None:
             assert record is not None, "a message without its job"
             board.finish(record, status, answer)

@@ -27,6 +27,7 @@ from rlpipe.config.operational import LOCAL_THREADS
 from rlpipe.config.secrecy import key_fits
 from rlpipe.engines.local import protocol
 from rlpipe.processes.launch import check_port_free, die_with_parent
+from rlpipe.processes.memory import settle_heap
 from rlpipe.types import UserError
 
 if TYPE_CHECKING:
@@ -234,9 +235,7 @@ def main(
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model computes.")] = "cpu",
 ) -> None:
     """Serves a model over SGLang's HTTP protocol with rlpipe's own engine on transformers, until SIGTERM or SIGINT.
-
-    Keys come from RLPIPE_API_KEY and RLPIPE_ADMIN_API_KEY of the environment.
-    """
+    Keys come from RLPIPE_API_KEY and RLPIPE_ADMIN_API_KEY of the environment."""
     if os.environ.get("RLPIPE_DIE_WITH_PARENT") == "1":
         die_with_parent()
     try:
@@ -264,6 +263,7 @@ def main(
     limits = protocol.ModelLimits(model.vocab_size, context_tokens_max, model.eos_token_ids)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     threading.excepthook = end_process
+    settle_heap()
     asyncio.run(_serve(Scheduler(model, weight_version, threads), limits, host, port))
 
 

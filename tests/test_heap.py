@@ -1,0 +1,28 @@
+"""What is frozen is not looked through again; garbage from before and after is collected all the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from rlpipe.processes.memory import settle_heap
+
+
+class Ring:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_garbage_is_collected_before_and_after_and_what_was_frozen_once_it_is_asked_for_again() -> None:
+    try:
+        before, kept = weakref.ref(Ring()), Ring()
+        settle_heap()
+        assert before() is None and gc.get_freeze_count() > 1000
+        after, of_kept = weakref.ref(Ring()), weakref.ref(kept)
+        del kept
+        gc.collect()
+        assert after() is None and of_kept() is not None, "it was frozen"
+        settle_heap()
+        assert of_kept() is None
+    finally:
+        gc.unfreeze()
