@@ -18,20 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from flows.cli_queries import sql
-from flows.cli_services import (
-    PASSED_ON,
-    STORE,
-    Sets,
-    StoreUrl,
-    checked_store,
-    engine,
-    evaluate,
-    export,
-    host,
-    readable_store,
-    server,
-    trainer,
-)
+from flows.cli_services import STORE, Sets, StoreUrl, add_service_commands, checked_store, readable_store
 from flows.cli_view import view
 from flows.cli_why import why
 from flows.server import Terminated, apply_automations, prefect_server, run_flow, set_defaults, terminable
@@ -296,10 +283,9 @@ def automations(
     echo(asyncio.run(apply_automations(notify)))
 
 
-for command in (evaluate, export, host, trainer, sql, view, why):
+for command in (sql, view, why):
     app.command()(command)
-for command in (engine, server):
-    app.command(context_settings=PASSED_ON, add_help_option=False)(command)
+add_service_commands(app)
 
 if __name__ == "__main__":
     app()

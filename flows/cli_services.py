@@ -32,7 +32,6 @@ from rlpipe.store.run import open_existing
 from rlpipe.types import UserError
 
 STORE = "./rlpipe-store"
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # of commands whose arguments are another program's
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a field of the config (rlpipe fields lists them)")
 ]
@@ -144,6 +143,14 @@ def server(context: typer.Context) -> None:
     """Prefect's server and UI on this machine, as runs want it (`rlpipe server --help`: the options of `prefect server start`)."""
     set_defaults()
     os.execv(sys.executable, [*SERVER, *context.args])
+
+
+def add_service_commands(app: typer.Typer) -> None:
+    for command in (evaluate, export, host, trainer):
+        app.command()(command)
+    passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
+    for command in (engine, server):
+        app.command(context_settings=passed_on, add_help_option=False)(command)
 
 
 def _serve(section: str, store: str, run: str, sets: list[str] | None, idle_timeout_s: float, create: CreateService) -> None:
