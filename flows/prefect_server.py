@@ -1,7 +1,7 @@
 """Prefect's server, whose transactions on SQLite wait for one another: `python -m flows.prefect_server [OPTIONS of prefect server start]`.
 
 Prefect 3.8 begins most transactions as a reader's. SQLite fails one that writes when another has written since it began, without the minute of
-waiting that Prefect asks it for: the caller is answered 503 and comes again after 2 s, and the events of a batch are lost. Begun as a
+waiting that Prefect asks it for: the caller is answered 503 and comes again after 2 s. Begun as a
 writer's, a transaction waits for the one before it. Postgres, which a team takes, does not know the difference.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from prefect.cli import app
-from prefect.server.database.configurations import AioSqliteConfiguration
+from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteConfiguration
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
 prefect_begins = AioSqliteConfiguration.begin_transaction
@@ -23,7 +23,14 @@ async def begin_as_writer(
     self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False
 ) -> AsyncGenerator[AsyncSessionTransaction, None]:
     async with prefect_begins(self, session, with_for_update=True) as transaction:
-        yield transaction
+        await session.connection()  # begins it now
+        token = SQLITE_BEGIN_MODE.set(
+            None
+        )  # a session that is opened inside of it, to read, is not a writer's: it would wait for itself
+        try:
+            yield transaction
+        finally:
+            SQLITE_BEGIN_MODE.reset(token)
 
 
 if __name__ == "__main__":

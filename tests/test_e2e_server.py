@@ -58,3 +58,16 @@ def test_flow_runs_artifacts_and_logs_written_at_once_are_all_taken(stand: Stand
         list(writers.map(write, range(WRITERS)))
     assert set(Counter(taken)) == {201} and len(taken) > 5 * WRITERS, Counter(taken)
     assert "database is locked" not in (stand.path / "server.log").read_text()
+
+
+def test_a_queue_is_paused_and_resumed_at_once(stand: Stand) -> None:
+    """The server reads in a second session inside the transaction: it must not wait for itself."""
+    stand.api("POST", "/work_pools/", {"name": "a-pool", "type": "process"})
+    for is_paused in (True, False):
+        request = urllib.request.Request(
+            f"{stand.environment['PREFECT_API_URL']}/work_pools/a-pool/queues/default", json.dumps({"is_paused": is_paused}).encode(),
+            {"Content-Type": "application/json"}, method="PATCH",
+        )  # fmt: skip
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.status == 204
+        assert stand.api("GET", "/work_pools/a-pool/queues/default")["is_paused"] is is_paused

@@ -1,7 +1,7 @@
 """Linear layers on a CPU whose float32 products torch's own library computes at half the processor's speed: by oneDNN instead.
 
 torch gives float32 products to Intel's MKL. On an AMD processor MKL has kernels for AVX2 only, oneDNN, which is in torch as well, for AVX-512:
-2.1 times as fast (docs/benchmarks.md). A row's bits do not depend on where in the product it is, with either.
+about twice as fast (docs/benchmarks.md). A row's bits do not depend on where in the product it is, with either.
 """
 
 from __future__ import annotations
