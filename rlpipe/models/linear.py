@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 CPU_FACTS = Path("/proc/cpuinfo")
@@ -54,6 +55,7 @@ class _Product(torch.autograd.Function):
         return _product(input, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         input, weight = ctx.saved_tensors
         of_input = _product(gradient, weight.t()) if ctx.needs_input_grad[0] else None

@@ -93,7 +93,7 @@ class Child:
                 code = self._process.returncode
                 if code >= 0 or not tries_left:
                     raise self._not_loaded(f"ended with code {code}") from error
-                log.warning("%s: the process that loads it was killed (%s): once more", self._field, signal.Signals(-code).name)
+                log.warning("%s: the process that loads it was killed (code %d): once more", self._field, code)
         if "error" in self._ready:
             self.end()
             raise UserError(self._ready["error"])
