@@ -141,6 +141,8 @@ def engine(context: typer.Context) -> None:
 
 def server(context: typer.Context) -> None:
     """Prefect's server and UI on this machine, as runs want it (`rlpipe server --help`: the options of `prefect server start`)."""
+    if background := {"--background", "-b"} & {*context.args}:  # Prefect would start another server there, its own
+        raise UserError(f"{background.pop()}: rlpipe server stays in front; start it with nohup and &, as the README does")
     set_defaults()
     os.execv(sys.executable, [*SERVER, *context.args])
 

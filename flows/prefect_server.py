@@ -1,8 +1,8 @@
 """Prefect's server, whose transactions on SQLite wait for one another: `python -m flows.prefect_server [OPTIONS of prefect server start]`.
 
 Prefect 3.8 begins most transactions as a reader's. SQLite fails one that writes when another has written since it began, without the minute of
-waiting that Prefect asks it for: the caller is answered 503 and comes again after 2 s. Begun as a
-writer's, a transaction waits for the one before it. Postgres, which a team takes, does not know the difference.
+waiting that Prefect asks it for: the caller is answered 503 and comes again after 2 s. Begun as a writer's, a transaction waits for the one
+before it. Postgres, which a team takes, does not know the difference.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ async def begin_as_writer(
 ) -> AsyncGenerator[AsyncSessionTransaction, None]:
     async with prefect_begins(self, session, with_for_update=True) as transaction:
         await session.connection()  # begins it now
-        token = SQLITE_BEGIN_MODE.set(
-            None
-        )  # a session that is opened inside of it, to read, is not a writer's: it would wait for itself
+        # a session that is opened inside of it, to read, is no writer's: it would wait for this one
+        token = SQLITE_BEGIN_MODE.set(None)
         try:
             yield transaction
         finally:

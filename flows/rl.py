@@ -13,7 +13,7 @@ from flows.rl_overlap import rl_overlap_iteration
 from flows.session import begin_rl, open_session, reason_to_end, requested, run_name
 from flows.ui import ended, watch
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.processes.memory import settle_heap
+from rlpipe.processes.memory import settled_heap
 from rlpipe.stages.remaking import pruned_versions
 from rlpipe.types import JsonDict
 from tasks.stages import evaluate, reload_engines, restore_policy
@@ -43,8 +43,7 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
                 await reload_engines(session, policy=policy, version=iteration)
             if iteration == 0 and config.sets("evaluation"):
                 await evaluate(session, policy=policy, version=0)
-        settle_heap()
-        with watch(session, iteration) as committed:
+        with settled_heap(), watch(session, iteration) as committed:
             while iteration < config.rl.num_iterations and not reason:
                 record = await ITERATION[config.rl.overlap](config, iteration)
                 assert record.iteration == iteration, f"iteration {iteration} was computed, {record.iteration} was committed"

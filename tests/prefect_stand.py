@@ -114,7 +114,7 @@ class Stand:
 
 
 def call(method: str, url: str, body: object = None, auth: str | None = None) -> Any:
-    """The JSON answer of an HTTP call with a JSON body. Asked again, as Prefect's client does, when SQLite is locked (503), and
+    """The JSON answer of an HTTP call with a JSON body. Asked again, as Prefect's client does, when the database is locked or away (503), and
     where asking changes nothing when a busy disk kept the answer longer than a minute."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.pipeline import BIN
 from tests.prefect_stand import Stand, bare_server
 
 pytestmark = pytest.mark.e2e
@@ -58,6 +60,11 @@ def test_flow_runs_artifacts_and_logs_written_at_once_are_all_taken(stand: Stand
         list(writers.map(write, range(WRITERS)))
     assert set(Counter(taken)) == {201} and len(taken) > 5 * WRITERS, Counter(taken)
     assert "database is locked" not in (stand.path / "server.log").read_text()
+
+
+def test_it_does_not_go_to_the_background() -> None:
+    told = subprocess.run([str(BIN / "rlpipe"), "server", "--port", "1", "-b"], capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stdout) == (2, "") and "-b: rlpipe server stays in front" in told.stderr
 
 
 def test_a_queue_is_paused_and_resumed_at_once(stand: Stand) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from rlpipe.processes.memory import settle_heap
+from rlpipe.processes.memory import settle_heap, settled_heap
 
 
 class Ring:
@@ -26,3 +26,12 @@ def test_garbage_is_collected_before_and_after_and_what_was_frozen_once_it_is_as
         assert of_kept() is None
     finally:
         gc.unfreeze()
+
+
+def test_behind_the_body_nothing_is_frozen() -> None:
+    try:
+        with settled_heap():
+            assert gc.get_freeze_count() > 1000
+            raise KeyError
+    except KeyError:
+        assert gc.get_freeze_count() == 0

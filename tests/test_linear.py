@@ -56,6 +56,41 @@ def test_the_bits_of_a_row_do_not_depend_on_its_place_or_its_neighbours(rows: in
         assert torch.equal(fast_linear(among, weight)[place], alone[0])
 
 
+@pytest.mark.parametrize("of_weight", [False, True])
+def test_inputs_of_any_layout_and_weights_that_are_frozen(of_weight: bool) -> None:
+    for input in (
+        draws(12),
+        draws(12, 5).t(),
+        draws(7, 24)[:, ::2],
+        draws(1, 12).expand(6, 12),
+        draws(3, 12, 2).transpose(1, 2),
+    ):
+        weight = draws(9, 12, seed=1).requires_grad_(of_weight)
+        leaves = [input.clone().requires_grad_(True), *([weight] if of_weight else [])]
+        results = [
+            torch.autograd.grad(function(leaves[0].expand_as(input), weight).square().sum(), leaves)
+            for function in (fast_linear, functional.linear)
+        ]
+        assert len(results[0]) == 1 + of_weight
+        for one, other in zip(*results, strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_beside_a_frozen_weight_the_input_is_not_kept() -> None:
+    input, weight = draws(4, 6).requires_grad_(True), draws(5, 6, seed=1)
+    hidden = input * 1.0
+    output = fast_linear(hidden, weight)
+    hidden.detach().mul_(2)  # torch refuses a backward pass whose saved tensors were changed
+    assert torch.allclose(torch.autograd.grad(output.sum(), input)[0], weight.sum(0).expand(4, 6), atol=1e-5)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    input, weight = draws(4, 6).requires_grad_(True), draws(5, 6, seed=1).requires_grad_(True)
+    (first,) = torch.autograd.grad(fast_linear(input, weight).square().sum(), input, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 def test_what_onednn_is_not_for_is_torch_s() -> None:
     for input, weight in [
         (draws(3, 4).double(), draws(5, 4).double()), (draws(3, 4).bfloat16(), draws(5, 4).bfloat16()), (draws(0, 4), draws(5, 4)),

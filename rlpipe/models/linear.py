@@ -51,16 +51,21 @@ def fast_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(input, weight)
+        of_input, of_weight = ctx.needs_input_grad  # beside a frozen weight the input is not kept
+        ctx.save_for_backward(input if of_weight else None, weight if of_input else None)
         return _product(input, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         input, weight = ctx.saved_tensors
-        of_input = _product(gradient, weight.t()) if ctx.needs_input_grad[0] else None
-        of_weight = _product(gradient.flatten(0, -2).t(), input.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        of_input = None if weight is None else _product(gradient, weight.t())
+        of_weight = None if input is None else _product(_rows(gradient).t(), _rows(input).t())
         return of_input, of_weight
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> Tensor:

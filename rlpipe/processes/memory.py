@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import subprocess
+from collections.abc import Iterator
 
 QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 30.0
@@ -26,6 +27,16 @@ def settle_heap() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+@contextlib.contextmanager
+def settled_heap() -> Iterator[None]:
+    """A settled heap in the body; behind it the garbage collector looks through everything again."""
+    settle_heap()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def gpu_gib(gpu_ids: list[int]) -> float | None:
