@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/compare_trl.py [--pairs 8] [--iterations 4] [--curves] [--model FOLDER]
 
 Both start from the preset `tiny` after its SFT (or from --model, a folder that such a run left) and get the same prompts, group size, tokens,
-optimizer steps and learning rate. A pair is one seed: a run of rlpipe that trains on all groups, one of TRL, one of rlpipe that drops groups of equal
-rewards, one at a time; every other pair goes the other way round. rlpipe's seconds are from commit to commit of iteration.json, of
+optimizer steps and learning rate. A pair is one seed: runs of rlpipe that train on all groups (with the trainer's logprobs, and with the
+engine's), one of TRL, one of rlpipe that drops groups of equal rewards, one at a time; every other pair goes the other way round. rlpipe's seconds are from commit to commit of iteration.json, of
 `rlpipe run` with Prefect, MLflow and the store; TRL's from the end of one generation cycle to the end of the next, without logs and checkpoints.
 TRL has an environment of its own, ~/.cache/rlpipe/trl-VERSION, made once. docs/benchmarks.md says what is equal and what is not.
 """
@@ -41,7 +41,8 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 HOME = Path.home() / ".cache" / "rlpipe" / f"trl-{TRL['trl']}"
 CORES = 2
 TIMEOUT_S = 3600  # of one process
-ALL, DROPPED, OTHER = "rlpipe, all groups", "rlpipe, equal groups dropped", "TRL"
+ALL, ENGINE, DROPPED, OTHER = "rlpipe, all groups", "the same, engine's logprobs", "rlpipe, equal groups dropped", "TRL"
+SETS = {ALL: ["rl.filters={}"], ENGINE: ["rl.filters={}", "rl.proximal=engine"], DROPPED: []}  # beside what all have
 SETTINGS = ("num_prompts", "group_size", "completion_tokens_max", "num_steps", "learning_rate", "clip_low", "clip_high",
             "beta2", "weight_decay", "grad_clip")  # fmt: skip
 ALIKE = 0.05  # the largest difference of the mean reward of the last iterations
@@ -91,12 +92,11 @@ class Comparison:
         ref, _ = run.policy(0)
         return str(materialise(self.store, ref, self.scratch / "model"))
 
-    def ours(self, seed: int, drop: bool) -> tuple[Seen, Run]:
+    def ours(self, seed: int, name: str) -> tuple[Seen, Run]:
         """What both can do alike: no warm-up, no importance weight (TRL has none for transformers' generate), no evaluation."""
-        filters = [] if drop else ["rl.filters={}"]
         alike = [f"model.path={self.model}", f"seed={seed}", "sft.num_steps=0", f"rl.num_iterations={self.iterations}"]
-        alike += ["rl.warmup_steps=0", "rl.importance=none", "evaluation.every=0", *filters]
-        run = self.rlpipe(f"seed-{seed}-{'dropped' if drop else 'all'}", alike)
+        alike += ["rl.warmup_steps=0", "rl.importance=none", "evaluation.every=0", *SETS[name]]
+        run = self.rlpipe(f"seed-{seed}-{[*SETS].index(name)}", alike)
         records = run.iterations(self.iterations)
         ended = [moment_of(record.ended_at, "iteration.json").timestamp() for record in records]
         metrics = [record.metrics for record in records]
@@ -135,11 +135,11 @@ class Comparison:
         return Seen(**json.loads(result_path.read_text()))
 
     def pair(self, seed: int) -> dict[str, Seen]:
-        first_drops = seed % 2 == 1
-        first, run = self.ours(seed, first_drops)
-        other = self.trl(seed, run)
-        last, _ = self.ours(seed, not first_drops)
-        return {ALL: last if first_drops else first, OTHER: other, DROPPED: first if first_drops else last}
+        first, *others = [*SETS] if seed % 2 == 0 else [*SETS][::-1]
+        seen, run = self.ours(seed, first)
+        told = {first: seen, OTHER: self.trl(seed, run)}
+        told |= {name: self.ours(seed, name)[0] for name in others}
+        return {name: told[name] for name in (ALL, ENGINE, OTHER, DROPPED)}
 
 
 def done_or_raise(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
@@ -204,7 +204,7 @@ def draw(pairs: list[dict[str, Seen]]) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    for name, colour in ((ALL, "C0"), (DROPPED, "C2"), (OTHER, "C1")):
+    for name, colour in ((ALL, "C0"), (ENGINE, "C3"), (DROPPED, "C2"), (OTHER, "C1")):
         runs = [pair[name].rewards for pair in pairs]
         for rewards in runs:
             axis.plot(rewards, color=colour, alpha=0.25, linewidth=0.8)

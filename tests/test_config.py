@@ -67,6 +67,7 @@ def test_a_bad_value_is_refused_with_field_value_and_fix(override: str, message:
         (["kl=reward", "kl_coef=0.1", "estimator=maxrl"], "maxrl divides by the mean reward"),
         (["dual_clip=3.0", "objective=cispo"], "objective cispo has no such clip"),
         (["objective=dppo"], "corrected twice; use importance = 'none'"),
+        (["proximal=engine"], r"^rl\.importance='token_truncate': rl\.proximal='engine' divides .* use importance = 'none'"),
         (["objective=dppo", "importance=none", "clip_high=1.5"], "clip_high below 1"),
         (["importance_low=2.0"], "importance_low below importance_high"),
         (["importance_low=0.5", "importance=sequence_mask"], "sequence_mask has no lower bound"),
@@ -114,6 +115,7 @@ def test_all_broken_rules_are_reported_together_and_each_begins_with_its_field()
         ["importance_low=0.5", "importance=token_mask"],
         ["on_mismatch=fail", "oversampling=1.5", "train_stale_tokens=false"],
         ["overlap=iteration", "objective=dppo", "importance=none"],
+        ["overlap=iteration", "proximal=engine", "importance=none"],
         ["overlap=steps", "filters={}", "kl=reward", "kl_coef=0.1", "on_mismatch=fail", "importance=none", "groups_min=60"],
         ["overlap=none", "curriculum=none", "kl=none", "importance=none"],  # unquoted, where TOML has no such word
     ],

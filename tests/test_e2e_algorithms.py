@@ -14,10 +14,13 @@ OPTIONS = {
     "gspo": ["rl.objective=gspo", "rl.clip_low=3e-4", "rl.clip_high=4e-4", "rl.dual_clip=3.0", "rl.aggregation=sequence_mean",
              "rl.importance=sequence_mask", "rl.estimator=opo", "rl.kl=reward", "rl.kl_coef=0.05"],
     "dppo": ["rl.objective=dppo", "rl.importance=none", "rl.estimator=maxrl", "rl.mask_truncated=true", "rl.rounds_max=3"],
+    "engine": ["rl.proximal=engine", "rl.importance=none", "rl.overlap=steps", "rl.filters={}"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["reinforce++", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gspo", "dppo"))])
+@pytest.mark.parametrize(
+    "name", ["reinforce++", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gspo", "dppo", "engine"))]
+)
 def test_options_reach_the_trainer_and_every_check_of_a_first_step_holds(folder: Folder, name: str) -> None:
     output = folder.complete("a", *TWO, *OPTIONS[name])
     for sign in ("is not on-policy", "the first step clips", "differs from the reference"):

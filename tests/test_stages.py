@@ -44,7 +44,9 @@ def session(tmp_path: Path) -> Session:
 
 
 def test_every_rl_field_is_in_the_settings_of_the_stage_it_changes() -> None:
-    config = read_config("tiny", ["rl.oversampling=2", "rl.curriculum=weight"], PRESETS)
+    config = read_config(
+        "tiny", ["rl.oversampling=2", "rl.curriculum=weight", "rl.proximal=engine", "rl.importance=none"], PRESETS
+    )
     acting = read_config("tiny", ["rl.agent=my_agent:act", "rl.branches=all"], PRESETS)  # which go with no over-sampling
     kinds = [(config, kind) for kind in RL_KINDS] + [(acting, kind) for kind in RL_KINDS]
     covered = {name.removeprefix("rl.") for one, kind in kinds for name in stage_settings(one, "rl", kind)}
@@ -172,15 +174,17 @@ def test_the_mismatch_warns_or_stops_the_run(caplog: pytest.LogCaptureFixture) -
 
 def test_a_first_step_that_is_not_what_it_must_be_is_told_with_its_numbers() -> None:
     fine = {"onpolicy_abs": 1e-8, "reference_abs": 0.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0}
-    assert first_step_faults(fine, 0, "ppo") == []
-    (fault,) = first_step_faults(fine | {"onpolicy_abs": 2e-3}, 4, "ppo")
+    assert first_step_faults(fine, 0, anchored=False) == []
+    (fault,) = first_step_faults(fine | {"onpolicy_abs": 2e-3}, 4, anchored=False)
     assert "is 0.002, expected below 1e-06" in fault
-    (fault,) = first_step_faults(fine | {"clip_fraction_low": 0.25}, 4, "gspo")
+    (fault,) = first_step_faults(fine | {"clip_fraction_low": 0.25}, 4, anchored=False)
     assert "clips 0.25 of the tokens" in fault
-    assert first_step_faults(fine | {"clip_fraction_low": 0.25}, 4, "dppo") == []
-    assert first_step_faults(fine | {"reference_abs": 0.1}, 1, "ppo") == []
-    assert "differs from the reference, itself, by 0.1" in first_step_faults(fine | {"reference_abs": 0.1}, 0, "ppo")[0]
-    assert len(first_step_faults(fine | {"onpolicy_abs": math.nan}, 4, "ppo")) == 1
+    assert first_step_faults(fine | {"clip_fraction_low": 0.25}, 4, anchored=True) == []
+    assert first_step_faults(fine | {"reference_abs": 0.1}, 1, anchored=False) == []
+    assert (
+        "differs from the reference, itself, by 0.1" in first_step_faults(fine | {"reference_abs": 0.1}, 0, anchored=False)[0]
+    )
+    assert len(first_step_faults(fine | {"onpolicy_abs": math.nan}, 4, anchored=False)) == 1
 
 
 def test_the_trainer_knows_every_estimator_of_the_config() -> None:

@@ -27,7 +27,7 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.gap import Gaps
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence
-from rlpipe.trainer.rl import TOKEN_SUMS, advantages, loss_part, with_advantages, with_frozen
+from rlpipe.trainer.rl import TOKEN_SUMS, advantages, loss_part, recorded, with_advantages, with_frozen
 from rlpipe.trainer.step import Resident, StepBatch, StepSettings, forward, optimizer_step, plan_batch
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import JsonDict, StepRefused
@@ -54,6 +54,7 @@ OPTIONS: dict[str, JsonDict] = {
     "cispo": {"objective": "cispo", "aggregation": "fixed_length", "kl_estimator": "k2", "estimator": "maxrl"},
     "sapo": {"objective": "sapo", "importance": "sequence_truncate", "importance_high": 1.1, "estimator": "opo"},
     "dppo": {"objective": "dppo", "importance": "none", "clip_low": 2e-4, "clip_high": 2e-4, "estimator": "opo", **REWARD_KL},
+    "ppo, the engine's logprobs": {"proximal": "engine", "importance": "none", "kl_estimator": "k2"},
     "reinforce++": {"objective": "reinforce", "estimator": "reinforce_plus_plus", "gamma": 0.95, **REWARD_KL},
     "reinforce++ baseline": {
         "estimator": "reinforce_plus_plus_baseline", "importance": "sequence_mask", "importance_high": 1.2, **REWARD_KL,
@@ -112,7 +113,10 @@ def ready(
     rows: Rows = Rows.PACKED,
 ) -> StepBatch:
     """One step over `sequences`, with everything that comes before the first update."""
-    batch = with_frozen(plan_batch(gang, rows, sequences), policy, setup.reference, 1.0)
+    planned, before = [plan_batch(gang, rows, sequences)], policy
+    if settings.proximal == "engine":
+        planned, before = recorded(gang, "here", planned), None
+    batch = with_frozen(planned[0], before, setup.reference, 1.0)
     return with_advantages(batch, advantages(gang, setup.rollouts, [batch], settings))
 
 
@@ -145,6 +149,7 @@ def plain_token_sums(
 ) -> dict[str, float]:
     """TOKEN_SUMS of one sequence, all tokens of which count. `logprobs`: those of policy, proximal, reference and rollout."""
     policy, proximal, reference, rollout = logprobs
+    start = policy if settings.proximal == "engine" else proximal
     weighing = (proximal, rollout, [1] * len(policy), settings.importance)
     weights = oracle.importance_weights(*weighing, settings.importance_low, settings.importance_high)
     unbounded = oracle.importance_weights(*weighing[:3], settings.importance.replace("mask", "truncate"), 0.0, math.inf)
@@ -155,10 +160,10 @@ def plain_token_sums(
         "clip_fraction_low": sum(below for below, _ in clipped),
         "clip_fraction_high": sum(above for _, above in clipped),
         "proximal_kl": math.fsum(oracle.kl(p, q, "k3") for p, q in zip(proximal, policy, strict=True)),
-        "mismatch_abs_mean": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(proximal, rollout, strict=True)),
+        "mismatch_abs_mean": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(start, rollout, strict=True)),
         "importance_mean": math.fsum(weights),
         "importance_clipped_fraction": sum(weight != other for weight, other in zip(weights, unbounded, strict=True)),
-        "onpolicy_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, proximal, strict=True)),
+        "onpolicy_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, start, strict=True)),
         "reference_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, reference, strict=True)),
     }
 
@@ -186,6 +191,7 @@ def plain_gradients(rollouts: RlBatch, settings: RlConfig) -> tuple[dict[str, Te
     for sequence, ((logprobs, proximal, reference), logits) in zip(kept, rows, strict=True):
         proximal, reference, mask = proximal.detach(), reference.detach(), torch.ones_like(logprobs)
         rollout = torch.tensor(sequence.rollout_logprobs, dtype=torch.float64)[None]
+        proximal = rollout if settings.proximal == "engine" else proximal
         own_N = advantages_N[sequence.first :][: len(sequence.scored)]
         losses, _, _ = policy_terms(
             logprobs, rollout if settings.objective == "dppo" else proximal, torch.tensor(own_N)[None], mask,

@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.algorithms.steps import step_ranges
+from rlpipe.records.rollout import UNRECORDED
 from rlpipe.trainer.batches import read_rl_batch, rows_of_steps
+from rlpipe.trainer.gap import of_whole_batch
+from rlpipe.trainer.step import frozen_logprobs, plan_batch
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict, UserError
 from tests import trainer_world as world
@@ -23,6 +26,9 @@ OPTIONS: dict[str, JsonDict] = {
     "ppo, adaptive weight decay, entropy": {"num_steps": 3, "entropy_coef": 0.01, "learning_rate": 1e-2, "weight_decay": 0.1},
     "gspo, a KL in the loss": {"num_steps": 4, "objective": "gspo", "kl": "loss", "kl_coef": 0.3, "aggregation": "sequence_mean"},
     "dppo, a KL in the reward": {"num_steps": 2, "objective": "dppo", "importance": "none", "kl": "reward", "kl_coef": 0.3, "estimator": "opo"},
+    "the engine's logprobs, a KL in the reward": {
+        "num_steps": 3, "proximal": "engine", "importance": "none", "kl": "reward", "kl_coef": 0.3, "clip_low": 0.01,
+    },
     "an only step": {"num_steps": 1, "kl": "loss", "kl_coef": 0.1, "estimator": "rloo"},
 }  # fmt: skip
 
@@ -121,6 +127,43 @@ def test_a_job_a_step_gives_the_bits_of_one_job_also_when_the_trainer_is_lost_be
             name: value for name, value in expected.items() if name not in TIMES
         }
         assert trainer.resident is not None and trainer.resident.taken.start == []
+
+
+def test_an_engine_with_the_trainers_own_logprobs_saves_the_pass_and_changes_no_bit(trainer: Trainer) -> None:
+    """What the pass of the proximal logprobs would give, recorded by the engine to the bit."""
+    rows, resident = world.rollout_rows(NUM_GROUPS, 4), trainer.resident
+    assert resident is not None
+    read = read_rl_batch(trainer.gang.store, world.batch(trainer.gang.store, "other", rows), 3)
+    batches = [plan_batch(trainer.gang, resident.rows, step) for step in read.steps]
+    passes = [(batch.microbatches, frozen_logprobs(resident.policy, batch.microbatches, 1.0)) for batch in batches]
+    parts = [part for microbatches, logprobs in passes for part in zip(microbatches, logprobs, strict=True)]
+    own = iter(of_whole_batch(trainer.gang, int(read.lengths_B.sum()), parts).tolist())
+    for row in rows:
+        row["rollout_logprobs"] = [next(own) if scored else -1.0 for scored in row["loss_mask"]]
+    batch = world.batch(trainer.gang.store, "exact", rows)
+    common, told, weights = (
+        {"num_steps": 3, "importance": "none", "clip_low": 0.01, "clip_high": 0.01, "learning_rate": 1e-3},
+        {},
+        {},
+    )
+    for proximal in ("trainer", "engine"):
+        world.run(trainer, "load", world.load_new())
+        job = world.train("a", "b", "rl", batch, common | {"proximal": proximal})
+        told[proximal] = world.run(trainer, "train", job)["metrics"]
+        weights[proximal] = digests(trainer, proximal)["model.safetensors"]
+    assert weights["engine"] == weights["trainer"]
+    assert told["engine"]["train/clip_fraction_low"] > 0, "no clip was at work"
+    assert told["trainer"]["train/mismatch_abs_mean"] == told["engine"]["train/mismatch_abs_mean"] == 0
+    for name in ("loss", "policy_loss", "proximal_kl", "clip_fraction_low", "clip_fraction_high", "onpolicy_abs"):
+        assert told["engine"][f"train/{name}"] == told["trainer"][f"train/{name}"], name
+
+
+def test_tokens_without_a_recorded_logprob_are_refused_by_the_engines_logprobs(trainer: Trainer) -> None:
+    rows = world.rollout_rows(2, 2)
+    rows[1]["loss_mask"][:2], rows[1]["rollout_logprobs"][:2] = [1, 0], [UNRECORDED, UNRECORDED]
+    batch = world.batch(trainer.gang.store, "batch", rows)
+    with pytest.raises(UserError, match=r"^rl\.proximal='engine': 1 tokens of batch .*; use rl\.proximal = 'trainer'"):
+        world.run(trainer, "train", world.train("a", "b", "rl", batch, {"proximal": "engine", "importance": "none"}))
 
 
 def test_a_step_follows_the_one_before_it_and_an_iteration_begins_anew(trainer: Trainer) -> None:

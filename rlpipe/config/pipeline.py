@@ -250,6 +250,8 @@ def stored_tree(config: PipelineConfig) -> JsonDict:
     for data in tree["data"]:
         if data["on_too_long"] is None:  # as before there was such a choice
             del data["on_too_long"]
+    if config.rl.proximal == "trainer":
+        del tree["rl"]["proximal"]
     if config.model.adapter == "none":
         for name in ADAPTER_FIELDS:
             del tree["model"][name]

@@ -163,11 +163,9 @@ def _of_losses(rl: RlConfig) -> Iterator[str]:
         )
     if rl.dual_clip is not None and rl.objective not in ("ppo", "gspo"):
         yield f"{rl.dual_clip=}: objective {rl.objective} has no such clip; use dual_clip = none, or ppo or gspo"
-    if rl.objective == "dppo" and rl.importance != "none":
-        yield (
-            f"{rl.importance=}: objective dppo divides by the rollout's probability already, and would be corrected twice; "
-            "use importance = 'none'"
-        )
+    if rl.anchored and rl.importance != "none":
+        by = "objective dppo" if rl.objective == "dppo" else f"{rl.proximal=}"
+        yield f"{rl.importance=}: {by} divides by the rollout's probability already, and would be corrected twice; use importance = 'none'"
     if rl.objective == "dppo" and rl.clip_high >= 1:
         yield f"{rl.clip_high=}: objective dppo bounds a difference of probabilities, which is below 1; use clip_high below 1"
     if rl.importance_low >= rl.importance_high:

@@ -139,6 +139,11 @@ class RlConfig(OptimizerConfig):
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per token (reinforce_plus_plus)")
     num_steps: int = Field(default=4, ge=1, le=10_000, description="Optimizer steps per iteration")
     objective: Literal["ppo", "gspo", "cispo", "sapo", "dppo", "reinforce"] = Field(default="ppo", description="Policy loss")
+    proximal: Literal["trainer", "engine"] = Field(
+        default="trainer",
+        description="Whose logprobs the ratio compares with; trainer: computed with the weights that the iteration started from, in a "
+        "forward pass of their own; engine: those recorded while sampling, without that pass",
+    )
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="Clip of the ratio below 1")
     clip_high: float = Field(default=0.28, gt=0, description="Clip of the ratio above 1")
     dual_clip: float | None = Field(
@@ -205,9 +210,14 @@ class RlConfig(OptimizerConfig):
         return bool(self.rollouts_from) or self.overlap == "iteration" or (self.oversampling > 1 and self.train_stale_tokens)
 
     @property
+    def anchored(self) -> bool:
+        """Whether the ratio is to the probabilities that were recorded while sampling: it corrects for all that lies between."""
+        return self.proximal == "engine" or self.objective == "dppo"
+
+    @property
     def corrects_staleness(self) -> bool:
-        """Whether something corrects for tokens that an older policy sampled; the objective dppo does by itself."""
-        return self.importance != "none" or self.objective == "dppo"
+        """Whether something corrects for tokens that an older policy sampled."""
+        return self.importance != "none" or self.anchored
 
     def sampled_by(self, iteration: int) -> int:
         """The weight version that samples an iteration."""

@@ -29,7 +29,7 @@ async def train(session: Session, *, iteration: int, batch: ArtifactRef, steps: 
     jobs = step_jobs(session.run, iteration, steps, len(steps)) if steps else [rl_job(session.run, iteration, batch)]
     metrics = await train_job(session, iteration, jobs[-1], earlier=jobs[:-1])
     rl = session.config.rl
-    for fault in first_step_faults(metrics["first_step"], iteration, rl.objective, bool(rl.reference)):
+    for fault in first_step_faults(metrics["first_step"], iteration, rl.anchored, bool(rl.reference)):
         log.warning("iteration %d: %s", iteration, fault)
     manifest = await asyncio.to_thread(read_manifest, session.run.store, batch.folder, batch.sha256)
     stale = manifest.metrics["rollout/num_tokens_stale"]
@@ -49,8 +49,9 @@ async def train_step(session: Session, *, iteration: int, step: int, steps: list
     return StageResult(steps[-1], await train_job(session, iteration, job, earlier=earlier), cached=False)
 
 
-def first_step_faults(first: Metrics, iteration: int, objective: str, other_reference: bool = False) -> list[str]:
-    """What does not hold of a first step, which is taken with the weights that the proximal logprobs are of: a fault of ours.
+def first_step_faults(first: Metrics, iteration: int, anchored: bool, other_reference: bool = False) -> list[str]:
+    """What does not hold of a first step, which is taken with the weights that the proximal logprobs are of: a fault of ours. `anchored`: its
+    ratios are to the rollout's probabilities, which differ from the start.
 
     A warning, not an error: the importance of a drift depends on its size, and the run may be days old.
     """
@@ -59,7 +60,7 @@ def first_step_faults(first: Metrics, iteration: int, objective: str, other_refe
         faults.append(f"the first step is not on-policy: mean |policy - proximal logprobs| is {first['onpolicy_abs']:.3g}, "
                       f"expected below {ONPOLICY_MAX:g}")  # fmt: skip
     clipped = first["clip_fraction_low"] + first["clip_fraction_high"]
-    if clipped and objective != "dppo":  # which compares with the rollout's probabilities, that differ from the start
+    if clipped and not anchored:
         faults.append(f"the first step clips {clipped:.3g} of the tokens, expected none: its ratios are all 1")
     if iteration == 0 and not other_reference and first["reference_abs"]:
         faults.append(

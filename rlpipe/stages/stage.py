@@ -125,7 +125,7 @@ def stage_settings(config: PipelineConfig, fields: Sequence[str]) -> JsonDict:
             settings["data"] = [entry for entry in tree["data"] if entry["use"] == field_name]
         elif field_name == "*":
             settings |= {f"{section}.{key}": value for key, value in tree[section].items()}
-        else:
+        elif field_name in tree[section]:  # else as before there was such a choice
             settings[name] = tree[section][field_name]
     return settings
 

@@ -29,7 +29,7 @@ from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Metrics, data_seed
 log = logging.getLogger(__name__)
 OPTIMIZER = [*OptimizerConfig.model_fields, *RETIRED["sft"]]
 RL_TRAINING = [
-    *OPTIMIZER, "num_steps", "objective", "clip_low", "clip_high", "dual_clip", "aggregation", "kl", "kl_coef", "kl_estimator",
+    *OPTIMIZER, "num_steps", "objective", "proximal", "clip_low", "clip_high", "dual_clip", "aggregation", "kl", "kl_coef", "kl_estimator",
     "estimator", "gamma", "entropy_coef", "importance", "importance_low", "importance_high", "temperature", "completion_tokens_max",
 ]  # fmt: skip
 SFT_TRAINING = [*OPTIMIZER, "num_steps", "batch_size", "segment_steps"]

@@ -34,9 +34,9 @@ class Gaps:
     def __init__(self) -> None:
         self._parts: list[tuple[Microbatch, Tensor]] = []
 
-    def add(self, microbatch: Microbatch, proximal_BT: Tensor, recorded_BT: Tensor) -> None:
-        """The trainer's logprobs of a microbatch, by the weights that the iteration started from; `recorded`: where the engine's are known."""
-        gap_BT = (proximal_BT - microbatch.rollout_logprobs_BT).masked_fill(~recorded_BT, torch.nan)
+    def add(self, microbatch: Microbatch, start_BT: Tensor, recorded_BT: Tensor) -> None:
+        """The trainer's logprobs of a microbatch, by the weights that the iteration started from; `recorded`: where they and the engine's are known."""
+        gap_BT = (start_BT - microbatch.rollout_logprobs_BT).masked_fill(~recorded_BT, torch.nan)
         self._parts.append((microbatch, gap_BT))
 
     def gathered(self, gang: Gang, rollouts: RlBatch) -> list[TokenGaps]:

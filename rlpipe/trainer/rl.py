@@ -36,7 +36,7 @@ from rlpipe.trainer.step import (
     plan_batch,
     summary,
 )
-from rlpipe.types import JsonDict
+from rlpipe.types import JsonDict, UserError
 
 # sums over tokens, divided by the step's num_tokens; loss, policy_loss and kl come aggregated
 TOKEN_SUMS = (
@@ -68,6 +68,7 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     proximal_logprobs are those of the weights that the iteration started from, in the very microbatches that are then trained: the
     first step is on-policy to the bit. They are computed for all steps before the first; where each step is a job of its own, with a copy of
     those weights. Of an only step they are those of its own forward pass. Advantages are of all that the job trains at once.
+    With `proximal = "engine"` they are what was recorded while sampling; UserError where that is not known.
     """
     settings, rollouts = job.settings, None
     with gang.together():
@@ -76,16 +77,19 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     started, first, num_steps, sequences = time.monotonic(), job.step or 0, len(rollouts.steps), rollouts.steps
     if job.step is not None:  # one of which nothing can be trained is a step all the same
         num_steps, sequences = settings.num_steps, rollouts.steps or [[]]
+    computed = settings.proximal == "trainer" and (num_steps > 1 or settings.kl == "reward")
     if first == 0:
-        resident.begin(keep=job.step is not None and num_steps > 1)
+        resident.begin(keep=job.step is not None and num_steps > 1 and computed)
     taken = resident.taken
     assert len(taken.batches) == first, f"step {first} does not follow {len(taken.batches)}"
     rows = resident.rows if reference is None else min(resident.rows, reference.rows)
     planned = [plan_batch(gang, rows, step) for step in sequences]
+    if settings.proximal == "engine":
+        planned = recorded(gang, job.data.folder, planned)
     batches = {index: batch for index, batch in enumerate(planned, first) if batch.num_tokens}
     progress, total = 0, 2 * sum(len(batch.microbatches) for batch in batches.values())
-    before = resident.policy if num_steps > 1 or settings.kl == "reward" else None
-    with weights_of_start(resident, moved=first > 0):
+    before = resident.policy if computed else None
+    with weights_of_start(resident, moved=first > 0 and computed):
         for index, batch in batches.items():
             others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
             batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature, others)
@@ -94,7 +98,8 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     for index, batch in batches.items():
         place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
         how = StepSettings(settings, job.first_step + index - first, settings.temperature, place, entropy_trained=trained)
-        sums = optimizer_step(gang, resident, with_advantages(batch, advantages_N), loss_part(batch, settings, gaps), how)
+        part = loss_part(batch, settings, gaps, moved=len(taken.metrics) > 0)
+        sums = optimizer_step(gang, resident, with_advantages(batch, advantages_N), part, how)
         taken.metrics.append({name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()})
         gang.report(progress := progress + len(batch.microbatches), total)
     taken.batches += [replace(batch, microbatches=[]) for batch in planned]
@@ -103,7 +108,24 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     if len(taken.batches) == num_steps:
         taken.start.clear()
     passes = [(resident.policy, TRAINED + (before is not None)), *([(reference.policy, 1)] if reference else [])]
-    return JobResult(metrics_of(gang, resident, passes))
+    return JobResult(metrics_of(gang, resident, passes, settings))
+
+
+def recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> list[StepBatch]:
+    """The batches with proximal_logprobs that are those recorded while sampling. UserError on all ranks where a token to train has none."""
+    with gang.together():
+        own = [microbatch for batch in batches for microbatch in batch.microbatches]
+        masked = [microbatch.rollout_logprobs_BT[microbatch.mask_BT > 0] for microbatch in own]
+        if unknown := sum(int((logprobs == UNRECORDED).sum()) for logprobs in masked):
+            raise UserError(
+                f"rl.proximal='engine': {unknown} tokens of {folder} have no logprob that was recorded while sampling; use "
+                "rl.proximal = 'trainer'"
+            )
+    return [replace(batch, microbatches=[as_recorded(microbatch) for microbatch in batch.microbatches]) for batch in batches]
+
+
+def as_recorded(microbatch: Microbatch) -> Microbatch:
+    return replace(microbatch, proximal_logprobs_BT=microbatch.rollout_logprobs_BT)
 
 
 def weights_of_start(resident: Resident, moved: bool) -> contextlib.AbstractContextManager[None]:
@@ -119,7 +141,7 @@ def exchanged(resident: Resident, others: list[Tensor]) -> Iterator[None]:
     resident.exchange(others)  # after a fault nothing stays resident
 
 
-def metrics_of(gang: Gang, resident: Resident, passes: list[tuple[PolicyModel, int]]) -> JsonDict:
+def metrics_of(gang: Gang, resident: Resident, passes: list[tuple[PolicyModel, int]], settings: RlConfig) -> JsonDict:
     """What the steps that were taken came to. `passes`: forward passes of a step, by policy."""
     steps, batches = resident.taken.metrics, resident.taken.batches
     first = {name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")}
@@ -127,6 +149,8 @@ def metrics_of(gang: Gang, resident: Resident, passes: list[tuple[PolicyModel, i
     beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": train_s}
     beside["train/peak_memory_gib"] = gang.peak_memory_gib()
     beside |= mfu(gang, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])
+    if settings.proximal == "engine":  # later steps have moved the policy
+        beside["train/mismatch_abs_mean"] = steps[0]["mismatch_abs_mean"] if steps else 0.0
     return summary(steps, STEP_METRICS, batches) | resident.policy.experts.metrics(gang.sum) | beside
 
 
@@ -137,7 +161,8 @@ def with_frozen(
     temperature: float,
     reference_weights: contextlib.AbstractContextManager[None] | None = None,
 ) -> StepBatch:
-    """The batch with proximal_logprobs and reference_logprobs, where there is a policy and a reference, which has its weights within a body."""
+    """The batch with proximal_logprobs and reference_logprobs, where there is a policy and a reference, which has its weights within a body.
+    Without a policy the proximal ones stay what they are."""
 
     def of(frozen: PolicyModel | None) -> Sequence[Tensor | None]:
         return frozen_logprobs(frozen, batch.microbatches, temperature) if frozen else [None] * len(batch.microbatches)
@@ -146,7 +171,11 @@ def with_frozen(
     with reference_weights or contextlib.nullcontext():
         referenced = of(reference)
     microbatches = [
-        replace(microbatch, proximal_logprobs_BT=proximal_BT, reference_logprobs_BT=reference_BT)
+        replace(
+            microbatch,
+            proximal_logprobs_BT=microbatch.proximal_logprobs_BT if proximal_BT is None else proximal_BT,
+            reference_logprobs_BT=reference_BT,
+        )
         for microbatch, proximal_BT, reference_BT in zip(batch.microbatches, proximal, referenced, strict=True)
     ]
     return replace(batch, microbatches=microbatches)
@@ -188,8 +217,12 @@ def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimato
     return of_whole_batch(gang, int(rollouts.lengths_B.sum()), parts).numpy()
 
 
-def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps) -> LossPart:
-    """What a microbatch of this step adds to the loss: sums divided by counts of the whole step, on all ranks. And to `gaps`."""
+def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, moved: bool = False) -> LossPart:
+    """What a microbatch of this step adds to the loss: sums divided by counts of the whole step, on all ranks. And to `gaps`.
+
+    `moved`: the policy has been updated since the iteration started.
+    """
+    computed = settings.proximal == "trainer"
     clips = settings.model_dump(include={"objective", "clip_low", "clip_high", "dual_clip"})
     bounds = {"low": settings.importance_low, "high": settings.importance_high}
     scalar = partial(
@@ -203,11 +236,13 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps) -> LossPart:
     def part(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BT, advantages_BT = microbatch.mask_BT, microbatch.advantages_BT
         assert advantages_BT is not None, "advantages come first"
-        proximal_BT = logprobs_BT.detach() if microbatch.proximal_logprobs_BT is None else microbatch.proximal_logprobs_BT
+        given_BT, own_BT = microbatch.proximal_logprobs_BT, logprobs_BT.detach()
+        proximal_BT = own_BT if given_BT is None else given_BT
+        start_BT = proximal_BT if computed else own_BT  # of the weights that the iteration started from, unless they have moved
         # those that nobody recorded: their tokens are trained as if the policy before the first step had sampled them
         recorded_BT = microbatch.rollout_logprobs_BT != UNRECORDED
         rollout_BT = torch.where(recorded_BT, microbatch.rollout_logprobs_BT, proximal_BT)
-        gaps.add(microbatch, proximal_BT, recorded_BT)
+        gaps.add(microbatch, start_BT, recorded_BT if computed or not moved else torch.zeros_like(recorded_BT))
         anchor_BT = rollout_BT if settings.objective == "dppo" else proximal_BT
         losses_BT, below_BT, above_BT = policy_terms(logprobs_BT, anchor_BT, advantages_BT, mask_BT, **clips)
         weights_BT, bounded_BT = importance_weights(proximal_BT, rollout_BT, mask_BT, mode=settings.importance, **bounds)
@@ -225,7 +260,7 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps) -> LossPart:
             "clip_fraction_high": above_BT,
             "importance_mean": weights_BT,
             "importance_clipped_fraction": bounded_BT,
-            **_distances(microbatch, rollout_BT, proximal_BT, logprobs_BT.detach()),
+            **_distances(microbatch, rollout_BT, proximal_BT, start_BT, own_BT),
         }
         sums = {name: (values[name].float() * mask_BT).sum() for name in TOKEN_SUMS}
         return loss, {"policy_loss": policy_part, "kl": kl_part, **sums}
@@ -233,12 +268,14 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps) -> LossPart:
     return part
 
 
-def _distances(microbatch: Microbatch, rollout_BT: Tensor, proximal_BT: Tensor, logprobs_BT: Tensor) -> dict[str, Tensor]:
+def _distances(
+    microbatch: Microbatch, rollout_BT: Tensor, proximal_BT: Tensor, start_BT: Tensor, logprobs_BT: Tensor
+) -> dict[str, Tensor]:
     """How far the policies lie apart, per token."""
     reference_BT = logprobs_BT if microbatch.reference_logprobs_BT is None else microbatch.reference_logprobs_BT
     return {
         "proximal_kl": kl(proximal_BT, logprobs_BT, estimator="k3"),
-        "mismatch_abs_mean": kl(proximal_BT, rollout_BT, estimator="abs"),
-        "onpolicy_abs": kl(logprobs_BT, proximal_BT, estimator="abs"),
+        "mismatch_abs_mean": kl(start_BT, rollout_BT, estimator="abs"),
+        "onpolicy_abs": kl(logprobs_BT, start_BT, estimator="abs"),
         "reference_abs": kl(logprobs_BT, reference_BT, estimator="abs"),
     }
