@@ -174,7 +174,7 @@ def report(pairs: list[dict[str, Seen]]) -> bool:
     print(
         f"{'':28s} {'seconds':>22s} {'TRL takes times':>22s}  reward: first   last   tokens  trained  steps  sequences of a step"
     )
-    for name in (ALL, DROPPED, OTHER):
+    for name in pairs[0]:
         runs = [pair[name] for pair in pairs]
         times = spread([pair[OTHER].median_s / pair[name].median_s for pair in pairs])
         first, last = statistics.mean(run.rewards[0] for run in runs), statistics.mean(run.last_reward for run in runs)

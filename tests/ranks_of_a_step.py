@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
     settings = RlConfig.model_validate(world.RL)
     batch = with_frozen(plan_batch(gang, Rows.PACKED, rollouts.steps[0]), resident.policy, None, 1.0)
     batch = with_advantages(batch, advantages(gang, rollouts, [batch], settings))
-    part, kept = loss_part(batch, settings, Gaps()), []
+    part, kept = loss_part(batch, settings, Gaps(), moved=False), []
 
     def watched(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kept.append(whole_gradients(resident.policy))

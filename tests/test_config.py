@@ -66,8 +66,19 @@ def test_a_bad_value_is_refused_with_field_value_and_fix(override: str, message:
         (["gamma=0.9", "estimator=reinforce_plus_plus_baseline"], "discounts nothing"),
         (["kl=reward", "kl_coef=0.1", "estimator=maxrl"], "maxrl divides by the mean reward"),
         (["dual_clip=3.0", "objective=cispo"], "objective cispo has no such clip"),
-        (["objective=dppo"], "corrected twice; use importance = 'none'"),
-        (["proximal=engine"], r"^rl\.importance='token_truncate': rl\.proximal='engine' divides .* use importance = 'none'"),
+        (["objective=dppo"], "with objective dppo the ratio is .* use importance = 'none'"),
+        (
+            ["proximal=engine"],
+            r"^rl\.importance='token_truncate': with rl\.proximal='engine' the ratio .* use importance = 'none'",
+        ),
+        (
+            ["proximal=engine", "importance=none", "objective=reinforce"],
+            r"^rl\.proximal='engine': objective reinforce has no ratio",
+        ),
+        (
+            ["proximal=engine", "importance=none", "rollouts_from=run:b"],
+            r"^rl\.proximal='engine': what sampled run:b is no engine",
+        ),
         (["objective=dppo", "importance=none", "clip_high=1.5"], "clip_high below 1"),
         (["importance_low=2.0"], "importance_low below importance_high"),
         (["importance_low=0.5", "importance=sequence_mask"], "sequence_mask has no lower bound"),

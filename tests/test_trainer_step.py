@@ -27,7 +27,7 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.gap import Gaps
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence
-from rlpipe.trainer.rl import TOKEN_SUMS, advantages, loss_part, recorded, with_advantages, with_frozen
+from rlpipe.trainer.rl import TOKEN_SUMS, advantages, as_recorded, loss_part, with_advantages, with_frozen
 from rlpipe.trainer.step import Resident, StepBatch, StepSettings, forward, optimizer_step, plan_batch
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import JsonDict, StepRefused
@@ -113,10 +113,11 @@ def ready(
     rows: Rows = Rows.PACKED,
 ) -> StepBatch:
     """One step over `sequences`, with everything that comes before the first update."""
-    planned, before = [plan_batch(gang, rows, sequences)], policy
+    batch = plan_batch(gang, rows, sequences)
     if settings.proximal == "engine":
-        planned, before = recorded(gang, "here", planned), None
-    batch = with_frozen(planned[0], before, setup.reference, 1.0)
+        batch = with_frozen(as_recorded(batch), None, setup.reference, 1.0)
+    else:
+        batch = with_frozen(batch, policy, setup.reference, 1.0)
     return with_advantages(batch, advantages(gang, setup.rollouts, [batch], settings))
 
 
@@ -126,7 +127,7 @@ def gradients(
     """The gradient of one step and its sums. It is read out of a fresh AdamW: the first moment is (1 - beta1) times it."""
     resident, settings = resident_of(gang), settings_of(name)
     batch = ready(gang, setup, sequences, setup.proximal, settings, rows)
-    sums = optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps()), HOW)
+    sums = optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps(), moved=False), HOW)
     moments = {name: resident.optimizer.state[shard]["exp_avg"].clone() for name, shard in resident.shards.items()}
     assert all(moment.abs().max() > 0 for moment in moments.values())
     return moments, sums
@@ -275,7 +276,7 @@ def test_microbatches_of_padding_and_unscored_sequences_change_nothing(
     told = [advantages(gang, setup.rollouts, [each], settings) for each in (whole, both)]
     assert torch.equal(*told), "padding has no KL"
     (frozen,) = with_advantages(alone, told[0]).microbatches
-    loss, sums = loss_part(batch, settings, Gaps())(frozen, *forward(resident.policy, padding, 1.0))
+    loss, sums = loss_part(batch, settings, Gaps(), moved=False)(frozen, *forward(resident.policy, padding, 1.0))
     loss.backward()
     assert loss.item() == 0 and all(value.item() == 0 for value in sums.values())
     assert all(not gradient.any() for gradient in resident.gradients())
@@ -288,7 +289,7 @@ def test_a_step_that_is_not_finite_changes_nothing(gang: Gang, setup: World, seq
     batch = ready(gang, setup, poisoned, resident.policy, settings)
     how = StepSettings(OptimizerConfig(learning_rate=1e-3), step=0, temperature=1.0, address="runs/a/rl/00003/batch step 2")
     with pytest.raises(StepRefused, match="runs/a/rl/00003/batch step 2: loss nan"):
-        optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps()), how)
+        optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps(), moved=False), how)
     assert world.fingerprint(list(resident.shards.values())) == before and resident.optimizer_step == 0
 
 
@@ -296,7 +297,7 @@ def test_gradient_clip_bounds_the_norm(gang: Gang, setup: World, sequences: list
     resident, settings = resident_of(gang), settings_of("ppo")
     batch = ready(gang, setup, sequences, resident.policy, settings)
     how = dataclasses.replace(HOW, optimizer=OptimizerConfig(grad_clip=0.01))
-    done = optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps()), how)
+    done = optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps(), moved=False), how)
     moments = torch.stack([entry["exp_avg"].square().sum() for entry in resident.optimizer.state.values()])
     assert done["grad_norm"] > 0.01
     assert float(moments.sum().sqrt()) == pytest.approx(0.1 * 0.01, rel=1e-4)

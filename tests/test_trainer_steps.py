@@ -162,7 +162,10 @@ def test_tokens_without_a_recorded_logprob_are_refused_by_the_engines_logprobs(t
     rows = world.rollout_rows(2, 2)
     rows[1]["loss_mask"][:2], rows[1]["rollout_logprobs"][:2] = [1, 0], [UNRECORDED, UNRECORDED]
     batch = world.batch(trainer.gang.store, "batch", rows)
-    with pytest.raises(UserError, match=r"^rl\.proximal='engine': 1 tokens of batch .*; use rl\.proximal = 'trainer'"):
+    with pytest.raises(
+        UserError,
+        match=r"^rl\.proximal='engine': 1 tokens of batch .*; start another run, or a fork, with rl\.proximal = 'trainer'",
+    ):
         world.run(trainer, "train", world.train("a", "b", "rl", batch, {"proximal": "engine", "importance": "none"}))
 
 

@@ -57,7 +57,8 @@ class StopConfig(BaseModel, **STRICT):
     reward_plateau: int = Field(default=0, ge=0, description="Iterations without a new best mean reward; 0: no rule")
     kl_max: Bound = Field(default=0.0, description="Largest KL to the reference (train/kl; needs rl.kl); 0: no rule")
     proximal_kl_max: Bound = Field(
-        default=0.0, description="Largest KL to the policy that the iteration started from (train/proximal_kl); 0: no rule"
+        default=0.0,
+        description="Largest KL to the proximal logprobs (train/proximal_kl), which are of the start of the iteration; 0: no rule",
     )
 
 

@@ -31,6 +31,7 @@ OPERATIONAL_FIELDS = {
     "rl.on_mismatch",
     "rl.mismatch_max",
 }
+ADDED = {"rl": {"proximal": "trainer"}}  # fields of newer versions, by section, with the value that older runs worked with
 ADAPTER_FIELDS = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
 STORED = "stored"  # the context in which pydantic reads what is in a store
 # fields of older versions, by section, with the value that every run now works with
@@ -245,13 +246,14 @@ class PipelineConfig(BaseModel, **STRICT):
 
 
 def stored_tree(config: PipelineConfig) -> JsonDict:
-    """The config as the store keeps it: with the retired fields, so that the settings of old runs and new ones are the same bytes."""
+    """The config as the store keeps it: with the retired fields, and without added ones that change nothing, so that the settings of old runs
+    and new ones are the same bytes."""
     tree = config.model_dump(mode="json")
     for data in tree["data"]:
         if data["on_too_long"] is None:  # as before there was such a choice
             del data["on_too_long"]
-    if config.rl.proximal == "trainer":
-        del tree["rl"]["proximal"]
+    for section, fields in ADDED.items():
+        tree[section] = {name: value for name, value in tree[section].items() if name not in fields or value != fields[name]}
     if config.model.adapter == "none":
         for name in ADAPTER_FIELDS:
             del tree["model"][name]

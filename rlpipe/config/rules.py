@@ -165,7 +165,11 @@ def _of_losses(rl: RlConfig) -> Iterator[str]:
         yield f"{rl.dual_clip=}: objective {rl.objective} has no such clip; use dual_clip = none, or ppo or gspo"
     if rl.anchored and rl.importance != "none":
         by = "objective dppo" if rl.objective == "dppo" else f"{rl.proximal=}"
-        yield f"{rl.importance=}: {by} divides by the rollout's probability already, and would be corrected twice; use importance = 'none'"
+        yield f"{rl.importance=}: with {by} the ratio is to the rollout's probability, and corrects already; use importance = 'none'"
+    if rl.proximal == "engine" and rl.objective == "reinforce":
+        yield f"{rl.proximal=}: objective reinforce has no ratio, which it would be for; use proximal = 'trainer'"
+    if rl.proximal == "engine" and rl.rollouts_from:
+        yield f"{rl.proximal=}: what sampled {rl.rollouts_from} is no engine of this run, and may have recorded nothing; use proximal = 'trainer'"
     if rl.objective == "dppo" and rl.clip_high >= 1:
         yield f"{rl.clip_high=}: objective dppo bounds a difference of probabilities, which is below 1; use clip_high below 1"
     if rl.importance_low >= rl.importance_high:

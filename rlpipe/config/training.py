@@ -171,7 +171,9 @@ class RlConfig(OptimizerConfig):
     )
     importance_low: float = Field(default=0.0, ge=0, description="Lower bound of the importance weight")
     importance_high: float = Field(default=2.0, gt=0, description="Upper bound of the importance weight")
-    mismatch_max: float = Field(default=0.05, gt=0, description="Largest expected mean |proximal - rollout logprobs|")
+    mismatch_max: float = Field(
+        default=0.05, gt=0, description="Largest expected mean |trainer's - engine's logprobs| at the start"
+    )
     on_mismatch: Literal["warn", "stop", "fail"] = Field(
         default="warn", description="Above mismatch_max: warn, end the run after the iteration, or refuse its policy"
     )
@@ -211,7 +213,7 @@ class RlConfig(OptimizerConfig):
 
     @property
     def anchored(self) -> bool:
-        """Whether the ratio is to the probabilities that were recorded while sampling: it corrects for all that lies between."""
+        """Whether the ratio is to the probabilities that were recorded while sampling, and corrects for what lies between."""
         return self.proximal == "engine" or self.objective == "dppo"
 
     @property

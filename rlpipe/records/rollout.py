@@ -141,7 +141,8 @@ class Branch:
 @dataclass(frozen=True, eq=False)
 class TokenGaps:
     """How far engine and trainer are apart at the N scored tokens of a trained rollout (`loss_mask` 1 in the batch), in their order:
-    proximal_logprobs minus rollout_logprobs in nats, above 0 where the trainer gives the token more; nan where nobody recorded the latter."""
+    the trainer's logprobs, by the weights that the iteration started from, minus rollout_logprobs in nats, above 0 where the trainer gives the
+    token more; nan where one of them is not known."""
 
     group_index: Int32
     rollout_index: Int32

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
-from rlpipe.config.pipeline import PipelineConfig, stored_tree
+from rlpipe.config.pipeline import ADDED, PipelineConfig, stored_tree
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.stages.behind import Published
 from rlpipe.stages.session import Session
@@ -125,7 +125,7 @@ def stage_settings(config: PipelineConfig, fields: Sequence[str]) -> JsonDict:
             settings["data"] = [entry for entry in tree["data"] if entry["use"] == field_name]
         elif field_name == "*":
             settings |= {f"{section}.{key}": value for key, value in tree[section].items()}
-        elif field_name in tree[section]:  # else as before there was such a choice
+        elif field_name in tree[section] or field_name not in ADDED.get(section, {}):
             settings[name] = tree[section][field_name]
     return settings
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.gap import Gaps, of_whole_batch
 from rlpipe.trainer.jobs import JobResult, RlJob
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.packing import Rows
+from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.step import (
     LossPart,
     Resident,
@@ -68,7 +68,7 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     proximal_logprobs are those of the weights that the iteration started from, in the very microbatches that are then trained: the
     first step is on-policy to the bit. They are computed for all steps before the first; where each step is a job of its own, with a copy of
     those weights. Of an only step they are those of its own forward pass. Advantages are of all that the job trains at once.
-    With `proximal = "engine"` they are what was recorded while sampling; UserError where that is not known.
+    With `proximal = "engine"` they are what was recorded while sampling, and no pass is made; UserError where that is not known.
     """
     settings, rollouts = job.settings, None
     with gang.together():
@@ -85,15 +85,17 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     rows = resident.rows if reference is None else min(resident.rows, reference.rows)
     planned = [plan_batch(gang, rows, step) for step in sequences]
     if settings.proximal == "engine":
-        planned = recorded(gang, job.data.folder, planned)
+        check_recorded(job.data.folder, sequences)
+        planned = [as_recorded(batch) for batch in planned]
     batches = {index: batch for index, batch in enumerate(planned, first) if batch.num_tokens}
-    progress, total = 0, 2 * sum(len(batch.microbatches) for batch in batches.values())
     before = resident.policy if computed else None
+    ahead = before is not None or reference is not None  # there is a pass before the steps
+    progress, total = 0, (1 + ahead) * sum(len(batch.microbatches) for batch in batches.values())
     with weights_of_start(resident, moved=first > 0 and computed):
         for index, batch in batches.items():
             others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
             batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature, others)
-            gang.report(progress := progress + len(batch.microbatches), total)
+            gang.report(progress := progress + ahead * len(batch.microbatches), total)
     advantages_N, gaps = advantages(gang, rollouts, list(batches.values()), settings), Gaps()
     for index, batch in batches.items():
         place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
@@ -111,21 +113,21 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     return JobResult(metrics_of(gang, resident, passes, settings))
 
 
-def recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> list[StepBatch]:
-    """The batches with proximal_logprobs that are those recorded while sampling. UserError on all ranks where a token to train has none."""
-    with gang.together():
-        own = [microbatch for batch in batches for microbatch in batch.microbatches]
-        masked = [microbatch.rollout_logprobs_BT[microbatch.mask_BT > 0] for microbatch in own]
-        if unknown := sum(int((logprobs == UNRECORDED).sum()) for logprobs in masked):
-            raise UserError(
-                f"rl.proximal='engine': {unknown} tokens of {folder} have no logprob that was recorded while sampling; use "
-                "rl.proximal = 'trainer'"
-            )
-    return [replace(batch, microbatches=[as_recorded(microbatch) for microbatch in batch.microbatches]) for batch in batches]
+def check_recorded(folder: str, steps: list[list[TrainSequence]]) -> None:
+    """UserError, the same on every rank, where nobody recorded the logprob of a token to train."""
+    if unknown := sum(int((sequence.rollout_logprobs == UNRECORDED).sum()) for step in steps for sequence in step):
+        raise UserError(
+            f"rl.proximal='engine': {unknown} tokens of {folder} have no logprob that was recorded while sampling; start another run, "
+            "or a fork, with rl.proximal = 'trainer'"
+        )
 
 
-def as_recorded(microbatch: Microbatch) -> Microbatch:
-    return replace(microbatch, proximal_logprobs_BT=microbatch.rollout_logprobs_BT)
+def as_recorded(batch: StepBatch) -> StepBatch:
+    """The batch with proximal_logprobs that are those recorded while sampling."""
+    microbatches = [
+        replace(microbatch, proximal_logprobs_BT=microbatch.rollout_logprobs_BT) for microbatch in batch.microbatches
+    ]
+    return replace(batch, microbatches=microbatches)
 
 
 def weights_of_start(resident: Resident, moved: bool) -> contextlib.AbstractContextManager[None]:
@@ -161,22 +163,17 @@ def with_frozen(
     temperature: float,
     reference_weights: contextlib.AbstractContextManager[None] | None = None,
 ) -> StepBatch:
-    """The batch with proximal_logprobs and reference_logprobs, where there is a policy and a reference, which has its weights within a body.
-    Without a policy the proximal ones stay what they are."""
-
-    def of(frozen: PolicyModel | None) -> Sequence[Tensor | None]:
-        return frozen_logprobs(frozen, batch.microbatches, temperature) if frozen else [None] * len(batch.microbatches)
-
-    proximal = of(policy)
-    with reference_weights or contextlib.nullcontext():
-        referenced = of(reference)
+    """The batch with proximal_logprobs where there is a policy, and with reference_logprobs where there is a reference, which has its weights
+    within a body."""
+    found: dict[str, list[Tensor]] = {}
+    if policy:
+        found["proximal_logprobs_BT"] = frozen_logprobs(policy, batch.microbatches, temperature)
+    if reference:
+        with reference_weights or contextlib.nullcontext():
+            found["reference_logprobs_BT"] = frozen_logprobs(reference, batch.microbatches, temperature)
     microbatches = [
-        replace(
-            microbatch,
-            proximal_logprobs_BT=microbatch.proximal_logprobs_BT if proximal_BT is None else proximal_BT,
-            reference_logprobs_BT=reference_BT,
-        )
-        for microbatch, proximal_BT, reference_BT in zip(batch.microbatches, proximal, referenced, strict=True)
+        replace(microbatch, **{name: logprobs[index] for name, logprobs in found.items()})
+        for index, microbatch in enumerate(batch.microbatches)
     ]
     return replace(batch, microbatches=microbatches)
 
@@ -217,7 +214,7 @@ def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimato
     return of_whole_batch(gang, int(rollouts.lengths_B.sum()), parts).numpy()
 
 
-def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, moved: bool = False) -> LossPart:
+def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) -> LossPart:
     """What a microbatch of this step adds to the loss: sums divided by counts of the whole step, on all ranks. And to `gaps`.
 
     `moved`: the policy has been updated since the iteration started.

@@ -111,7 +111,11 @@ def _no_gap(files: GroupFiles, trained: bool) -> str:
     if files.gap is None and files.run.iteration(files.number) is None:
         return "the iteration is not trained yet"
     older = f"iteration {files.number} has none stored: an older version of rlpipe trained it"
-    return older if files.gap is None else "nobody recorded the engine's logprobs, or no token was trained"
+    if files.gap is None:
+        return older
+    if files.run.config.rl.proximal == "engine":
+        return "its step was not the first, and rl.proximal='engine' makes no pass by the weights of the start; or no token was trained"
+    return "nobody recorded the engine's logprobs, or no token was trained"
 
 
 def prompt_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
