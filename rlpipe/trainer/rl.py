@@ -165,14 +165,14 @@ def with_frozen(
 ) -> StepBatch:
     """The batch with proximal_logprobs where there is a policy, and with reference_logprobs where there is a reference, which has its weights
     within a body."""
-    found: dict[str, list[Tensor]] = {}
+    frozen: dict[str, list[Tensor]] = {}
     if policy:
-        found["proximal_logprobs_BT"] = frozen_logprobs(policy, batch.microbatches, temperature)
+        frozen["proximal_logprobs_BT"] = frozen_logprobs(policy, batch.microbatches, temperature)
     if reference:
         with reference_weights or contextlib.nullcontext():
-            found["reference_logprobs_BT"] = frozen_logprobs(reference, batch.microbatches, temperature)
+            frozen["reference_logprobs_BT"] = frozen_logprobs(reference, batch.microbatches, temperature)
     microbatches = [
-        replace(microbatch, **{name: logprobs[index] for name, logprobs in found.items()})
+        replace(microbatch, **{name: logprobs[index] for name, logprobs in frozen.items()})
         for index, microbatch in enumerate(batch.microbatches)
     ]
     return replace(batch, microbatches=microbatches)
