@@ -21,7 +21,7 @@ from flows.cli_queries import sql
 from flows.cli_services import STORE, Sets, StoreUrl, add_service_commands, checked_store, readable_store
 from flows.cli_view import view
 from flows.cli_why import why
-from flows.server import Terminated, apply_automations, prefect_server, run_flow, set_defaults, terminable
+from flows.server import Terminated, apply_automations, run_flow, running_server, set_defaults, terminable
 from rlpipe.config.fields import field_lines
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
@@ -135,7 +135,7 @@ def _run(config: PipelineConfig) -> None:
 
     logs, configured = work_dir_of(config), PREFECT_API_URL.value()
     log_to(logs)
-    with prefect_server(logs) as url:
+    with running_server(logs) as url:
         page = f"{url.removesuffix('/api')}{'' if PREFECT_API_URL.value() == configured else ' (until the run ends)'}"
         typer.echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
         from flows.post_train import post_train

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from flows.server import SERVER, prefect_server, set_defaults
+from flows.server import SERVER, running_server, set_defaults
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.services.registration import ADDRESS_VARIABLE, KEY_VARIABLE, RunService, config_of, own_address, serve
@@ -76,7 +76,7 @@ def evaluate(
 
     logs = work_dir_of(config)
     log_to(logs)
-    with prefect_server(logs) as url:
+    with running_server(logs) as url:
         from flows.evaluate import evaluate as evaluate_flow
 
         typer.echo(f"run {run}: store {store}, logs {logs}, Prefect {url}", err=True)

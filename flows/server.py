@@ -96,7 +96,7 @@ async def _unless_terminated(flow: Coroutine[Any, Any, Result]) -> Result:
 
 
 @contextlib.contextmanager
-def prefect_server(log_dir: Path) -> Iterator[str]:
+def running_server(log_dir: Path) -> Iterator[str]:
     """The URL of the API to use: the user's server when one is configured, else one of our own, on a free port, gone with its parent."""
     from prefect.logging.handlers import APILogHandler
     from prefect.settings import PREFECT_API_URL, temporary_settings

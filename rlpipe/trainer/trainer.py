@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -54,7 +55,8 @@ class Trainer:
         if isinstance(job, LoadJob):
             if self._reference is not None and self._reference[1].adapter:
                 self._reference = None
-            del resident  # its memory is needed
+            del resident
+            gc.collect()  # a sharded module is part of cycles; its memory is needed
             self.resident, differs = load(self.gang, job)
             return JobResult(differs=differs)
         assert resident is not None, f"{job.kind} with nothing resident"
@@ -96,7 +98,9 @@ class Trainer:
             self._reference = None
             return None
         if self._reference is None or self._reference[0] != ref.sha256:
-            self._reference = None
+            if self._reference is not None:
+                self._reference = None
+                gc.collect()
             if adapter := adapter_of_reference(self.gang, resident, ref):
                 reference = Reference(resident.policy, resident.rows, adapter)
             else:
