@@ -22,6 +22,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from benchmarks.growth import NEAR_EMPTY
 from rlpipe.store.artifacts import check_file, is_pruned
 from rlpipe.store.backend import Store, open_store

@@ -87,6 +87,8 @@ def test_a_plateau_is_so_many_iterations_without_a_better_reward(rewards: list[f
         (["stop.proximal_kl_max=0.1"], {"train/proximal_kl": 0.2}, r"stop\.proximal_kl_max=0\.1: .* raise the bound"),
         (["rl.on_mismatch=stop", "rl.mismatch_max=0.01"], {"train/mismatch_abs_mean": 0.02}, r"rl\.mismatch_max=0\.01: train/mis"),
         (["rl.mismatch_max=0.01"], {"train/mismatch_abs_mean": 0.02}, ""),
+        # a fork's, carried by its parent: the policy's own change
+        (["rl.on_mismatch=stop", "rl.mismatch_max=0.01"], {"train/mismatch_abs_mean": 0.02, "rollout/num_tokens_stale": 7}, ""),
         (["stop.proximal_kl_max=0.3"], {"train/proximal_kl": 0.2}, ""),
     ],
 )  # fmt: skip

@@ -221,6 +221,10 @@ class RlConfig(OptimizerConfig):
         """Whether something corrects for tokens that an older policy sampled."""
         return self.importance != "none" or self.anchored
 
+    def mismatch_counts(self, num_tokens_stale: float) -> bool:
+        """Whether the mismatch of an iteration is that of engine and trainer: with so many tokens of older policies it holds the policy's own change."""
+        return not self.rollouts_from and not (num_tokens_stale and self.train_stale_tokens)
+
     def sampled_by(self, iteration: int) -> int:
         """The weight version that samples an iteration."""
         return max(0, iteration - 1) if self.overlap == "iteration" else iteration

@@ -75,7 +75,7 @@ def check_mismatch(mismatch: float, iteration: int, rl: RlConfig, num_tokens_sta
     Not of tokens that an older policy sampled: there it holds the policy's own change. The batch says whether it has such
     (`num_tokens_stale`): in a fork they may be what the parent carried.
     """
-    if mismatch <= rl.mismatch_max or rl.rollouts_from or (num_tokens_stale and rl.train_stale_tokens):
+    if mismatch <= rl.mismatch_max or not rl.mismatch_counts(num_tokens_stale):
         return
     message = (
         f"iteration {iteration}: engine and trainer disagree by {mismatch:.3g} per token (rl.mismatch_max={rl.mismatch_max:g}): "

@@ -97,6 +97,7 @@ def broken_rule(config: PipelineConfig, record: IterationRecord) -> str:
     """The first stop rule that the newest iteration breaks, and what to do; empty: none."""
     stop, rl, metrics, iteration, best = config.stop, config.rl, record.metrics, record.iteration, record.best
     since = iteration - best.iteration
+    stops = rl.on_mismatch == "stop" and rl.mismatch_counts(metrics.get("rollout/num_tokens_stale", 0.0))
     if stop.reward_plateau and since >= stop.reward_plateau:
         return (
             f"stop.reward_plateau={stop.reward_plateau}: no mean reward above {best.reward:.4g} of iteration {best.iteration} "
@@ -105,7 +106,7 @@ def broken_rule(config: PipelineConfig, record: IterationRecord) -> str:
     for name, limit, metric in (
         ("stop.kl_max", stop.kl_max, "train/kl"),
         ("stop.proximal_kl_max", stop.proximal_kl_max, "train/proximal_kl"),
-        ("rl.mismatch_max", rl.mismatch_max if rl.on_mismatch == "stop" else 0.0, "train/mismatch_abs_mean"),
+        ("rl.mismatch_max", rl.mismatch_max if stops else 0.0, "train/mismatch_abs_mean"),
     ):
         if limit and metrics.get(metric, 0.0) > limit:
             return (
