@@ -33,6 +33,8 @@ from tests.test_store_run import tiny
 
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>\0\u202e&amp;"
 
+ENGINES_OWN = ["rl.proximal=engine", "rl.importance=none"]
+
 
 def client(store: Store, key: str = "", **headers: str) -> TestClient:
     return TestClient(view_app(store, key), base_url="http://127.0.0.1:8450", headers=headers)
@@ -220,6 +222,18 @@ def test_the_gap_between_engine_and_trainer_colours_the_tokens(tmp_path: Path) -
         run, ("rl", 1, "batch/round-0"), {"batch.parquet": only([row | {"advantage": 0.5} for row in rows_of(1)[:2]], BATCH)}
     )
     assert "the iteration is not trained yet" in text_of(page(store, rollout_1.replace("iterations/0", "iterations/1")))
+
+
+@pytest.mark.parametrize(("sets", "why"), [([], "nobody recorded"), (ENGINES_OWN, "its step was not the first")])
+def test_a_rollout_whose_gaps_are_not_known_says_why(tmp_path: Path, sets: list[str], why: str) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    run = create_or_continue(tiny(store, "sft.num_steps=0", *sets))
+    build_tokenizer(["Spell this word"], tmp_path)
+    commit_files(run, ("base", 0, "tokenizer"), {"tokenizer.json": (tmp_path / "tokenizer.json").read_bytes()})
+    commit_whole(run, 0)
+    rows = [{"group_index": 0, "rollout_index": 1, "gap": [float("nan")] * 3}]
+    commit_files(run, ("rl", 0, "gap"), {"gap.parquet": to_parquet(rows, GAPS)})
+    assert why in text_of(page(store, "/runs/a/iterations/0/groups/0/rollouts/1?colour=gap"))
 
 
 def test_a_store_without_the_tokenizer_shows_the_text(tmp_path: Path) -> None:
