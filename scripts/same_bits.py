@@ -97,7 +97,7 @@ def main() -> None:
             rlpipe(code, folder, arguments)
         differences += compared(folders[old], folders[new], run)
     begun = ["run", "tiny", "--run", "begun", *TINY]
-    rlpipe(old, folders[old], [*begun, "rl.num_iterations=2"])
+    rlpipe(old, folders[old], [*begun, "rl.num_iterations=2", AS_IT_WAS])
     rlpipe(new, folders[old], begun)
     rlpipe(new, folders[old], ["verify", "begun"])
     rlpipe(new, folders[old], ["show", "begun"])
