@@ -4,8 +4,8 @@
 
 Both start from the preset `tiny` after its SFT (or from --model, a folder that such a run left) and get the same prompts, group size, tokens,
 optimizer steps and learning rate. A pair is one seed: runs of rlpipe that train on all groups (with the trainer's logprobs, and with the
-engine's), one of TRL, one of rlpipe that drops groups of equal rewards, one at a time; every other pair goes the other way round. rlpipe's seconds are from commit to commit of iteration.json, of
-`rlpipe run` with Prefect, MLflow and the store; TRL's from the end of one generation cycle to the end of the next, without logs and checkpoints.
+engine's), one of TRL, one of rlpipe that drops groups of equal rewards, one at a time; every other pair goes the other way round. rlpipe's
+seconds are from commit to commit of iteration.json, of `rlpipe run` with Prefect, MLflow and the store; TRL's from the end of one generation cycle to the end of the next, without logs and checkpoints.
 TRL has an environment of its own, ~/.cache/rlpipe/trl-VERSION, made once. docs/benchmarks.md says what is equal and what is not.
 """
 

@@ -358,8 +358,10 @@ def test_what_a_load_replaces_has_given_its_memory_back_before_the_new_weights_a
 
     monkeypatch.setattr("rlpipe.trainer.trainer.load", watched)
     gc.disable()  # it may come at any time, or not at all
+    gc.freeze()  # as a trainer's heap is between two loads
     try:
         world.run(trainer, "load", world.load_new("again"))
     finally:
+        gc.unfreeze()
         gc.enable()
     assert loads == ["again"]

@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from flows import cli
 from rlpipe.config.operational import TrackingConfig
+from rlpipe.config.source import override_config
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.report.show import run_lines
 from rlpipe.store.artifacts import PRUNED
 from rlpipe.store.backend import Store, open_store
-from rlpipe.store.run import create_or_continue, open_existing
+from rlpipe.store.run import create_or_continue, fork, open_existing
 from rlpipe.types import JsonDict, UserError
 from rlpipe.view import search as looking
 from rlpipe.view.groups import iteration_groups
@@ -233,7 +234,9 @@ def test_a_rollout_whose_gaps_are_not_known_says_why(tmp_path: Path, sets: list[
     commit_whole(run, 0)
     rows = [{"group_index": 0, "rollout_index": 1, "gap": [float("nan")] * 3}]
     commit_files(run, ("rl", 0, "gap"), {"gap.parquet": to_parquet(rows, GAPS)})
-    assert why in text_of(page(store, "/runs/a/iterations/0/groups/0/rollouts/1?colour=gap"))
+    fork(run, 0, override_config(run.config, ["run=b", "rl.proximal=trainer"]))  # which did not train that iteration
+    for name in ("a", "b"):
+        assert why in text_of(page(store, f"/runs/{name}/iterations/0/groups/0/rollouts/1?colour=gap"))
 
 
 def test_a_store_without_the_tokenizer_shows_the_text(tmp_path: Path) -> None:

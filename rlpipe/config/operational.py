@@ -58,7 +58,8 @@ class StopConfig(BaseModel, **STRICT):
     kl_max: Bound = Field(default=0.0, description="Largest KL to the reference (train/kl; needs rl.kl); 0: no rule")
     proximal_kl_max: Bound = Field(
         default=0.0,
-        description="Largest KL to the proximal logprobs (train/proximal_kl), of the start of the iteration or, with rl.proximal = 'engine', as recorded; 0: no rule",
+        description="Largest KL to the proximal logprobs (train/proximal_kl), of the start of the iteration or, with "
+        "rl.proximal = 'engine', as recorded; 0: no rule",
     )
 
 

@@ -18,14 +18,19 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def collect() -> None:
+    """What nobody holds is freed now, also what is part of cycles, and was settled."""
+    gc.unfreeze()
+    gc.collect()
+
+
 def settle_heap() -> None:
     """The garbage collector looks through what is in memory now, and no more from then on, until this is called again.
 
     A process with Prefect or torch has half a million objects, nearly all of them for good: to look through them takes 0.1 to 0.3 s, and was done
     every other iteration.
     """
-    gc.unfreeze()
-    gc.collect()
+    collect()
     gc.freeze()
 
 

@@ -89,7 +89,7 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
         planned = [as_recorded(batch) for batch in planned]
     batches = {index: batch for index, batch in enumerate(planned, first) if batch.num_tokens}
     before = resident.policy if computed else None
-    ahead = before is not None or reference is not None  # there is a pass before the steps
+    ahead = computed or reference is not None  # there is a pass before the steps
     progress, total = 0, (1 + ahead) * sum(len(batch.microbatches) for batch in batches.values())
     with weights_of_start(resident, moved=first > 0 and computed):
         for index, batch in batches.items():
@@ -109,7 +109,7 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     taken.train_s += time.monotonic() - started
     if len(taken.batches) == num_steps:
         taken.start.clear()
-    passes = [(resident.policy, TRAINED + (before is not None)), *([(reference.policy, 1)] if reference else [])]
+    passes = [(resident.policy, TRAINED + computed), *([(reference.policy, 1)] if reference else [])]
     return JobResult(metrics_of(gang, resident, passes, settings))
 
 
@@ -219,7 +219,7 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
 
     `moved`: the policy has been updated since the iteration started.
     """
-    computed = settings.proximal == "trainer"
+    by_engine = settings.proximal == "engine"
     clips = settings.model_dump(include={"objective", "clip_low", "clip_high", "dual_clip"})
     bounds = {"low": settings.importance_low, "high": settings.importance_high}
     scalar = partial(
@@ -235,11 +235,13 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
         assert advantages_BT is not None, "advantages come first"
         given_BT, own_BT = microbatch.proximal_logprobs_BT, logprobs_BT.detach()
         proximal_BT = own_BT if given_BT is None else given_BT
-        start_BT = proximal_BT if computed else own_BT  # of the weights that the iteration started from, unless they have moved
+        start_BT = (
+            own_BT if by_engine else proximal_BT
+        )  # of the weights that the iteration started from, unless they have moved
         # those that nobody recorded: their tokens are trained as if the policy before the first step had sampled them
         recorded_BT = microbatch.rollout_logprobs_BT != UNRECORDED
         rollout_BT = torch.where(recorded_BT, microbatch.rollout_logprobs_BT, proximal_BT)
-        gaps.add(microbatch, start_BT, recorded_BT if computed or not moved else torch.zeros_like(recorded_BT))
+        gaps.add(microbatch, start_BT, recorded_BT & (not (by_engine and moved)))
         anchor_BT = rollout_BT if settings.objective == "dppo" else proximal_BT
         losses_BT, below_BT, above_BT = policy_terms(logprobs_BT, anchor_BT, advantages_BT, mask_BT, **clips)
         weights_BT, bounded_BT = importance_weights(proximal_BT, rollout_BT, mask_BT, mode=settings.importance, **bounds)

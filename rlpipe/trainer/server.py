@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import logging
 import os
 import shutil
@@ -73,10 +72,8 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
         if message is None:
             continue
         job = ANY_JOB.validate_python(message)
-        if is_load := isinstance(job, LoadJob):
-            gc.unfreeze()  # what it replaces can be collected
         status, answer = _outcome(trainer, job)
-        if is_load:
+        if isinstance(job, LoadJob):
             settle_heap()
         if board is not None:
             assert record is not None, "a message without its job"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import Tensor
 
+from rlpipe.processes.memory import collect
 from rlpipe.trainer.adapted import adapter_of_reference
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import GangJob, JobResult, LoadJob, OffloadJob, SaveJob, SftJob
@@ -56,7 +56,7 @@ class Trainer:
             if self._reference is not None and self._reference[1].adapter:
                 self._reference = None
             del resident
-            gc.collect()  # a sharded module is part of cycles; its memory is needed
+            collect()  # a sharded module is part of cycles; its memory is needed
             self.resident, differs = load(self.gang, job)
             return JobResult(differs=differs)
         assert resident is not None, f"{job.kind} with nothing resident"
@@ -100,7 +100,7 @@ class Trainer:
         if self._reference is None or self._reference[0] != ref.sha256:
             if self._reference is not None:
                 self._reference = None
-                gc.collect()
+                collect()
             if adapter := adapter_of_reference(self.gang, resident, ref):
                 reference = Reference(resident.policy, resident.rows, adapter)
             else:

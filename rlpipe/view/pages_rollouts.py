@@ -110,10 +110,9 @@ def _no_gap(files: GroupFiles, trained: bool) -> str:
         return "the trainer never had this rollout: it is in no batch"
     if files.gap is None and files.run.iteration(files.number) is None:
         return "the iteration is not trained yet"
-    older = f"iteration {files.number} has none stored: an older version of rlpipe trained it"
     if files.gap is None:
-        return older
-    if files.run.config.rl.proximal == "engine":
+        return f"iteration {files.number} has none stored: an older version of rlpipe trained it"
+    if files.run.owner("rl", files.number).config.rl.proximal == "engine":
         return "its step was not the first, and rl.proximal='engine' makes no pass by the weights of the start; or no token was trained"
     return "nobody recorded the engine's logprobs, or no token was trained"
 
