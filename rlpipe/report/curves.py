@@ -11,9 +11,9 @@ from typing import Any
 
 from rlpipe.config.pipeline import DataConfig
 from rlpipe.store.audit import by_number, manifests
+from rlpipe.store.code_version import code_version
 from rlpipe.store.local_copy import is_delta
 from rlpipe.store.run import BEFORE_SFT, Run
-from rlpipe.store.run_record import code_version
 from rlpipe.types import Manifest, Metrics, StoreError, moment_of
 
 STAGES = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines", "evaluate", "orchestration")
@@ -55,9 +55,9 @@ class DataSet:
 
 def code_tags(run: Run) -> dict[str, str]:
     """Tags that say which code works on a run, what it was forked from, and where it is shown."""
-    tags = {"rlpipe.code_version": code_version()}
-    if re.fullmatch("[0-9a-f]{12}", code_version()):
-        tags["mlflow.source.git.commit"] = code_version()
+    code = code_version()
+    # empty where it is none: what a start before said would stay
+    tags = {"rlpipe.code_version": code, "mlflow.source.git.commit": code if re.fullmatch("[0-9a-f]{12}", code) else ""}
     if run.parent is not None:
         tags["rlpipe.parent"] = run.forked_from
     if view := run.config.tracking.view_of(run.name):

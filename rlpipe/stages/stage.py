@@ -27,7 +27,7 @@ from rlpipe.stages.behind import Published
 from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import check_same, commit, new_attempt, write_bytes
 from rlpipe.store.backend import Store
-from rlpipe.store.run_record import code_version
+from rlpipe.store.code_version import code_version
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Manifest, StageResult, UserError, sha256_of
 
 

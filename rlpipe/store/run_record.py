@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Literal
 
 from rlpipe.config.pipeline import STORED, PipelineConfig, from_stored, stored_tree
 from rlpipe.config.rules import is_run_name
 from rlpipe.config.source import check
 from rlpipe.store.backend import Store
+from rlpipe.store.code_version import code_version
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.types import JsonDict, StoreError, UserError
 
@@ -42,16 +40,6 @@ class RunRecord:
     code_version: str
     libraries: dict[str, str]
     schema_version: Literal[1] = 1  # of another, the document is refused
-
-
-@cache
-def code_version() -> str:
-    """The commit this code is at, or the installed version."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return version("rlpipe")
 
 
 def run_names(store: Store) -> list[str]:
