@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlpipe.rewards.code import code, last_program, pick, read_tests
+from rlpipe.rewards.code import code, pick, read_tests
 from rlpipe.rewards.pool import RewardPool, check_time
 from rlpipe.rewards.registry import resolve
 from rlpipe.rewards.sandbox import runner
@@ -219,17 +219,13 @@ def test_the_longest_inputs_are_picked_in_order() -> None:
     ("ours", "theirs", "same"),
     [("1\n2\n", "1\n2", True), ("1  2 ", "1 2\n", True), ("1 2", "1\n2", False), ("", "", True), ("", "1", False), ("0.30000001", "0.3", True),
      ("0.31", "0.3", False), ("10000000", "10000001", False), ("yes", "YES", False), ("nan", "nan", True), ("inf", "0.5", False),
-     ("1e400", "1.5", False), ("2", "2.0", True), ("2.0", "2", False), ("1" * 5000, "1" * 5000, True), ("a b", "a", False)],
+     ("1e400", "1.5", False), ("2", "2.0", True), ("2.0", "2", False), ("1" * 5000, "1" * 5000, True), ("a b", "a", False),
+     ("0.0", "0.0000005", False), ("0.0000005", "0.0", False), ("6.63e-34", "9.11e-31", False), ("6.6260701e-34", "6.62607e-34", True),
+     ("1.2e-16", "0.0", True), ("-0.0", "0.0", True), ("0", "1e-7", False), ("0.0001234567", "0.000123", True), ("0.000124", "0.000123", False),
+     ("0.0010009", "0.001", False), ("123456789.5", "123456790.1", True), ("0.33333333", "0.333333", True), ("0.1", "0." + "1" * 400, False)],
 )  # fmt: skip
 def test_same_output(ours: str, theirs: str, same: bool) -> None:
     assert same_output(ours, theirs) is same
-
-
-def test_last_program() -> None:
-    assert last_program("```py\na\n```\n```Python3\nb\n  c\n```\n```\nd\n```") == "b\n  c\n"
-    assert last_program("  ```python\n  a\n  ```") == "  a\n"
-    assert last_program("```python\n" * 100_000) is None
-    assert last_program("```python\n```") == "\n"
 
 
 GRADER = "from rlpipe.rewards.code import code\nreward = code(time_s=1.5, total_s=3.0)\n"

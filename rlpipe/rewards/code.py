@@ -16,11 +16,11 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from rlpipe.records.prompt import RewardPrompt
+from rlpipe.rewards.fences import blocks
 from rlpipe.rewards.sandbox import runner
 from rlpipe.rewards.sandbox.confinement import ProgramLimits
 from rlpipe.rewards.sandbox.wire import PROGRAM, encode, same_output
 
-LANGUAGES = ("python", "python3", "py")
 TOTAL_S = 8.0  # of all tests of a prompt together, by default
 FIELDS = ("input_output", "test_cases", "tests", "unit_tests", "verification_info", "test")  # of the metadata; else the answer
 FORMS = (
@@ -31,6 +31,12 @@ FORMS = (
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, SyntaxError, StopIteration, RecursionError, MemoryError)
 MODULE_NAMES = {"__file__"}  # what every module has beside Python's own names
+SITE_TEXTS = {
+    "copyright",
+    "credits",
+    "help",
+    "license",
+}  # of a person at a prompt: a test that uses one means the program's own
 INTEGER = re.compile(r"-?\d+")
 DEFINITION = re.compile(r"^def +(\w+) *\(", re.MULTILINE)
 
@@ -88,19 +94,7 @@ def code(
 
 def last_program(completion: str) -> str | None:
     """The text of the last closed block fenced as Python; None without one."""
-    program: str | None = None
-    language: str | None = None  # of the block we are in
-    lines: list[str] = []
-    for line in completion.split("\n"):
-        mark = line.strip()
-        if language is None and mark.startswith("```"):
-            language, lines = mark[3:].strip().lower(), []
-        elif language is not None and mark == "```":
-            program = "\n".join(lines) + "\n" if language in LANGUAGES else program
-            language = None
-        elif language is not None:
-            lines.append(line)
-    return program
+    return next((block.text for block in reversed(list(blocks(completion))) if block.is_python), None)
 
 
 def _passes(test: CodeTest, outcome: runner.Outcome, prompt: RewardPrompt) -> bool:
@@ -243,7 +237,7 @@ def _names(code: str, reference: str | None) -> list[str]:
     symbols = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_global()]
     used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
     defined = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()} | MODULE_NAMES
-    wanted = {name for name in used if not hasattr(builtins, name)}
+    wanted = {name for name in used if not hasattr(builtins, name) or name in SITE_TEXTS}
     if reference:  # some of MBPP's functions are called like Python's
         wanted |= {table.get_name() for table in symtable.symtable(reference, "", "exec").get_children()} & used
     return sorted(wanted - defined)

@@ -180,7 +180,8 @@ def confine(limits: ProgramLimits, readable: list[str], uid: int, num_others: in
     ):
         hard = resource.getrlimit(what)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(what, (value, value))
+        # programs raise their stack before they recurse; RLIMIT_AS counts it
+        resource.setrlimit(what, (value, hard if what == resource.RLIMIT_STACK else value))
     rules = {path: READ for path in readable if os.path.exists(path)} | dict.fromkeys([os.getcwd(), *DEVICES], -1)
     _landlock((1 << FILE_RIGHTS.get(landlock_version(), 16)) - 1, TCP, rules)
     has_own_uid = uid != os.getuid()

@@ -14,6 +14,7 @@ import json
 import os
 import select
 import signal
+import site
 import sys
 import time
 from collections.abc import Callable
@@ -48,6 +49,8 @@ def main() -> None:
     assert job.uid == os.getuid() or job.uid in confinement.free_uids(), "a program would run under the uid of an account"
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of our reader ends us, and never without a sweep
     os.umask(0o022)
+    for add in (site.setquit, site.setcopyright, site.sethelper):  # exit() and others: we start without `site`, programs do not
+        add()
     with suppress(BrokenPipeError):
         try:
             _serve(job._replace(limits=confinement.ProgramLimits(*job.limits)), f"/tmp/rlpipe-{os.urandom(8).hex()}")

@@ -11,14 +11,17 @@ import json
 import math
 import operator
 import os
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, ClassVar, NoReturn
 
 PROGRAM = "solution"  # the program's module, where its functions are called
-FLOAT_TOLERANCE = 1e-6  # relative or absolute, where the expected number has a fraction
+FLOAT_TOLERANCE = 1e-6  # relative, where the expected number has a fraction
+ZERO_TOLERANCE = 1e-9  # absolute, where it is 0: what rounding leaves
 ITERATED_MAX = 1_000_000  # values of an iterator that are sent
+ROUNDED = re.compile(r"[+-]?\d*\.(\d{6,})")  # a word with six decimals or more was written to so many
 MUTABLE = (list, dict, set, bytearray)
 PARTS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset, bytes, bytearray, dict)}
 VIEWS = (Iterator, type({}.keys()), type({}.values()), type({}.items()), range)
@@ -227,10 +230,11 @@ def _equal(value: Any, expected: Any) -> bool:
     return value == expected or (isinstance(value, (int, float)) and isinstance(expected, float) and close(value, expected))
 
 
-def close(number: float, expected: float) -> bool:
-    """Whether a number is within FLOAT_TOLERANCE of what was expected."""
+def close(number: float, expected: float, rounded_by: float = 0.0) -> bool:
+    """Whether a number is what was expected: to FLOAT_TOLERANCE of it, of 0 to ZERO_TOLERANCE, or to what it was `rounded_by`."""
+    absolute = max(rounded_by, 0.0 if expected else ZERO_TOLERANCE)
     try:
-        return math.isfinite(expected) and math.isclose(number, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+        return math.isfinite(expected) and math.isclose(number, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=absolute)
     except OverflowError:  # an integer that no float can hold
         return False
 
@@ -272,4 +276,5 @@ def _same_word(ours: str, theirs: str) -> bool:
         wanted, got = float(theirs), float(ours)
     except ValueError:
         return False
-    return not theirs.lstrip("+-").isdigit() and close(got, wanted)
+    rounded = ROUNDED.fullmatch(theirs)
+    return not theirs.lstrip("+-").isdigit() and close(got, wanted, 0.5 * 10.0 ** -len(rounded[1]) if rounded else 0.0)
