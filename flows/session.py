@@ -26,6 +26,7 @@ from rlpipe.store.forks import way_to_change
 from rlpipe.store.lease import RunHeld
 from rlpipe.store.limits import reason_to_stop
 from rlpipe.store.run import OtherSettings, open_existing
+from rlpipe.store.run_record import record_start
 from rlpipe.types import EngineError, JsonDict, StageResult, StepRefused, StoreError, TrainerError, UserError
 from tasks.stages import prepare_model, prepare_probe, prepare_reference, prepare_tokenizer, service_starter
 
@@ -140,7 +141,8 @@ async def _tagged(config: PipelineConfig) -> str:
 
 
 async def prepare(session: stages.Session) -> StageResult:
-    """Commits tokenizer, base model and reference when they are not; returns the tokenizer."""
+    """Keeps how the run was started; commits tokenizer, base model and reference when they are not; returns the tokenizer."""
+    await asyncio.to_thread(record_start, session.run.store, session.config)
     tokenizer = await prepare_tokenizer(session)
     base = await prepare_model(session, tokenizer=tokenizer.ref)
     if session.config.model.path:

@@ -185,7 +185,12 @@ def test_fed_from_a_file_it_is_the_same_and_the_file_is_needed_once(folder: Fold
         assert folder.final_sha256("filed", version) == folder.final_sha256("a", version), f"version {version}"
     assert engine_files(folder, "filed") == []
     path.unlink()  # it was imported, and is needed no more
-    folder.complete("filed", *told, "rl.num_iterations=3")
+    code, output = folder.rlpipe("resume", "filed", "--store", folder.store, "--set", "rl.num_iterations=3")
+    assert code == 0, output[-4000:]
+    code, output = folder.rlpipe("resume", "filed", "--store", folder.store)  # with the 3 of the last start
+    assert code == 0 and f"run filed has all 3 iterations; more: rlpipe resume filed --store {folder.store} --set" in output, (
+        output
+    )
     assert folder.final_sha256("filed", 3) == folder.final_sha256("a", 3)
     assert_whole(folder, "filed")
 

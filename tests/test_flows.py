@@ -17,7 +17,7 @@ from prefect.events.schemas.automations import AutomationCore
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
-from flows.cli import _look_commands
+from flows.cli_start import _look_commands
 from flows.server import AUTOMATIONS, BLOCK
 from flows.session import AGAIN, with_advice
 from flows.ui import TEXT_MAX, _literal

@@ -14,6 +14,7 @@ from rlpipe.store.lease import held_by
 from rlpipe.store.local_copy import bases_of
 from rlpipe.store.pruned import is_prunable, pruned_folders, read_pruned
 from rlpipe.store.run import Run
+from rlpipe.store.run_record import last_started, record_key, start_key
 from rlpipe.types import Manifest, StoreError, UserError
 
 ORDER = {"base": 0, "data": 1, "sft": 2, "rl": 3}  # the phases, as a run goes through them
@@ -39,7 +40,7 @@ def verify(run: Run) -> tuple[int, list[str]]:
         faults += _lost_with(run.store, damaged, [folder for folder in folders if folder not in damaged])
     for member in lineage:
         faults += [*_missing(member), *_iteration_faults(member)]
-    return len(folders), faults + list(_lease_faults(run))
+    return len(folders), faults + list(_start_faults(run))
 
 
 def files(run: Run, kind: str) -> list[str]:
@@ -172,18 +173,19 @@ def _iteration_faults(run: Run) -> Iterator[str]:
                 yield f"{address}: its {name} ({ref.folder}) is missing or another one"
 
 
-def _lease_faults(run: Run) -> Iterator[str]:
-    """Who holds the run can be read: else it cannot be continued."""
-    try:
-        held_by(run.store, run.root)
-    except StoreError as error:
-        yield str(error)
+def _start_faults(run: Run) -> Iterator[str]:
+    """Who holds the run, and how it was started last, can be read: else it cannot be continued."""
+    for read in (lambda: held_by(run.store, run.root), lambda: last_started(run.store, run.name)):
+        try:
+            read()
+        except (StoreError, UserError) as error:
+            yield str(error)
 
 
 def unreferenced(run: Run) -> list[str]:
     """The keys below the run that no manifest names: data of attempts that lost or died, and temporary files. Not the replies that the
     agents of a shard were given which is not committed: it goes on from them."""
-    kept, committed = {f"{run.root}/run.json"}, manifests(run)
+    kept, committed = {record_key(run.name), start_key(run.name)}, manifests(run)
     for folder in committed:
         kept |= {f"{folder}/{MANIFEST}", f"{folder}/{PRUNED}"}
         kept |= {f"{folder}/{record.name}" for record in read_manifest(run.store, folder).files}

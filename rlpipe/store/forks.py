@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from rlpipe.config.pipeline import DataConfig, PipelineConfig, identity
@@ -46,6 +47,17 @@ def _data_differences(new: list[DataConfig], old: list[DataConfig]) -> list[str]
     ]
 
 
+def way_to_resume(config: PipelineConfig) -> str:
+    """The command that goes on with a run by what is stored."""
+    return f"rlpipe resume {config.run}{_store_option(config)}"
+
+
+def _store_option(config: PipelineConfig) -> str:
+    """How a command names the store, where that is not the default one."""
+    default = PipelineConfig.model_fields["store"].default
+    return "" if config.store == default else f" --store {shlex.quote(config.store)}"
+
+
 def way_to_change(run: Run, config: PipelineConfig | None = None) -> str:
     """How to go on from what a run has with other settings: the command, as far as `config` (None: any) can be had that way."""
     count = run.num_iterations
@@ -54,7 +66,7 @@ def way_to_change(run: Run, config: PipelineConfig | None = None) -> str:
     if at is not None:
         kept, changed = ("its SFT", ", evaluation.* or their data") if at == AT_SFT else ("all it has", " or evaluation.*")
         name = "sft" if at == AT_SFT else at
-        return f"keep {kept} and change rl.*{changed} in a fork: rlpipe fork {run.name} --at {name} --run NEW --set ..."
+        return f"keep {kept} and change rl.*{changed} in a fork: rlpipe fork {run.name} --at {name} --run NEW{_store_option(config or run.config)} --set ..."
     if points:
         return "start a run of another name (--run): no fork can change them"
     return f"start a run of another name (--run): {run.name} has nothing to fork from before its SFT is complete"

@@ -15,7 +15,7 @@ from rlpipe.config.pipeline import PipelineConfig, as_begun
 from rlpipe.store.artifacts import MANIFEST, find, read_artifact, read_manifest
 from rlpipe.store.backend import Store, check_access, open_store
 from rlpipe.store.documents import read_document
-from rlpipe.store.forks import AT_SFT, check_committed, differences, fixed_differences, way_to_change
+from rlpipe.store.forks import AT_SFT, check_committed, differences, fixed_differences, way_to_change, way_to_resume
 from rlpipe.store.pending import Pending
 from rlpipe.store.run_record import ForkRecord, create_record, read_record, record_key, run_names
 from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError, UserError, is_key
@@ -243,8 +243,8 @@ def _continued(store: Store, config: PipelineConfig) -> Run:
         )
     if differ := differences(config, run.config):
         raise OtherSettings(
-            f"run {config.run} was created with other settings ({'; '.join(differ)}). Two ways out: run it again with the old ones, "
-            f"or {way_to_change(run, config)}"
+            f"run {config.run} was created with other settings (stored -> given: {'; '.join(differ)}). Two ways out: go on with the "
+            f"stored ones, {way_to_resume(config)}; or {way_to_change(run, config)}"
         )
     return replace(run, config=config)
 

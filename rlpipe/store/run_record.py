@@ -1,4 +1,5 @@
-"""`run.json`: the config a run was created with, by which code, and what it was forked from. And the name of a run, which is its folder."""
+"""`run.json`: the config a run was created with, by which code, and what it was forked from; `start.json`: the same of its last start.
+And the name of a run, which is its folder."""
 
 from __future__ import annotations
 
@@ -42,6 +43,16 @@ class RunRecord:
     schema_version: Literal[1] = 1  # of another, the document is refused
 
 
+@dataclass(frozen=True)
+class StartRecord:
+    """What start.json says: of the settings that may change between two starts, those of the last one."""
+
+    config: JsonDict
+    code_version: str
+    libraries: dict[str, str]
+    schema_version: Literal[1] = 1
+
+
 def run_names(store: Store) -> list[str]:
     return [name for name in store.folders("runs") if store.exists(f"runs/{name}/run.json")]
 
@@ -53,24 +64,50 @@ def record_key(name: str) -> str:
     return f"runs/{name}/run.json"
 
 
+def start_key(name: str) -> str:
+    return f"{record_key(name).removesuffix('run.json')}start.json"
+
+
 def create_record(store: Store, config: PipelineConfig, fork: ForkRecord | None) -> None:
     """Writes run.json, unless another process was first."""
     assert config.run, "a run without a name has no folder"
-    libraries = {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()}
-    store.create(record_key(config.run), sealed(RunRecord(stored_tree(config), fork, code_version(), libraries)))
+    store.create(record_key(config.run), sealed(RunRecord(stored_tree(config), fork, code_version(), _libraries())))
+
+
+def record_start(store: Store, config: PipelineConfig) -> None:
+    """Writes start.json in place of the one before. The caller holds the run."""
+    store.put(start_key(config.run), sealed(StartRecord(stored_tree(config), code_version(), _libraries())))
+
+
+def _libraries() -> dict[str, str]:
+    return {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()}
 
 
 def read_record(store: Store, name: str) -> tuple[PipelineConfig, ForkRecord | None]:
     """The config of run.json, and of a fork what it shares. StoreError when it is damaged or of another run; ConfigRefused for another version's."""
-    key = record_key(name)
-    record = read_document(store, key, RunRecord)
+    record = read_document(store, record_key(name), RunRecord)
+    return _config_of(store, record_key(name), name, record), record.fork
+
+
+def last_started(store: Store, name: str) -> PipelineConfig:
+    """The config of a run's last start, or what it was created with where it has not been started since there is a start.json; errors as
+    `read_record`."""
+    key = start_key(name)
+    return (
+        _config_of(store, key, name, read_document(store, key, StartRecord))
+        if store.exists(key)
+        else read_record(store, name)[0]
+    )
+
+
+def _config_of(store: Store, key: str, name: str, record: RunRecord | StartRecord) -> PipelineConfig:
     if record.config.get("run") != name:  # what was read and deleted would be another run's
         raise StoreError(
             f"{store.address(key)} is the record of run {record.config.get('run')!r:.100}, so this folder is a copy, or was renamed; "
             "give it that name again in a store of its own"
         )
     try:
-        return check(from_stored(record.config), STORED), record.fork
+        return check(from_stored(record.config), STORED)
     except UserError as error:
         raise ConfigRefused(
             f"{store.address(key)} was written by rlpipe {record.code_version}; this version refuses {error}"

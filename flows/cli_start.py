@@ -1,0 +1,176 @@
+"""The commands that start a run: `rlpipe run`, `rlpipe resume`, `rlpipe fork`. Prefect is imported when one does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+import typer
+
+from flows.cli_services import STORE, Sets, StoreUrl, checked_store
+from flows.server import run_flow, running_server, set_defaults
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.secrecy import without_passwords
+from rlpipe.config.source import override_config, read_config
+from rlpipe.store.backend import open_store
+from rlpipe.store.forks import AT_SFT, way_to_resume
+from rlpipe.store.lease import check_free
+from rlpipe.store.run import Run, check_committed, find_run, fork, open_existing, planned_fork
+from rlpipe.store.run_record import last_started
+from rlpipe.types import StoreError, UserError
+
+PRESETS = Path(__file__).parent / "presets"
+STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
+Source = Annotated[str, typer.Argument(metavar="PRESET|FILE", help="a preset's name, or a TOML file")]
+Name = Annotated[str | None, typer.Option("--run", help="name of the run")]
+At = Annotated[
+    str, typer.Option(metavar="K|sft", help="the newest iteration that is shared, or the one that is redone; sft: none is")
+]
+Redo = Annotated[
+    Literal["score", "filter", "train"] | None, typer.Option(help="redo iteration K from this stage on; samples nothing")
+]
+
+
+def echo(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line)
+
+
+def fail(error: Exception, code: int) -> NoReturn:
+    """Says what is wrong and ends with `code`: 2 for the user's fault, 1 for what gave up."""
+    typer.echo(f"rlpipe: {error}", err=True)
+    raise typer.Exit(code)
+
+
+def config_of(source: str, sets: list[str] | None, run: str | None = None) -> PipelineConfig:
+    overrides = list(sets or []) + ([f"run={json.dumps(run)}"] if run is not None else [])
+    return read_config(source, overrides, PRESETS)
+
+
+def run_command(source: Source, run: Name = None, sets: Sets = None) -> None:
+    """Start a pipeline run, or continue the one of that name."""
+    set_defaults()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    if run == "":  # of a script whose variable is not set, each night would be a new run
+        raise UserError("--run '': the name is empty; leave --run away for a name made of the preset and the time")
+    config = config_of(source, sets, run)
+    if not config.run:
+        config = config.model_copy(update={"run": f"{Path(source).stem}-{datetime.now():%Y%m%d-%H%M%S}"})
+    _preflight(config)
+    _run(config)
+
+
+def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None:
+    """Go on with a run where it was, with the settings that it was started with last; --set changes what may change."""
+    set_defaults()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    for entry in sets or []:
+        if (name := entry.split("=")[0].strip()) in ("run", "store"):
+            raise UserError(
+                f"--set {entry}: a run goes on under its name, in its store; leave {name} away (--store names the store)"
+            )
+    opened = checked_store(store)
+    stored = last_started(opened, open_existing(opened, run).name)
+    config = override_config(stored, [*(sets or []), f"store={json.dumps(store)}"])
+    standing = find_run(opened, config)
+    assert standing is not None, f"run {run} was opened just now"
+    if standing.has_base and standing.sft_complete and standing.num_iterations >= config.rl.num_iterations:
+        done = f"all {config.rl.num_iterations} iterations" if config.rl.num_iterations else "all of its SFT"
+        typer.echo(f"run {run} has {done}; more: {way_to_resume(config)} --set rl.num_iterations=N")
+    _preflight(config)
+    _run(config)
+
+
+def fork_command(
+    run: str,
+    at: At,
+    new: Annotated[str, typer.Option("--run", help="name of the new run")],
+    redo: Redo = None,
+    sets: Sets = None,
+    store: StoreUrl = STORE,
+) -> None:
+    """Create a new run that shares iterations 0..K of another, or its SFT only, and continue it with other settings.
+
+    With --redo it shares iterations 0..K-1 and what was sampled in K, computes K again, prints what changed, and ends.
+    """
+    set_defaults()
+    from rlpipe.stages.redo import changes, check_redo
+
+    overrides = [*(sets or []), f"run={json.dumps(new)}", f"store={json.dumps(store)}"]
+    if redo and any(entry.replace(" ", "").startswith("rl.num_iterations=") for entry in overrides):
+        raise UserError(f"--redo ends with iteration {at}: leave rl.num_iterations away, and go on with rlpipe resume after it")
+    parent, newest = open_existing(checked_store(store), run), iteration_of(at)
+    check_committed(parent, newest, redo or "")
+    config = override_config(parent.config, overrides + ([f"rl.num_iterations={newest + 1}"] if redo else []))
+    planned = planned_fork(parent, newest, config, redo or "")
+    if redo:
+        check_redo(parent, newest, config, redo)
+    _preflight(config, planned)
+    forked = fork(parent, newest, config, redo or "")
+    typer.echo(f"run {new} is forked from {forked.forked_from}")
+    _run(config)
+    if redo:
+        echo(changes(forked))
+
+
+def iteration_of(at: str) -> int:
+    """The iteration that `--at` names; AT_SFT for sft."""
+    if at == "sft":
+        return AT_SFT
+    if not at.isdecimal():
+        raise UserError(f"--at {at}: name an iteration from 0 on, or sft")
+    return int(at)
+
+
+def _preflight(config: PipelineConfig, planned: Run | None = None) -> None:
+    from rlpipe.stages.preflight import preflight
+
+    try:
+        preflight(config, planned)
+        check_free(open_store(config.store), f"runs/{config.run}")
+    except (StoreError, OSError) as error:
+        fail(error, 2)
+
+
+def _run(config: PipelineConfig) -> None:
+    from prefect.settings import PREFECT_API_URL
+
+    from flows.terminal import log_to
+    from rlpipe.stages.session import work_dir_of
+
+    logs, configured = work_dir_of(config), PREFECT_API_URL.value()
+    log_to(logs)
+    with running_server(logs) as url:
+        page = f"{url.removesuffix('/api')}{'' if PREFECT_API_URL.value() == configured else ' (until the run ends)'}"
+        typer.echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
+        from flows.post_train import post_train
+
+        result = run_flow(post_train(config=config))
+    reason = result.get("stopped", "")
+    typer.echo(f"\nrun {config.run} " + (f"was stopped: {reason}" if reason else "is complete"))
+    echo(result.get("before_after", []))
+    if curves := result.get("curves"):
+        typer.echo(f"  curves  {curves}\n  policy  {result.get('policy')}")
+    echo(["  look at it with", *(f"    {command}" for command in _look_commands(config))])
+    if reason:
+        raise typer.Exit(STOPPED)
+
+
+def _look_commands(config: PipelineConfig) -> list[str]:
+    """What shows a run, as this user can call it: with the path that `rlpipe` was called by."""
+    from rlpipe.report.tracking import tracking_uri
+
+    program = sys.argv[0] if Path(sys.argv[0]).name == "rlpipe" else str(Path(sys.executable).with_name("rlpipe"))
+    store = ["--store", config.store] if config.store != STORE else []
+    commands = [shlex.join([program, "show", config.run, *store])]
+    if uri := without_passwords(tracking_uri(config)):
+        mlflow = os.path.join(os.path.dirname(program), "mlflow")
+        commands.append(uri if uri.startswith("http") else shlex.join([mlflow, "ui", "--backend-store-uri", uri]))
+    return commands
