@@ -72,7 +72,7 @@ def evaluate(
     config = override_config(open_existing(checked_store(store), run).config, overrides)
     check_free(open_store(store), f"runs/{run}")
     from flows.terminal import log_to
-    from rlpipe.stages.session import work_dir_of
+    from rlpipe.stages.scratch import work_dir_of
 
     logs = work_dir_of(config)
     log_to(logs)

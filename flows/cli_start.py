@@ -143,7 +143,7 @@ def _run(config: PipelineConfig) -> None:
     from prefect.settings import PREFECT_API_URL
 
     from flows.terminal import log_to
-    from rlpipe.stages.session import work_dir_of
+    from rlpipe.stages.scratch import work_dir_of
 
     logs, configured = work_dir_of(config), PREFECT_API_URL.value()
     log_to(logs)

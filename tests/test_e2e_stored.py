@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlpipe.report.plan import ModelSizes
+from rlpipe.report.plan_cost import disk_of
 from rlpipe.stages.redo import stored_rounds
 from rlpipe.store.artifacts import find
 from rlpipe.store.run import open_existing
@@ -66,6 +68,19 @@ def engine_files(folder: Folder, run: str) -> list[str]:
     (work_dir,) = (folder.path / ".rlpipe").glob(f"{run}-*")
     assert (work_dir / "trainer.log").is_file()
     return [path.name for path in work_dir.rglob("*") if "engine" in path.name or path.parent.name == "weights"]
+
+
+def test_a_run_that_ended_leaves_its_logs_here_and_no_copies(folder: Folder) -> None:
+    (work_dir,) = (folder.path / ".rlpipe").glob("a-*")
+    assert {path.suffix for path in work_dir.rglob("*") if path.is_file()} == {".log"}
+
+
+def test_the_store_takes_about_what_a_plan_says(folder: Folder) -> None:
+    run = open_existing(folder.open_store(), "a")
+    weights = next(file for file in run.committed("base", 0, "policy")[1].files if file.plain_name == "model.safetensors")
+    planned = disk_of(run.config, ModelSizes(weights.bytes // 4, layer=1, rest=1, kv_token=1, microbatch=None))
+    taken = sum(path.stat().st_size for path in (folder.path / "store" / "runs" / "a").rglob("*") if path.is_file())
+    assert 0.8 < taken / planned.total < 1.1
 
 
 def metrics_of(folder: Folder, run: str, iteration: int = AT) -> dict[str, float]:

@@ -19,6 +19,7 @@ from rlpipe.models.folder import INDEX, tensor_shapes, weight_files
 from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.processes.pool import Child, ChildPool
 from rlpipe.report.plan import ModelSizes
+from rlpipe.report.plan_cost import Speed, places
 from rlpipe.stages.session import PromptSets, Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.training import new_adapter, save_loaded
@@ -113,6 +114,7 @@ class TriedModel:
     num_parameters: int
     rows: str
     sizes: ModelSizes | None
+    speed: Speed | None = None
 
 
 def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: bool) -> TriedModel:
@@ -122,12 +124,16 @@ def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: boo
     if sized:
         training = {"tokens_max": trainer.tokens_max, "activation_checkpointing": trainer.activation_checkpointing}
         hello["training"] = training | {"dtype": config.model.dtype} | shared
+        if not (trainer.gpu_ids or config.engines.gpu_ids):
+            engine = {"places": places(config), "engine_threads": config.engines.threads}
+            hello["timed"] = {"tokens_max": trainer.tokens_max, "threads": trainer.threads, **engine}
     field = str(named["where"])
     with closing(ChildPool(field, "rlpipe.trainer.trial", hello, start_timeout_s=TRIAL_TIMEOUT_S)) as trial:
         (ready,) = trial.on_all(Child.start)
     assert ready["num_parameters"] > 0, "a model without parameters"
     sizes = ModelSizes(**ready["sizes"]) if ready["sizes"] else None
-    return TriedModel(ready["num_parameters"], ready["rows"], sizes)
+    speed = Speed(**ready["speed"]) if ready["speed"] else None
+    return TriedModel(ready["num_parameters"], ready["rows"], sizes, speed)
 
 
 def tried_adapter(config: PipelineConfig) -> dict[str, object]:

@@ -19,11 +19,13 @@ from rlpipe.environments.pool import check_environment
 from rlpipe.models.folder import folder_config
 from rlpipe.processes.launch import check_gpus
 from rlpipe.records.prompt import Messages, Prompt
-from rlpipe.report.plan import ModelSizes, memory_lines
+from rlpipe.report.plan import memory_lines
+from rlpipe.report.plan_cost import Lengths, disk_lines, time_lines
 from rlpipe.rewards.pool import ROWS_MAX, check_rewards
 from rlpipe.rewards.score import label as part_of
 from rlpipe.stages.base import (
     RUN,
+    TriedModel,
     check_reference,
     model_folder,
     new_config,
@@ -51,7 +53,8 @@ class Content:
         self.config = config
         self.runs = runs
         self.hub_folder: Path | None = None  # with the config of a model that is not here
-        self.sizes: ModelSizes | None = None
+        self.tried: TriedModel | None = None
+        self.lengths = Lengths()
         self.vocab_size = config.model.vocab_size or NEW_VOCABULARY
         self.prompts: dict[str, list[Prompt]] = {}  # the rows that could be read, by label, of RL and evaluation
         self.conversations: dict[str, list[Messages]] = {}  # and of SFT
@@ -63,14 +66,13 @@ class Content:
         if not self.runs and not Path(model.path).expanduser().is_dir():
             place, self.hub_folder = place_of_model(model)
             return f"model: {place}"
-        line, self.sizes = self._tried("model.path", model_folder(model), **tried_adapter(self.config))
-        return f"model: {line}"
+        folder, named = model_folder(model), tried_adapter(self.config)
+        self.tried = self._tried("model.path", folder, sized=not self.runs, **named)
+        return f"model: {_tried_line(folder, self.tried)}"
 
-    def _tried(self, field: str, folder: Path, **named: object) -> tuple[str, ModelSizes | None]:
-        """What a model's folder holds, tried in a process of its own; for a plan with its sizes."""
-        named |= {"where": f"{field}={folder}", "folder": str(folder)}
-        tried = try_model(self.config, named, sized=not self.runs)
-        return f"{folder}, {tried.num_parameters:,} parameters; rows of training: {tried.rows}", tried.sizes
+    def _tried(self, field: str, folder: Path, *, sized: bool, **named: object) -> TriedModel:
+        """What a model's folder holds, tried in a process of its own; `sized`: with what a plan counts."""
+        return try_model(self.config, named | {"where": f"{field}={folder}", "folder": str(folder)}, sized=sized)
 
     def reference(self, run: Run | None) -> str:
         """The reference is a model that loads, with the vocabulary of the run; for a plan, as far as it is here."""
@@ -78,24 +80,30 @@ class Content:
         folders = [Path(path).expanduser() for path in (name, config.model.path or ".")]
         if (run is None and not all(folder.is_dir() for folder in folders)) or not (config.model.path or self.prompts):
             return f"reference: {name}, not tried"
-        label = name if name.startswith(RUN) else self._tried("rl.reference", reference_folder(config))[0]
+        label = name
+        if not name.startswith(RUN):
+            folder = reference_folder(config)
+            label = _tried_line(folder, self._tried("rl.reference", folder, sized=False))
         with tempfile.TemporaryDirectory() as scratch:
             check_reference(config, run, self._prompts_of, Path(scratch))
         return f"reference: {label}"
 
     def memory(self) -> str:
-        """What it takes, by the model's shapes: of its folder, of the hub's config.json, or of the config where neither is here."""
+        """What it takes of memory, disk and hours, by the model's shapes: of its folder, of the hub's config.json, or of the config where
+        neither is here."""
         model = self.config.model
-        stands_in = model.path and self.sizes is None and self.hub_folder is None
+        stands_in = model.path and self.tried is None and self.hub_folder is None
         if stands_in and ("hidden_size" not in model.model_fields_set or Path(model.path).expanduser().is_dir()):
             return f"memory: not estimated, as {model.path} has no config.json that can be read from here"
-        if self.sizes is None:
+        if self.tried is None:
             made = new_config(model, self.vocab_size) | {"tie_word_embeddings": not stands_in}
             named = folder_config(self.hub_folder) if self.hub_folder else made
             tried = {"where": "memory", "config": named, **tried_adapter(self.config)}
-            self.sizes = try_model(self.config, tried, sized=True).sizes
-        assert self.sizes is not None, "a plan asks for sizes"
-        lines = memory_lines(self.config, self.sizes)
+            self.tried = try_model(self.config, tried, sized=True)
+        sizes = self.tried.sizes
+        assert sizes is not None, "a plan asks for sizes"
+        costs = [*disk_lines(self.config, sizes), *time_lines(self.config, self.tried.speed, self.lengths)]
+        lines = [*memory_lines(self.config, sizes), *costs]
         return "\n".join([*lines, *(["  (by the shape in [model]: the model itself is not here)"] if stands_in else [])])
 
     def trainer(self) -> str:
@@ -155,15 +163,18 @@ class Content:
         with tempfile.TemporaryDirectory() as scratch:
             folder = tokenizer_folder(config, self._prompts_of, Path(scratch))
             with closing(TokenizerTrial(folder, model.chat_template, model.chat_template_args)) as trial:
+                conversations: list[int] = []
                 for data in config.sets("sft"):
                     rows = self.conversations.get(label(data), [])
                     rows = rows if data.on_too_long else rows[:CONVERSATIONS_MAX]
-                    check_fits(config, data, list(trial.conversation_lengths(rows)))
+                    conversations += (tokens := list(trial.conversation_lengths(rows)))
+                    check_fits(config, data, tokens)
                 trial.try_continuations([[{"role": role, "content": "an answer"}] for role in self.roles])
                 tried = [] if config.rl.environment else [row for _, rows in self._prompt_sets() for row in rows]
                 counted = tqdm(tried, "prompts", disable=None, leave=False, delay=BAR_DELAY_S)
                 lengths = dict(zip(map(id, tried), trial.prompt_lengths(row.messages for row in counted), strict=True))
         self.vocab_size = trial.vocab_size
+        self.lengths = Lengths(_mean(list(lengths.values())), _mean(conversations))
         return f"tokenizer: {trial.vocab_size:,} tokens{self._room(lengths)}"
 
     def _room(self, lengths: dict[int, int]) -> str:
@@ -227,6 +238,14 @@ class Content:
 
 def label(data: DataConfig) -> str:
     return f"data.{data.name} ({data.use})"
+
+
+def _tried_line(folder: Path, tried: TriedModel) -> str:
+    return f"{folder}, {tried.num_parameters:,} parameters; rows of training: {tried.rows}"
+
+
+def _mean(counts: list[int]) -> float:
+    return sum(counts) / max(1, len(counts))
 
 
 def _short(text: str) -> str:

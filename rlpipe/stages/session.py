@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import shutil
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -36,6 +34,7 @@ from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.stages.behind import Behind
 from rlpipe.stages.clock import Clock
 from rlpipe.stages.colocation import MemoryTurns
+from rlpipe.stages.scratch import remove_copies, work_dir_of
 from rlpipe.store import lease
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.retention import Retention
@@ -237,6 +236,7 @@ class Session:
                 asyncio.to_thread(self.tracker.close),
                 asyncio.to_thread(self.retention.close),
             )
+            await asyncio.to_thread(remove_copies, self.work_dir)
 
 
 def _once(load: PromptSets) -> PromptSets:
@@ -263,12 +263,6 @@ def is_open(config: PipelineConfig) -> bool:
     return (config.store, config.run) in _open
 
 
-def work_dir_of(config: PipelineConfig) -> Path:
-    """Logs and local copies of a run on this machine: `<run>-<store>` below `scratch`."""
-    digest = hashlib.sha256(config.store.encode()).hexdigest()[:8]
-    return config.scratch_folder / f"{config.run}-{digest}"
-
-
 @contextlib.asynccontextmanager
 async def open_session(config: PipelineConfig, start_service: StartService = nobody_starts) -> AsyncIterator[Session]:
     """The session of a run: opened by the outermost flow, shared by the flows inside it. `start_service`: for what runs elsewhere.
@@ -292,8 +286,7 @@ async def open_session(config: PipelineConfig, start_service: StartService = nob
 def _begin(run: Run, start_service: StartService) -> Session:
     raise_file_limit()
     work_dir = work_dir_of(run.config)
-    for scratch in ("weights", "trainer", "tokenizer", "remaking"):  # never trusted after a crash
-        shutil.rmtree(work_dir / scratch, ignore_errors=True)
+    remove_copies(work_dir)
     work_dir.mkdir(parents=True, exist_ok=True)
     session = Session(run, work_dir, start_service)
     session.retention.begin()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -146,8 +147,10 @@ class GangProcess:
         return await self._until_ready(service.ensure)
 
     async def close(self) -> None:
+        """Ends it, and removes what it had on this disk but its log: all of that can be made again from the store."""
         if self._service is not None:
             await asyncio.to_thread(self._service.stop)
+            await asyncio.to_thread(shutil.rmtree, self.work_dir / "trainer", ignore_errors=True)
 
     async def _until_ready(self, start: Callable[[], object]) -> str:
         """`url`, once the gang that `start` starts answers."""

@@ -2,13 +2,14 @@
 on them.
 
 First line in: {"where", "folder" or "config", "context_tokens_max", "context_ranks", "training": {"dtype", "tokens_max",
-"activation_checkpointing", "context_ranks"} for a plan, "adapter" where one is trained}; out: {"num_parameters", "rows": how sequences are put
-into them, "sizes": what a plan counts with} or {"error"}.
+"activation_checkpointing", "context_ranks"} for a plan, "timed": see `measured_speed`, "adapter" where one is trained}; out: {"num_parameters",
+"rows": how sequences are put into them, "sizes", "speed": what a plan counts with} or {"error"}.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -29,18 +30,21 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rlpipe.models.adapter import is_adapter, put_adapter
 from rlpipe.models.adapter_files import ADAPTER
-from rlpipe.models.causal import empty_model, hf_config
+from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config
 from rlpipe.models.checkpoint import Checkpoint, local_files
 from rlpipe.models.folder import check_generation_config, folder_config
 from rlpipe.models.small import small_config, small_model
 from rlpipe.models.team import Team, check_team, use_team
 from rlpipe.processes.user_code import CodeRaised, Loaded, cause_of, serve, user_code
 from rlpipe.report.plan import ModelSizes
+from rlpipe.report.plan_cost import Speed
 from rlpipe.trainer.model import PolicyModel, layers_of, recompute
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import prove
+from rlpipe.trainer.speed import measured_speed
 from rlpipe.types import JsonDict, UserError
 
+log = logging.getLogger(__name__)
 TOKENS = 8  # of the forward pass, which is of shapes only
 # what a family's code raises that asks for values where there are only shapes
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -69,7 +73,18 @@ def try_model(hello: JsonDict) -> JsonDict:
         put_adapter(lm, ADAPTER.validate_python(hello["adapter"]))
         num_adapted = sum(parameter.numel() for name, parameter in lm.named_parameters() if is_adapter(name))
     counted = None if sizes is None else asdict(replace(sizes, adapter=num_adapted))
-    return {"num_parameters": num_parameters, "rows": rows_of(config), "sizes": counted}
+    speed = _speed_of(config, hello) if "timed" in hello else None
+    return {"num_parameters": num_parameters, "rows": rows_of(config), "sizes": counted, "speed": speed and asdict(speed)}
+
+
+def _speed_of(config: PretrainedConfig, hello: JsonDict) -> Speed | None:
+    """What `measured_speed` says; None for a family whose first layers alone are no model."""
+    dtype, timing = getattr(torch, hello["training"]["dtype"]), hello["timed"]
+    try:
+        return measured_speed(config, dtype, min(hello["context_tokens_max"], timing["tokens_max"]), timing)
+    except MODEL_FAULTS as error:
+        log.info("the model's first layers could not be timed: %r", error)
+        return None
 
 
 def _try_shapes(config: PretrainedConfig) -> None:

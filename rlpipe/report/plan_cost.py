@@ -1,0 +1,151 @@
+"""What a plan says of disk and hours: of the model's shapes, of what the config keeps, and of passes that were timed on this machine."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.report.plan import BYTES, ModelSizes
+from rlpipe.store.backend import open_store
+from rlpipe.store.retention import kept_states, kept_versions
+
+MB, GB = 10**6, 10**9
+STATE_BYTES = 12  # a trained parameter: fp32 weight, and AdamW's two moments
+TOKEN_BYTES = (
+    30  # of a sampled token in rollouts, scores and batch together, with its text and logprobs: measured on preset tiny
+)
+PLACES = (16, 128)  # of the local engine, at least and at most
+COPIES = 3  # policies in scratch while a run is at work: what was published, and what engines load and have
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds, on this machine's processor, of a microbatch of `tokens_max` tokens forward and backward, of one forward, and of a token
+    for each place of an engine. Example: Speed(2.1, 0.7, 0.12)."""
+
+    train_s: float
+    forward_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of the prompts of RL and of the conversations of SFT, as the tokenizer counted them; 0 where it was not tried."""
+
+    prompt: float = 0.0
+    conversation: float = 0.0
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes that a run leaves in the store at most, and those in scratch while it is at work."""
+
+    policy: int
+    state: int
+    rollouts: int  # of an iteration
+    base: int
+    sft: int
+    rl: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        return self.base + self.sft + self.rl
+
+
+def disk_of(config: PipelineConfig, sizes: ModelSizes) -> DiskNeed:
+    """What policies, states and rollouts take, by the model's shapes and by what `[checkpoint]` keeps."""
+    checkpoint, num_iterations, width = config.checkpoint, config.rl.num_iterations, BYTES[config.model.dtype]
+    trained = sizes.adapter or sizes.parameters
+    policy, state, rollouts = trained * width, trained * STATE_BYTES, rollout_bytes(config)
+    num_policies = len(kept_versions(checkpoint, num_iterations, [])) if checkpoint.keep_policies_last else num_iterations
+    with_state = range(checkpoint.state_every - 1, num_iterations, checkpoint.state_every)
+    num_states = len(kept_states(checkpoint, with_state, []))
+    return DiskNeed(
+        policy=policy,
+        state=state,
+        rollouts=rollouts,
+        base=sizes.parameters * width,
+        sft=-(-config.sft.num_steps // config.sft.segment_steps) * (policy + state),
+        rl=num_policies * policy + num_states * state + num_iterations * rollouts,
+        scratch=COPIES * policy + state,
+    )
+
+
+def disk_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
+    """What an iteration and the whole run leave in the store, at most, and what scratch takes meanwhile."""
+    disk, checkpoint = disk_of(config, sizes), config.checkpoint
+    bounded = checkpoint.keep_policies_last or config.rl.num_iterations < 2
+    lines = [
+        f"disk, estimated: an iteration makes a policy of {size(disk.policy)}, at most {size(disk.rollouts)} of rollouts, and every "
+        f"{checkpoint.state_every} iterations a state of {size(disk.state)}",
+        f"  in all at most {size(disk.total)} in the store (base {size(disk.base)}, SFT {size(disk.sft)}, RL {size(disk.rl)}"
+        f"{'' if bounded else '; checkpoint.keep_policies_last and keep_states bound it'}), and {size(disk.scratch)} in scratch until the run ends",
+    ]
+    free = _free_bytes(config)
+    if free is not None and free < disk.total:
+        lines.append(f"WARNING store={config.store}: its disk has {size(free)} free, and the run may keep {size(disk.total)}")
+    return lines
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as a person reads them. Example: 1.61 GB."""
+    return f"{num_bytes / GB:,.2f} GB" if num_bytes >= GB else f"{num_bytes / MB:,.1f} MB"
+
+
+def rollout_bytes(config: PipelineConfig) -> int:
+    """What an iteration's rollouts take at most: those of all rounds."""
+    rl = config.rl
+    return TOKEN_BYTES * rl.completion_tokens_max * rl.round_groups * rl.group_size * rl.rounds_max
+
+
+def _free_bytes(config: PipelineConfig) -> int | None:
+    """What is free on the disk of a store on this machine."""
+    local = open_store(config.store).local if "://" not in config.store or config.store.startswith("file:") else None
+    if local is None:
+        return None
+    there = next(folder for folder in (local, *local.parents) if folder.is_dir())
+    return shutil.disk_usage(there).free
+
+
+def time_lines(config: PipelineConfig, speed: Speed | None, lengths: Lengths) -> list[str]:
+    """Seconds of an iteration and hours of the run, of what was timed; why not, where nothing was."""
+    if speed is None:
+        on_gpu = config.trainer.gpu_ids or config.engines.gpu_ids
+        return [f"time: not estimated, {'no GPU is tried by a plan' if on_gpu else 'the model is too large to be tried here'}"]
+    sft, rl, longest = config.sft, config.rl, config.model.context_tokens_max
+    sft_s = speed.train_s * sft.num_steps * sft.batch_size * (lengths.conversation or longest) / config.trainer.tokens_max
+    prompt = lengths.prompt or longest - rl.completion_tokens_max
+    tokens = rl.num_prompts * (prompt + rl.group_size * rl.completion_tokens_max)  # a group's prompt is computed once
+    passes = (rl.proximal == "trainer") + (rl.kl != "none")
+    train_s = (speed.train_s + passes * speed.forward_s) * tokens / config.trainer.tokens_max
+    started = 0 if rl.rollouts_from else rl.round_groups * rl.group_size
+    sample_s = _sampling_s(config, speed, started, rl.completion_tokens_max)
+    evaluation_s = _evaluations_s(config, speed)
+    total_s = sft_s + rl.num_iterations * (train_s + sample_s) + evaluation_s
+    return [
+        f"time, estimated from passes of this model on this processor just now: an iteration trains {train_s:,.1f} s and samples {sample_s:,.1f} s; "
+        f"in all {total_s / 3600:,.2f} h (SFT {sft_s / 3600:,.2f}, evaluations {evaluation_s / 3600:,.2f}) when all completions have full length; "
+        "rewards and what lies between the stages come on top"
+    ]
+
+
+def _evaluations_s(config: PipelineConfig, speed: Speed) -> float:
+    """Of all evaluations: at the start, every so many iterations and at the end."""
+    evaluation, sets = config.evaluation, config.sets("evaluation")
+    count = 1 + (math.ceil(config.rl.num_iterations / evaluation.every) if evaluation.every else 1)
+    completions = evaluation.prompts_max * (1 + evaluation.num_completions) * len(sets)
+    return count * _sampling_s(config, speed, completions, config.completion_tokens_max("evaluation"))
+
+
+def _sampling_s(config: PipelineConfig, speed: Speed, rollouts: int, tokens: int) -> float:
+    """Of rollouts that all have so many tokens: each engine samples as many at once as it has places."""
+    engines = config.engines.count * config.engines.nodes
+    return speed.decode_s * tokens * math.ceil(rollouts / (engines * places(config)))
+
+
+def places(config: PipelineConfig) -> int:
+    """How many rollouts the local engine computes at once."""
+    return min(max(config.engines.in_flight_max, PLACES[0]), PLACES[1])
