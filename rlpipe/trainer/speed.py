@@ -18,7 +18,7 @@ from rlpipe.trainer.model import PolicyModel
 LAYERS = (1, 3)  # of the two models that are timed: what a layer takes is half of what they differ by
 BYTES_MAX = 4 << 30  # of the larger one's weights and gradients
 TIMED = 3  # passes, after one that is not counted
-ENOUGH_S = 4.0  # of one kind of pass
+ENOUGH_S = 2.0  # of one kind of pass
 
 
 def measured_speed(config: PretrainedConfig, dtype: torch.dtype, length: int, timing: Mapping[str, int]) -> Speed | None:
@@ -78,11 +78,10 @@ def _passes(config: PretrainedConfig, dtype: torch.dtype, length: int, timing: M
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The median of a few calls."""
-    call()
+    """The median of a few calls, without the first, which warms up; with it where that alone took long."""
     taken: list[float] = []
-    while len(taken) < TIMED and sum(taken) < ENOUGH_S:
+    while len(taken) <= TIMED and sum(taken) < ENOUGH_S:
         started = time.perf_counter()
         call()
         taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+    return statistics.median(taken[1:] or taken)
