@@ -25,6 +25,7 @@ from flows.server import SERVER, running_server, set_defaults
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.services.registration import ADDRESS_VARIABLE, KEY_VARIABLE, RunService, config_of, own_address, serve
+from rlpipe.services.run_watch import RunWatch
 from rlpipe.store.audit import by_number
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.lease import check_free
@@ -40,7 +41,9 @@ Address = Annotated[
     str, typer.Option(envvar=ADDRESS_VARIABLE, help=f"address of this node; beyond loopback {KEY_VARIABLE} must be set")
 ]
 CreateService = Callable[[Store, PipelineConfig], RunService]
-IdleTimeout = Annotated[float, typer.Option(help="seconds without work after which it ends; 0: never")]
+IdleTimeout = Annotated[
+    float, typer.Option(min=0, help="seconds for which nobody works on the run, or prepares it, after which it ends; 0: never")
+]
 RunToJoin = Annotated[str, typer.Option("--run", help="the run to join")]
 
 
@@ -164,10 +167,11 @@ def _serve(section: str, store: str, run: str, sets: list[str] | None, idle_time
         if others := [entry for entry in sets or [] if not entry.startswith(f"{section}.")]:
             raise UserError(f"--set {others[0]}: what a service may set is {section}.*; the rest is the run's")
         opened = checked_store(store)
-        service = create(opened, override_config(await config_of(opened, run), sets or []))
+        watch = RunWatch(opened, run, idle_timeout_s)
+        service = create(opened, override_config(await config_of(watch), sets or []))
         ended = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        return await serve(service, idle_timeout_s, ended)
+        return await serve(service, watch.is_over, ended)
 
     typer.echo(f"ended: {asyncio.run(until_over())}")

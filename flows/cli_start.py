@@ -21,7 +21,7 @@ from rlpipe.config.secrecy import without_passwords
 from rlpipe.config.source import override_config, read_config
 from rlpipe.store.backend import open_store
 from rlpipe.store.forks import AT_SFT, way_to_resume
-from rlpipe.store.lease import check_free
+from rlpipe.store.lease import announce, check_free
 from rlpipe.store.run import Run, check_committed, find_run, fork, open_existing, planned_fork
 from rlpipe.store.run_record import last_started
 from rlpipe.types import StoreError, UserError
@@ -132,6 +132,7 @@ def iteration_of(at: str) -> int:
 def _preflight(config: PipelineConfig, planned: Run | None = None) -> None:
     from rlpipe.stages.preflight import preflight
 
+    announce(open_store(config.store), f"runs/{config.run}")  # until the flow holds the run, or this process ends
     try:
         preflight(config, planned)
         check_free(open_store(config.store), f"runs/{config.run}")

@@ -8,7 +8,8 @@ from prefect import flow
 
 from rlpipe.config.operational import EnginesConfig, TrainerConfig
 from rlpipe.engines.remote import HostService
-from rlpipe.services.registration import config_of, node_name, own_address, serve
+from rlpipe.services.registration import config_of, node_name, own_address, past, serve
+from rlpipe.services.run_watch import RunWatch
 from rlpipe.store.backend import open_store
 from rlpipe.trainer.process import GangService
 
@@ -19,8 +20,8 @@ async def serve_engines(
 ) -> str:
     """Samples for the run, until the run dismisses it or has asked for nothing for `idle_timeout_s`. Says why it ended."""
     opened = open_store(store)
-    config = await config_of(opened, run, engines=engines)
-    return await serve(HostService(opened, config, node_name(node), own_address()), idle_timeout_s, asyncio.Event())
+    config = await config_of(RunWatch(opened, run, idle_timeout_s), engines=engines)
+    return await serve(HostService(opened, config, node_name(node), own_address()), past(idle_timeout_s), asyncio.Event())
 
 
 @flow(name="serve-trainer", flow_run_name="serve-trainer {run} node {node}", persist_result=False)
@@ -29,5 +30,5 @@ async def serve_trainer(
 ) -> str:
     """Trains what the run asks for, until the run dismisses it or has asked for nothing for `idle_timeout_s`. Says why it ended."""
     opened = open_store(store)
-    config = await config_of(opened, run, trainer=trainer)
-    return await serve(GangService(opened, config, node, own_address()), idle_timeout_s, asyncio.Event())
+    config = await config_of(RunWatch(opened, run, idle_timeout_s), trainer=trainer)
+    return await serve(GangService(opened, config, node, own_address()), past(idle_timeout_s), asyncio.Event())

@@ -23,7 +23,7 @@ from rlpipe.stages import session as stages
 from rlpipe.stages.preflight import passed_just_now, preflight
 from rlpipe.store.backend import open_store
 from rlpipe.store.forks import way_to_change
-from rlpipe.store.lease import RunHeld
+from rlpipe.store.lease import RunHeld, announce, withdraw
 from rlpipe.store.limits import reason_to_stop
 from rlpipe.store.run import OtherSettings, open_existing
 from rlpipe.store.run_record import record_start
@@ -87,8 +87,19 @@ async def requested(config: PipelineConfig, changes: JsonDict | None = None) -> 
     config = config if config.run else config.model_copy(update={"run": own_name()})
     if not stages.is_open(config) and not passed_just_now(config):
         async with _advised(config):
-            await asyncio.to_thread(preflight, config)
+            await asyncio.to_thread(_checked, config)
     return config
+
+
+def _checked(config: PipelineConfig) -> None:
+    """`preflight`, announced: services that wait for the run do so for as long as it takes, and until the run is held."""
+    store, root = open_store(config.store), f"runs/{config.run}"
+    announce(store, root)
+    try:
+        preflight(config)
+    except BaseException:
+        withdraw(store, root)
+        raise
 
 
 @contextlib.asynccontextmanager
@@ -99,6 +110,7 @@ async def open_session(config: PipelineConfig) -> AsyncIterator[stages.Session]:
     a flow run without a deployment: its user is there to read it.
     """
     async with _advised(config), contextlib.AsyncExitStack() as stack:
+        stack.callback(withdraw, open_store(config.store), f"runs/{config.run}")  # where the run cannot be held
         stack.enter_context(tags(await _tagged(config)))  # of the flow runs inside it, and of their tasks
         yield await _enter(stack, config)
 

@@ -28,6 +28,17 @@ MINI = [
     "engines.count=1", "trainer.threads=1",
 ]  # fmt: skip
 
+# rows that take SLOW_S to read: in the preflight, and again in the SFT
+SLOW_S = 55.0  # longer than a service waits that may be idle for IDLE_S, for a run that nobody works on
+IDLE_S = 5
+SLOW_WORDS = f"""
+import itertools, time
+def rows(rows_max, **_):
+    time.sleep({SLOW_S})
+    words = ("".join(letters) for letters in itertools.product("abcdefg", repeat=4))
+    return [{{"prompt": f"Spell {{word}}", "answer": word[::-1]}} for word in itertools.islice(words, rows_max)]
+"""
+
 
 @dataclass
 class Folder:

@@ -32,7 +32,7 @@ def refused(folder: Folder, arguments: list[str], *needles: str) -> None:
     for needle in needles:
         assert needle in output, output
     assert "Traceback" not in output
-    assert not (folder.path / "store").exists()
+    assert not [path for path in (folder.path / "store").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(

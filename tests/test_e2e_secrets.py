@@ -202,9 +202,9 @@ def test_a_run_leaves_no_secret_listens_on_loopback_only_and_unpickles_nothing(
         assert found_in(dumped(database), environment) == [], database
     assert b"kept" in dumped(Path(environment["HOOKS"]) / "mlflow.db")  # MLflow was reached with its password
     assert [command for command in watch.commands if found_in(command.encode(), environment)] == []
-    for part in ("rlpipe.trainer.server", "rlpipe.trainer.gang", "rlpipe.engines.local.server", "flows.prefect_server"):
+    for part in ("rlpipe.trainer.server", "rlpipe.trainer.launcher", "rlpipe.engines.local.server", "flows.prefect_server"):
         assert any(part in command for command in (*watch.listening.values(), *watch.commands)), part
-    assert any("rlpipe.trainer.gang" in command for command in watch.listening.values())  # where the ranks meet
+    assert any("rlpipe.trainer.launcher" in command for command in watch.listening.values())  # where the ranks meet
     assert {place: command for place, command in watch.listening.items() if place[0] not in ("127.0.0.1", "::1")} == {}
     log = Path(environment["UNPICKLED"])
     lines = log.read_text().splitlines() if log.exists() else []

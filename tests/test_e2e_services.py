@@ -13,7 +13,7 @@ import pytest
 
 from rlpipe.services.registration import ENGINES, TRAINER, registered
 from tests.network_world import Node, network
-from tests.pipeline import MINI, Folder, descendants, kill_group
+from tests.pipeline import IDLE_S, MINI, SLOW_WORDS, Folder, descendants, kill_group
 
 pytestmark = pytest.mark.e2e
 ELSEWHERE = ["trainer.place=elsewhere", "trainer.nodes=2", "engines.place=elsewhere"]
@@ -67,23 +67,33 @@ def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all
             process.terminate()
         assert [process.wait(timeout=60) for process in started.values()] == [0, 0, 0]
     assert not registered(folder.open_store(), "runs/a", TRAINER) and not registered(folder.open_store(), "runs/a", ENGINES)
+    logs = [log.read_text() for log in folder.path.glob(".rlpipe/trainer-a-node-*/*/trainer.log")]
+    assert len(logs) == 2 and not any("SignalException" in log for log in logs)
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
     assert folder.final_sha256("a", 5) == two_ranks.final_sha256("a", 5)
 
 
 @pytest.mark.nightly
-def test_services_whose_flow_is_gone_end_by_themselves(folder: Folder) -> None:
-    join = ["--store", folder.store, "--run", "a", "--idle-timeout-s", "45"]
-    started = [folder.start("trainer", *join), folder.start("host", *join)]
-    flow = folder.start(*folder.run_arguments("a", *MINI, "trainer.place=elsewhere", "engines.place=elsewhere"))
-    try:
-        folder.wait_for("a", "rl/00000/iteration.json", flow)
-        kill_group(flow)
-        deadline = time.monotonic() + 120
-        while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert [process.poll() for process in started] == [0, 0], (folder.path / "output.log").read_text()[-3000:]
-        assert not registered(folder.open_store(), "runs/a", TRAINER) and not registered(folder.open_store(), "runs/a", ENGINES)
-    finally:
-        for process in (flow, *started):
-            kill_group(process)
+def test_services_wait_for_a_slow_preflight_and_a_long_sft_and_end_by_themselves_when_their_flow_is_gone(
+    folder: Folder,
+) -> None:
+    """Nobody would start them again: they are idle, however little they are asked for, only when nobody works on the run."""
+    (folder.path / "slow_words.py").write_text(SLOW_WORDS)
+    join = ["--store", folder.store, "--run", "a", "--idle-timeout-s", str(IDLE_S)]
+    slow = ["data.all_words.source=slow_words:rows", "trainer.place=elsewhere", "engines.place=elsewhere"]
+    with network("flow", "node-0", "host") as nodes:
+        started = [on(nodes["node-0"], folder).start("trainer", *join), on(nodes["host"], folder).start("host", *join)]
+        flow = on(nodes["flow"], folder).start(*folder.run_arguments("a", *MINI, *slow))
+        try:
+            folder.wait_for("a", "rl/00000/iteration.json", flow)
+            assert [process.poll() for process in started] == [None, None]
+            kill_group(flow)
+            deadline = time.monotonic() + 120
+            while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            assert [process.poll() for process in started] == [0, 0], (folder.path / "output.log").read_text()[-3000:]
+            for kind in (TRAINER, ENGINES):
+                assert not registered(folder.open_store(), "runs/a", kind)
+        finally:
+            for process in (flow, *started):
+                kill_group(process)

@@ -69,7 +69,9 @@ async def test_groups_are_spread_and_follow_the_weights(two: World) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-async def test_a_lost_engine_costs_its_unfinished_rollouts_and_comes_back(two: World, number: signal.Signals) -> None:
+async def test_a_lost_engine_costs_its_unfinished_rollouts_and_comes_back(
+    two: World, number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
     undisturbed, restarts = await two.pool.generate(requests(LONG)), two.restarts()
     pending = asyncio.create_task(two.pool.generate(requests(LONG)))
     await asyncio.sleep(0.1)
@@ -83,6 +85,7 @@ async def test_a_lost_engine_costs_its_unfinished_rollouts_and_comes_back(two: W
     await two.until_back()
     assert two.restarts() == [restarts[0] + 1, restarts[1]]
     assert engines_of(await two.pool.generate(requests())) == BOTH
+    assert sum("is back, on weight version" in message for message in caplog.messages) == 1
 
 
 async def test_an_engine_that_answers_503_gets_nothing_until_it_is_well(two: World) -> None:

@@ -88,6 +88,18 @@ def test_a_service_that_ends_while_starting_shows_the_end_of_its_log(tmp_path: P
         thing.wait_ready()
 
 
+def test_a_process_that_boots_for_long_is_said_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rlpipe.processes.launch.SAY_S", 0.01)
+    thing = service(tmp_path, "import time; time.sleep(600)")
+    thing.ready = lambda: len(caplog.messages) == 2
+    thing.start()
+    thing.wait_ready()
+    thing.stop()
+    assert all("thing has been starting for 0 s (limit 600 s); its log: " in message for message in caplog.messages)
+
+
 def test_stop_ends_a_service_that_ignores_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpipe.processes.launch.STOP_GRACE_S", 1.0)
     thing = service(tmp_path, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)")

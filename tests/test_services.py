@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import resource
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Never
 
 import pytest
@@ -19,6 +21,8 @@ from hypothesis import strategies as st
 
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.config.source import read_config
+from rlpipe.engines import fleet as fleet_module
+from rlpipe.engines.fleet import Fleet
 from rlpipe.processes.launch import free_port
 from rlpipe.services import finder as finding_module
 from rlpipe.services.finder import Peer, ServiceFinder, nobody_starts
@@ -28,15 +32,16 @@ from rlpipe.services.registration import (
     TRAINER,
     Registration,
     ServiceRecord,
-    config_of,
     dismiss,
     own_address,
+    past,
     registered,
     serve,
 )
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.trainer.process import ALLOCATOR, GangProcess, TrainerOptions, torchrun_argv
+from rlpipe.trainer import process as process_module
+from rlpipe.trainer.process import ALLOCATOR, GangProcess, GangService, TrainerOptions, torchrun_argv
 from rlpipe.types import EngineError, TrainerError, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -76,7 +81,7 @@ class PlayedService:
 
 async def served(service: PlayedService, timeout_s: float = 0.0, ended: asyncio.Event | None = None) -> str:
     async with asyncio.timeout(DEADLINE_S):
-        reason = await serve(service, timeout_s, ended or asyncio.Event())
+        reason = await serve(service, past(timeout_s), ended or asyncio.Event())
     assert service.closed
     return reason
 
@@ -237,10 +242,71 @@ async def test_a_gang_that_is_only_starting_is_not_lost(store: Store, monkeypatc
 
 
 @pytest.mark.parametrize(("kind", "fault"), [(ENGINES, EngineError), (TRAINER, TrainerError)])
-async def test_nobody_there_is_said_with_the_command_that_helps(store: Store, kind: str, fault: type[Exception]) -> None:
+async def test_nobody_there_is_said_with_the_command_that_helps(
+    store: Store, monkeypatch: pytest.MonkeyPatch, kind: str, fault: type[Exception]
+) -> None:
+    monkeypatch.setattr(finding_module, "QUEUE_WAIT_S", 0.0)
     finder = ServiceFinder(run_with(store, f"{kind}.place=elsewhere"), kind, nobody_starts)
     with pytest.raises(fault, match=r"within 0 s; on .* run `rlpipe (host|trainer) --store .* --run a`"):
         await finder.find(0)
+
+
+@pytest.mark.parametrize("kind", [ENGINES, TRAINER])
+async def test_the_first_of_a_kind_is_waited_for_like_room_in_a_queue_and_later_ones_are_not(
+    store: Store,
+    neighbour: tuple[Neighbour, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    """Two jobs of a batch system may start hours apart; a service that was there and is gone is nobody's to start again."""
+    monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(finding_module, "SAY_S", 0.02)
+    finder = ServiceFinder(run_with(store, f"{kind}.place=elsewhere"), kind, nobody_starts)
+    finding = asyncio.create_task(finder.find(0.0))
+    async with asyncio.timeout(DEADLINE_S):
+        while "; on " not in caplog.text:  # the command that helps, while it waits
+            await asyncio.sleep(0.01)
+    assert not finding.done()
+    one = Registration(store, ROOT, kind, ServiceRecord("node-0", neighbour[1]))
+    await one.enter()
+    (peer,) = await asyncio.wait_for(finding, DEADLINE_S)
+    assert peer.record.name == "node-0"
+    await one.leave()
+    with pytest.raises((EngineError, TrainerError), match="within"):
+        await asyncio.wait_for(finder.find(0.0), DEADLINE_S)
+
+
+async def test_a_service_that_is_reached_again_is_said_to_be_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    finder = ServiceFinder(run_with(store, "engines.place=elsewhere"), ENGINES, nobody_starts)
+    await Registration(store, ROOT, ENGINES, ServiceRecord("node-0", f"http://127.0.0.1:{port}")).enter()
+    (peer,) = await finder.current()
+    assert not await peer.answers()
+    for _look in range(3):
+        await finder.current()
+    app = web.Application()
+    app.router.add_get("/status", Neighbour().answer)
+    async with TestServer(app, port=port):
+        assert await peer.answers()
+        for _look in range(3):
+            await finder.current()
+    told = [message for message in caplog.messages if "reached" in message]
+    assert [message.split(" at ")[0] for message in told] == ["engines: node-0", "engines: node-0"]
+    assert told[0].endswith("cannot be reached") and told[1].endswith("is reached again")
+
+
+async def test_the_nodes_behind_the_first_are_idle_once_their_part_of_the_gang_has_ended(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_with(store, "trainer.place=elsewhere", "trainer.nodes=2").config
+    behind = GangService(store, config, 1, "127.0.0.1")
+    now = time.monotonic()
+    monkeypatch.setattr(process_module, "time", SimpleNamespace(monotonic=lambda: now + 100))
+    assert await behind.idle_s() >= 100
+    monkeypatch.setattr(GangProcess, "alive", True)
+    behind._gang = GangProcess(config, Path("/nowhere"), "key", node=1)
+    assert await behind.idle_s() == 0
 
 
 async def test_who_refuses_the_key_is_no_service_of_ours_and_not_lost(store: Store, neighbour: tuple[Neighbour, str]) -> None:
@@ -277,13 +343,6 @@ def test_beyond_loopback_a_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> Non
         own_address()
     monkeypatch.setenv(KEY_VARIABLE, "secret")
     assert own_address() == "10.0.0.7" and own_address("10.0.0.8") == "10.0.0.8"
-
-
-async def test_a_service_takes_the_run_with_the_sections_it_was_given(store: Store) -> None:
-    config = read_config("tiny", ["run=a", f"store={store.url}"], PRESETS)
-    create_or_continue(config)
-    config_of_run = await config_of(store, "a", trainer=config.trainer.model_copy(update={"ranks": 2}))
-    assert config_of_run.trainer.ranks == 2 and config_of_run.rl == config.rl
 
 
 async def test_without_prefect_no_deployment_starts() -> None:
@@ -349,3 +408,37 @@ def test_a_gang_on_gpus_grows_its_segments_unless_somebody_chose_otherwise(
         with monkeypatch.context() as chosen:
             chosen.setenv(name, "max_split_size_mb:512")
             assert not ALLOCATOR & environment("trainer.gpu_ids=[2]").keys()
+
+
+async def test_engines_that_take_long_to_come_are_said_to_and_that_one_is_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of hosts elsewhere the flow sees no log: a large model loads for minutes."""
+    now_s, sampling = 1000.0, False
+
+    class PlayedHost:
+        name, progress = "far", 0
+
+        async def clients(self, version: int) -> list[str]:
+            return ["an engine"] if sampling else []
+
+    monkeypatch.setattr(fleet_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    fleet = Fleet(lambda: None)  # type: ignore[arg-type]
+    fleet.hosts, fleet._served = [PlayedHost()], (None, 0, None, None)  # type: ignore[assignment]
+
+    async def look_for(seconds: int) -> list[str]:
+        nonlocal now_s
+        caplog.clear()
+        for _look in range(seconds):
+            now_s += 1
+            await fleet.look_up()
+        return caplog.messages
+
+    assert await look_for(25) == []
+    said = await look_for(70)
+    assert [line.split(":")[0] for line in said] == [f"no engine may sample for {seconds} s" for seconds in (30, 60, 90)]
+    assert "those of far start, load weights, or are lost" in said[0]
+    sampling = True
+    assert await look_for(100) == ["engines sample again, after 95 s"]
+    sampling, now_s = False, now_s + 3600  # the trainer's turn: nobody asks
+    assert await look_for(25) == []

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,3 +116,34 @@ async def test_the_lost_node_is_named(gang: TwoNodes, tmp_path: Path, how: str) 
     assert time.monotonic() - began < 60, "not by a deadline of a collective"
     await client.close()
     gang.nodes[0].wait(timeout=30)
+
+
+def test_a_gang_that_is_told_to_end_says_so_and_shows_no_traceback(tmp_path: Path) -> None:
+    """SIGTERM is how every gang ends: torch's SignalException in the log would be read as the fault."""
+    program, log = tmp_path / "rank.py", tmp_path / "trainer.log"
+    program.write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
+    arguments = [
+        "--nnodes",
+        "1",
+        "--nproc-per-node",
+        "1",
+        "--node-rank",
+        "0",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        "0",
+    ]
+    with log.open("wb") as output:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "rlpipe.trainer.launcher", *arguments, str(program)],
+            cwd=tmp_path, stdout=output, stderr=output, env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        )  # fmt: skip
+    deadline = time.monotonic() + DEADLINE_S
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline and launcher.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.05)
+    launcher.terminate()
+    assert launcher.wait(timeout=DEADLINE_S) == 128 + signal.SIGTERM
+    said = log.read_text()
+    assert "shutting down workers" in said and "Traceback" not in said and "SignalException" not in said

@@ -18,6 +18,7 @@ from rlpipe.store.nearby import Nearby
 from rlpipe.types import ArtifactRef, EngineError, StoreError
 
 log = logging.getLogger(__name__)
+SAY_S = 30.0  # how often it is said that no engine may sample
 FIND_AGAIN_S = 5.0  # how often hosts are looked for while there is something to sample
 
 
@@ -60,6 +61,8 @@ class Fleet:
         self._serving: set[Host] = set()  # those that took what is served
         self._progress: list[int] = []  # of the hosts, as last looked up
         self._found_at = 0.0
+        self._looked_at = self._silent_at = 0.0  # when it was last asked who may sample; since when none may
+        self._say_s = SAY_S
         self._finding = asyncio.Lock()
 
     @property
@@ -92,6 +95,21 @@ class Fleet:
         before, self._progress = self._progress, [host.progress for host in self.hosts]
         if self.clients or self._progress != before:
             self.well_at = time.monotonic()
+        self._say()
+
+    def _say(self) -> None:
+        """Says for how long no engine may sample, every SAY_S, and once when one may again."""
+        now, before, self._looked_at = time.monotonic(), self._looked_at, time.monotonic()
+        if self.clients or now - before > SAY_S:  # nobody asked for so long
+            if self._say_s > SAY_S and self.clients:
+                log.warning("engines sample again, after %.0f s", now - self._silent_at)
+            self._silent_at, self._say_s = now, SAY_S
+        elif now - self._silent_at >= self._say_s:
+            self._say_s += SAY_S
+            names = ", ".join(host.name for host in self.hosts)
+            log.warning(
+                "no engine may sample for %.0f s: those of %s start, load weights, or are lost", now - self._silent_at, names
+            )
 
     async def keep_taking_in(self) -> None:
         """Until it is cancelled: hosts that join are given what the others serve, all hosts where no engine may sample.

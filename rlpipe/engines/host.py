@@ -247,6 +247,8 @@ class EngineHost:
                 engine.given_up = str(error)
                 log.error("%s is given up: %s", engine.client.name, error)
         engine.restarting_on = None
+        if engine.proved is not None:
+            log.warning("%s is back, on weight version %d", engine.client.name, engine.proved)
 
     # the watch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -18,10 +19,12 @@ from pathlib import Path
 
 from rlpipe.types import UserError
 
+log = logging.getLogger(__name__)
 PARENT_POLL_S = 0.5
 STOP_GRACE_S = 5.0
 KILL_TIMEOUT_S = 60.0  # the kernel may need a while to free what a process had
 READY_TIMEOUT_S = 600.0  # large weights take minutes to load
+SAY_S = 30.0  # how often it is said that a process is not ready yet
 LOG_LINES = 15
 OPEN_FILES_MAX = 1 << 20
 DEVICES = Path("/dev")
@@ -180,13 +183,22 @@ class Service:
         return True
 
     def wait_ready(self) -> None:
-        """Returns when `ready` says so; RuntimeError with the end of the log when it ends or takes too long."""
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while time.monotonic() < deadline:
+        """Returns when `ready` says so; RuntimeError with the end of the log when it ends or takes too long. Meanwhile it is said every SAY_S."""
+        began_at, say_s = time.monotonic(), SAY_S
+        while (waited_s := time.monotonic() - began_at) < READY_TIMEOUT_S:
             if not self.alive():
                 raise self._fault("ended while starting")
             if self.ready():
                 return
+            if waited_s >= say_s:
+                say_s += SAY_S
+                log.warning(
+                    "%s has been starting for %.0f s (limit %g s); its log: %s",
+                    self.name,
+                    waited_s,
+                    READY_TIMEOUT_S,
+                    self.log_path,
+                )
             time.sleep(0.1)
         raise self._fault(f"was not ready after {READY_TIMEOUT_S:g} s")
 

@@ -15,7 +15,10 @@ from rlpipe.types import EngineError, JsonDict, TrainerError, UserError
 
 log = logging.getLogger(__name__)
 LOST_S = 45.0  # what is registered and cannot be reached for so long is lost: a restart on its own node is quicker
-QUEUE_WAIT_S = 24 * 3600.0  # a work pool may be full for a night; who wants to wait less sets a timeout of the flow
+QUEUE_WAIT_S = (
+    24 * 3600.0
+)  # a work pool or a batch system may be full for a night; who wants to wait less sets a timeout of the flow
+SAY_S = 60.0  # how often it is said that nobody has come yet
 LOOK_AGAIN_S = 1.0
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 3.0, 5.0
 REST_FIRST_S, REST_MAX_S = 1.0, 60.0  # what cannot be reached is left alone for so long, doubled each time
@@ -92,6 +95,8 @@ class ServiceFinder:
         self._settings = run.config.trainer if kind == TRAINER else run.config.engines
         self._started_here = self._settings.place == "deployment"
         self._peers: dict[str, Peer] = {}  # by the start of the service
+        self._unreached: set[str] = set()  # the starts of those of whom that was said
+        self._awaited = True  # none has joined yet since this process began
 
     async def current(self) -> list[Peer]:
         """Those that have joined and not left."""
@@ -104,24 +109,35 @@ class ServiceFinder:
             log.warning("%s: %s has left", self._kind, self._peers.pop(start).record.name)
         for start, record in records.items():
             self._peers[start].record = record  # a gang changes its own
+        for start, peer in self._peers.items():
+            if peer.record.url and (peer.lost_at is None) == (start in self._unreached):
+                self._unreached ^= {start}
+                now = "cannot be reached" if start in self._unreached else "is reached again"
+                log.warning("%s: %s at %s %s", self._kind, peer.record.name, peer.record.url, now)
         return list(self._peers.values())
 
     async def find(self, wait_s: float) -> list[Peer]:
         """Those that are registered, as soon as one of them answers. A run that starts its services has missing and lost ones started.
 
-        EngineError or TrainerError past `wait_s`, past QUEUE_WAIT_S where they are started.
+        EngineError or TrainerError past `wait_s`, past QUEUE_WAIT_S where they are started, or none has joined yet: whoever is to start
+        them elsewhere may wait for room, too. Meanwhile it is said, a line a minute.
         """
-        wait_s = QUEUE_WAIT_S if self._started_here else wait_s
-        deadline = time.monotonic() + wait_s
+        began_at, say_s = time.monotonic(), SAY_S
         while True:
             peers = await self.current()
+            if peers and self._awaited:
+                self._awaited, began_at, say_s = False, time.monotonic(), SAY_S
             answers = await asyncio.gather(*(peer.answers() for peer in peers))
             if self._started_here:
                 await self._start_missing({peer.record.name for peer, answered in zip(peers, answers, strict=True) if answered})
             if any(answers):
                 return peers
-            if time.monotonic() > deadline:
-                raise self._fault(wait_s)
+            waited_s = time.monotonic() - began_at
+            if waited_s > (QUEUE_WAIT_S if self._started_here or self._awaited else wait_s):
+                raise self._fault(waited_s)
+            if waited_s >= say_s:
+                say_s += SAY_S
+                log.warning("%s", self._fault(waited_s))
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def close(self) -> None:
@@ -139,9 +155,9 @@ class ServiceFinder:
         for peer in lost.values():
             peer.lost_at = None  # replaced once: what replaces it may have to wait for room
 
-    def _fault(self, wait_s: float) -> Exception:
+    def _fault(self, waited_s: float) -> Exception:
         fault, what, command = WANTED[self._kind]
         advice = f"{command} --store {self._run.store.url} --run {self._run.name}`"
         if self._started_here:
             advice = f"does a worker serve the pool of {self._kind}.deployment={self._settings.deployment_of(self._kind)!r}?"
-        return fault(f"{what} within {wait_s:g} s; {advice}")
+        return fault(f"{what} within {waited_s:.0f} s; {advice}")

@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Never, Protocol
@@ -21,16 +22,18 @@ from pydantic import BaseModel
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.processes.launch import raise_file_limit
+from rlpipe.services.run_watch import RunWatch
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.run import open_existing
+from rlpipe.store.run_record import record_key, run_names
 from rlpipe.types import StoreError, UserError
 
 log = logging.getLogger(__name__)
 KEY_VARIABLE, ADDRESS_VARIABLE = "RLPIPE_SERVICE_KEY", "RLPIPE_ADDRESS"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WATCH_S = 2.0
-RUN_WAIT_S, RUN_POLL_S = 600.0, 5.0
+RUN_POLL_S = 5.0
 TRAINER, ENGINES = "trainer", "engines"
 
 
@@ -148,9 +151,21 @@ class RunService(Protocol):
         """Ends what `work` has started."""
 
 
-async def serve(service: RunService, idle_timeout_s: float, ended: asyncio.Event) -> str:
-    """Serves a run until that is over, leaves the run, and returns why: told to end, dismissed, or without work for `idle_timeout_s`
-    (0: never). A fault that ends the work is raised."""
+IsOver = Callable[[float], Awaitable[bool]]  # whether a service that has been without work for so many seconds is to end
+
+
+def past(idle_timeout_s: float) -> IsOver:
+    """Of a service that its run starts again when it needs it: it ends when it has been without work for so long; 0: never."""
+
+    async def is_over(idle_s: float) -> bool:
+        return 0 < idle_timeout_s < idle_s
+
+    return is_over
+
+
+async def serve(service: RunService, is_over: IsOver, ended: asyncio.Event) -> str:
+    """Serves a run until that is over, leaves the run, and returns why: told to end, dismissed, or without work for too long
+    (`past`, or `RunWatch.is_over` for a service that nobody starts again). A fault that ends the work is raised."""
     raise_file_limit()
     registration = service.registration
     await registration.enter()  # before there is anything to change in it: two writes at once would have no order
@@ -167,7 +182,7 @@ async def serve(service: RunService, idle_timeout_s: float, ended: asyncio.Event
                     return "the run dismissed it"
             except (OSError, StoreError) as error:
                 log.warning("the store does not answer: %s", error)  # who is asked for work goes on working
-            if 0 < idle_timeout_s < (idle_s := await service.idle_s()):
+            if await is_over(idle_s := await service.idle_s()):
                 return f"it had no work for {idle_s:.0f} s"
     finally:
         working.cancel()
@@ -179,15 +194,16 @@ async def serve(service: RunService, idle_timeout_s: float, ended: asyncio.Event
             await service.close()
 
 
-async def config_of(store: Store, run: str, **sections: BaseModel | None) -> PipelineConfig:
-    """The config of a run with other operational sections, waiting until somebody has started it; UserError after RUN_WAIT_S."""
-    deadline = time.monotonic() + RUN_WAIT_S
-    while True:
-        try:
-            config = (await asyncio.to_thread(open_existing, store, run)).config
-            return config.model_copy(update={"store": store.url, **{name: given for name, given in sections.items() if given}})
-        except UserError:
-            if time.monotonic() > deadline:
-                raise
-            log.info("waiting for run %s to be started", run)
-            await asyncio.sleep(RUN_POLL_S)
+async def config_of(watch: RunWatch, **sections: BaseModel | None) -> PipelineConfig:
+    """The config of a run with other operational sections, waiting until somebody has begun it, and for as long as somebody prepares it.
+
+    UserError when nobody did within the watch's idle time.
+    """
+    store, key, began_at = watch.store, record_key(watch.run), time.monotonic()
+    if not await asyncio.to_thread(store.exists, key):
+        known = ", ".join(await asyncio.to_thread(run_names, store)) or "none"
+        log.info("waiting for run %s, which nobody has begun in %s (runs: %s)", watch.run, store.url, known)
+    while not await asyncio.to_thread(store.exists, key) and not await watch.is_over(time.monotonic() - began_at):
+        await asyncio.sleep(RUN_POLL_S)
+    config = (await asyncio.to_thread(open_existing, store, watch.run)).config
+    return config.model_copy(update={"store": store.url, **{name: given for name, given in sections.items() if given}})

@@ -1,4 +1,5 @@
-"""One holder per run. A lease is created exclusively; a dead holder's is succeeded by the next number.
+"""One holder per run. A lease is created exclusively; a dead holder's is succeeded by the next number. Beside it lies what announces a
+run that is only being prepared.
 
 Whether a holder is dead: on this host its pid and start time say so; on another host its heartbeat must stand still for
 `STALE_S` of *our* clock, so clocks need not agree. Artifacts commit exclusively, so even two holders could not tear a run.
@@ -6,8 +7,12 @@ Whether a holder is dead: on this host its pid and start time say so; on another
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import hashlib
 import os
 import re
+import secrets
 import socket
 import threading
 import time
@@ -23,7 +28,7 @@ from rlpipe.types import StoreError, UserError
 HEARTBEAT_S = 10.0
 STALE_S = 35.0
 TAKEOVERS_MAX = 5
-NAME = re.compile(r"\d{6,}\.json")
+NAME, ANNOUNCED = re.compile(r"\d{6,}\.json"), re.compile(r"announced-[0-9a-f]+\.json")
 
 
 class RunHeld(UserError):
@@ -47,7 +52,7 @@ class Holder:
 
 
 class Lease:
-    """A held lease; its heartbeat runs in a thread until `release`."""
+    """A held lease, or an announcement; its heartbeat runs in a thread until `release` or `vanish`, the first after HEARTBEAT_S."""
 
     def __init__(self, store: Store, key: str, holder: Holder) -> None:
         self._store, self._key, self._holder = store, key, holder
@@ -63,22 +68,68 @@ class Lease:
             except OSError:
                 continue  # a passing store fault costs a beat, not the run; the next beat tries again
 
-    def release(self) -> None:
-        """Says that nobody holds the run any more."""
+    def _end(self) -> None:
         assert not self._stop.is_set(), f"{self._key} is released already"
         self._stop.set()
         self._thread.join(timeout=HEARTBEAT_S)
+
+    def release(self) -> None:
+        """Says that nobody holds the run any more."""
+        self._end()
         self._store.put(self._key, sealed(replace(self._holder, released=True)))
+
+    def vanish(self) -> None:
+        """Leaves nothing; of an announcement."""
+        self._end()
+        if self._holder.beats:
+            with contextlib.suppress(OSError):  # then it stays, and says nothing without a beat
+                self._store.delete(self._key)
+
+
+_announcements: dict[tuple[str, str], Lease] = {}  # of this process, by store and run
 
 
 def acquire(store: Store, run_root: str) -> Lease:
     """The lease of a run; RunHeld naming host and pid of a holder that lives."""
     for _ in range(TAKEOVERS_MAX):
         key = _key(run_root, check_free(store, run_root) + 1)
-        own = Holder(socket.gethostname(), os.getpid(), _start_time(os.getpid()))
+        own = _this_process()
         if store.create(key, sealed(own)):
+            withdraw(store, run_root)
             return Lease(store, key, own)
     raise RunHeld(f"{run_root}: {TAKEOVERS_MAX} others took the run first; is a scheduler starting it in a loop?")
+
+
+def announce(store: Store, run_root: str) -> None:
+    """Says, from HEARTBEAT_S on, that this process prepares a run: until it has the run's lease, withdraws, or ends. The services of the
+    run see that by `pulse`, and wait. Any number of processes may do so at once."""
+    key = f"{run_root}/lease/announced-{secrets.token_hex(4)}.json"
+    withdraw(store, run_root)
+    _announcements[store.url, run_root] = Lease(store, key, _this_process())
+
+
+def withdraw(store: Store, run_root: str) -> None:
+    """Takes the announcement of this process away; nothing is left of it, and one that was never seen wrote nothing."""
+    if announcement := _announcements.pop((store.url, run_root), None):
+        announcement.vanish()
+
+
+@atexit.register
+def _withdraw_all() -> None:
+    for announcement in _announcements.values():
+        announcement.vanish()
+
+
+def pulse(store: Store, run_root: str) -> str:
+    """What a run's newest lease and its announcements say, by one look: another answer after HEARTBEAT_S where a process, of any host,
+    works on the run or prepares it; the same one where none does."""
+    names = {key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")}
+    held = sorted((name for name in names if NAME.fullmatch(name)), key=lambda name: (len(name), name))[-1:]
+    said = hashlib.sha256()
+    for name in [*held, *sorted(filter(ANNOUNCED.fullmatch, names))]:
+        with contextlib.suppress(StoreError):  # gone since the listing
+            said.update(store.read(f"{run_root}/lease/{name}"))
+    return said.hexdigest()
 
 
 def check_free(store: Store, run_root: str) -> int:
@@ -100,6 +151,10 @@ def held_by(store: Store, run_root: str) -> str:
     if holder.host != socket.gethostname():
         return f"held on {holder.host}"
     return "working" if holder.is_here else ""
+
+
+def _this_process() -> Holder:
+    return Holder(socket.gethostname(), os.getpid(), _start_time(os.getpid()))
 
 
 def _newest(store: Store, run_root: str) -> tuple[int, Holder | None]:

@@ -115,6 +115,7 @@ class TrainerClient:
                 except TrainerError as error:
                     raise TrainerError(f"{error}\nThe trainer was lost while doing {job}: {why}") from error
                 self._times_lost += 1
+                log.warning("the trainer is back, and empty")
         return GangLost(f"the trainer was lost while doing {job}: {why}")
 
     async def close(self) -> None:

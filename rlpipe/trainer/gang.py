@@ -1,8 +1,4 @@
-"""The ranks of one gang and how they agree: on a job, on sums, on a failure that only one of them saw.
-
-Run as a program it is torchrun that ends with its parent and listens where its arguments say: a killed flow process leaves no gang
-behind, and nobody else gets in.
-"""
+"""The ranks of one gang and how they agree: on a job, on sums, on a failure that only one of them saw."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import logging
 import os
 import platform
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,15 +21,12 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-import torch.distributed.run as torchrun
 from safetensors import SafetensorError
 from torch._C._distributed_c10d import TCPStore
 from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
 from rlpipe.models.team import Team, join_team
-from rlpipe.processes.launch import die_with_parent
 from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.types import StoreError, UserError
@@ -266,34 +258,3 @@ class Pulse:
 
     def _silent_s(self, rank: int) -> float:
         return round(time.monotonic() - self._heard[rank][1], 1)
-
-
-def bind(argv: list[str]) -> socket.socket | None:
-    """On node 0 the socket that the nodes meet at; its port takes the place of port 0 in `argv`."""
-    if argv[argv.index("--node-rank") + 1] != "0":
-        return None
-    at = argv.index("--master-port") + 1
-    listener = socket.create_server((argv[argv.index("--master-addr") + 1], int(argv[at])))
-    argv[at] = str(listener.getsockname()[1])
-    return listener
-
-
-class MeetingPoint(TCPStore):
-    """torch's store, on a socket that is bound already: its own would listen at every address of the machine."""
-
-    listener: socket.socket | None = None
-
-    def __init__(self, host: str, port: int, world_size: int, is_master: bool, timeout: timedelta, **_: Any) -> None:
-        if not is_master:
-            super().__init__(host, port, world_size, False, timeout)
-            return
-        assert self.listener is not None, "bind comes first"
-        handed = self.listener.detach()  # the store closes it
-        super().__init__(host, port, world_size, True, timeout, master_listen_fd=handed)
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    MeetingPoint.listener = bind(sys.argv)
-    static_tcp_rendezvous.TCPStore = MeetingPoint  # pyright: ignore[reportPrivateImportUsage]
-    torchrun.main()

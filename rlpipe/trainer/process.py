@@ -74,7 +74,7 @@ def torchrun_argv(options: TrainerOptions, node: int = 0, rendezvous: str = "") 
     # static: the ranks of node 0 are the first ones, and rank 0 is the one that answers
     host, port = rendezvous.rsplit(":", 1) if nodes > 1 else (LOOPBACK[0], "0")
     launch += ["--node-rank", str(node), "--master-addr", host, "--master-port", port]
-    return [sys.executable, "-m", "rlpipe.trainer.gang", *launch, "-m", "rlpipe.trainer.server", options.model_dump_json()]
+    return [sys.executable, "-m", "rlpipe.trainer.launcher", *launch, "-m", "rlpipe.trainer.server", options.model_dump_json()]
 
 
 @dataclass(eq=False, repr=False)  # it holds a key
@@ -203,6 +203,7 @@ class GangService:
         self._key = service_key()
         self._work_dir = self.registration.work_dir(config.scratch_folder)
         self._gang: GangProcess | None = None
+        self._ran_at = time.monotonic()  # when this node's part of the gang ran last
 
     async def work(self) -> Never:
         """Starts the gang, again whenever it ended. TrainerError when it cannot be kept up."""
@@ -219,13 +220,17 @@ class GangService:
             except TrainerError as error:
                 log.warning("the gang did not come up: %s", error)
             finally:
+                self._ran_at = time.monotonic()
                 await gang.close()
             log.warning("the gang of node %d ended", self._node)
         raise TrainerError(f"the gang ended {RESTARTS_MAX + 1} times; see {self._work_dir}/trainer.log")
 
     async def idle_s(self) -> float:
-        """Seconds since the gang's last job; a gang that is only starting, and the nodes behind the first, do not count them."""
-        if self._node > 0 or self._gang is None:
+        """Seconds since the gang's last job; a gang that is only starting does not count them. The nodes behind the first count from
+        the end of their part of a gang: while it runs, node 0 counts."""
+        if self._node > 0:
+            return 0.0 if self._gang is not None and self._gang.alive else time.monotonic() - self._ran_at
+        if self._gang is None:
             return 0.0
         try:
             _, status = await Peer(ServiceRecord("gang", self._gang.url), self._key).call("GET", "/status")
@@ -248,6 +253,10 @@ class GangService:
         return met_at
 
     async def _announced(self) -> str:
-        """The meeting point in the record of node 0; empty when there is none."""
-        records = await asyncio.to_thread(registered, self.registration.store, self.registration.run_root, TRAINER)
+        """The meeting point in the record of node 0; empty when there is none, or it cannot be read now."""
+        try:
+            records = await asyncio.to_thread(registered, self.registration.store, self.registration.run_root, TRAINER)
+        except OSError as error:
+            log.warning("the store does not say where the gang meets: %s", error)
+            return ""
         return next((record.rendezvous for record in records if record.name == node_name(0)), "")

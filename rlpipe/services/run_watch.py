@@ -1,0 +1,73 @@
+"""Whether the run of a service is still somebody's: a service that nobody starts again stays for as long as it is, whatever the run does.
+
+A process that works on a run beats in its lease, one that prepares it in its announcement (`rlpipe.store.lease`). Nobody's clock is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from rlpipe.store.backend import Store
+from rlpipe.store.lease import HEARTBEAT_S, STALE_S, pulse
+from rlpipe.types import StoreError
+
+log = logging.getLogger(__name__)
+LOOK_S = 50.0  # a listing and a small read of the store
+SAY_S = 60.0
+
+
+class RunWatch:
+    """Looks at one run in the store about once a minute, oftener where `idle_timeout_s` is short.
+
+    `idle_timeout_s`: for how long a service stays that has nothing to do; 0: always.
+    """
+
+    def __init__(self, store: Store, run: str, idle_timeout_s: float) -> None:
+        self.store, self.run, self.idle_timeout_s = store, run, idle_timeout_s
+        self._look_s = min(LOOK_S, max(idle_timeout_s / 2, HEARTBEAT_S)) if idle_timeout_s else LOOK_S
+        self._pulse, self._has_beaten = "", False
+        self._beat_at = self._said_at = time.monotonic()
+        self._looked_at = float("-inf")
+
+    async def gone_s(self) -> float:
+        """For how many seconds nobody has worked on the run, or prepared it, at the last look; 0 before its last beat is STALE_S old.
+
+        While the store cannot be read nothing is known, and nothing counted.
+        """
+        if time.monotonic() - self._looked_at >= self._look_s:
+            try:
+                now = await asyncio.to_thread(pulse, self.store, f"runs/{self.run}")
+                beats = now != self._pulse
+                self._has_beaten |= beats and bool(self._pulse)
+                self._pulse = now
+            except (OSError, StoreError) as error:
+                log.warning("the store does not say whether run %s is worked on: %s", self.run, error)
+                beats = True
+            self._looked_at = time.monotonic()
+            self._beat_at = self._looked_at if beats else self._beat_at
+        return max(0.0, self._looked_at - self._beat_at - STALE_S)
+
+    async def is_over(self, idle_s: float) -> bool:
+        """Whether a service that has been without work for `idle_s` is to end: not while somebody works on the run.
+
+        One that waits says so, a line a minute.
+        """
+        gone_s = await self.gone_s()
+        if 0 < self.idle_timeout_s < min(idle_s, gone_s):
+            return True
+        if min(time.monotonic() - self._said_at, idle_s) >= SAY_S:
+            self._said_at = time.monotonic()
+            log.info("no work for %.0f s: %s", idle_s, self._state(gone_s))
+        return False
+
+    def _state(self, gone_s: float) -> str:
+        if not gone_s and self._has_beaten:
+            return f"run {self.run} is worked on, or being prepared, and asks when it needs this service"
+        leaves = (
+            f"after {self.idle_timeout_s + STALE_S:g} s of that it ends"
+            if self.idle_timeout_s
+            else "it waits until it is stopped"
+        )
+        return f"nobody has worked on run {self.run} for {self._looked_at - self._beat_at:.0f} s; {leaves}"
