@@ -24,6 +24,7 @@ from prefect.states import Completed
 
 from flows.events import tell, tell_iteration
 from flows.terminal import bar, iteration_line, say
+from rlpipe.records.turns import transcript
 from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, before_after, draw_curves, evaluations, policy_tags, reward_svg
 from rlpipe.report.show import TrainedGroup, parts_text, trained_groups
 from rlpipe.report.tracking import ROLLOUTS
@@ -129,7 +130,9 @@ def _group_table(group: TrainedGroup) -> list[str]:
     lines += [f"prompt: {_literal(first.prompt)}", "", f"answer: {_literal(group.answer)}", ""]
     lines += ["| reward | advantage | reward parts | finish | completion |", "|---|---|---|---|---|"]
     for rollout in group.rollouts[:ROLLOUTS_SHOWN]:
-        texts = " | ".join(_literal(text) for text in (parts_text(rollout), rollout.finish_reason, rollout.completion))
+        turns = group.turns_of(rollout)
+        said = transcript(turns) if len(turns) > 1 else rollout.completion
+        texts = " | ".join(_literal(text) for text in (parts_text(rollout), rollout.finish_reason, said))
         lines.append(f"| {rollout.reward:.4g} | {rollout.advantage:.4g} | {texts} |")
     return lines
 

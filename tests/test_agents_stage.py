@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from rlpipe.engines.client import Completion, Sampling, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Branch
+from rlpipe.records.turns import turns_of
 from rlpipe.stages.generation import generate
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
@@ -28,7 +30,7 @@ from rlpipe.store.audit import unreferenced
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, JsonDict, UserError
 from tests.agent_world import tokenizer_in
-from tests.rows import ROLLOUTS, SCORES, read_rows
+from tests.rows import ROLLOUTS, SCORES, read_rows, rollout
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 POLICY = ArtifactRef("p", "0" * 64)
@@ -112,6 +114,12 @@ def rows_of(session: Session, rollouts: ArtifactRef) -> list[JsonDict]:
     return read_rows(session.run.store, rollouts, "rollouts.parquet", ROLLOUTS)
 
 
+def stretches_of(row: JsonDict) -> list[list[int]]:
+    """The tokens of each reply: those whose mask is 1, from one that is not to the next."""
+    pairs = itertools.groupby(zip(row["completion_tokens"], row["loss_mask"], strict=True), key=lambda pair: pair[1])
+    return [[token for token, _ in stretch] for mask, stretch in pairs if mask]
+
+
 async def test_every_trained_token_is_one_that_was_sampled_and_the_outcome_is_the_agents(session: Session) -> None:
     ref = await sampled(session)
     pool: Any = session.pool
@@ -128,6 +136,11 @@ async def test_every_trained_token_is_one_that_was_sampled_and_the_outcome_is_th
         record = json.loads(row["environment"])
         assert record["num_turns"] == NUM_CALLS and record["metrics"] == {"branches": 1.0, "seen": 3.0} and record["reward"] > 0
         assert [message["content"] for message in record["messages"][1]] == ["go on 0"]
+        turns = turns_of(rollout(row), session.tokenizer.decode, by_agent=True)
+        assert [turn["role"] for turn in turns] == ["assistant", "user", "assistant", "user", "assistant"]
+        assert [turn["content"] for turn in turns[1::2]] == ["go on 0", "go on 1"]
+        sampled_texts = [session.tokenizer.decode(group) for group in stretches_of(row)]
+        assert [turn["content"] for turn in turns[::2]] == sampled_texts
     prompts = session.run.committed("rl", 0, "prompts/round-0")[0]
     scores = await score(session, iteration=0, round_index=0, prompts=prompts, rollouts=[ref])
     rewards = [row["reward"] for row in read_rows(session.run.store, scores.ref, "scores.parquet", SCORES)]

@@ -28,6 +28,7 @@ from rlpipe.environments.pool import EnvironmentFault
 from rlpipe.environments.protocol import Step
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Rollout
+from rlpipe.records.turns import turns_of
 from rlpipe.stages import generation
 from rlpipe.stages.generation import generate
 from rlpipe.stages.preflight import preflight
@@ -210,6 +211,21 @@ def check_rollout(row: JsonDict, environment: PlayedEnvironment) -> None:
     assert record["num_turns"] == len(said) <= TURNS_MAX and record["reward"] == sum(step.reward for step in whole)
     assert record["messages"] == [step.messages for step in whole] and record["metrics"].get("calls", 0) == len(whole)
     check_end(row, record, steps, answers, len(said))
+    check_turns(row, [*map(PlayedTokenizer().decode, said)], [step.messages for step in whole])
+
+
+def check_turns(row: JsonDict, said: list[str], answers: list[list[JsonDict]]) -> None:
+    """Who said what is known of the stored row alone: also where nothing of it is trained, or a token of the policy was certain."""
+    turns = [turn for text, answer in zip(said, [*answers, []], strict=False)
+             for turn in ({"role": "assistant", "content": text}, *answer)]  # fmt: skip
+    expected = turns[: len(turns) - len(answers[len(said) - 1])] if len(answers) == len(said) else turns
+    assert turns_of(rollout(row), PlayedTokenizer().decode, by_agent=False) == expected
+    untrained = {**row, "loss_mask": [0] * len(row["loss_mask"])}
+    assert turns_of(rollout(untrained), PlayedTokenizer().decode, by_agent=False) == expected
+    if len(said[0].split()) > 2:
+        logprobs = [0.0 if place == 1 else logprob for place, logprob in enumerate(row["rollout_logprobs"])]
+        certain = {**untrained, "rollout_logprobs": logprobs}
+        assert turns_of(rollout(certain), PlayedTokenizer().decode, by_agent=False) == expected
 
 
 def check_end(row: JsonDict, record: JsonDict, steps: list[Any], answers: list[list[int]], num_turns: int) -> None:

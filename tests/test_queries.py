@@ -107,7 +107,7 @@ def made(store: Store) -> Run:
     commit_trained(fork(run, 1, override_config(run.config, ["run=c", "rl.estimator='rloo'"]), "filter"), 1, advantage=9.0)
     commit_gaps(fork(run, 0, override_config(run.config, ["run=b", "rl.clip_high=0.4"])), 1)
     alone = create_or_continue(tiny(store, "run=s", "rl.num_iterations=0"))
-    commit_files(alone, ("sft", 0, "policy"), {"config.json": b"{}"}, version=0)
+    commit_files(alone, ("sft", 0, "policy"), {"config.json": b"{}"}, {"losses": [3.0, 2.0], "train/loss": 2.0}, version=0)
     evaluated = {"evaluation.parquet": only(rows_of(0)[:2], SCORES)}
     commit_files(alone, ("sft", 0, "evaluation"), evaluated, {"words_greedy": 0.25, "words_pass_at_4": 0.5}, version=0)
     return run

@@ -30,12 +30,16 @@ MESSAGES = [{"role": "user", "content": "2 + 3?"}]
 CONTEXT_TOKENS = 256
 
 
-def item(completion: str) -> dict[str, Any]:
+def said(completion: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": completion}]
+
+
+def item(completion: str, turns: list[dict[str, str]] | None = None) -> dict[str, Any]:
     prompt = {"prompt_id": "set/0", "messages": MESSAGES, "answer": "5", "metadata": {}}
     return {
         "prompt": prompt,
         "completion": completion,
-        "rollout": {"num_tokens": 1, "finish_reason": "stop", "environment": None},
+        "rollout": {"num_tokens": 1, "finish_reason": "stop", "environment": None, "turns": turns or said(completion)},
     }
 
 
@@ -57,12 +61,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected(folder: Path, completions: list[str], output: int) -> list[float]:
     """What transformers itself computes, one conversation at a time."""
+    return expected_of(folder, [said(completion) for completion in completions], output)
+
+
+def expected_of(folder: Path, conversations: list[list[dict[str, str]]], output: int) -> list[float]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     model.config.pad_token_id = tokenizer.pad_token_id
     rewards = []
-    for completion in completions:
-        text = tokenizer.apply_chat_template([*MESSAGES, {"role": "assistant", "content": completion}], tokenize=False)
+    for turns in conversations:
+        text = tokenizer.apply_chat_template([*MESSAGES, *turns], tokenize=False)
         tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][:, :CONTEXT_TOKENS]
         with torch.inference_mode():
             rewards.append(model(input_ids=tokens).logits[0, output].item())
@@ -105,6 +113,14 @@ def test_it_scores_what_transformers_does_and_survives_its_process(folder: Path,
 
 
 @pytest.mark.e2e
+def test_a_rollout_of_several_turns_is_a_conversation(folder: Path) -> None:
+    turns = [*said("1"), {"role": "tool", "content": "4"}, *said("5")]
+    with RewardPool({f"hf:{folder}": 1.0}, {f"hf:{folder}": {"output": 1}}, workers=1, timeout_s=60) as pool:
+        scores = pool.score([item("145", turns), item("145")])
+    assert [score.reward for score in scores] == pytest.approx(expected_of(folder, [turns, said("145")], 1), abs=1e-5)
+    assert scores[0].reward != scores[1].reward
+
+
 def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"hf:{folder}"
     items = [item(str(number)) for number in range(5)]

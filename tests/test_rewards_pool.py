@@ -81,7 +81,10 @@ def pool(folder: Path) -> Iterator[RewardPool]:
 
 def items(*completions: str, answer: str = "x") -> list[dict[str, Any]]:
     prompt = {"prompt_id": "set/0", "messages": [], "answer": answer, "metadata": {}}
-    return [{"prompt": prompt, "completion": completion, "rollout": FACTS} for completion in completions]
+    return [
+        {"prompt": prompt, "completion": text, "rollout": {**FACTS, "turns": [{"role": "assistant", "content": text}]}}
+        for text in completions
+    ]
 
 
 def test_reward_is_the_weighted_sum_of_the_parts(pool: RewardPool) -> None:
@@ -315,6 +318,15 @@ def test_facts_reach_the_functions_that_want_them(folder: Path) -> None:
         scores = pool.score(rollouts)
     assert scores[0] == Score(4.75, {"told": 3.0, "length": 1.0, "environment": 0.25, "half": 0.5})
     assert [score.reason for score in scores[1:]] == ["reward_error", "reward_invalid"]
+
+
+def test_a_reward_gets_the_turns_of_a_row_that_says_none(folder: Path) -> None:
+    (folder / "speaking.py").write_text(
+        "def turns(prompt, completion, rollout): return len(rollout['turns']) + len(rollout['turns'][0]['content'])\n"
+    )
+    turns = [{"role": "assistant", "content": "xy"}, {"role": "tool", "content": "z"}]
+    rows = [{"prompt": "?", "completion": "xyz"}, {"prompt": "?", "completion": "xyz", "rollout": {"turns": turns}}]
+    assert [scored.reward for scored in score({"speaking:turns": 1.0}, rows)] == [4.0, 4.0]
 
 
 def test_rows_are_scored_outside_of_a_run() -> None:

@@ -25,7 +25,11 @@ FACTS = {"num_tokens": 3, "finish_reason": "stop", "environment": None}
 
 def item(completion: str, answer: str | None = "5") -> dict[str, Any]:
     prompt = {"prompt_id": "set/0", "messages": [{"role": "user", "content": "2 + 3?"}], "answer": answer, "metadata": {}}
-    return {"prompt": prompt, "completion": completion, "rollout": FACTS}
+    return {
+        "prompt": prompt,
+        "completion": completion,
+        "rollout": {**FACTS, "turns": [{"role": "assistant", "content": completion}]},
+    }
 
 
 @pytest.fixture
@@ -285,6 +289,14 @@ async def test_a_judge_that_is_down_hangs_or_recovers(serve: Serve) -> None:
     assert scores[1].reason == "reward_timeout"
     scores, _ = await scored({"judge": 1.0}, {"judge": {**JUDGE, "url": f"http://127.0.0.1:{free_port()}/v1"}}, "x")
     assert scores[0].reason == "reward_unavailable"
+
+
+def test_a_judge_reads_who_said_what() -> None:
+    turns = [{"role": "assistant", "content": "1"}, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "3"}]
+    asked: Any = item("123")
+    asked["rollout"]["turns"] = turns
+    (_, question) = http.Judge(url="http://h/v1", model="m", rubric="Is it right?").question(asked)["messages"]  # type: ignore[misc]
+    assert question["content"].endswith("<completion>\n[assistant] 1\n[tool] 2\n[assistant] 3\n</completion>")
 
 
 @pytest.mark.parametrize(

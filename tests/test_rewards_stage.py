@@ -10,7 +10,8 @@ from rlpipe.config.source import read_config
 from rlpipe.processes.launch import free_port
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout
-from rlpipe.rewards.score import Score
+from rlpipe.records.turns import turns_of
+from rlpipe.rewards.score import Score, facts_of
 from rlpipe.stages.preflight import preflight
 from rlpipe.stages.scoring import score_key, score_rollouts
 from rlpipe.stages.session import Session
@@ -41,8 +42,9 @@ def scored(tmp_path: Path, rows: list[Rollout], *sets: str, known: Any = None) -
 
 def test_a_reward_is_a_function_of_prompt_completion_and_facts(tmp_path: Path) -> None:
     rows = [row("x", 2), row("x", 4), row("x", 2, environment='{"reward": 1.0, "fault": ""}')]
-    assert len({score_key(one) for one in rows}) == 3
-    known = {score_key(rows[0]): Score(9.0, {"length": 9.0})}
+    keys = [score_key(one, facts_of(one, turns_of(one, str, by_agent=False))) for one in rows]
+    assert len({*keys}) == 3
+    known = {keys[0]: Score(9.0, {"length": 9.0})}
     told = scored(tmp_path, rows, "rl.rewards={length = 1.0}", "rl.reward_args={length = {max = 3}}", known=known)
     assert [one.reward for one in told] == [9.0, 0.0, 1.0]
 

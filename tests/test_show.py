@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 
 from flows.ui import _group_table
 from rlpipe.config.source import override_config
+from rlpipe.report.curves import draw_curves
 from rlpipe.report.show import (
     TABLE_COLUMNS,
     TABLE_ROWS,
@@ -175,3 +177,14 @@ def test_files_are_those_of_manifests_in_order_and_a_forks_are_its_parents_first
                                             for iteration, owner in enumerate("aaab")]  # fmt: skip
     with pytest.raises(UserError, match=r"run b has no files of kind 'score'; it has: policy, scores"):
         audit.files(child, "score")
+
+
+def test_the_picture_of_one_iteration_shows_it(local: Store, tmp_path: Path) -> None:
+    """One point is a dot, and one iteration's seconds are a bar: neither is a line."""
+    run = without_sft(local)
+    commit_iteration(run, 0, {"rollout/reward_mean": 0.5, "time/train_s": 3.0, "rollout/length_tokens_mean": 7.0})
+    draw_curves(run, 1, tmp_path / "curves.png")
+    image = matplotlib.image.imread(tmp_path / "curves.png")[..., :3]
+    is_coloured = (image.max(axis=2) - image.min(axis=2)) > 0.3
+    reward, seconds = is_coloured[:320, 400:800], is_coloured[320:, 820:1180]
+    assert reward[40:290, 200:390].sum() > 20 and seconds.sum() > 5_000, (reward.sum(), seconds.sum())

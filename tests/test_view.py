@@ -7,6 +7,7 @@ import json
 import re
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,22 +16,24 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from flows import cli
+from flows.ui import _group_table
 from rlpipe.config.operational import TrackingConfig
 from rlpipe.config.source import override_config
 from rlpipe.data.new_tokenizer import build_tokenizer
-from rlpipe.report.show import run_lines
+from rlpipe.report.show import iteration_lines, run_lines, trained_groups
 from rlpipe.store.artifacts import PRUNED
 from rlpipe.store.backend import Store, open_store
-from rlpipe.store.run import create_or_continue, fork, open_existing
+from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.types import JsonDict, UserError
 from rlpipe.view import search as looking
 from rlpipe.view.groups import iteration_groups
 from rlpipe.view.library import Library
+from rlpipe.view.plots import curve, plot
 from rlpipe.view.server import VIEW_KEY_VARIABLE, view_app, view_key
 from rlpipe.view.tokens import shown_tokens, token_texts
 from tests.rows import BATCH, GAPS, PROMPTS, SCORES, fill, rollout, to_parquet
 from tests.test_queries import commit_files, commit_sampled, commit_scored, commit_trained, commit_whole, made, only, rows_of
-from tests.test_store_run import tiny
+from tests.test_store_run import record_of, sealed, tiny
 
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>\0\u202e&amp;"
 
@@ -183,6 +186,109 @@ def test_runs_side_by_side_have_a_curve_each_in_every_plot(whole: Store) -> None
     assert plots[1]["series"][0]["x"] == [0, 1] and plots[1]["series"][0]["y"] == [0.0, 0.25]
     assert "choose 1 to 8 runs" in page(whole, "/compare", 404)
     assert "no run &#39;z&#39;" in page(whole, "/compare?run=a&run=z", 404)
+
+
+def test_the_evaluation_before_rl_is_the_first_point_of_its_curve(tmp_path: Path) -> None:
+    """From 0.918 over 0.97 to 0.969 a run has become better, though its last two points fall; and of what `rlpipe evaluate` made the newest."""
+    store = open_store(f"file://{tmp_path}/store")
+    for name, evaluated in (("a", [0.97, 0.969]), ("b", [])):
+        run = create_or_continue(tiny(store, f"run={name}", "sft.num_steps=0", "rl.num_iterations=2"))
+        commit_files(run, ("base", 0, "evaluation"), {}, {"h_greedy": 0.918}, version=0)
+        for iteration in range(2):
+            own = {"evaluation/h_greedy": evaluated[iteration]} if evaluated else {}
+            record = record_of(run, iteration, {"rollout/reward_mean": 0.5} | own, {})
+            assert store.create(run.iteration_key(iteration), sealed(record))
+    commit_files(run, ("rl", 1, "evaluation"), {}, {"h_greedy": 0.99}, version=2)
+    expected = {"a": ([0, 1, 2], [0.918, 0.97, 0.969]), "b": ([0, 2], [0.918, 0.99])}
+    for path in ("/runs/a", "/runs/b", "/compare?run=a&run=b"):
+        (drawn,) = [one for one in plots_of(page(store, path)) if one["title"] == "evaluation/h_greedy"]
+        assert drawn["x_title"] == "weight version"
+        assert {one["name"]: (one["x"], one["y"]) for one in drawn["series"]}.items() <= expected.items()
+    assert "0.969 0.99" in text_of(page(store, "/compare?run=a&run=b"))
+
+
+def test_the_loss_of_sft_is_drawn_with_the_validation_loss_beside_it(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    run = create_or_continue(tiny(store, "sft.num_steps=4", "sft.segment_steps=2", "sft.decay_steps=4", "sft.warmup_steps=0"))
+    for segment, losses in enumerate([[4.0, 3.0], [2.0, 1.0]]):
+        metrics = {"losses": losses, "train/loss": losses[-1], "train/validation_loss": losses[-1] + 0.5}
+        commit_files(run, ("sft", segment, "policy"), {}, metrics, version=0)
+        (drawn,) = plots_of(page(store, "/runs/a"))  # the second time while RL has not begun
+        assert (drawn["title"], drawn["x_title"], drawn["series"][0]["y"][-2:]) == ("sft/loss", "SFT step", losses)
+    assert [(one["name"], one["x"], one["y"]) for one in drawn["series"]] == [
+        ("a", [0, 1, 2, 3], [4.0, 3.0, 2.0, 1.0]), ("a, validation", [1, 3], [3.5, 1.5])
+    ]  # fmt: skip
+    assert "<option>sft/validation_loss</option>" in page(store, "/runs/a")
+
+
+@pytest.mark.parametrize(
+    ("points", "x_range", "y_range"),
+    [
+        ([(0, 0.918)], (-0.5, 0.5), (0.0, 1.1475)), ([(7, 64.0)], (6.5, 7.5), (0.0, 80.0)), ([(0, 0.0)], (-0.5, 0.5), (-0.05, 1.0)),
+        ([(0, -2.0), (1, -2.0)], None, (-2.5, 0.0)), ([(0, 1.0), (1, 1.0), (2, 1.0)], None, (0.0, 1.25)), ([(0, 1.0), (1, 2.0)], None, None),
+        ([], None, None), ([(0, None), (1, 4.0)], (0.5, 1.5), (0.0, 5.0)),
+    ],
+)  # fmt: skip
+def test_axes_along_which_all_points_are_the_same_have_a_range(points: list[Any], x_range: Any, y_range: Any) -> None:
+    drawn = plot("m", "iteration", [curve("a", points, "")])
+    assert (drawn.x_range, drawn.y_range) == (x_range, y_range)
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
+    for length in (1, 2, 999, 1000, 1001, 12_345):
+        thinned = curve("a", [(x, float(x)) for x in range(length)], "")
+        assert len(thinned.x) <= 1001 and (thinned.x[0], thinned.x[-1]) == (0, length - 1), length
+
+
+def test_settings_have_a_line_each(whole: Store) -> None:
+    """Also those of data sets: what differs is the field, not the whole of `data`."""
+    assert "<td>data.0.source</td><td>" in page(whole, "/runs/a") and "[{" not in text_of(page(whole, "/runs/a"))
+
+
+def commit_turns(run: Run, tokenizer: Tokenizer) -> None:
+    """Iteration 0, and the evaluation of version 0: rollout 0 of group 0 has three turns of the policy, the others one."""
+    said = ["this", "<|tool|>a word<|end|>", "Spell<|end|>", "<|tool|>b<|end|>", "word"]
+    pieces = [tokenizer.encode(text).ids for text in said]
+    told = [index % 2 == 1 for index, piece in enumerate(pieces) for _ in piece]
+    outcome = {"reward": 1.0, "num_turns": 3, "fault": "", "metrics": {},
+               "messages": [[{"role": "tool", "content": "a word"}], [{"role": "tool", "content": "b"}], []]}  # fmt: skip
+    rows = [row | {"environment": json.dumps({**outcome, "num_turns": 1, "messages": []})} for row in rows_of(0)]
+    tokens = [token for piece in pieces for token in piece]
+    rows[0] |= {"completion": tokenizer.decode(tokens), "completion_tokens": tokens, "loss_mask": [int(not one) for one in told],
+                "rollout_logprobs": [0.0 if one else -0.5 for one in told], "environment": json.dumps(outcome),
+                "weight_versions": [{"version": 0, "num_tokens": len(tokens)}]}  # fmt: skip
+    commit_files(run, ("base", 0, "evaluation"), {"evaluation.parquet": only(rows, SCORES)}, {"h_greedy": 0.0}, 0)
+    commit_files(run, ("rl", 0, "scores/round-0"), {"scores.parquet": only(rows, SCORES)})
+    prompt = fill({"prompt_id": "p/0", "source": "p", "messages": "[]", "metadata": "{}", "answer": "x"}, PROMPTS)
+    prompts = commit_files(run, ("rl", 0, "prompts/round-0"), {"prompts.parquet": to_parquet([prompt], PROMPTS)})
+    batch = {"batch.parquet": only([row | {"advantage": 0.5} for row in rows[:2]], BATCH)}
+    artifacts = {"prompts": prompts, "batch": commit_files(run, ("rl", 0, "batch/round-0"), batch, {"dropped": {}})}
+    assert run.store.create(run.iteration_key(0), sealed(record_of(run, 0, {}, artifacts)))
+
+
+def test_turns_are_kept_apart_wherever_a_rollout_is_shown(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    run = create_or_continue(tiny(store, "sft.num_steps=0", "rl.environment=calculator", "rl.rewards={environment = 1.0}"))
+    build_tokenizer(["Spell this word"], tmp_path)
+    commit_turns(run, Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
+    apart = "assistant this tool a word assistant Spell tool b assistant word"
+    group, evaluations = "/runs/a/iterations/0/groups/0", "/runs/a/evaluations?before=0&after=0"
+    without = text_of(page(store, group))  # the tokenizer is missing: the text as it is
+    assert apart not in without and "this" in without
+    commit_files(run, ("base", 0, "tokenizer"), {"tokenizer.json": (tmp_path / "tokenizer.json").read_bytes()})
+    for path in (group, evaluations, "/runs/a/prompts?id=p/0"):
+        assert apart in text_of(page(store, path)), path
+    html = page(store, f"{group}/rollouts/0")
+    assert re.findall(r'<b class="speaker">(\w+)</b>', html) == ["assistant", "tool"] * 2 + ["assistant"]
+    assert "after turn 1: tool" in html and "after turn 2: tool" in html
+    assert "speaker" not in page(store, f"{group}/rollouts/1")
+    lines = [line.strip() for line in iteration_lines(run, 0, rows_max=1)[-6:]]
+    assert lines[0].split("  ")[-2:] == ["5 turns", "(exact 1)"]
+    assert lines[1:] == ["assistant: 'this'", "tool: 'a word'", "assistant: 'Spell'", "tool: 'b'", "assistant: 'word'"]
+    record = run.iteration(0)
+    assert record is not None
+    table = "\n".join(_group_table(trained_groups(run, record)[0]))
+    assert r"\[assistant\] this ⏎ \[tool\] a word ⏎ \[assistant\] Spell" in table
 
 
 def test_a_rollout_is_shown_token_by_token(whole: Store) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlpipe.config.pipeline import DataConfig
 from rlpipe.store.audit import by_number, manifests
 from rlpipe.store.code_version import code_version
@@ -17,10 +19,12 @@ from rlpipe.store.run import BEFORE_SFT, Run
 from rlpipe.types import Manifest, Metrics, StoreError, moment_of
 
 STAGES = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines", "evaluate", "orchestration")
+DOTS_BELOW = 10  # points of a curve
 PASS_AT = re.compile(r"(.*)_pass_at_(\d+)")
 BEFORE_RL, EVALUATION = "before_rl", "evaluation/"
 BEFORE = {BEFORE_SFT: "before_sft", 0: BEFORE_RL}  # what a phase starts from -> what MLflow calls its evaluation
 EXPORT_TAG = "rlpipe.export"  # of a policy that is stored as a difference: the command that makes a folder of it
+SFT_LOSS, SFT_VALIDATION = "sft/loss", "sft/validation_loss"
 Evaluations = list[tuple[int, Metrics]]  # (weight version, metrics)
 DRAWN = re.compile(r"_(greedy|maj_at_\d+|format_rate)$")
 
@@ -96,9 +100,9 @@ def sft_points(run: Run, segment: int) -> list[Point]:
     """One committed SFT segment: the loss of every step, the rest once."""
     _, manifest = run.committed("sft", segment, "policy")
     first, time_ms = segment * run.config.sft.segment_steps, _milliseconds(manifest.ended_at)
-    points = [Point(first + offset, time_ms, {"sft/loss": loss}) for offset, loss in enumerate(manifest.metrics["losses"])]
+    points = [Point(first + offset, time_ms, {SFT_LOSS: loss}) for offset, loss in enumerate(manifest.metrics["losses"])]
     rest = {name.replace("train/", "sft/"): value for name, value in manifest.metrics.items() if name.startswith("train/")}
-    del rest["sft/loss"]
+    del rest[SFT_LOSS]
     return [*points, Point(points[-1].step, time_ms, rest)]
 
 
@@ -114,7 +118,7 @@ def rl_points(run: Run, iteration: int) -> list[Point]:
 def evaluation_points(run: Run, version: int) -> list[Point]:
     """The evaluation of a weight version, where the record of its iteration has none: at that version, and of what a phase starts
     from once more under a name of its own."""
-    manifest = _evaluation(run, version)
+    manifest = evaluation_of(run, version)
     record = run.iteration(version - 1) if version > 0 else None
     if manifest is None or (record is not None and record.evaluation):
         return []
@@ -131,7 +135,7 @@ def _milliseconds(moment: str) -> int:
 def evaluations(run: Run, num_iterations: int) -> Evaluations:
     """[(weight version, metrics)] of every evaluation, the one at the start of RL first; without RL the base model's, then SFT's."""
     starts = [0] if num_iterations or not run.num_segments else [BEFORE_SFT, 0]
-    evaluated = [(version, manifest.metrics) for version in starts if (manifest := _evaluation(run, version))]
+    evaluated = [(version, manifest.metrics) for version in starts if (manifest := evaluation_of(run, version))]
     return evaluated + [
         (record.weight_version, record.evaluation) for record in run.iterations(num_iterations) if record.evaluation
     ]
@@ -154,7 +158,8 @@ def evaluated_versions(run: Run) -> Iterator[tuple[int, Manifest]]:
             yield version, run.committed(*place, "evaluation")[1]
 
 
-def _evaluation(run: Run, version: int) -> Manifest | None:
+def evaluation_of(run: Run, version: int) -> Manifest | None:
+    """The manifest of a weight version's evaluation, where there is one."""
     if version >= 0 and not run.sft_complete:
         return None
     artifact = run.artifact(*run.policy_place(version), "evaluation")
@@ -178,7 +183,8 @@ def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
         (axes[4], "KL of the step (and to the reference)", ("train/proximal_kl", "train/kl")),
     ):
         for name in names:
-            axis.plot([values.get(name, float("nan")) for values in metrics], label=name)
+            values_of = [values.get(name, float("nan")) for values in metrics]
+            axis.plot(values_of, label=name, marker=_marker(num_iterations))
         _finish_axis(axis, title, "RL iteration")
     points = evaluations(run, num_iterations)
     drawn = _drawn({name for _, values in points for name in values})
@@ -187,7 +193,8 @@ def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
         axes[2].plot(*zip(*line, strict=True), marker="o", label=name)
     _finish_axis(axes[2], "held-out prompts", "weight version", legend=bool(drawn))
     seconds = [[values.get(f"time/{verb}_s", 0.0) for values in metrics] for verb in STAGES]
-    axes[5].stackplot(range(num_iterations), seconds, labels=STAGES)
+    edges = np.arange(num_iterations)[:, None] + [-0.5, 0.5]  # each iteration as wide as itself: one alone is a bar
+    axes[5].stackplot(edges.flatten(), np.repeat(seconds, 2, axis=1), labels=STAGES)
     _finish_axis(axes[5], "seconds per stage", "RL iteration")
     figure.suptitle(f"rlpipe run {run.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,8 +205,13 @@ def _draw_losses(axis: Any, run: Run) -> None:
     chosen, trained = run.sft_result()
     segments = [sft_points(run, segment) for segment in range(trained)]
     points = [point for segment in segments for point in segment[:-1]]
-    axis.plot([point.step for point in points], [point.metrics["sft/loss"] for point in points], label="sft/loss")
-    name = "sft/validation_loss"
+    axis.plot(
+        [point.step for point in points],
+        [point.metrics[SFT_LOSS] for point in points],
+        label=SFT_LOSS,
+        marker=_marker(len(points)),
+    )
+    name = SFT_VALIDATION
     validated = [(segment[-1].step, segment[-1].metrics[name]) for segment in segments if name in segment[-1].metrics]
     if validated:
         axis.plot(*zip(*validated, strict=True), marker="o", label=name)
@@ -217,9 +229,15 @@ def _drawn(names: set[str]) -> list[str]:
     return sorted((name for name in names if name in passes or DRAWN.search(name)), key=by_number)
 
 
+def _marker(num_points: int) -> str:
+    """Dots where there are few points: one alone would be no line."""
+    return "o" if num_points < DOTS_BELOW else ""
+
+
 def _finish_axis(axis: Any, title: str, x_label: str, legend: bool = True) -> None:
     axis.set_title(title)
     axis.set_xlabel(x_label)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     if legend:
         axis.legend(fontsize=7)

@@ -12,6 +12,7 @@ import numpy as np
 from rlpipe.algorithms.changes import NO_SHIFT, Shift, group_means, shift, within_correlation
 from rlpipe.report.around import History, ScoredGroup
 from rlpipe.report.show import text_line
+from rlpipe.report.stored_turns import turns_reader
 from rlpipe.report.suspects.finding import SHOWN, from_to
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Item, facts_of
@@ -45,8 +46,9 @@ def rescored(history: History, reward: str) -> Rescored:
     groups = [group for number in numbers for group in history.groups(int(number))]
     rl = history.run.config.rl
     args = {reward: rl.reward_args[reward]} if reward in rl.reward_args else {}
+    turns = turns_reader(history.run)
     items: list[Item] = [
-        {"prompt": group.prompt.for_reward(), "completion": rollout.completion, "rollout": facts_of(rollout)}
+        {"prompt": group.prompt.for_reward(), "completion": rollout.completion, "rollout": facts_of(rollout, turns(rollout))}
         for group in groups
         for rollout in group.rollouts
     ]

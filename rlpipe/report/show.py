@@ -15,6 +15,7 @@ from rlpipe.records.columns import read_table
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Group, Rollout, grouped
 from rlpipe.report.curves import before_after, evaluation_changes, evaluations
+from rlpipe.report.stored_turns import Turns, turns_to_show
 from rlpipe.store.artifacts import read_file, read_manifest, read_records
 from rlpipe.store.backend import Store
 from rlpipe.store.lease import held_by
@@ -125,29 +126,33 @@ def show_lines(run: Run) -> list[str]:
 
 
 def iteration_lines(run: Run, iteration: int, rows_max: int) -> list[str]:
-    """The metrics of one iteration, and its rollouts group by group."""
+    """The metrics of one iteration, and its rollouts group by group; of several turns a line a turn."""
     record = run.iteration(iteration)
     if record is None:
         raise UserError(f"--iteration {iteration}: not committed in run {run.name}; rlpipe show {run.name} lists what is")
     lines = [f"{name:40s} {value:.6g}" for name, value in sorted(record.metrics.items())]
     lines += ["", "reward  advantage  finish  completion  (reward parts)"]
     rows_left = rows_max
-    for answer, group in trained_groups(run, record):
+    for answer, group, turns_of in trained_groups(run, record):
         if rows_left <= 0:
             break
         lines.append(f"group {group[0].group_index}: {group[0].prompt!r}, answer {answer!r}")
         for rollout in group[:rows_left]:
             scored = f"{rollout.reward:6.3f}  {rollout.advantage:9.3f}  {rollout.finish_reason:6s}"
-            lines.append(f"{scored}  {rollout.completion!r}  ({parts_text(rollout)})")
+            turns = turns_of(rollout)
+            text = repr(rollout.completion) if len(turns) == 1 else f"{len(turns)} turns"
+            lines.append(f"{scored}  {text}  ({parts_text(rollout)})")
+            lines += [f"{turn['role']:>16s}: {turn['content']!r}" for turn in turns if len(turns) > 1]
         rows_left -= len(group)
     return lines
 
 
 class TrainedGroup(NamedTuple):
-    """A group that an iteration trained on, and the reference answer of its prompt; empty without one."""
+    """A group that an iteration trained on, and the reference answer of its prompt; empty without one. `turns_of`: see `turns_to_show`."""
 
     answer: str
     rollouts: Group
+    turns_of: Turns
 
 
 def trained_groups(run: Run, record: IterationRecord) -> list[TrainedGroup]:
@@ -157,7 +162,8 @@ def trained_groups(run: Run, record: IterationRecord) -> list[TrainedGroup]:
         prompts, _ = run.committed("rl", record.iteration, f"prompts/round-{index}")
         answers |= {prompt.prompt_id: prompt.answer for prompt in read_records(run.store, prompts, "prompts.parquet", Prompt)}
     groups = grouped(read_records(run.store, record.artifact("batch"), "batch.parquet", Rollout))
-    return [TrainedGroup(answers.get(group[0].prompt_id) or "", group) for group in groups]
+    turns_of = turns_to_show(run.owner("rl", record.iteration, "rollouts"))
+    return [TrainedGroup(answers.get(group[0].prompt_id) or "", group, turns_of) for group in groups]
 
 
 def rollout_table(run: Run, iteration: int) -> str:
@@ -191,7 +197,7 @@ def text_line(text: str) -> str:
 def compare_lines(first: Run, second: Run) -> list[str]:
     """A table with a column a run: settings that differ, metrics of the newest iterations, evaluations before and after RL."""
     runs = [first, second]
-    settings = _rows([_flat(identity(run.config)) for run in runs])
+    settings = _rows([flat_settings(identity(run.config)) for run in runs])
     rows = [
         ["", first.name, second.name],
         ["forked from", *(run.forked_from if run.parent else NOTHING for run in runs)],
@@ -221,10 +227,12 @@ def _newest_metrics(run: Run) -> dict[str, str]:
     return {name: f"{value:.6g}" for name, value in metrics.items() if name.startswith(("rollout/", "train/", "spent/"))}
 
 
-def _flat(value: Any, name: str = "") -> dict[str, str]:
-    """Nested settings by their dotted names, entries of lists by their number. Example: data.2.rows_max."""
+def flat_settings(value: Any, name: str = "") -> dict[str, str]:
+    """Nested settings by their dotted names, entries of lists by their number. Example: {"data.2.rows_max": "600"}."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = dict(enumerate(value))
     if not isinstance(value, dict) or not value:
         return {name: str(value)}
-    return {key: text for part, inner in value.items() for key, text in _flat(inner, f"{name}.{part}".lstrip(".")).items()}
+    return {
+        key: text for part, inner in value.items() for key, text in flat_settings(inner, f"{name}.{part}".lstrip(".")).items()
+    }

@@ -22,6 +22,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from rlpipe.processes.user_code import InvalidAnswer
+from rlpipe.records.turns import transcript
 from rlpipe.rewards.score import ARGUMENTS, FAILURES_MAX, Item, Score, score_of
 
 TRIES_MAX = 6
@@ -109,10 +110,10 @@ class Judge(RewardService):
         return f"{super().address().rstrip('/')}/chat/completions"
 
     def question(self, item: Item) -> Mapping[str, object]:
-        prompt = item["prompt"]
-        conversation = "\n".join(f"[{message['role']}] {message['content']}" for message in prompt["messages"])
+        prompt, turns = item["prompt"], item["rollout"]["turns"]
+        completion = transcript(turns) if len(turns) > 1 else item["completion"]
         reference = "" if prompt.get("answer") is None else REFERENCE.format(answer=prompt["answer"])
-        shown = f"<prompt>\n{conversation}\n</prompt>{reference}\n\n<completion>\n{item['completion']}\n</completion>"
+        shown = f"<prompt>\n{transcript(prompt['messages'])}\n</prompt>{reference}\n\n<completion>\n{completion}\n</completion>"
         task = TASK.format(rubric=self.rubric, scale=self.scale)
         messages = [{"role": "system", "content": task}, {"role": "user", "content": shown}]
         return {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.tokens_max}

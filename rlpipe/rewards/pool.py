@@ -18,13 +18,12 @@ from rlpipe.rewards.http import HttpScorer, Judge, RewardService
 from rlpipe.rewards.process import ProcessScorer, model
 from rlpipe.rewards.registry import RewardArgs, built, can_be_refused, check_names, is_service
 from rlpipe.rewards.sandbox import runner
-from rlpipe.rewards.score import Item, RolloutFacts, Score, combined
+from rlpipe.rewards.score import Item, RolloutFacts, Score, combined, unsampled_facts
 from rlpipe.types import EngineError, JsonDict, UserError
 
 ROWS_MAX = 4  # of a data set, on which rewards are tried before a run starts
 TRIAL_S = 5.0  # after this time no other row of a set is tried: a reward that hangs on one hangs on the next
 TrialRows = dict[str, list[RewardPrompt]]  # a data set's label -> prompts of it, as a reward gets them
-UNSAMPLED: RolloutFacts = {"num_tokens": 0, "finish_reason": "stop", "environment": None}  # of a rollout that no engine sampled
 logger = logging.getLogger(__name__)
 
 
@@ -81,7 +80,7 @@ def score(
     """Scores rows outside of any run, with the code and the faults of a run: for notebooks and tests of rewards.
 
     A row has `prompt` (text, or messages) and `completion`; where the reward reads them also `answer`, `metadata` (a dict) and
-    `rollout` ({"num_tokens", "finish_reason", "environment"}). UserError for a reward that cannot be loaded.
+    `rollout` ({"num_tokens", "finish_reason", "environment", "turns"}). UserError for a reward that cannot be loaded.
 
     Example: score({"exact": 1.0}, [{"prompt": "2 + 2?", "answer": "4", "completion": "<answer>4</answer>"}])[0].reward == 1.0
     """
@@ -90,7 +89,7 @@ def score(
         content = row["prompt"]
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         prompt = Prompt(f"rows/{index}", "rows", messages, row.get("answer"), row.get("metadata", {}))
-        facts: RolloutFacts = UNSAMPLED | row.get("rollout", {})
+        facts: RolloutFacts = unsampled_facts(row["completion"]) | row.get("rollout", {})
         items.append({"prompt": prompt.for_reward(), "completion": row["completion"], "rollout": facts})
     with RewardPool(rewards, args, workers=1, timeout_s=timeout_s) as pool:
         return pool.score(items)
@@ -165,7 +164,11 @@ def _error_of_all(pool: RewardPool, rows: list[RewardPrompt], written: Sequence[
         answer = prompt["answer"]
         completions = [*([] if answer is None else [answer, f"<answer>{answer}</answer>"]), "", *written]
         items: list[Item] = [
-            {"prompt": prompt, "completion": completion, "rollout": {**UNSAMPLED, "num_tokens": len(completion)}}
+            {
+                "prompt": prompt,
+                "completion": completion,
+                "rollout": {**unsampled_facts(completion), "num_tokens": len(completion)},
+            }
             for completion in completions
         ]
         if any(score.reason is None for score in pool.score(items, quiet=True)):

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from pydantic import ConfigDict
 
 from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, user_code
-from rlpipe.records.prompt import RewardPrompt
+from rlpipe.records.prompt import Messages, RewardPrompt
 from rlpipe.records.rollout import Rollout
 from rlpipe.types import JsonDict
 
@@ -26,12 +26,27 @@ class RolloutFacts(TypedDict):
     num_tokens: int  # of the completion
     finish_reason: str
     environment: JsonDict | None  # what that has recorded; None without one
+    turns: Messages  # who said what after the prompt; the completion alone where that is one turn
 
 
-def facts_of(rollout: Rollout) -> RolloutFacts:
-    """What a reward may know of a rollout; `environment`: what that has recorded, none without one."""
-    environment = dataclasses.asdict(rollout.environment) if rollout.environment else None
-    return {"num_tokens": len(rollout.completion_tokens), "finish_reason": rollout.finish_reason, "environment": environment}
+def facts_of(rollout: Rollout, turns: Messages) -> RolloutFacts:
+    """What a reward may know of a rollout beside its text. `turns`: see `rlpipe.records.turns.turns_of`."""
+    return {
+        "num_tokens": len(rollout.completion_tokens),
+        "finish_reason": rollout.finish_reason,
+        "environment": dataclasses.asdict(rollout.environment) if rollout.environment else None,
+        "turns": turns,
+    }
+
+
+def unsampled_facts(completion: str) -> RolloutFacts:
+    """Those of a completion that no engine sampled."""
+    return {
+        "num_tokens": 0,
+        "finish_reason": "stop",
+        "environment": None,
+        "turns": [{"role": "assistant", "content": completion}],
+    }
 
 
 class Item(TypedDict):

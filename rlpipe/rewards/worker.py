@@ -52,10 +52,11 @@ class RewardModel:
         return logits_BV[:, self.output].float().tolist(), num_cut
 
     def _text(self, item: Item) -> str:
-        messages, completion = item["prompt"]["messages"], item["completion"][: self.tokens_max * CHARS_PER_TOKEN]
+        chars_max = self.tokens_max * CHARS_PER_TOKEN
+        turns = [turn | {"content": str(turn["content"])[:chars_max]} for turn in item["rollout"]["turns"]]
+        whole = [*item["prompt"]["messages"], *turns]
         if self.tokenizer.chat_template is None:
-            return "\n".join([*(message["content"] for message in messages), completion])
-        whole = [*messages, {"role": "assistant", "content": completion}]
+            return "\n".join(message["content"] for message in whole)
         return str(self.tokenizer.apply_chat_template(whole, tokenize=False))
 
 

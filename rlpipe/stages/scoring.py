@@ -13,8 +13,9 @@ import numpy as np
 from rlpipe.records.kinds import Float, Int32, Json, Text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORE_COLUMNS, SCORES, TRUNCATED, WORLD_FAULTS, Rollout
+from rlpipe.records.turns import turns_of
 from rlpipe.rewards.pool import RewardPool
-from rlpipe.rewards.score import Item, Score, facts_of
+from rlpipe.rewards.score import Item, RolloutFacts, Score, facts_of
 from rlpipe.stages.sampling import prompts_by_id
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
@@ -41,7 +42,7 @@ def score_rollouts(
     faults = Counter(rollout.reward_fault for rollout in scored if rollout.reward_fault)
     if faults:
         counts = f"{faults.total()} of {len(rollouts)} rollouts could not be scored"
-        messages = (known[score_key(rollout)].message for rollout in scored if rollout.reward_fault)
+        messages = (known[score_key(rollout, _facts(session, rollout))].message for rollout in scored if rollout.reward_fault)
         last_error = next(filter(None, messages), None)
         log.warning("%s %s; last error: %s", counts, dict(faults), last_error)
         if faults.total() == len(rollouts) or session.config.rl.reward_fallback is None:
@@ -64,11 +65,12 @@ def rewarded(
     session: Session, prompts: dict[str, Prompt], rollouts: list[Rollout], known: Scores, pool: RewardPool
 ) -> list[Rollout]:
     """The rollouts with their scores, or the fallback. Scores that are `known` are not computed again; those computed are added."""
-    keys = [score_key(rollout) for rollout in rollouts]
+    facts = [_facts(session, rollout) for rollout in rollouts]
+    keys = [score_key(rollout, known_of) for rollout, known_of in zip(rollouts, facts, strict=True)]
     scores = [_environment_fault(rollout) or known.get(key) for rollout, key in zip(rollouts, keys, strict=True)]
     items: list[Item] = [
-        {"prompt": prompts[rollout.prompt_id].for_reward(), "completion": rollout.completion, "rollout": facts_of(rollout)}
-        for rollout, score in zip(rollouts, scores, strict=True)
+        {"prompt": prompts[rollout.prompt_id].for_reward(), "completion": rollout.completion, "rollout": known_of}
+        for rollout, known_of, score in zip(rollouts, facts, scores, strict=True)
         if score is None
     ]
     computed = iter(pool.score(items) if items else [])
@@ -93,8 +95,15 @@ def _environment_fault(rollout: Rollout) -> Score | None:
     return Score(None, {}, fault) if fault else None
 
 
-def score_key(rollout: Rollout) -> ScoreKey:
-    return rollout.prompt_id, rollout.completion, json.dumps(facts_of(rollout), sort_keys=True)
+def _facts(session: Session, rollout: Rollout) -> RolloutFacts:
+    by_agent = bool(session.config.rl.agent)
+    return facts_of(rollout, turns_of(rollout, lambda tokens: session.tokenizer.decode(tokens), by_agent))
+
+
+def score_key(rollout: Rollout, facts: RolloutFacts) -> ScoreKey:
+    """What a score is known by. The text of one turn is in it already."""
+    turns = facts["turns"] if len(facts["turns"]) > 1 else []
+    return rollout.prompt_id, rollout.completion, json.dumps(facts | {"turns": turns}, sort_keys=True)
 
 
 @dataclass(frozen=True)

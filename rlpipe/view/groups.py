@@ -9,8 +9,9 @@ import numpy as np
 
 from rlpipe.records.columns import from_table, schema_of
 from rlpipe.records.kinds import Float, Int32, Int64, Json, Mask, OptionalFloat, Spans, Text
-from rlpipe.records.prompt import Prompt
+from rlpipe.records.prompt import Messages, Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Rollout, TokenGaps
+from rlpipe.report.stored_turns import turns_to_show
 from rlpipe.store.run import BEFORE_SFT, Run
 from rlpipe.types import ArtifactRef, Manifest, UserError
 from rlpipe.view.library import CommittedFile, Library, rows_with
@@ -51,6 +52,11 @@ class ShownRollout:
     @property
     def num_tokens(self) -> int:
         return sum(span.num_tokens for span in self.weight_versions)
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether there are several turns, of which the text of the completion does not say where they begin."""
+        return self.environment is not None and len(self.environment.messages) > 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,25 @@ class GroupFiles:
             if row.rollout_index == rollout_index:
                 return row
         raise UserError(f"group {group_index} of {self.path} of run {self.run.name} has no rollout {rollout_index}")
+
+    def turns(self, group_index: int) -> dict[int, Messages]:
+        """rollout_index -> who said what, for the rollouts of a group that have several turns."""
+        if not any(rollout.has_turns for rollout in self.rollouts(group_index)):
+            return {}
+        rows = (row for file in self.scores for row in self.library.rows(file, Rollout, group_index))
+        turns_of = turns_to_show(self.sampled_by)
+        return {row.rollout_index: turns for row in rows if len(turns := turns_of(row)) > 1}
+
+    def turns_of(self, rollout: ShownRollout) -> Messages | None:
+        """Who said what in a rollout of several turns; None in another."""
+        return self.turns(rollout.group_index).get(rollout.rollout_index) if rollout.has_turns else None
+
+    @property
+    def sampled_by(self) -> Run:
+        """The run whose settings they were sampled with: this one, or an ancestor."""
+        if self.place == "iterations":
+            return self.run.owner("rl", self.number, "rollouts")
+        return self.run.owner(*self.run.policy_place(self.number), "evaluation")
 
     def neighbours(self, group_index: int) -> tuple[int | None, int | None]:
         """The groups before and after a group."""

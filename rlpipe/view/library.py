@@ -6,22 +6,20 @@ What is committed never changes, so records and tables are kept in memory. Files
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from tokenizers import Tokenizer
 
 from rlpipe.records.columns import from_table, schema_of
-from rlpipe.store.artifacts import read_file
+from rlpipe.report.curves import EVALUATION, evaluation_of, sft_points
 from rlpipe.store.as_files import file_system, path_of
 from rlpipe.store.backend import Store
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.run import BEFORE_SFT, Run, open_existing
 from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError
 
 TABLES_BYTES_MAX = 256 << 20
@@ -47,6 +45,10 @@ def rows_with(table: pa.Table, column: str, value: str | int) -> pa.Table:
     return table.filter(pc.call_function("equal", [table[column], pa.scalar(value, table.schema.field(column).type)]))
 
 
+Points = list[tuple[int, float]]
+RunCurves = dict[str, Points]  # metric -> its points over iterations, weight versions (evaluation/...) or SFT steps (sft/...)
+
+
 class Library:
     """A store, and what was read of it. Its methods may be called from several threads."""
 
@@ -69,6 +71,29 @@ class Library:
             records = [*known, *threads.map(run.record, range(len(known), count))]
         self._records[run.name] = records
         return records
+
+    def curves(self, run: Run) -> RunCurves:
+        """Every metric of a run: of its committed iterations, of SFT, and of the evaluations that are known without a listing of the store:
+        those of iterations, and of what SFT and RL began from and the newest version, also where `rlpipe evaluate` made them."""
+        records = self.records(run)
+        curves = defaultdict[str, Points](list)
+        for record in records:
+            for name in record.metrics.keys() - {f"{EVALUATION}{name}" for name in record.evaluation}:
+                curves[name].append((record.iteration, record.metrics[name]))
+        evaluated = {record.weight_version: record.evaluation for record in records if record.evaluation}
+        beside = {*([BEFORE_SFT] if run.num_segments else []), 0, len(records)} - evaluated.keys()
+        evaluated |= {version: manifest.metrics for version in beside if (manifest := evaluation_of(run, version))}
+        for version, metrics in sorted(evaluated.items()):
+            for name, value in metrics.items():
+                curves[f"{EVALUATION}{name}"].append((version, value))
+        segments = run.sft_result()[1] if run.sft_complete else run.num_committed("sft", run.num_segments)
+        with ThreadPoolExecutor(READERS, "reading") as threads:
+            read = threads.map(lambda segment: sft_points(run, segment), range(segments))
+            trained = [point for points in read for point in points]
+        for point in trained:
+            for name, value in point.metrics.items():
+                curves[name].append((point.step, value))
+        return curves
 
     def table(self, file: CommittedFile, columns: Sequence[str]) -> pa.Table:
         """These columns of a Parquet file, without those that it lacks; StoreError when it cannot be read. They are kept."""
@@ -103,13 +128,3 @@ class Library:
             return from_table(table if group_index is None else rows_with(table, "group_index", group_index), record)
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{self.store.address(file.key)} is no file of {record.__name__} records ({error})") from error
-
-    def tokenizer(self, run: Run) -> Tokenizer:
-        """What turns the run's tokens into text; StoreError when it is missing."""
-        ref, manifest = run.committed("base", 0, "tokenizer")
-        return _tokenizer(read_file(self.store, ref.folder, manifest.file("tokenizer.json")))
-
-
-@lru_cache(maxsize=4)
-def _tokenizer(data: bytes) -> Tokenizer:
-    return Tokenizer.from_str(data.decode())

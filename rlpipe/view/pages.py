@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 from starlette.datastructures import QueryParams
 
 from rlpipe.config.pipeline import identity
+from rlpipe.records.prompt import Messages
 from rlpipe.report.curves import evaluated_versions
-from rlpipe.report.show import RunSummary, run_summaries, run_summary
+from rlpipe.report.show import NOTHING, RunSummary, flat_settings, run_summaries, run_summary
 from rlpipe.store.run import BEFORE_SFT
 from rlpipe.types import IterationRecord, JsonDict, UserError
 from rlpipe.view.groups import ShownRollout, evaluation_groups, scored_files
 from rlpipe.view.library import Library
-from rlpipe.view.plots import Plot, chosen, curve, metric_names, metric_plots
+from rlpipe.view.plots import chosen, curve, metric_names, metric_plots, plot
 
 COMPARED_MAX = 8
 ROWS = 100  # of a table on one page
@@ -69,43 +70,39 @@ def compare_page(library: Library, _place: JsonDict, query: QueryParams) -> Page
     if not 0 < len(names) <= COMPARED_MAX:
         raise UserError(f"compare: choose 1 to {COMPARED_MAX} runs, not {len(names)}: /compare?run=a&run=b")
     runs = {name: library.run(name) for name in names}
-    records = {name: library.records(run) for name, run in runs.items()}
-    metrics = metric_names(records)
+    curves = {name: library.curves(run) for name, run in runs.items()}
+    metrics = metric_names(curves)
     shown = chosen(metrics, query.getlist("metric"))
-    settings = {name: identity(run.config) for name, run in runs.items()}
+    settings = {name: flat_settings(identity(run.config)) for name, run in runs.items()}
     fields = sorted({field for own in settings.values() for field in own})
-    rows = [(field, [str(own.get(field, "")) for own in settings.values()]) for field in fields]
+    rows = [(field, [own.get(field, NOTHING) for own in settings.values()]) for field in fields]
     values = {
         "names": names,
         "metrics": metrics,
         "chosen": shown,
-        "plots": metric_plots(records, shown),
-        "newest": [(metric, [_newest(own, metric) for own in records.values()]) for metric in shown],
+        "plots": metric_plots(curves, shown),
+        "newest": [(metric, [own[metric][-1][1] if metric in own else None for own in curves.values()]) for metric in shown],
         "settings": [row for row in rows if len(set(row[1])) > 1],
     }
     return Page("compare.html", values)
-
-
-def _newest(records: list[IterationRecord], metric: str) -> float | None:
-    """The metric of the newest iteration that has it."""
-    return next((record.metrics[metric] for record in reversed(records) if metric in record.metrics), None)
 
 
 def run_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
     """A run: curves and iterations, the newest first."""
     run = library.run(place["run"])
     records = library.records(run)
-    metrics = metric_names({run.name: records})
+    curves = {run.name: library.curves(run)}
+    metrics = metric_names(curves)
     shown = chosen(metrics, query.getlist("metric"))
     values = {
         "run": run,
         "summary": run_summary(run),
         "metrics": metrics,
         "chosen": shown,
-        "plots": metric_plots({run.name: records}, shown),
+        "plots": metric_plots(curves, shown),
         "table": part_of(records[::-1], query),
         "under_way": len(records) if scored_files(run, len(records)) else None,
-        "settings": identity(run.config),
+        "settings": flat_settings(identity(run.config)),
     }
     return Page("run.html", values)
 
@@ -121,6 +118,8 @@ class AnswerPair(NamedTuple):
 
     before: ShownRollout
     after: ShownRollout
+    turns_before: Messages | None = None  # where there are several
+    turns_after: Messages | None = None
 
     @property
     def changes(self) -> set[str]:
@@ -138,9 +137,9 @@ def evaluations_page(library: Library, place: JsonDict, query: QueryParams) -> P
         raise UserError(f"run {run.name} has no evaluation yet; rlpipe evaluate {run.name} makes one")
     versions, show = list(evaluated), choice(query, "show", SHOWS)
     before, after = (number_of(query, name, versions[at], BEFORE_SFT) for name, at in (("before", 0), ("after", -1)))
-    earlier = {row.prompt_id: row for row in evaluation_groups(library, run, before).greedy()}
-    later = evaluation_groups(library, run, after).greedy()
-    pairs = [AnswerPair(earlier[row.prompt_id], row) for row in later if row.prompt_id in earlier]
+    files_before, files_after = evaluation_groups(library, run, before), evaluation_groups(library, run, after)
+    earlier = {row.prompt_id: row for row in files_before.greedy()}
+    pairs = [AnswerPair(earlier[row.prompt_id], row) for row in files_after.greedy() if row.prompt_id in earlier]
     names = sorted({name for manifest in evaluated.values() for name in manifest.metrics})
     curves = {
         name: curve(
@@ -149,6 +148,11 @@ def evaluations_page(library: Library, place: JsonDict, query: QueryParams) -> P
         for name in names
         if name.endswith("_greedy")
     }
+    table = part_of([pair for pair in pairs if show == "all" or show in pair.changes], query)
+    table["rows"] = [
+        pair._replace(turns_before=files_before.turns_of(pair.before), turns_after=files_after.turns_of(pair.after))
+        for pair in table["rows"]
+    ]
     values = {
         "run": run,
         "evaluated": evaluated,
@@ -157,7 +161,7 @@ def evaluations_page(library: Library, place: JsonDict, query: QueryParams) -> P
         "after": after,
         "show": show,
         "counts": {name: sum(name in pair.changes for pair in pairs) for name in SHOWS[1:]},
-        "table": part_of([pair for pair in pairs if show == "all" or show in pair.changes], query),
-        "plots": [Plot(name, "weight version", [series]) for name, series in curves.items()],
+        "table": table,
+        "plots": [plot(name, "weight version", [series]) for name, series in curves.items()],
     }
     return Page("evaluations.html", values)

@@ -5,13 +5,25 @@ from __future__ import annotations
 import numpy as np
 from starlette.datastructures import QueryParams
 
+from rlpipe.records.prompt import Messages
+from rlpipe.records.turns import answers_of, speakers
+from rlpipe.report.stored_turns import stored_tokenizer
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import run_names
 from rlpipe.types import JsonDict, StoreError, UserError
-from rlpipe.view.groups import FATES, GroupFiles, GroupLine, beside, evaluation_groups, iteration_groups, scored_files
+from rlpipe.view.groups import (
+    FATES,
+    GroupFiles,
+    GroupLine,
+    ShownRollout,
+    beside,
+    evaluation_groups,
+    iteration_groups,
+    scored_files,
+)
 from rlpipe.view.library import Library
 from rlpipe.view.pages import Page, choice, number_of, part_of
-from rlpipe.view.plots import Plot, curve
+from rlpipe.view.plots import curve, plot
 from rlpipe.view.search import newest_first, prompt_in_evaluations, prompt_in_iterations, search
 from rlpipe.view.tokens import ShownToken, shown_tokens
 
@@ -69,7 +81,8 @@ def group_page(library: Library, place: JsonDict, _query: QueryParams) -> Page:
     rollouts = files.rollouts(group)
     parts = sorted({name for rollout in rollouts for name in rollout.reward_parts or {}})
     values = {"run": files.run, "files": files, "group": group, "fate": files.fate(group), "rollouts": rollouts, "parts": parts}
-    return Page("group.html", values | {"trained": files.trained(group), "steps": files.neighbours(group)})
+    values |= {"trained": files.trained(group), "steps": files.neighbours(group), "turns": files.turns(group)}
+    return Page("group.html", values)
 
 
 def rollout_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
@@ -77,10 +90,11 @@ def rollout_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
     files, group, index = files_of(library, place), place["group"], place["rollout"]
     rollout, trained = files.rollout(group, index), files.trained(group).get(index)
     tokens, prompt, fault = list[ShownToken](), rollout.prompt, ""
-    gaps = files.gaps(group).get(index, np.zeros(0))
+    gaps, by_agent = files.gaps(group).get(index, np.zeros(0)), bool(files.sampled_by.config.rl.agent)
     try:
-        tokenizer = library.tokenizer(files.run)
-        tokens = shown_tokens(rollout, (trained or rollout).loss_mask.tolist(), tokenizer, gaps if trained else ())
+        tokenizer = stored_tokenizer(files.run)
+        mask = (trained or rollout).loss_mask.tolist()
+        tokens = shown_tokens(rollout, mask, tokenizer, gaps if trained else (), speakers(rollout, by_agent))
         prompt = tokenizer.decode(rollout.prompt_tokens.tolist(), skip_special_tokens=False)
     except StoreError as error:  # the texts are there all the same
         fault = str(error)
@@ -93,6 +107,7 @@ def rollout_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
         "fate": files.fate(group),
         "prompt": prompt,
         "tokens": tokens,
+        "answers": answers_of(rollout, by_agent),
         "fault": fault,
         "colour": choice(query, "colour", COLOURS),
         "versions": {version: at for at, version in enumerate(sorted({span.version for span in rollout.weight_versions}))},
@@ -127,9 +142,14 @@ def prompt_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
     if not (answers or looked.rest or looked.faults):
         raise UserError(f"no rollout of run {run.name} has the prompt {prompt_id[:200]!r}")
     points = [(answer.number, float(np.mean(answer.rewards))) for answer in reversed(answers) if answer.rewards]
-    plot = Plot("mean reward of the prompt", AXES[kind], [curve(prompt_id, points, f"/runs/{run.name}/{kind}/")])
-    values = {"run": run, "prompt_id": prompt_id, "kind": kind, "answers": answers, "looked": looked}
-    return Page("prompt.html", values | {"plots": [plot] if answers else []})
+    drawn = plot("mean reward of the prompt", AXES[kind], [curve(prompt_id, points, f"/runs/{run.name}/{kind}/")])
+    groups_of = evaluation_groups if evaluated else iteration_groups
+
+    def turns(number: int, rollout: ShownRollout) -> Messages | None:
+        return groups_of(library, run, number).turns_of(rollout) if rollout.has_turns else None
+
+    values = {"run": run, "prompt_id": prompt_id, "kind": kind, "answers": answers, "looked": looked, "turns": turns}
+    return Page("prompt.html", values | {"plots": [drawn] if answers else []})
 
 
 def search_page(library: Library, _place: JsonDict, query: QueryParams) -> Page:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ class ShownToken:
     is_trained: bool
     version: int
     gap: float | None = None  # the trainer's logprob minus the engine's; None where it is not stored
+    speaker: str = ""  # the role whose turn begins here, where there are several turns
 
     @property
     def apart(self) -> float:
@@ -42,9 +43,14 @@ class ShownToken:
 
 
 def shown_tokens(
-    rollout: Rollout, mask: list[int], tokenizer: Tokenizer, gaps: Sequence[float] | np.ndarray = ()
+    rollout: Rollout,
+    mask: list[int],
+    tokenizer: Tokenizer,
+    gaps: Sequence[float] | np.ndarray = (),
+    speakers: Mapping[int, str] | None = None,
 ) -> list[ShownToken]:
-    """The tokens of a completion. `mask`: 1 where a token is trained; `gaps`: of each of these, or none at all. StoreError when they are others."""
+    """The tokens of a completion. `mask`: 1 where a token is trained; `gaps`: of each of these, or none at all; `speakers`: the token with
+    which a turn begins -> whose it is. StoreError when the gaps are others."""
     if len(gaps) not in (0, sum(mask)):
         raise StoreError(f"gap.parquet has {len(gaps)} gaps of a rollout with {sum(mask)} trained tokens")
     versions = [span.version for span in rollout.weight_versions for _ in range(span.num_tokens)]
@@ -54,8 +60,10 @@ def shown_tokens(
     logprobs = _known(rollout.rollout_logprobs)
     entries = zip(tokens, token_texts(tokens, tokenizer), logprobs, mask, versions, _known(apart), strict=True)
     return [
-        ShownToken(token, text, tokenizer.id_to_token(token) or "", logprob, bool(one), version, gap)
-        for token, text, logprob, one, version, gap in entries
+        ShownToken(
+            token, text, tokenizer.id_to_token(token) or "", logprob, bool(one), version, gap, (speakers or {}).get(index, "")
+        )
+        for index, (token, text, logprob, one, version, gap) in enumerate(entries)
     ]
 
 

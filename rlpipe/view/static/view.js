@@ -54,6 +54,13 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
+const range = (ends) => (ends ? { range: ends } : {});
+
+function wholeSteps(series) { // few iterations: a tick each, and none between them
+  const all = series.flatMap((one) => one.x);
+  return Math.max(...all) - Math.min(...all) < 10 ? { dtick: 1 } : {};
+}
+
 function draw(plot, place) {
   const traces = plot.series.map((series) => ({
     x: series.x, y: series.y, name: series.name, customdata: series.x.map((x) => (series.link ? series.link + x : "")),
@@ -62,7 +69,8 @@ function draw(plot, place) {
   const layout = {
     title: { text: plot.title, font: { size: 13 }, y: 0.98, yanchor: "top" }, margin: { l: 45, r: 10, t: traces.length > 1 ? 50 : 30, b: 35 }, showlegend: traces.length > 1,
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
-    xaxis: { title: { text: plot.x_title, font: { size: 11 } } }, font: { size: 11 }, hovermode: "closest",
+    xaxis: { title: { text: plot.x_title, font: { size: 11 } }, tickformat: "d", ...range(plot.x_range), ...wholeSteps(plot.series) },
+    yaxis: range(plot.y_range), font: { size: 11 }, hovermode: "closest",
   };
   Plotly.newPlot(place, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
   place.on("plotly_click", ({ points }) => { if (points[0].customdata) location = points[0].customdata; });
