@@ -14,7 +14,7 @@ install: ## .venv with everything that a run needs, pinned
 demo: install ## SFT, then RL, of a new model on this machine
 	.venv/bin/rlpipe run tiny --run $(RUN) $(ARGS)
 
-smollm2: ## the model of preset smollm2, SmolLM2-135M-Instruct, in ~/.cache/rlpipe (93 MB fetched, 0.5 GB kept)
+smollm2: ## the model of preset smollm2, SmolLM2-135M-Instruct, in ~/.cache/rlpipe (93 MB fetched, 0.5 GB kept; a run leaves 4 GB)
 	@scripts/install.sh gguf
 	@scripts/smollm2.sh
 

@@ -57,6 +57,13 @@ def test_the_page_states_the_gpus_that_each_preset_asks_for() -> None:
         assert num_gpus == (int(stated[1]) if stated else 0), name
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_of_real_models_keep_few_policies_and_states(name: str) -> None:
+    config = read_config(name, [], PRESETS)
+    kept = config.checkpoint
+    assert not config.model.path or (0 < kept.keep_policies_last <= 3 and 0 < kept.keep_states <= 2)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if generated(name)])
 def test_generated_data_fits_the_preset(name: str, tmp_path: Path) -> None:
     config = small(name)
