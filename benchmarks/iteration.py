@@ -117,7 +117,7 @@ def main() -> None:
                      f"rl.num_iterations={2 * pairs + 2}", "evaluation.every=0", "tracking.uri="]  # fmt: skip
         config = read_config("tiny", overrides, PRESETS)
         os.environ.setdefault("PREFECT_HOME", f"{scratch}/prefect")
-        with running_server(Path(scratch)):
+        with running_server(Path(scratch), None):
             flow_runs, bare = asyncio.run(measure(config, pairs))
     report(flow_runs, bare)
 

@@ -21,6 +21,7 @@ from typing import Annotated
 
 import typer
 
+from flows.database import environment_of, existing_database, own_database
 from flows.server import SERVER, running_server, set_defaults
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
@@ -79,7 +80,7 @@ def evaluate(
 
     logs = work_dir_of(config)
     log_to(logs)
-    with running_server(logs) as url:
+    with running_server(logs, own_database(config)) as url:
         from flows.evaluate import evaluate as evaluate_flow
 
         typer.echo(f"run {run}: store {store}, logs {logs}, Prefect {url}", err=True)
@@ -142,11 +143,15 @@ def engine(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "rlpipe.engines.local.server", *context.args])
 
 
-def server(context: typer.Context) -> None:
-    """Prefect's server and UI on this machine, as runs want it (`rlpipe server --help`: the options of `prefect server start`)."""
+def server(
+    context: typer.Context,
+    database: Annotated[Path | None, typer.Option(metavar="FILE", help="look at what `rlpipe run` kept in this file")] = None,
+) -> None:
+    """Prefect's server and UI on this machine, as runs want it; with --database FILE on what `rlpipe run` kept there (`rlpipe server --help`: the options of `prefect server start`)."""
     if background := {"--background", "-b"} & {*context.args}:  # Prefect would start another server there, its own
         raise UserError(f"{background.pop()}: rlpipe server stays in front; start it with nohup and &, as the README does")
     set_defaults()
+    os.environ.update(environment_of(existing_database(database)) if database else {})
     os.execv(sys.executable, [*SERVER, *context.args])
 
 

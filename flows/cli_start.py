@@ -14,7 +14,9 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
+from flows import PRESETS
 from flows.cli_services import STORE, Sets, StoreUrl, checked_store
+from flows.database import own_database
 from flows.server import run_flow, running_server, set_defaults
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
@@ -26,7 +28,6 @@ from rlpipe.store.run import Run, check_committed, find_run, fork, open_existing
 from rlpipe.store.run_record import last_started
 from rlpipe.types import StoreError, UserError
 
-PRESETS = Path(__file__).parent / "presets"
 STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
 Source = Annotated[str, typer.Argument(metavar="PRESET|FILE", help="a preset's name, or a TOML file")]
 Name = Annotated[str | None, typer.Option("--run", help="name of the run")]
@@ -63,8 +64,8 @@ def run_command(source: Source, run: Name = None, sets: Sets = None) -> None:
     config = config_of(source, sets, run)
     if not config.run:
         config = config.model_copy(update={"run": f"{Path(source).stem}-{datetime.now():%Y%m%d-%H%M%S}"})
-    _preflight(config)
-    _run(config)
+    preflight_of(config)
+    run_to_end(config)
 
 
 def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None:
@@ -84,8 +85,8 @@ def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None
     if standing.has_base and standing.sft_complete and standing.num_iterations >= config.rl.num_iterations:
         done = f"all {config.rl.num_iterations} iterations" if config.rl.num_iterations else "all of its SFT"
         typer.echo(f"run {run} has {done}; more: {way_to_resume(config)} --set rl.num_iterations=N")
-    _preflight(config)
-    _run(config)
+    preflight_of(config)
+    run_to_end(config)
 
 
 def fork_command(
@@ -112,10 +113,10 @@ def fork_command(
     planned = planned_fork(parent, newest, config, redo or "")
     if redo:
         check_redo(parent, newest, config, redo)
-    _preflight(config, planned)
+    preflight_of(config, planned)
     forked = fork(parent, newest, config, redo or "")
     typer.echo(f"run {new} is forked from {forked.forked_from}")
-    _run(config)
+    run_to_end(config)
     if redo:
         echo(changes(forked))
 
@@ -129,7 +130,9 @@ def iteration_of(at: str) -> int:
     return int(at)
 
 
-def _preflight(config: PipelineConfig, planned: Run | None = None) -> None:
+def preflight_of(config: PipelineConfig, planned: Run | None = None) -> None:
+    """Ends the command where the run cannot work, or another process holds it."""
+    typer.echo(f"run {config.run}: reading its data, trying its rewards and its model (large data sets take minutes)")
     from rlpipe.stages.preflight import preflight
 
     announce(open_store(config.store), f"runs/{config.run}")  # until the flow holds the run, or this process ends
@@ -140,15 +143,21 @@ def _preflight(config: PipelineConfig, planned: Run | None = None) -> None:
         fail(error, 2)
 
 
-def _run(config: PipelineConfig) -> None:
+def run_to_end(config: PipelineConfig) -> None:
+    """Runs the pipeline; says where its logs and pages are, and at its end what came of it."""
     from prefect.settings import PREFECT_API_URL
 
     from flows.terminal import log_to
     from rlpipe.stages.scratch import work_dir_of
 
-    logs, configured = work_dir_of(config), PREFECT_API_URL.value()
+    logs, configured, database = work_dir_of(config), PREFECT_API_URL.value(), own_database(config)
     log_to(logs)
-    with running_server(logs) as url:
+    if not configured:
+        first = database is not None and not database.exists()
+        typer.echo(
+            f"starting Prefect's server ({'up to a minute the first time, to make its database' if first else 'some seconds'})"
+        )
+    with running_server(logs, database) as url:
         page = f"{url.removesuffix('/api')}{'' if PREFECT_API_URL.value() == configured else ' (until the run ends)'}"
         typer.echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
         from flows.post_train import post_train
@@ -159,13 +168,13 @@ def _run(config: PipelineConfig) -> None:
     echo(result.get("before_after", []))
     if curves := result.get("curves"):
         typer.echo(f"  curves  {curves}\n  policy  {result.get('policy')}")
-    echo(["  look at it with", *(f"    {command}" for command in _look_commands(config))])
+    echo(["  look at it with", *(f"    {command}" for command in look_commands(config, database))])
     if reason:
         raise typer.Exit(STOPPED)
 
 
-def _look_commands(config: PipelineConfig) -> list[str]:
-    """What shows a run, as this user can call it: with the path that `rlpipe` was called by."""
+def look_commands(config: PipelineConfig, database: Path | None) -> list[str]:
+    """What shows a run, as this user can call it: with the path that `rlpipe` was called by. `database`: of Prefect's UI, where it is ours."""
     from rlpipe.report.tracking import tracking_uri
 
     program = sys.argv[0] if Path(sys.argv[0]).name == "rlpipe" else str(Path(sys.executable).with_name("rlpipe"))
@@ -174,4 +183,15 @@ def _look_commands(config: PipelineConfig) -> list[str]:
     if uri := without_passwords(tracking_uri(config)):
         mlflow = os.path.join(os.path.dirname(program), "mlflow")
         commands.append(uri if uri.startswith("http") else shlex.join([mlflow, "ui", "--backend-store-uri", uri]))
+    if database:
+        commands.append(
+            shlex.join(
+                [
+                    program,
+                    "server",
+                    "--database",
+                    os.path.relpath(database) if database.is_relative_to(Path.cwd()) else str(database),
+                ]
+            )
+        )
     return commands

@@ -6,33 +6,34 @@ An approval is a fact of the run, kept in the store: a retry, and another flow r
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
 
 from prefect import flow
 from prefect.flow_runs import apause_flow_run, asuspend_flow_run
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
 from flows.rl import rl
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
 from flows.sft import evaluate_sft, sft
-from flows.ui import RunReport, ended, publish_report
+from flows.terminal import of_deployment
+from flows.ui import RunReport, ended, publish_evaluation, publish_report
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.session import Session
-from rlpipe.store.backend import open_store
-from rlpipe.types import JsonDict, RunWaits, canonical_json
+from rlpipe.store.approvals import BEFORE, Gate, approve, is_awaited
+from rlpipe.store.run import Run
+from rlpipe.types import JsonDict, RunWaits
+from tasks.stages import evaluate
 
 PHASES = ("sft", "rl")
-Gate = Literal["rl", "register"]
-BEFORE = {"rl": "RL starts", "register": "the policy is registered"}
 APPROVAL_TIMEOUT_S = 30 * 24 * 3600
 
 
 class ApprovalNeeded(RunWaits):
-    """The run does not go on past a gate before a person says so."""
+    """The run does not go on past a gate before a person says so. `lines`: the evaluation that they may look at."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, run: Run, gate: Gate, lines: list[str]) -> None:
         super().__init__(f"approval.{gate}")
+        self.run, self.lines = run, lines
         self.gate: Gate = gate
 
 
@@ -43,7 +44,7 @@ async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig)
     A run that a budget or a stop rule ended is published as far as it came, in a state `Stopped`.
 
     Args:
-        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`.
+        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`. With `"preset": "smollm2"` among them that preset is taken instead of the config.
         config: The whole config. The same `run` continues; an empty one makes a run of its own, named by schedule and time (the Run Name above is replaced).
     """
     config = await requested(config, changes)
@@ -51,7 +52,7 @@ async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig)
         try:
             return await _phases(config)
         except ApprovalNeeded as needed:  # the run and its services were given back on the way here
-            await _wait_for_approval(config, needed.gate)
+            await _wait_for_approval(needed)
 
 
 async def _phases(config: PipelineConfig) -> RunReport:
@@ -76,26 +77,26 @@ async def _phases(config: PipelineConfig) -> RunReport:
 
 
 async def _require_approval(session: Session, gate: Gate) -> None:
-    """ApprovalNeeded when the config wants an approval here and none is in the store."""
-    if gate in session.config.approval and not await asyncio.to_thread(session.run.store.exists, _key(session.config, gate)):
-        raise ApprovalNeeded(gate)
+    """ApprovalNeeded when the config wants an approval here and none is in the store, once there is an evaluation to look at."""
+    run, config = session.run, session.config
+    if not await asyncio.to_thread(is_awaited, run, gate):
+        return
+    if gate == "rl" and config.sets("evaluation") and not config.rl.rollouts_from and not session.num_committed("rl"):
+        await evaluate(session, policy=run.policy(0)[0], version=0)  # RL begins with it, and finds it
+    raise ApprovalNeeded(run, gate, await publish_evaluation(session, BEFORE[gate]))
 
 
-async def _wait_for_approval(config: PipelineConfig, gate: Gate) -> None:
+async def _wait_for_approval(needed: ApprovalNeeded) -> None:
     """Returns once somebody has pressed Resume, and keeps that in the store. Called when the run is not held.
 
     A deployment's flow run is suspended: its process ends, and Resume schedules it anew. From the command line it is paused.
     """
-    if deployment.id:
+    gate = needed.gate
+    if of_deployment():
         await asuspend_flow_run(timeout=APPROVAL_TIMEOUT_S, key=gate)
     else:
-        print(f"\nrun {config.run} waits for your approval before {BEFORE[gate]}.\n"
-              f"  Look at it, then press Resume: {url_for('flow-run', flow_run.id)}\n"
-              "  Or stop here (Ctrl-C): nothing is lost, and the same command asks again", flush=True)  # fmt: skip
+        print(f"\nrun {needed.run.name} waits for your approval before {BEFORE[gate]}.", *needed.lines,
+              f"  Look at it, then press Resume: {url_for('flow-run', flow_run.id)}",
+              "  Or stop here (Ctrl-C): nothing is lost, and the same command asks again", sep="\n", flush=True)  # fmt: skip
         await apause_flow_run(timeout=APPROVAL_TIMEOUT_S, key=gate)
-    record = canonical_json({"gate": gate, "flow_run": str(flow_run.id)})
-    await asyncio.to_thread(lambda: open_store(config.store).create(_key(config, gate), record))
-
-
-def _key(config: PipelineConfig, gate: Gate) -> str:
-    return f"runs/{config.run}/approval/{gate}.json"
+    await asyncio.to_thread(approve, needed.run, gate, str(flow_run.id))

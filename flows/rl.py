@@ -26,7 +26,7 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
     """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference.
 
     Args:
-        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`.
+        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`. With `"preset": "smollm2"` among them that preset is taken instead of the config.
         config: The whole config. The same `run` continues; an empty one makes a run of its own, named by schedule and time (the Run Name above is replaced).
     """
     config = await requested(config, changes)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import yaml
 
+from flows.database import creating, environment_of
 from rlpipe.processes.launch import Service, answers, free_port, wrapped
 from rlpipe.types import UserError
 
@@ -67,14 +68,26 @@ def terminable() -> Iterator[None]:
 def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
     """What a flow returns; Terminated after SIGTERM, KeyboardInterrupt after SIGINT, once it gave back what it held.
 
-    Prefect's handler of SIGTERM raises wherever the main thread is, which may be in a callback: asyncio logs that and goes on.
+    RuntimeError, one line, for what Prefect's server refuses or does not answer. Prefect's handler of SIGTERM raises wherever the main
+    thread is, which may be in a callback: asyncio logs that and goes on.
     """
-    from prefect.exceptions import TerminationSignal
+    import httpx
+    from prefect.exceptions import ObjectNotFound, PrefectException, TerminationSignal
 
     try:
         return asyncio.run(_unless_terminated(flow))
     except TerminationSignal as error:  # it was raised between two callbacks
         raise Terminated from error
+    except (PrefectException, httpx.HTTPError) as error:
+        is_gone = isinstance(error, ObjectNotFound)
+        said = (
+            "has the flow run no more: it was deleted"
+            if is_gone
+            else " ".join(f"failed: {type(error).__name__}: {error}".split())
+        )
+        raise RuntimeError(
+            f"Prefect's server {said}. Start the run again with the same command: it goes on after the newest committed stage"
+        ) from error
 
 
 async def _unless_terminated(flow: Coroutine[Any, Any, Result]) -> Result:
@@ -96,8 +109,11 @@ async def _unless_terminated(flow: Coroutine[Any, Any, Result]) -> Result:
 
 
 @contextlib.contextmanager
-def running_server(log_dir: Path) -> Iterator[str]:
-    """The URL of the API to use: the user's server when one is configured, else one of our own, on a free port, gone with its parent."""
+def running_server(log_dir: Path, database: Path | None) -> Iterator[str]:
+    """The URL of the API to use: the user's server when one is configured, else one of our own, on a free port, gone with its parent.
+
+    `database`: the file that one of our own keeps its rows in; None: where the user's settings of Prefect say.
+    """
     from prefect.logging.handlers import APILogHandler
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -112,16 +128,28 @@ def running_server(log_dir: Path) -> Iterator[str]:
         argv=wrapped([*SERVER, "--host", "127.0.0.1", "--port", str(port)]),
         log_path=log_dir / "prefect-server.log",
         ready=lambda: answers(f"{url}/health"),
-        environment={"PREFECT_API_URL": url},
+        environment={"PREFECT_API_URL": url, **(environment_of(database) if database else {})},
     )
-    service.start()
     try:
-        service.wait_ready()
+        with creating(database) if database else contextlib.nullcontext():
+            service.start()
+            _wait_ready(service, database)
         with temporary_settings({PREFECT_API_URL: url}):
             yield url
     finally:
         APILogHandler().flush()  # of this process; later there is no server to send them to
         service.stop()
+
+
+def _wait_ready(service: Service, database: Path | None) -> None:
+    try:
+        service.wait_ready()
+    except RuntimeError as error:
+        if database is None:
+            raise
+        raise RuntimeError(
+            f"{error}\nIf the database is at fault, move {database} away: it has only what Prefect's UI shows of earlier runs"
+        ) from error
 
 
 async def apply_automations(notify: str) -> list[str]:

@@ -11,10 +11,14 @@ from collections.abc import AsyncIterator, Callable
 
 from prefect import get_client, tags
 from prefect.context import FlowRunContext
+from prefect.exceptions import Abort
 from prefect.logging import get_run_logger
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from prefect.states import Running
 
+import flows.vanished  # noqa: F401  # a flow run that is deleted while it works goes on
+from flows import PRESETS
+from flows.terminal import of_deployment
 from flows.ui import only_shown
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config
@@ -23,7 +27,7 @@ from rlpipe.stages import session as stages
 from rlpipe.stages.preflight import passed_just_now, preflight
 from rlpipe.store.backend import open_store
 from rlpipe.store.forks import way_to_change
-from rlpipe.store.lease import RunHeld, announce, withdraw
+from rlpipe.store.lease import RunHeld, announce, check_free, withdraw
 from rlpipe.store.limits import reason_to_stop
 from rlpipe.store.run import OtherSettings, open_existing
 from rlpipe.store.run_record import record_start
@@ -80,15 +84,25 @@ def own_name() -> str:
 async def requested(config: PipelineConfig, changes: JsonDict | None = None) -> PipelineConfig:
     """What a flow run is to do: the config with its changes and a run name, checked before anything is written.
 
-    UserError for all that is wrong with it. A flow run without a run name (a schedule's) is named after itself. A flow inside another
+    UserError for all that is wrong with it. `preset` among the changes takes another preset instead of the config. A flow run without a run name (a schedule's) is named after itself. A flow inside another
     one of ours is not checked again.
     """
-    config = change_config(config, changes) if changes else config
+    config = change_config(config, changes, PRESETS) if changes else config
     config = config if config.run else config.model_copy(update={"run": own_name()})
     if not stages.is_open(config) and not passed_just_now(config):
         async with _advised(config):
+            try:
+                await asyncio.to_thread(check_free, open_store(config.store), f"runs/{config.run}")
+            except RunHeld as held:
+                _step_aside(held)
             await asyncio.to_thread(_checked, config)
     return config
+
+
+def _step_aside(held: RunHeld) -> None:
+    """Ends a second process of this flow run: Prefect leaves the state to the first, which holds the run."""
+    if held.flow_run == str(flow_run.id):
+        raise Abort(f"another process works on this flow run: {held}") from held
 
 
 def _checked(config: PipelineConfig) -> None:
@@ -106,8 +120,9 @@ def _checked(config: PipelineConfig) -> None:
 async def open_session(config: PipelineConfig) -> AsyncIterator[stages.Session]:
     """The session of a run, opened by the outermost flow, shared by those inside it. What fails in it says what to do.
 
-    A deployment's flow run waits, in a state `Waiting`, while another process holds the run; RunHeld after a week, and at once for
-    a flow run without a deployment: its user is there to read it.
+    A deployment's flow run waits, in a state `Waiting`, while another flow run holds the run; RunHeld after a week, and at once for
+    a flow run without a deployment: its user is there to read it. A second process of one flow run (it was taken for dead, and started
+    again) ends at once, and leaves the state of the flow run to the first.
     """
     async with _advised(config), contextlib.AsyncExitStack() as stack:
         stack.callback(withdraw, open_store(config.store), f"runs/{config.run}")  # where the run cannot be held
@@ -181,15 +196,17 @@ async def reason_to_end(session: stages.Session, phase: str, num_committed: int)
 
 
 async def _enter(stack: contextlib.AsyncExitStack, config: PipelineConfig) -> stages.Session:
-    deadline, has_waited = time.monotonic() + WAIT_MAX_S, False
+    deadline, has_waited, may_wait = time.monotonic() + WAIT_MAX_S, False, of_deployment()
     while True:
         try:
-            session = await stack.enter_async_context(stages.open_session(config, service_starter(config)))
+            opened = stages.open_session(config, service_starter(config), str(flow_run.id))
+            session = await stack.enter_async_context(opened)
             if has_waited:
                 await _show("Running", "the run is free")
             return session
         except RunHeld as held:
-            if not deployment.id or time.monotonic() > deadline:
+            _step_aside(held)
+            if not may_wait or time.monotonic() > deadline:
                 raise
             if not has_waited:
                 await _show("Waiting", str(held))

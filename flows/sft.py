@@ -20,7 +20,7 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
     """The SFT phase of a run; starts it, or goes on after its newest committed segment. Returns the policy's reference.
 
     Args:
-        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`.
+        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`. With `"preset": "smollm2"` among them that preset is taken instead of the config.
         config: The whole config. The same `run` continues; an empty one makes a run of its own, named by schedule and time (the Run Name above is replaced).
     """
     config = await requested(config, changes)

@@ -49,14 +49,15 @@ def bar(title: str, total: int, done: int, unit: str) -> tqdm[Any]:
 
 def say(progress: tqdm[Any], line: str) -> None:
     """A line above the bar, and in the log of the flow run; a worker's terminal has it from the log."""
-    if not _of_deployment():
+    if not of_deployment():
         progress.write(line)
     get_run_logger().info(line)
 
 
 @functools.cache
-def _of_deployment() -> bool:
-    """Whether this process does a deployment's flow run: it does one. Without a deployment, Prefect asks its server for it, every time."""
+def of_deployment() -> bool:
+    """Whether this process does a deployment's flow run: it does one. Without a deployment, Prefect asks its server for it, every time: the
+    first to ask is the outermost flow, whose row on the server is there."""
     return bool(deployment.id)
 
 

@@ -17,6 +17,7 @@ import httpx
 from prefect import get_client
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -174,6 +175,23 @@ async def publish_report(session: Session, total: int) -> RunReport:
     return {"run": run.name, "policy": folder, "curves": str(curve), "before_after": compared}
 
 
+async def publish_evaluation(session: Session, before: str) -> list[str]:
+    """Lines of the newest evaluation (and of that at the start of RL), also as an artifact: for a person who is asked before something."""
+    run, done = session.run, session.num_committed("rl")
+    evaluated = await asyncio.to_thread(evaluations, run, done)
+    lines = (
+        [f"  {name:32s} {value:.3f}" for name, value in sorted(evaluated[-1][1].items())]
+        if evaluated
+        else ["  no evaluation yet"]
+    )
+    lines = await asyncio.to_thread(before_after, run, done) or lines
+    title = f"# {run.name} waits for an approval before {before}"
+    await _show(
+        f"{_key(session)}-approval", [title, "", *_preformatted(lines), "Resume: the button above"], "The evaluation to approve"
+    )
+    return lines
+
+
 async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: str = "") -> Any:
     """What a flow returns at its end: its data, in a state that says why there is no more, or that there was nothing to do.
 
@@ -181,7 +199,10 @@ async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: st
     """
     session.tracker.stopped = reason
     if reason:
-        if not flow_run.parent_flow_run_id:  # else that one says it too
+        context = FlowRunContext.get()
+        if (
+            context is None or context.flow_run is None or context.flow_run.parent_task_run_id is None
+        ):  # else the outer flow says it too
             tell(session.run.name, "run.stopped", reason)
         return Completed(name="Stopped", message=reason, data=data)
     counts = await asyncio.to_thread(lambda: {phase: session.num_committed(phase) for phase in phases})

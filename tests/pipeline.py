@@ -56,7 +56,10 @@ class Folder:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """`rlpipe ARGUMENTS` in a process group of its own."""
-        environment = {**os.environ, "PREFECT_HOME": str(self.path / "prefect"), **self.environment}
+        home = (
+            {} if "HOME" in self.environment else {"PREFECT_HOME": str(self.path / "prefect")}
+        )  # a PREFECT_HOME has the database
+        environment = {**os.environ, **home, **self.environment}
         log = (self.path / "output.log").open("a")
         with log:
             return subprocess.Popen([*self.inside, str(BIN / "rlpipe"), *arguments], cwd=self.path, env=environment, stdout=log,

@@ -124,7 +124,7 @@ def call(method: str, url: str, body: object = None, auth: str | None = None) ->
         request = urllib.request.Request(url, data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.load(answer)
+                return json.loads(answer.read() or b"null")
         except TimeoutError:
             if method != "GET" or attempt == CALLS_MAX - 1:
                 raise

@@ -8,13 +8,15 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rlpipe.config.source import read_config
+from rlpipe.processes.launch import answers, free_port
 from rlpipe.store.lease import acquire, check_free
 from rlpipe.types import JsonDict
-from tests.pipeline import BIN, MINI, Folder, Undisturbed, kill_group
+from tests.pipeline import BIN, MINI, Folder, Undisturbed, descendants, kill_group
 from tests.prefect_stand import ROOT, Stand, call, kill_tree, running_stand
 
 pytestmark = pytest.mark.e2e
@@ -119,18 +121,39 @@ def test_a_killed_process_is_found_retried_and_ends_with_the_same_bits(
     kill_tree(stand.processes["worker"])  # the flow run's process is its child: nobody is left to report
     assert stand.api("GET", f"/flow_runs/{flow_run}")["state"]["type"] == "RUNNING"
     stand.spawn("worker", "worker", "start", "--pool", "cpu")
+    wait_for_key(folder, "runs/b/rl/00001/iteration.json")
+    (process,) = (child for child in descendants(stand.processes["worker"], "prefect.engine"))
+    process.kill()  # now the worker is there to report it, and does so twice
     assert stand.wait_for(flow_run, ("COMPLETED", "FAILED", "CANCELLED"), timeout_s=600)["type"] == "COMPLETED"
+    time.sleep(GIVEN_UP_S)  # and nothing starts it again
     states = stand.states(flow_run)
-    crashed = next(state for state in states if state["type"] == "CRASHED")
-    assert "No heartbeat for 90 s" in crashed["message"]
-    assert "AwaitingRetry" in [state["name"] for state in states]
+    lost, killed = [state for state in states if state["type"] == "CRASHED"]
+    assert "No heartbeat for 90 s" in lost["message"] and "status code: -9" in killed["message"]
+    names = [state["name"] for state in states]
+    assert names.count("AwaitingRetry") == 2 and names.count("Running") == 3 and names[-1] == "Completed", names
     assert folder.final_sha256("b", ITERATIONS) == undisturbed.sha256()
     assert any("is Crashed: No heartbeat" in told for told in notifications[0]), notifications[0]
+
+
+def test_a_second_process_of_a_flow_run_steps_aside(stand: Stand, folder: Folder) -> None:
+    """The first was taken for dead: it holds the run, and the state is its own."""
+    flow_run = stand.start("post-train/post-train", config=parameters(folder, "e"))
+    held = acquire(folder.open_store(), "runs/e", flow_run)
+    said, log, end = f"Execution of flow run '{flow_run}' aborted", stand.path / "worker.log", time.monotonic() + 200
+    while said not in log.read_text():
+        assert time.monotonic() < end, log.read_text()[-3000:]
+        time.sleep(0.5)
+    assert stand.states(flow_run)[-1]["name"] == "Running" and not folder.open_store().exists("runs/e/run.json")
+    held.release()
+    stand.api("POST", f"/flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
 
 
 def test_a_flow_run_that_dies_before_it_starts_is_given_up(
     stand: Stand, folder: Folder, notifications: tuple[list[str], int]
 ) -> None:
+    (retry,) = stand.api("POST", "/automations/filter", {"automations": {"name": {"any_": ["rlpipe-retry-crashed"]}}})
+    retry["trigger"]["within"] = 10  # not a minute, six times
+    stand.api("PUT", f"/automations/{retry['id']}", {key: retry[key] for key in ("name", "description", "trigger", "actions")})
     flow_run = stand.start("post-train/post-train", {"command": "false"}, config=parameters(folder, "d"))
     state = stand.wait_for(flow_run, ("FAILED", "COMPLETED", "CANCELLED"), timeout_s=580)
     assert state["type"] == "FAILED" and state["message"].startswith("It crashed 6 times within an hour"), state
@@ -174,20 +197,42 @@ def test_a_reward_that_fell_fires_an_automation_once(stand: Stand, notifications
     ), fell
 
 
-def test_the_command_line_says_where_to_approve(folder: Folder) -> None:
+def test_the_command_line_says_where_to_approve_and_outlives_a_deleted_flow_run(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, f"file://{tmp_path}/store", {"HOME": str(tmp_path / "home")})
     process = folder.start(*folder.run_arguments("c", *MINI, "rl.num_iterations=1", 'approval=["register"]'))
     try:
         log, end = folder.path / "output.log", time.monotonic() + 300
+        folder.wait_for("c", "sft/00000/policy/manifest.json", process)
+        page = log.read_text().split("Prefect UI ")[1].split()[0]
+        (phase,) = call("POST", f"{page}/api/flow_runs/filter", {"flow_runs": {"name": {"any_": ["sft c"]}}})
+        call("DELETE", f"{page}/api/flow_runs/{phase['id']}")
         while "press Resume: " not in (text := log.read_text()):
             assert process.poll() is None and time.monotonic() < end, text[-3000:]
             time.sleep(0.5)
+        assert f"flow run {phase['id']} is gone from Prefect's server" in text
         check_free(folder.open_store(), "runs/c")
+        assert folder.rlpipe("runs", "--store", folder.store)[1].rstrip().endswith("waits for an approval (register)")
         url = text.split("press Resume: ")[1].split()[0]
         server, flow_run = url.split("/runs/flow-run/")
         call("POST", f"{server}/api/flow_runs/{flow_run}/resume")
         assert process.wait(timeout=200) == 0, log.read_text()[-3000:]
     finally:
         kill_group(process)
+    command = log.read_text().splitlines()[-1].split()[1:]  # its database is one of the store's runs
+    assert command[:2] == ["server", "--database"] and not (tmp_path / "home" / ".prefect" / "prefect.db").exists()
+    port = free_port()
+    server = folder.start(*command, "--port", str(port))
+    try:
+        end = time.monotonic() + 120
+        while not answers(f"http://127.0.0.1:{port}/api/health"):
+            assert server.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.5)
+        runs = call("POST", f"http://127.0.0.1:{port}/api/flow_runs/filter", {})
+        assert {"post-train c": "Completed", "c-00000": "Completed"}.items() <= {
+            run["name"]: run["state"]["name"] for run in runs
+        }.items()
+    finally:
+        kill_group(server)
 
 
 def wait_for_key(folder: Folder, key: str, timeout_s: float = 400) -> None:

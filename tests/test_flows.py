@@ -17,7 +17,7 @@ from prefect.events.schemas.automations import AutomationCore
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
-from flows.cli_start import _look_commands
+from flows.cli_start import look_commands
 from flows.server import AUTOMATIONS, BLOCK
 from flows.session import AGAIN, with_advice
 from flows.ui import TEXT_MAX, _literal
@@ -42,6 +42,22 @@ def test_changes_are_fields_by_name() -> None:
         change_config(config, {"rl.no_such": 1})
     with pytest.raises(UserError, match=r"changes: data\.nothing\.rows_max = 1: no data set named 'nothing'"):
         change_config(config, {"data.nothing.rows_max": 1})
+
+
+def test_a_preset_among_the_changes_is_the_base(tmp_path: Path) -> None:
+    presets = ROOT / "flows" / "presets"
+    kept = {"store": f"file://{tmp_path}", "tracking.uri": "http://mlflow:5000"}
+    form = change_config(TINY, {"run": "monday", "rl.group_size": 32, **kept})
+    changed = change_config(form, {"rl.num_iterations": 3, "preset": "smollm2"}, presets)
+    command = read_config(
+        "smollm2", ["run=monday", *(f"{key}={value}" for key, value in kept.items()), "rl.num_iterations=3"], presets
+    )
+    assert changed == command and changed.rl.group_size != 32 and changed.model.path
+    for wrong in ("smollm", 3, "none.toml", None):
+        with pytest.raises(UserError, match=r"neither a preset|no such file"):
+            change_config(form, {"preset": wrong}, presets)
+    with pytest.raises(UserError, match=r"changes: preset|preset='smollm2': no such field"):
+        change_config(form, {"preset": "smollm2"})  # of a stored run there is no other base
 
 
 @pytest.mark.parametrize(
@@ -123,11 +139,11 @@ def test_a_run_ends_with_commands_that_can_be_pasted(monkeypatch: pytest.MonkeyP
     config = read_config("tiny", ["run=a", "store=./my store"], ROOT / "flows" / "presets")
     monkeypatch.setattr(sys, "argv", [".venv/bin/rlpipe", "run"])
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    show, mlflow = map(shlex.split, _look_commands(config))
+    show, mlflow = map(shlex.split, look_commands(config, None))
     assert show == [".venv/bin/rlpipe", "show", "a", "--store", "./my store"]
     assert mlflow == [".venv/bin/mlflow", "ui", "--backend-store-uri", "sqlite:///mlflow.db"]
     monkeypatch.setattr(sys, "argv", ["/x/flows/cli.py"])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:secret@mlflow.example.com")
-    show, page = _look_commands(config)
+    show, page = look_commands(config, None)
     assert Path(shlex.split(show)[0]).exists()
     assert page == "https://mlflow.example.com"

@@ -24,6 +24,7 @@ from rlpipe.report.show import (
     trained_groups,
 )
 from rlpipe.store import audit, lease
+from rlpipe.store.approvals import approve, is_awaited
 from rlpipe.store.artifacts import commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import SEAL
@@ -69,6 +70,23 @@ def test_a_run_has_a_state_a_reward_and_the_date_of_its_newest_commit(store: Sto
     )
     commit_iteration(run, 1, {"rollout/reward_mean": 0.5})
     assert "reward 0.500" in run_lines(store)[0] and run_lines(store)[0].endswith("  complete")
+
+
+def test_a_run_that_waits_for_a_person_says_so(local: Store) -> None:
+    run = without_sft(local, 'approval=["rl", "register"]', "budget.rollout_tokens=10")
+    held = lease.acquire(local, run.root)
+    assert run_lines(local)[0].endswith("  working")
+    held.release()
+    assert run_lines(local)[0].endswith("  waits for an approval (rl)")
+    approve(run, "rl", "a flow run")
+    assert run_lines(local)[0].endswith("  unfinished") and not is_awaited(run, "rl")
+    spent = {"spent/wall_clock_s": 1.0, "spent/rollout_tokens": 10, "spent/gpu_s": 0.0}
+    commit_iteration(run, 0, {"rollout/reward_mean": 0.25, **spent})
+    assert run_lines(local)[0].endswith("  waits for an approval (register)")  # of what a budget stopped
+    commit_iteration(run, 1, {"rollout/reward_mean": 0.5})
+    assert run_lines(local)[0].endswith("  waits for an approval (register)")
+    approve(run, "register", "a flow run")
+    assert run_lines(local)[0].endswith("  complete")
 
 
 def test_a_run_whose_holder_died_is_unfinished_and_one_of_another_host_is_held(

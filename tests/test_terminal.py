@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.utilities.engine import capture_sigterm
 from typer.testing import CliRunner
 
@@ -83,6 +85,25 @@ def test_sigterm_ends_a_flow_wherever_it_comes_and_what_it_held_is_given_back(de
     with pytest.raises(Terminated), terminable():
         run_flow(flow())
     assert given_back and signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ObjectNotFound(OSError("404")), "has the flow run no more: it was deleted"),
+        (PrefectException("no such\nblock"), "failed: PrefectException: no such block"),
+        (httpx.ConnectError("all connection attempts failed"), "failed: ConnectError: all connection attempts failed"),
+    ],
+)
+def test_what_the_prefect_server_fails_is_one_line_that_says_to_start_again(error: Exception, said: str) -> None:
+    async def flow() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError) as told:
+        run_flow(flow())
+    assert str(told.value).startswith(
+        f"Prefect's server {said}. Start the run again with the same command"
+    ) and "\n" not in str(told.value)
 
 
 def test_sigterm_ends_a_command_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,7 @@ def test_every_link_of_every_page_leads_to_a_page(store: Store, tmp_path: Path) 
     while waiting:
         path = waiting.pop()
         answer = pages.get(path)
-        assert answer.status_code == 200 or ("/evaluations" in path and "no evaluation yet" in answer.text), (
-            path,
-            answer.text[-1500:],
-        )
+        assert answer.status_code == 200, f"{path}: {answer.status_code}"
         links = {link.replace("&amp;", "&") for link in re.findall(r'href="(/[^"]*)"', answer.text)}
         waiting += sorted(links - seen)
         seen |= links

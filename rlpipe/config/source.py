@@ -18,6 +18,7 @@ from rlpipe.config.secrecy import without_passwords
 from rlpipe.types import JsonDict, UserError
 
 LINE_CHARS_MAX = 800
+KEPT = ("run", "store", "scratch", "tracking")
 Change = tuple[str, Any, str]  # a field, its value, and how the change was asked for, for errors
 # how TOML begins: an array, a string, or a table, which a template such as `{answer}` or `{% if x = y %}` is not
 AS_TOML = re.compile(r"""\s*([\["']|\{\s*[\w."'-]+\s*=)""")
@@ -25,6 +26,11 @@ AS_TOML = re.compile(r"""\s*([\["']|\{\s*[\w."'-]+\s*=)""")
 
 def read_config(source: str, overrides: list[str], presets: Path) -> PipelineConfig:
     """The config of a preset (a TOML file in `presets`) or file; UserError names the field, the value and the fix."""
+    return _changed(_read(source, presets), map(_override, overrides))
+
+
+def _read(source: str, presets: Path) -> JsonDict:
+    """What the TOML file of a preset, or another one, says."""
     path = Path(source) if source.endswith(".toml") else presets / f"{source}.toml"
     if not path.is_file() and path.parent != presets:
         raise UserError(f"{source}: there is no such file")
@@ -33,12 +39,11 @@ def read_config(source: str, overrides: list[str], presets: Path) -> PipelineCon
         near = did_you_mean(difflib.get_close_matches(source.removesuffix(".toml"), known, cutoff=0.5))
         raise UserError(f"{source!r} is neither a preset ({', '.join(known)}) nor a file that ends in .toml{near}")
     try:
-        tree = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:  # also of a great many digits, or brackets
         raise UserError(f"{path}: not TOML ({error})") from error
-    return _changed(tree, map(_override, overrides))
 
 
 def check(tree: JsonDict, context: str = "") -> PipelineConfig:
@@ -136,8 +141,13 @@ def override_config(config: PipelineConfig, overrides: list[str]) -> PipelineCon
     return _changed(config.model_dump(mode="json"), map(_override, overrides))
 
 
-def change_config(config: PipelineConfig, changes: Mapping[str, Any]) -> PipelineConfig:
-    """The config with other values, `{"a.b": value}`; UserError as `read_config`."""
-    return _changed(
-        config.model_dump(mode="json"), [(key, value, f"changes: {key} = {value!r}") for key, value in changes.items()]
-    )
+def change_config(config: PipelineConfig, changes: Mapping[str, Any], presets: Path | None = None) -> PipelineConfig:
+    """The config with other values, `{"a.b": value}`; UserError as `read_config`.
+
+    Where there are `presets`, `{"preset": NAME}` takes that one instead of the config, as `rlpipe run NAME` does; of the config remains
+    where things are kept (KEPT), unless the preset says it.
+    """
+    tree, changes = config.model_dump(mode="json"), dict(changes)
+    if presets is not None and "preset" in changes:
+        tree = {name: tree[name] for name in KEPT} | _read(str(changes.pop("preset")), presets)
+    return _changed(tree, [(key, value, f"changes: {key} = {value!r}") for key, value in changes.items()])

@@ -16,6 +16,7 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Group, Rollout, grouped
 from rlpipe.report.curves import before_after, evaluation_changes, evaluations
 from rlpipe.report.stored_turns import Turns, turns_to_show
+from rlpipe.store.approvals import awaited_gate
 from rlpipe.store.artifacts import read_file, read_manifest, read_records
 from rlpipe.store.backend import Store
 from rlpipe.store.lease import held_by
@@ -25,7 +26,7 @@ from rlpipe.store.run import Run, open_existing
 from rlpipe.store.run_record import run_names
 from rlpipe.types import IterationRecord, StoreError, UserError, moment_of
 
-NOTHING = "-"
+NOTHING, UNFINISHED = "-", "unfinished"
 READERS = 16  # runs that are looked at at the same time
 REWARD, SHOWN = "rollout/reward_mean", ("rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean")
 TABLE_ROWS, TEXT_CHARS_MAX = 32, 2000
@@ -45,7 +46,7 @@ class RunSummary:
     committed: int
     newest: IterationRecord | None
     ended_at: datetime | None
-    state: str  # working, held on HOST, complete, stopped by WHAT, unfinished
+    state: str  # working, held on HOST, waits for an approval (GATE), complete, stopped by WHAT, unfinished
 
     @property
     def reward(self) -> float | None:
@@ -82,8 +83,9 @@ def run_summary(run: Run) -> RunSummary:
     record = run.iteration(committed - 1) if committed else None
     newest = record or (run.committed("sft", segments - 1, "policy")[1] if segments else None)
     ended_at = moment_of(newest.ended_at, f"run {run.name}").astimezone() if newest else None
-    ended = "complete" if complete and committed >= planned else ""
-    state = held_by(run.store, run.root) or ended or _stopped(run, segments, committed)
+    ended = "complete" if complete and committed >= planned else _stopped(run, segments, committed)
+    gate = awaited_gate(run, ended != UNFINISHED) if run.config.approval else None
+    state = held_by(run.store, run.root) or (f"waits for an approval ({gate})" if gate else ended)
     return RunSummary(run, segments, num_segments, committed, record, ended_at, state)
 
 
@@ -103,7 +105,7 @@ def _stopped(run: Run, segments: int, committed: int) -> str:
     phase, done = ("rl", committed) if run.sft_complete else ("sft", segments)
     limited = committed or any(run.config.budget.model_dump().values())  # else it would read every segment for nothing
     reason = reason_to_stop(run, phase, done) if limited else ""
-    return f"stopped by {reason.split('=')[0]}" if reason else "unfinished"
+    return f"stopped by {reason.split('=')[0]}" if reason else UNFINISHED
 
 
 def show_lines(run: Run) -> list[str]:

@@ -264,18 +264,19 @@ def is_open(config: PipelineConfig) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def open_session(config: PipelineConfig, start_service: StartService = nobody_starts) -> AsyncIterator[Session]:
-    """The session of a run: opened by the outermost flow, shared by the flows inside it. `start_service`: for what runs elsewhere.
+async def open_session(
+    config: PipelineConfig, start_service: StartService = nobody_starts, flow_run: str = ""
+) -> AsyncIterator[Session]:
+    """The session of a run: opened by the outermost flow (`flow_run`), shared by those inside it. `start_service`: for what runs elsewhere.
 
     UserError when the run is held by another process, or was created with other settings.
     """
-    key = (config.store, config.run)
-    if key in _open:
+    if (key := (config.store, config.run)) in _open:
         yield _open[key]
         return
     run = await asyncio.to_thread(create_or_continue, config)
     async with contextlib.AsyncExitStack() as stack:
-        held = await asyncio.to_thread(lease.acquire, run.store, run.root)
+        held = await asyncio.to_thread(lease.acquire, run.store, run.root, flow_run)
         stack.push_async_callback(asyncio.to_thread, held.release)
         session = _open[key] = await asyncio.to_thread(_begin, run, start_service)
         stack.push_async_exit(session.end)

@@ -32,18 +32,23 @@ NAME, ANNOUNCED = re.compile(r"\d{6,}\.json"), re.compile(r"announced-[0-9a-f]+\
 
 
 class RunHeld(UserError):
-    """Another process works on the run."""
+    """Another process works on the run. `flow_run`: what it works for, as it said when it took the run."""
+
+    def __init__(self, message: str, flow_run: str = "") -> None:
+        super().__init__(message)
+        self.flow_run = flow_run
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lease says of the process that holds it."""
+    """What a lease says of the process that holds it. `flow_run`: the id of Prefect's flow run that it works for; empty without one."""
 
     host: str
     pid: int
     process_started: float | None
     beats: int = 0
     released: StrictBool = False
+    flow_run: str = ""
 
     @property
     def is_here(self) -> bool:
@@ -89,11 +94,11 @@ class Lease:
 _announcements: dict[tuple[str, str], Lease] = {}  # of this process, by store and run
 
 
-def acquire(store: Store, run_root: str) -> Lease:
-    """The lease of a run; RunHeld naming host and pid of a holder that lives."""
+def acquire(store: Store, run_root: str, flow_run: str = "") -> Lease:
+    """The lease of a run, for a flow run; RunHeld naming host and pid of a holder that lives."""
     for _ in range(TAKEOVERS_MAX):
         key = _key(run_root, check_free(store, run_root) + 1)
-        own = _this_process()
+        own = replace(_this_process(), flow_run=flow_run)
         if store.create(key, sealed(own)):
             withdraw(store, run_root)
             return Lease(store, key, own)
@@ -138,7 +143,8 @@ def check_free(store: Store, run_root: str) -> int:
     if holder and _lives(store, _key(run_root, newest), holder):
         raise RunHeld(
             f"run {run_root.removeprefix('runs/')} is held by pid {holder.pid} on host {holder.host}; "
-            "wait for it, stop it, or start under another name (--run)"
+            "wait for it, stop it, or start under another name (--run)",
+            holder.flow_run,
         )
     return newest
 

@@ -101,6 +101,7 @@ def run_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
         "chosen": shown,
         "plots": metric_plots(curves, shown),
         "table": part_of(records[::-1], query),
+        "is_evaluated": any(record.evaluation for record in records) or next(evaluated_versions(run), None) is not None,
         "under_way": len(records) if scored_files(run, len(records)) else None,
         "settings": flat_settings(identity(run.config)),
     }

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from prefect import get_client
 from typer.testing import CliRunner
 
-from flows import cli
+from flows import cli, cli_start
 from flows.post_train import post_train
 from rlpipe.config.source import read_config
 from rlpipe.processes import user_code
@@ -104,7 +104,7 @@ async def on_the_server(asked: Asked) -> str:
 
 def main(folder: Path, store: Path) -> None:
     user_code.IDLE_S = 1.0
-    cli._run = lambda config: sys.exit(f"run {config.run} would start")
+    cli_start.run_to_end = lambda config: sys.exit(f"run {config.run} would start")
     for each in asked(folder, store):
         began = time.monotonic()
         both = [on_the_command_line(each), asyncio.run(on_the_server(each))]

@@ -1,0 +1,71 @@
+"""The file in which the Prefect server of `rlpipe run` keeps what its UI shows: in `scratch`, one for the runs of a store that this
+machine works on. Nothing in it is needed to go on with a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.store.backend import open_store
+from rlpipe.types import UserError
+
+VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+FOLDER = "prefect"  # in scratch, beside the folders of runs, which have a digest in their names
+PATH_BYTES_MAX = 500  # SQLite takes 512, with what it appends
+SQLITE = b"SQLite format 3\0"
+
+
+def own_database(config: PipelineConfig) -> Path | None:
+    """The file for the runs of the config's store; None where the user's settings of Prefect name a server, a database or a PREFECT_HOME.
+
+    The machine is in its name: where nodes share a scratch folder, SQLite would not survive two that write one file.
+    """
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    named = settings.server.database.model_fields_set & {"connection_url", "driver"}
+    if settings.api.url or named or "home" in settings.model_fields_set:
+        return None
+    digest = hashlib.sha256(open_store(config.store).url.encode()).hexdigest()[:8]
+    path = config.scratch_folder / FOLDER / f"{socket.gethostname()}-{digest}.db"
+    if len(str(path).encode()) > PATH_BYTES_MAX:
+        raise UserError(
+            f"scratch={config.scratch!r}: too long a path for a database of SQLite ({PATH_BYTES_MAX} bytes); name a shorter one"
+        )
+    return path
+
+
+def existing_database(path: Path) -> Path:
+    """The path, whole; UserError where no database is there."""
+    try:
+        with path.open("rb") as file:
+            is_one = file.read(len(SQLITE)) == SQLITE
+    except OSError as error:
+        raise UserError(
+            f"--database {path}: cannot be read ({error.strerror}); the last lines of `rlpipe run` name it"
+        ) from error
+    if not is_one:
+        raise UserError(f"--database {path}: no database of SQLite; the last lines of `rlpipe run` name it")
+    return path.absolute()
+
+
+def environment_of(path: Path) -> dict[str, str]:
+    """By which a Prefect server uses this file. Quoted, as a path may have a question mark in it."""
+    return {VARIABLE: f"sqlite+aiosqlite:///file:{quote(str(path))}?uri=true"}
+
+
+@contextlib.contextmanager
+def creating(path: Path) -> Iterator[None]:
+    """The body starts a server, while no other does on this file: each makes, or updates, the tables as it starts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,63 @@
+"""A flow run whose row is gone from Prefect's server (somebody deleted it) works on, with a warning: what it does is in the store.
+
+Prefect ends such a flow run with ObjectNotFound where it sets its next state, and with a refusal where it begins a flow run inside
+of it. Here the state is taken as set, and the inner flow run begins without the outer one. Deleting a flow run so does not stop it;
+cancelling it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.objects import State
+from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
+from prefect.exceptions import ObjectNotFound
+
+CONFLICT = 409  # the row that a new one would belong to is not there
+log = logging.getLogger(__name__)
+set_flow_run_state, create_task_run = PrefectClient.set_flow_run_state, PrefectClient.create_task_run
+
+
+async def set_state(self: PrefectClient, flow_run_id: UUID | str, state: State[Any], force: bool = False) -> Any:
+    """Sets the state of a flow run; one whose row is gone has it all the same."""
+    try:
+        return await set_flow_run_state(self, flow_run_id, state, force)
+    except ObjectNotFound:
+        warn(str(flow_run_id))
+        return OrchestrationResult(state=state, status=SetStateStatus.ACCEPT, details=StateAcceptDetails())
+
+
+async def begin_inside(self: PrefectClient, task: Any, flow_run_id: UUID | None, *args: Any, **named: Any) -> Any:
+    """The task run by which a flow run belongs to the one around it; to none where the row of that one is gone."""
+    try:
+        return await create_task_run(self, task, flow_run_id, *args, **named)
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != CONFLICT or flow_run_id is None or await _is_there(self, flow_run_id):
+            raise
+        warn(str(flow_run_id))
+        return await create_task_run(self, task, None, *args, **named)
+
+
+async def _is_there(client: PrefectClient, flow_run_id: UUID) -> bool:
+    try:
+        return bool(await client.read_flow_run(flow_run_id))
+    except ObjectNotFound:
+        return False
+
+
+@functools.cache
+def warn(flow_run_id: str) -> None:
+    """Says it once for each flow run."""
+    log.warning(
+        "flow run %s is gone from Prefect's server: it was deleted. The run goes on, and what the UI shows of it ends here "
+        "(to stop a run, cancel it)",
+        flow_run_id,
+    )
+
+
+PrefectClient.set_flow_run_state, PrefectClient.create_task_run = set_state, begin_inside  # pyright: ignore[reportAttributeAccessIssue]

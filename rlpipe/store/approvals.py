@@ -1,0 +1,34 @@
+"""Where a person has to agree before a run goes on (`approval` of the config), and that somebody did: a file in the store."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlpipe.store.run import Run
+from rlpipe.types import canonical_json
+
+Gate = Literal["rl", "register"]
+BEFORE: dict[Gate, str] = {"rl": "RL starts", "register": "the policy is registered"}
+
+
+def is_awaited(run: Run, gate: Gate) -> bool:
+    """Whether the run may not go past a gate before somebody agrees."""
+    return gate in run.config.approval and not run.store.exists(_key(run, gate))
+
+
+def approve(run: Run, gate: Gate, flow_run: str) -> None:
+    """Keeps that somebody agreed, on the page of a flow run; no start of the run asks again."""
+    run.store.create(_key(run, gate), canonical_json({"gate": gate, "flow_run": flow_run}))
+
+
+def awaited_gate(run: Run, ended: bool) -> Gate | None:
+    """The gate that a run without a holder has come to, and where it waits. `ended`: its RL is complete, or was stopped."""
+    if not run.sft_complete:
+        return None
+    if run.config.rl.num_iterations and is_awaited(run, "rl"):
+        return "rl"
+    return "register" if ended and is_awaited(run, "register") else None
+
+
+def _key(run: Run, gate: Gate) -> str:
+    return f"{run.root}/approval/{gate}.json"
