@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from rlpipe.data.chat import ChatTokenizer, tokenise_conversations
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.conversations import tokenise_conversations
 from rlpipe.data.new_tokenizer import CHAT_TEMPLATE
+from rlpipe.records.prompt import Talk
 from rlpipe.types import UserError
 
 CHATML = (
@@ -234,5 +236,5 @@ def test_a_policy_that_never_learns_to_stop_is_warned_about(caplog: pytest.LogCa
     plain = "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
     for template, warns in ((plain, True), (CHATML, False)):
         caplog.clear()
-        tokenise_conversations([SINGLE], make(template, "<|end|>"), 100)
+        tokenise_conversations([Talk("rows.jsonl:1", SINGLE, [])], make(template, "<|end|>"), 100)
         assert ("no turn of the assistant ends with a token that stops" in caplog.text) == warns

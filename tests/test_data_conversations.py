@@ -4,8 +4,10 @@ import logging
 
 import pytest
 
-from rlpipe.data.chat import ChatTokenizer, tokenise_conversations
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.conversations import tokenise_conversations
 from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.records.prompt import Talk
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +17,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer.from_folder(folder)
 
 
-def talk(prompt: str, completion: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+def talk(prompt: str, completion: str) -> Talk:
+    return Talk("rows.jsonl:1", [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], [])
 
 
 def test_rows_are_cut_dropped_and_counted(tokenizer: ChatTokenizer, caplog: pytest.LogCaptureFixture) -> None:

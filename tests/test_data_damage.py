@@ -221,7 +221,7 @@ def test_a_function_in_its_process_gives_the_rows_that_it_gave_in_ours(monkeypat
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert load_prompts(config("odd_rows:threads"), 0)[0].answer == "None"
     conversation = config("odd_rows:odd", use="sft", rows_max=1, completion_template="{answer}")
-    assert load_conversations(conversation, 0)[0][1]["content"] == "(1, 2)"
+    assert load_conversations(conversation, 0)[0].messages[1]["content"] == "(1, 2)"
 
 
 @pytest.mark.usefixtures("functions")

@@ -96,7 +96,7 @@ def test_held_out_prompts_are_in_no_other_part_whatever_is_drawn() -> None:
     assert held_out.isdisjoint(texts("train", "sft", heldout_fraction=0.3, rows_max=900, system_prompt="Be brief."))
     assert held_out | texts("train", "rl", heldout_fraction=0.3) == texts("all", "rl")
     spoken = load_conversations(words(part="train", use="sft", heldout_fraction=0.3), seed=1)
-    assert held_out.isdisjoint({messages[0]["content"] for messages in spoken})
+    assert held_out.isdisjoint({talk.messages[0]["content"] for talk in spoken})
 
 
 @given(st.text(), st.floats(0.01, 0.99))
@@ -123,13 +123,17 @@ def test_conversations_from_messages_completion_and_template(tmp_path: Path) -> 
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [{"messages": messages}, {"prompt": "a", "completion": "b", "answer": "x"}, {"prompt": "a", "answer": "{b}"}]
     made = load_conversations(config(jsonl(tmp_path, rows), use="sft", completion_template="\\boxed{{answer}}"), seed=0)
-    assert made == [messages, messages, [messages[0], {"role": "assistant", "content": "\\boxed{{b}}"}]]
+    assert [talk.messages for talk in made] == [
+        messages,
+        messages,
+        [messages[0], {"role": "assistant", "content": "\\boxed{{b}}"}],
+    ]
 
 
 def test_conversations_of_a_generator() -> None:
     made = load_conversations(words(use="sft", rows_max=5, completion_template="<answer>{answer}</answer>"), seed=3)
     prompts = load_prompts(words(rows_max=5), seed=3)
-    assert made == [
+    assert [talk.messages for talk in made] == [
         [*prompt.messages, {"role": "assistant", "content": f"<answer>{prompt.answer}</answer>"}] for prompt in prompts
     ]
 
@@ -264,7 +268,7 @@ def test_a_function_makes_rows_from_its_arguments_and_the_seed() -> None:
 @pytest.mark.usefixtures("functions")
 def test_a_function_makes_conversations() -> None:
     data = config("made_rows:sums", use="sft", args={"largest": 10}, rows_max=2, completion_template="It is {answer}.")
-    assert load_conversations(data, seed=3)[1] == [
+    assert load_conversations(data, seed=3)[1].messages == [
         {"role": "user", "content": "1 + 3?"},
         {"role": "assistant", "content": "It is 4."},
     ]

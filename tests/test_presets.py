@@ -67,7 +67,7 @@ def test_presets_of_real_models_keep_few_policies_and_states(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if generated(name)])
 def test_generated_data_fits_the_preset(name: str, tmp_path: Path) -> None:
     config = small(name)
-    seen = {text_of(messages) for data in config.sets("sft") for messages in load_conversations(data, config.seed)}
+    seen = {text_of(talk.messages) for data in config.sets("sft") for talk in load_conversations(data, config.seed)}
     rl = [prompt for data in config.sets("rl") for prompt in load_prompts(data, config.seed)]
     heldout = [prompt for data in config.sets("evaluation") for prompt in load_prompts(data, config.seed)]
     asked = {text_of(prompt.messages) for prompt in heldout}

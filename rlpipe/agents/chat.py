@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlpipe.records.prompt import Message, Messages, is_text
-from rlpipe.types import JsonDict
+from rlpipe.records import messages as reading
+from rlpipe.records.prompt import Message, Messages
+from rlpipe.types import JsonDict, UserError
 
 CHOICES_MAX = 128
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -68,8 +69,8 @@ def read_request(body: Any) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _invalid("messages", "must be a list of at least one message")
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+    tools = _read("tools", reading.read_tools, body.get("tools"))
+    if not all(map(_is_tool, tools)):
         raise _invalid("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
     limit = body.get("max_completion_tokens", body.get("max_tokens"))
     return ChatRequest(
@@ -87,12 +88,12 @@ def read_request(body: Any) -> ChatRequest:
 
 def read_message(message: Any, where: str) -> Message:
     """A message in the one form; ChatRefused when it is none, or holds more than text."""
-    role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
-    if role is None:
+    whole = _read(where, reading.read_message, message)
+    if (role := ROLES.get(whole["role"])) is None:
         raise _invalid(where, f"needs a role, one of {', '.join(ROLES)}")
-    read: Message = {"role": role, "content": _text(message.get("content"), f"{where}.content")}
-    if role == "assistant" and message.get("tool_calls"):
-        read["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message["tool_calls"]]
+    read: Message = {"role": role, "content": reading.content_text(whole)}
+    if role == "assistant" and "tool_calls" in whole:
+        read["tool_calls"] = [_own_call(call) for call in whole["tool_calls"]]
     if role == "tool":
         read["tool_call_id"] = str(message.get("tool_call_id", ""))
     return read
@@ -136,30 +137,11 @@ def as_text(message: Message) -> Message:
     }
 
 
-def _text(content: Any, where: str) -> str:
-    """The text of a content: of none, of a text, of parts of text."""
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise _invalid(where, "only parts of type text are supported")
-        content = "".join(str(part.get("text", "")) for part in content)
-    content = "" if content is None else content
-    if not is_text(content):
-        raise _invalid(where, "must be text that can be stored")
-    return content
-
-
-def _tool_call(call: Any, where: str) -> JsonDict:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not is_text(function.get("name")):
-        raise _invalid(where, 'holds entries {"id", "type": "function", "function": {"name", "arguments"}}')
-    arguments = function.get("arguments", "")
-    parsed = _parsed(arguments) if isinstance(arguments, str) else arguments
-    # what is no JSON object stays as it is: it is the agent's own
-    return {
-        "id": str(call.get("id", "")),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": parsed if isinstance(parsed, dict) else arguments},
-    }
+def _own_call(call: JsonDict) -> JsonDict:
+    """A call with nothing but what the one form has."""
+    function = call["function"]
+    named = {"name": function["name"], "arguments": function["arguments"]}
+    return {"id": str(call.get("id", "")), "type": "function", "function": named}
 
 
 def _parsed(text: str) -> Any:
@@ -171,13 +153,21 @@ def _parsed(text: str) -> Any:
 
 def _is_tool(tool: Any) -> bool:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    return isinstance(function, dict) and is_text(function.get("name"))
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _whole(name: str, value: Any, largest: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
         raise _invalid(name, f"must be a whole number from 1 to {largest}")
     return value
+
+
+def _read(name: str, read: Callable[[Any, str], Any], value: Any) -> Any:
+    """What a reader of messages or tools makes of a field; ChatRefused where it refuses it."""
+    try:
+        return read(value, name)
+    except UserError as error:
+        raise ChatRefused(400, str(error), "unsupported", name) from error
 
 
 def _invalid(name: str, what: str) -> ChatRefused:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import logging
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from rlpipe.data.template import ChatTemplate, Span
+from rlpipe.data.template_text import one_of_several
+from rlpipe.data.turn_in_place import turn_in_place
+from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Message, Messages
-from rlpipe.records.rollout import Conversation
 from rlpipe.types import JsonDict, UserError
 
-logger = logging.getLogger(__name__)
 # of a model's folder; whatever else lies there (.env, pickles, code) is not the tokenizer's
 TOKENIZER_FILES = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
@@ -157,7 +156,16 @@ class ChatTokenizer:
     @property
     def knows_tool_calls(self) -> bool:
         """Whether the template writes the `tool_calls` of messages."""
-        return self._template.knows_tool_calls
+        return self._template.argument_form != "none"
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template writes tools."""
+        return self._template.knows_tools
+
+    def check_calls(self, messages: Messages) -> None:
+        """UserError where the template leaves a tool call out, or what it says."""
+        self._template.check_calls(messages)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of `tokens` without special tokens."""
@@ -177,14 +185,17 @@ class ChatTokenizer:
         start = len(head)
         turn = self._without_tail(alone[start:])
         if not (text.startswith(head) and alone.startswith(head) and turn):
-            raise _unstable(messages[index])
+            span = turn_in_place(self._template.render, messages, index, text, self._specials) if index else None
+            if span is None:
+                raise _unstable(messages[index])
+            return span
         if text.startswith(turn, start):
             return start, start + len(turn)
         # a turn of the past may be shorter than when it was the last one: Qwen3 removes its reasoning
         end_of_turn = max((token for token in self._specials if turn.endswith(token)), key=len, default="")
         end = text.find(end_of_turn, start)
         kept = text[start:end].strip()
-        if end < 0 or not kept or not message_text(messages[index]).endswith(kept):
+        if end < 0 or not kept or not turn.removesuffix(end_of_turn).rstrip().endswith(kept):
             raise _unstable(messages[index])
         return start, end + len(end_of_turn)
 
@@ -213,44 +224,13 @@ class ChatTokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def tokenise_conversations(
-    conversations: list[Messages], tokenizer: ChatTokenizer, tokens_max: int
-) -> tuple[list[Conversation], dict[str, int]]:
-    """Conversations of at most `tokens_max` tokens, and what was cut: {"truncated", "dropped_empty_mask"}.
-
-    A row is dropped when nothing of the assistant is left in it; rows keep the order of `conversations`.
-    """
-    assert tokens_max > 0
-    rows: list[Conversation] = []
-    num_truncated = 0
-    for messages in conversations:
-        tokens, loss_mask = tokenizer.encode_conversation(messages)
-        num_truncated += len(tokens) > tokens_max
-        mask = np.array(loss_mask[:tokens_max], dtype=np.int8)
-        rows.append(Conversation(np.array(tokens[:tokens_max], dtype=np.int32), mask))
-    kept = [row for row in rows if row.loss_mask.any()]
-    whole = [row for row in kept if len(row.tokens) < tokens_max]
-    if whole and not any(row.tokens[row.loss_mask.nonzero()[0][-1]] in tokenizer.stop_token_ids for row in whole):
-        logger.warning(
-            f"no turn of the assistant ends with a token that stops sampling ({tokenizer.stop_token_ids}): the policy would not learn to "
-            "end its turns; write one after the turn in the chat template (model.chat_template)"
-        )
-    num_dropped = len(rows) - len(kept)
-    if num_truncated:
-        logger.warning(
-            f"{num_truncated} of {len(rows)} conversations are longer than model.context_tokens_max={tokens_max} and were "
-            f"truncated; {num_dropped} were dropped, nothing of the assistant being left"
-        )
-    return kept, {"truncated": num_truncated, "dropped_empty_mask": num_dropped}
-
-
 def message_text(message: Message) -> str:
-    return message["content"].strip()
+    return content_text(message).strip()
 
 
 def _unstable(message: Message) -> UserError:
     return UserError(
-        f"the chat template rewrites earlier turns, so the assistant's tokens cannot be found (at {message['content'][:80]!r}); "
+        f"the chat template rewrites earlier turns, so the assistant's tokens cannot be found (at {content_text(message)[:80]!r}); "
         "put {% generation %}...{% endgeneration %} around what the assistant writes and pass it as model.chat_template"
     )
 
@@ -289,7 +269,7 @@ def _folder_template(folder: Path, settings: JsonDict) -> str:
     try:
         template = path.read_text() if path.is_file() else settings.get("chat_template") or ""
         if isinstance(template, list):  # several templates by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
+            template = one_of_several({entry["name"]: entry["template"] for entry in template})
         if not isinstance(template, str):
             raise TypeError(f"{template!r:.40} is no text")
     except (ValueError, LookupError, TypeError) as error:

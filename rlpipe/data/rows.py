@@ -47,6 +47,7 @@ class Row(NamedTuple):
 
     where: str
     values: JsonDict
+    is_arrow: bool = False  # then a record has the keys of all others, and null where it had none
 
 
 class FunctionCall(NamedTuple):
@@ -128,7 +129,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             where = f"{path} row 1: not readable"
             rows = (values for batch in file.iter_batches(batch_size=4096) for values in _values(batch))
             for row_index, values in enumerate(rows, start=1):
-                yield Row(f"{path} row {row_index}", values)
+                yield Row(f"{path} row {row_index}", values, is_arrow=True)
                 where = f"{path} row {row_index + 1}: not readable"
     except CodeRaised as error:
         raise UserError(f"{where} ({_cause(error)})") from error
@@ -167,7 +168,7 @@ def _datasets_rows(data: DataConfig) -> Iterator[Row]:
                 rows = rows[arguments["split"]]
             for row_index, values in enumerate(rows, start=1):
                 where = f"{path} row {row_index}"
-                yield Row(where, dict(values))
+                yield Row(where, dict(values), is_arrow=True)
                 where = f"{path} row {row_index + 1}: cannot be read"
     except CodeRaised as error:
         raise UserError(f"{where} ({_cause(error)}); check the path, and put load_dataset's arguments in args") from error

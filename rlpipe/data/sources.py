@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from rlpipe.config.pipeline import DataConfig, PipelineConfig
 from rlpipe.data.rows import GENERATOR, Row, read_rows
-from rlpipe.records.prompt import Messages, Prompt, is_message, is_text
-from rlpipe.types import UserError, fraction, plain_json
+from rlpipe.records.messages import content_text, read_message, read_tools, without_nulls
+from rlpipe.records.prompt import Messages, Prompt, Talk, is_text
+from rlpipe.types import JsonDict, UserError, fraction, plain_json
 
 log = logging.getLogger(__name__)
-Entry = TypeVar("Entry", Prompt, Messages)
+Entry = TypeVar("Entry", Prompt, Talk)
+TOOLS = "tools"  # the column
 
 
 def load_prompts(data: DataConfig, seed: int) -> list[Prompt]:
@@ -24,9 +26,7 @@ def load_prompts(data: DataConfig, seed: int) -> list[Prompt]:
     rows = read_rows(data, seed)
     # a generator may give some of its items no answer: its own verifier scores them without
     answered = not data.source.startswith(GENERATOR) and rows[0].values.get(data.answer_field) is not None
-    return _of_part(
-        data, [_prompt(data, index, row, answered) for index, row in enumerate(rows)], lambda prompt: prompt.messages
-    )
+    return _of_part(data, [_prompt(data, index, row, answered) for index, row in enumerate(rows)])
 
 
 def room_for(config: PipelineConfig, use: str) -> int:
@@ -37,7 +37,9 @@ def room_for(config: PipelineConfig, use: str) -> int:
 
 
 def fitting(data: DataConfig, rows: list[Entry], lengths: Iterable[int], tokens_max: int) -> list[Entry]:
-    """The rows of at most `tokens_max` tokens, as a set that drops longer ones is read; how many went is logged. UserError when none is left."""
+    """The rows of at most `tokens_max` tokens where the set drops longer ones, else all; how many went is logged. UserError when none is left."""
+    if data.on_too_long != "drop":
+        return rows
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= tokens_max]
     where = (
         f"data.{data.name}.on_too_long='drop': {len(rows) - len(kept)} of {len(rows)} rows have more than {tokens_max} tokens"
@@ -50,13 +52,13 @@ def fitting(data: DataConfig, rows: list[Entry], lengths: Iterable[int], tokens_
     return kept
 
 
-def load_conversations(data: DataConfig, seed: int) -> list[Messages]:
+def load_conversations(data: DataConfig, seed: int) -> list[Talk]:
     """The SFT conversations of one set that fall in its part, in the source's order.
 
     A row has `messages`; or a prompt and `completion`; or a prompt and an answer, which `completion_template` turns into the
-    completion. UserError names the config field, or the file and row, at fault.
+    completion; and perhaps `tools`. UserError names the config field, or the file and row, at fault.
     """
-    return _of_part(data, [_conversation(data, row) for row in read_rows(data, seed)], lambda messages: messages)
+    return _of_part(data, [Talk(row.where, _conversation(data, row), _tools(row)) for row in read_rows(data, seed)])
 
 
 def split_point(messages: Messages, salt: str = "") -> float:
@@ -64,8 +66,8 @@ def split_point(messages: Messages, salt: str = "") -> float:
 
     Splits with different salts are independent.
     """
-    texts = [message["content"] for message in messages if message["role"] == "user"]
-    return fraction(salt + normalised(texts[-1] if texts else messages[-1]["content"]))
+    texts = [content_text(message) for message in messages if message["role"] == "user"]
+    return fraction(salt + normalised(texts[-1] if texts else content_text(messages[-1])))
 
 
 def normalised(text: str) -> str:
@@ -76,7 +78,7 @@ def normalised(text: str) -> str:
 def question(messages: Messages) -> tuple[str, ...]:
     """What is asked in a prompt, or in a conversation before its last answer: prompts of the same question are the same prompt."""
     asked_last = max((index for index, message in enumerate(messages) if message["role"] != "assistant"), default=0)
-    return tuple(normalised(message["content"]) for message in messages[: asked_last + 1])
+    return tuple(normalised(content_text(message)) for message in messages[: asked_last + 1])
 
 
 def in_part(messages: Messages, part: str, heldout_fraction: float) -> bool:
@@ -85,7 +87,7 @@ def in_part(messages: Messages, part: str, heldout_fraction: float) -> bool:
     return part == "all" or (split_point(messages) < heldout_fraction) == (part == "heldout")
 
 
-def split_validation(sets: dict[str, list[Messages]], share: float) -> tuple[list[list[Messages]], list[Messages]]:
+def split_validation(sets: dict[str, list[Talk]], share: float) -> tuple[list[list[Talk]], list[Talk]]:
     """(what each set trains on, what is kept of all sets for validation), in order; UserError when either would be empty.
 
     A conversation's side depends on its last user message alone: not on the order, nor on the split by `part`.
@@ -93,13 +95,13 @@ def split_validation(sets: dict[str, list[Messages]], share: float) -> tuple[lis
     if share == 0:
         return list(sets.values()), []
     where = f"sft.validation_fraction={share:g}"
-    training: list[list[Messages]] = []
-    validation: list[Messages] = []
+    training: list[list[Talk]] = []
+    validation: list[Talk] = []
     for name, conversations in sets.items():
-        points = [split_point(messages, "validation/") for messages in conversations]
+        points = [split_point(talk.messages, "validation/") for talk in conversations]
         pairs = list(zip(conversations, points, strict=True))
-        training.append([messages for messages, point in pairs if point >= share])
-        validation += [messages for messages, point in pairs if point < share]
+        training.append([talk for talk, point in pairs if point >= share])
+        validation += [talk for talk, point in pairs if point < share]
         if not training[-1]:
             raise UserError(f"{where}: it takes every conversation of data set {name}; lower it, or add conversations")
     if not validation:
@@ -109,9 +111,9 @@ def split_validation(sets: dict[str, list[Messages]], share: float) -> tuple[lis
     return training, validation
 
 
-def _of_part(data: DataConfig, entries: list[Entry], messages_of: Callable[[Entry], Messages]) -> list[Entry]:
+def _of_part(data: DataConfig, entries: list[Entry]) -> list[Entry]:
     """The entries on the side of the split that the data set is of; UserError when there is none."""
-    kept = [entry for entry in entries if in_part(messages_of(entry), data.part, data.heldout_fraction)]
+    kept = [entry for entry in entries if in_part(entry.messages, data.part, data.heldout_fraction)]
     if not kept:
         raise UserError(
             f"data.{data.name}.part={data.part!r}: none of the {len(entries)} rows of {data.source} falls in it; "
@@ -136,18 +138,19 @@ def _prompt(data: DataConfig, index: int, row: Row, answered: bool) -> Prompt:
         messages=_with_system(data, _prompt_messages(data, row)),
         answer=None if answer is None else str(answer),
         metadata={key: plain_json(value) for key, value in row.values.items() if key not in used},
+        tools=_tools(row) if _has_schemas(row.values.get(TOOLS)) else None,
     )
 
 
 def _conversation(data: DataConfig, row: Row) -> Messages:
     if row.values.get("messages") is not None:
-        messages = _messages(row.where, "messages", row.values["messages"])
+        messages = _messages(row, "messages", row.values["messages"])
         if all(message["role"] != "assistant" for message in messages):
             raise UserError(f"{row.where}: 'messages' has no message of the assistant, so there is nothing to learn from it")
     else:
         prompt = _prompt_messages(data, row)
         turn = {"role": "assistant", "content": _completion(data, row)}
-        messages = prompt + _messages(row.where, "completion", [turn])
+        messages = prompt + _messages(row, "completion", [turn])
     return _with_system(data, messages)
 
 
@@ -159,24 +162,59 @@ def _prompt_messages(data: DataConfig, row: Row) -> Messages:
             f"{row.where}: {problem}; it must be text or a list of messages (the row has: {_listed(row)}; "
             f"another column is named with data.{data.name}.prompt_field)"
         )
-    messages = _messages(
-        row.where, data.prompt_field, [{"role": "user", "content": value}] if isinstance(value, str) else value
-    )
+    messages = _messages(row, data.prompt_field, [{"role": "user", "content": value}] if isinstance(value, str) else value)
     if messages[-1]["role"] == "assistant":
         raise UserError(f"{row.where}: {data.prompt_field!r} ends with the assistant's message; a prompt ends before it")
     return messages
 
 
-def _messages(where: str, field: str, value: Any) -> Messages:
-    """The checked messages of one field of a row."""
+def _messages(row: Row, field: str, value: Any) -> Messages:
+    """The messages of one field of a row, in the one form; UserError for what no conversation can be made of."""
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: {field!r} must be a list of messages, and is {value!r:.200}")
+        raise UserError(f"{row.where}: {field!r} must be a list of messages, and is {value!r:.200}")
+    messages: Messages = []
     for index, message in enumerate(value, start=1):
-        if not is_message(message):
+        where = f"{row.where}: message {index} of {field!r}"
+        messages.append(read_message(_own_calls(message) if row.is_arrow else message, where))
+        _check_turn(messages[-1], where)
+    return messages
+
+
+def _own_calls(message: Any) -> Any:
+    """A message out of Arrow, its tool calls with the keys that they were written with."""
+    if not isinstance(message, Mapping) or "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": without_nulls(message["tool_calls"])}
+
+
+def _check_turn(message: JsonDict, where: str) -> None:
+    """UserError for a message that says nothing and calls nothing, or whose calls have arguments that are no object."""
+    calls = message.get("tool_calls", [])
+    if "content" not in message and not (calls and message["role"] == "assistant"):
+        raise UserError(
+            f"{where}: needs a 'role' and a 'content', both text, and has the content null, which only an assistant's message with "
+            "'tool_calls' may have; write its text"
+        )
+    for index, call in enumerate(calls, start=1):
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, dict):
             raise UserError(
-                f"{where}: message {index} of {field!r} needs a 'role' and a 'content', both text, and is {message!r:.200}"
+                f"{where}: tool call {index} ({call['function']['name']!r}): its 'arguments' must be a JSON object, or JSON text of one, and "
+                f"are {arguments!r:.200}"
             )
-    return [{key: plain_json(entry) for key, entry in message.items() if entry is not None} for message in value]
+
+
+def _tools(row: Row) -> list[JsonDict]:
+    """The tools of a row, for the chat template."""
+    value = row.values.get(TOOLS)
+    return read_tools(without_nulls(value) if row.is_arrow else value, f"{row.where}: {TOOLS!r}")
+
+
+def _has_schemas(tools: Any) -> bool:
+    """Whether a prompt's column may be for the template: names of tools are for an environment or a reward."""
+    if isinstance(tools, str):
+        return "{" in tools
+    return isinstance(tools, list) and any(isinstance(tool, Mapping) or str(tool).lstrip().startswith("{") for tool in tools)
 
 
 def _with_system(data: DataConfig, messages: Messages) -> Messages:

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -15,6 +16,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rlpipe.data.tool_calls import TRIED_TOOLS, ArgumentForm, argument_form, marked_calls, with_text_arguments
 from rlpipe.records.prompt import Messages
 from rlpipe.types import JsonDict, UserError
 
@@ -79,10 +81,39 @@ class ChatTemplate:
         self._variables = {"tools": None, "documents": None, **special_tokens, **(variables or {})}
         assert not {"messages", "add_generation_prompt"} & set(self._variables), "the config refuses these"
         self.has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
-        self.knows_tool_calls = "tool_calls" in source
+        self.knows_tools = re.search(r"\btools\b", source) is not None
+
+    @cached_property
+    def argument_form(self) -> ArgumentForm:
+        """How the template takes the arguments of tool calls."""
+        return argument_form(lambda messages: self._rendered({"messages": messages, "tools": TRIED_TOOLS})[0])
+
+    def check_calls(self, messages: Messages) -> None:
+        """UserError where the template leaves out a tool call, its name or its arguments, or writes them where no loss lies.
+
+        A conversation in which nothing is called passes.
+        """
+        if not any("tool_calls" in message for message in messages):
+            return
+        marked, marks = marked_calls(messages)
+        try:
+            text, spans = self.render_marked(marked)
+        except UserError:  # a template that knows these tools only
+            return
+        written = "".join(text[start:end] for start, end in spans) if self.has_marks else text
+        lost = next((mark for mark in marks if not mark.is_in(written)), None)
+        if lost is not None:
+            what = "name" if lost.name not in written else "arguments"
+            where = " within {% generation %}" if self.has_marks and lost.is_in(text) else ""
+            raise UserError(
+                f"{lost.where}: the chat template does not write its {what}{where}, so the policy would learn to call nothing; set "
+                "model.chat_template to one that writes every tool call (one that writes only the id, as Kimi's, needs ids like "
+                "'functions.NAME:0')"
+            )
 
     def with_tools(self, tools: list[JsonDict]) -> ChatTemplate:
         """The same template with these tools, as JSON schemas."""
+        assert self.argument_form, "known before it is copied: once for all tools"
         other = copy.copy(self)
         other._variables = self._variables | {"tools": tools}
         return other
@@ -94,10 +125,15 @@ class ChatTemplate:
     def render_marked(self, messages: Messages, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
         """The conversation as text and the spans inside `{% generation %}` marks."""
         assert messages
+        if any("tool_calls" in message for message in messages) and self.argument_form == "text":
+            messages = with_text_arguments(messages)
+        return self._rendered({"messages": messages, "add_generation_prompt": add_generation_prompt})
+
+    def _rendered(self, variables: JsonDict) -> tuple[str, list[Span]]:
+        messages = variables["messages"]
         mark = _unused_mark(messages) if self.has_marks else ""
-        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "generation_mark": mark}
         try:
-            text = self._template.render(self._variables | own)
+            text = self._template.render(self._variables | variables | {"generation_mark": mark})
         except FAULTS as error:
             what = f"{type(error).__name__} {error}".strip()
             raise UserError(f"the chat template refuses a conversation ({what:.300}): {json.dumps(messages)[:300]}") from error

@@ -10,18 +10,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.conversations import encode_asked, encode_talk
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
 from rlpipe.processes.user_code import CodeRaised, Loaded, Record, cause_of, serve, user_code
-from rlpipe.records.prompt import Messages
+from rlpipe.records.prompt import Messages, Prompt, Talk
 from rlpipe.types import JsonDict, UserError
 
 MEMORY_BYTES = 4 << 30  # of the process: far more than any tokenizer takes
 START_TIMEOUT_S = 60.0
 BATCH, BATCH_TIMEOUT_S = 64, 60.0
 # a template that never ends mostly does so with any prompt: it need not cost the time of a batch
+Row = TypeVar("Row")
 FIRST, FIRST_TIMEOUT_S = [{"role": "user", "content": "hi"}], 5.0
 
 
@@ -35,6 +37,7 @@ class TokenizerTrial:
         (self._child,) = self._children.children
         (ready,) = self._children.on_all(Child.start)
         self.vocab_size: int = ready["vocab_size"]
+        self.knows_tools: bool = ready["knows_tools"]
         assert self.vocab_size > 0, "a tokenizer without tokens"
         try:
             self._ask({"first": FIRST}, FIRST_TIMEOUT_S)
@@ -45,14 +48,14 @@ class TokenizerTrial:
     def close(self) -> None:
         self._children.close()
 
-    def prompt_lengths(self, prompts: Iterable[Messages]) -> Iterator[int]:
+    def prompt_lengths(self, prompts: Iterable[Prompt]) -> Iterator[int]:
         """Tokens of each prompt, with the head of the assistant's turn."""
         for part in _batched(prompts):
-            lengths = self._ask({"prompts": part})["lengths"]
+            lengths = self._ask({"prompts": [(row.prompt_id, row.messages, row.tools) for row in part]})["lengths"]
             assert len(lengths) == len(part), "a prompt was lost"
             yield from lengths
 
-    def conversation_lengths(self, conversations: Iterable[Messages]) -> Iterator[int]:
+    def conversation_lengths(self, conversations: Iterable[Talk]) -> Iterator[int]:
         """Tokens of each conversation, whose template shows where the assistant's turns lie."""
         for part in _batched(conversations):
             yield from self._ask({"conversations": part})["lengths"]
@@ -80,8 +83,8 @@ class TokenizerTrial:
         return answer
 
 
-def _batched(messages: Iterable[Messages]) -> Iterator[list[Messages]]:
-    rest = iter(messages)
+def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    rest = iter(rows)
     while part := list(islice(rest, BATCH)):
         yield part
 
@@ -104,17 +107,17 @@ def load(hello: JsonDict) -> Loaded:
         except CodeRaised as error:
             return {"error": f"{'model.chat_template' if hello['chat_template'] else where}: {cause_of(error, 'it fails')}"}
 
-    return {"vocab_size": tokenizer.vocab_size}, answer
+    return {"vocab_size": tokenizer.vocab_size, "knows_tools": tokenizer.knows_tools}, answer
 
 
 def _answer(tokenizer: ChatTokenizer, request: JsonDict) -> Record:
     if "first" in request:
         with suppress(UserError):  # of a template for other conversations
             tokenizer.encode_prompt(request["first"])
-    lengths = [len(tokenizer.encode_conversation(conversation)[0]) for conversation in request.get("conversations", [])]
+    lengths = [len(encode_talk(tokenizer, Talk(*fields))[0]) for fields in request.get("conversations", [])]
     for messages in request.get("continuations", []):
         tokenizer.encode_continuation(messages)
-    return {"lengths": lengths + [len(tokenizer.encode_prompt(prompt)) for prompt in request.get("prompts", [])]}
+    return {"lengths": lengths + [len(encode_asked(tokenizer, *fields)) for fields in request.get("prompts", [])]}
 
 
 if __name__ == "__main__":

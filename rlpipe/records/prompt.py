@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -36,6 +36,9 @@ class Prompt:
     messages: Annotated[Messages, Json()]
     answer: OptionalText
     metadata: Annotated[JsonDict, Json()] = field(default_factory=dict)
+    tools: list[JsonDict] | None = field(
+        default=None, compare=False
+    )  # what the template gets; stored as the row has them, in `metadata`
     # of what the policy is asked
     prompt_tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32), compare=False, repr=False)
 
@@ -45,7 +48,23 @@ class Prompt:
 
     def for_reward(self) -> RewardPrompt:
         """What a reward function or an environment gets."""
-        return {"prompt_id": self.prompt_id, "messages": self.messages, "answer": self.answer, "metadata": self.metadata}
+        messages = [message if "content" in message else {**message, "content": ""} for message in self.messages]
+        return {"prompt_id": self.prompt_id, "messages": messages, "answer": self.answer, "metadata": self.metadata}
+
+
+class Talk(NamedTuple):
+    """A conversation of SFT, its place and the tools that the assistant has in it.
+
+    Example: Talk("sums.jsonl:3", [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}], []).
+    """
+
+    where: str
+    messages: Messages
+    tools: list[JsonDict]
+
+    def as_json(self) -> Any:
+        """What digests are taken of: the messages, with the tools where there are some."""
+        return {"messages": self.messages, "tools": self.tools} if self.tools else self.messages
 
 
 def is_message(value: Any) -> bool:

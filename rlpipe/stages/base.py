@@ -18,6 +18,7 @@ from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.models.folder import INDEX, tensor_shapes, weight_files
 from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.processes.pool import Child, ChildPool
+from rlpipe.records.messages import content_text
 from rlpipe.report.plan import ModelSizes
 from rlpipe.report.plan_cost import Speed, places
 from rlpipe.stages.session import PromptSets, Session
@@ -162,7 +163,7 @@ def tokenizer_folder(config: PipelineConfig, prompts: PromptSets, scratch: Path)
         return model_folder(config.model)
     uses = ("rl", "evaluation") if config.sets("rl") else ("evaluation",)
     texts = [prompt for use in uses for rows in prompts(use) for prompt in rows[:TOKENIZER_TEXTS_MAX]]
-    build_tokenizer([str(message["content"]) for prompt in texts for message in prompt.messages], scratch)
+    build_tokenizer([content_text(message) for prompt in texts for message in prompt.messages], scratch)
     return scratch
 
 

@@ -18,7 +18,8 @@ from rlpipe.engines.commands import check_python
 from rlpipe.environments.pool import check_environment
 from rlpipe.models.folder import folder_config
 from rlpipe.processes.launch import check_gpus
-from rlpipe.records.prompt import Messages, Prompt
+from rlpipe.records.messages import content_text
+from rlpipe.records.prompt import Prompt, Talk
 from rlpipe.report.plan import memory_lines
 from rlpipe.report.plan_cost import Lengths, disk_lines, time_lines
 from rlpipe.rewards.pool import ROWS_MAX, check_rewards
@@ -57,7 +58,7 @@ class Content:
         self.lengths = Lengths()
         self.vocab_size = config.model.vocab_size or NEW_VOCABULARY
         self.prompts: dict[str, list[Prompt]] = {}  # the rows that could be read, by label, of RL and evaluation
-        self.conversations: dict[str, list[Messages]] = {}  # and of SFT
+        self.conversations: dict[str, list[Talk]] = {}  # and of SFT
         self.roles: list[str] = []  # of the environment's messages
 
     def model(self) -> str:
@@ -126,17 +127,18 @@ class Content:
         name, own_seed = label(data), data_seed(self.config.seed, data.name)
         if data.use == "sft":
             rows = self.conversations[name] = load_conversations(data, own_seed)
-            first = next((message for message in rows[0] if message["role"] != "system"), rows[0][0])
-            example = f"{_short(first['content'])} -> {_short(rows[0][-1]['content'])}"
+            messages = rows[0].messages
+            first = next((message for message in messages if message["role"] != "system"), messages[0])
+            example = f"{_short(content_text(first))} -> {_short(content_text(messages[-1]))}"
         else:
             rows = self.prompts[name] = load_prompts(data, own_seed)
             answer = "" if rows[0].answer is None else f", answer {_short(rows[0].answer)}"
-            example = f"{_short(rows[0].messages[-1]['content'])}{answer}"
+            example = f"{_short(content_text(rows[0].messages[-1]))}{answer}"
         return f"{name}: {len(rows):,} rows of {data.source}, for example {example}"
 
     def leaks(self) -> Iterator[str]:
         """A line for each evaluation set whose prompts are trained on."""
-        trained = {question(messages) for rows in self.conversations.values() for messages in rows}
+        trained = {question(talk.messages) for rows in self.conversations.values() for talk in rows}
         trained |= {question(row.messages) for rows in self._prompts_of("rl") for row in rows}
         for data in self.config.sets("evaluation"):
             rows = self.prompts.get(label(data), [])
@@ -172,10 +174,13 @@ class Content:
                 trial.try_continuations([[{"role": role, "content": "an answer"}] for role in self.roles])
                 tried = [] if config.rl.environment else [row for _, rows in self._prompt_sets() for row in rows]
                 counted = tqdm(tried, "prompts", disable=None, leave=False, delay=BAR_DELAY_S)
-                lengths = dict(zip(map(id, tried), trial.prompt_lengths(row.messages for row in counted), strict=True))
+                lengths = dict(zip(map(id, tried), trial.prompt_lengths(counted), strict=True))
         self.vocab_size = trial.vocab_size
         self.lengths = Lengths(_mean(list(lengths.values())), _mean(conversations))
-        return f"tokenizer: {trial.vocab_size:,} tokens{self._room(lengths)}"
+        sft = [row for rows in self.conversations.values() for row in rows]
+        num_with = sum(bool(row.tools) for row in [*sft, *tried])
+        lost = f"; its template writes no tools, which {num_with:,} rows have" if num_with and not trial.knows_tools else ""
+        return f"tokenizer: {trial.vocab_size:,} tokens{self._room(lengths)}{lost}"
 
     def _room(self, lengths: dict[int, int]) -> str:
         """Drops the prompts that are too long where a set says so, and says how long the others are. `lengths`: tokens, by id of the row."""
@@ -216,7 +221,7 @@ class Content:
         config, rl = self.config, self.config.rl
         sets = self._prompt_sets() if tried and not (rl.environment or rl.agent or rl.rollouts_from) else []
         rows = {label(data): [row.for_reward() for row in read[:ROWS_MAX]] for data, read in sets if data.use in uses}
-        written = [read[0][-1]["content"] for read in self.conversations.values()] if tried else []
+        written = [content_text(read[0].messages[-1]) for read in self.conversations.values()] if tried else []
         rewards, args = config.rewards(uses[0]), config.reward_args(uses[0])
         try:
             check_rewards(rewards, args, rl.reward_timeout_s, rows, written)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from rlpipe.records.columns import from_table, schema_of
+from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, UNRECORDED, Group, Rollout, is_finished
 from rlpipe.types import UserError
@@ -56,7 +57,7 @@ def prompt_book(prompts: list[Prompt]) -> PromptBook:
     """The prompts by (id, text) and by ("", text). An id alone proves nothing: other data have the same ids."""
     book: PromptBook = {}
     for prompt in prompts:
-        text = str(prompt.messages[-1]["content"])
+        text = content_text(prompt.messages[-1])
         book[prompt.prompt_id, text] = prompt
         seen = book.setdefault(("", text), prompt)
         if seen is not None and seen.answer != prompt.answer:

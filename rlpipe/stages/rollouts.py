@@ -10,6 +10,7 @@ import numpy as np
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.records.kinds import Span
+from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import CUT_SHORT, TRUNCATED, CarriedRollout, Group, Rollout
 from rlpipe.stages.ahead import scoring_ahead
@@ -71,7 +72,7 @@ def rollouts_of(
                 prompt_id=prompt.prompt_id,
                 group_index=group.group_index,
                 rollout_index=index,
-                prompt=str(prompt.messages[-1]["content"]),
+                prompt=content_text(prompt.messages[-1]),
                 prompt_tokens=prompt_tokens,
                 completion=session.tokenizer.decode(completion.tokens.tolist()),
                 completion_tokens=np.array(completion.tokens, dtype=np.int32),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.data.conversations import encode_asked, prompt_lengths
 from rlpipe.data.cursor import CursorPosition, Draw, PromptCursor
 from rlpipe.data.sources import room_for
 from rlpipe.records.kinds import Float, Int32, Text
@@ -151,7 +152,7 @@ def check_lengths(session: Session, use: str) -> None:
     """UserError when prompts leave no room for a completion; an environment's are known when they are drawn."""
     if not session.config.rl.environment:
         prompts = [prompt for rows in session.fitting(use) for prompt in rows]
-        lengths = [len(session.tokenizer.encode_prompt(prompt.messages)) for prompt in prompts]
+        lengths = list(prompt_lengths(session.tokenizer, prompts))
         check_room(session.config, use, prompts, lengths)
 
 
@@ -178,7 +179,8 @@ async def encoded_prompts(session: Session, use: str, prompts: list[Prompt]) -> 
         messages = await environment_prompts(session, prompts)
 
     def encoded(prompt: Prompt, asking: list[Message]) -> Prompt:
-        tokens = session.tokenizer.encode_prompt(asking)
+        tools = None if session.config.rl.environment else prompt.tools  # what an environment asks is its own
+        tokens = encode_asked(session.tokenizer, prompt.prompt_id, asking, tools)
         check_room(session.config, use, [prompt], [len(tokens)])
         return replace(prompt, prompt_tokens=np.array(tokens, dtype=np.int32))
 

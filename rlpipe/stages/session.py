@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rlpipe.agents.pool import Agents
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.conversations import prompt_lengths
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.data.sources import fitting, load_prompts, room_for
 from rlpipe.engines.pool import EnginePool
@@ -81,9 +82,7 @@ class Session:
     def _fitting(self, use: str) -> list[list[Prompt]]:
         """The prompt sets of a use without what their `on_too_long` drops: what is drawn from, the same on every start."""
         return [
-            fitting(data, rows, (len(self.tokenizer.encode_prompt(row.messages)) for row in rows), room_for(self.config, use))
-            if data.on_too_long == "drop"
-            else rows
+            fitting(data, rows, prompt_lengths(self.tokenizer, rows), room_for(self.config, use))
             for data, rows in zip(self.config.sets(use), self.prompts(use), strict=True)
         ]
 

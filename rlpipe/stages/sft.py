@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rlpipe.config.pipeline import DataConfig, PipelineConfig
 from rlpipe.config.training import SftConfig
-from rlpipe.data.chat import tokenise_conversations
+from rlpipe.data.conversations import encode_talk, tokenise_conversations
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.data.sources import fitting, load_conversations, split_validation
-from rlpipe.records.prompt import Messages
+from rlpipe.records.prompt import Talk
 from rlpipe.records.rollout import Conversation
 from rlpipe.stages.landing import OnProgress
 from rlpipe.stages.session import Session
@@ -54,15 +54,17 @@ def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactR
             )
         files.append(attempt.write("validation.parquet", validation, Conversation))
         metrics["data/conversations_validation"] = len(validation)
-    digests = {name: {"sha256": sha256_of(read), "rows": len(read)} for name, read in loaded.items()}
+    digests = {
+        name: {"sha256": sha256_of([talk.as_json() for talk in talks]), "rows": len(talks)} for name, talks in loaded.items()
+    }
     return Produced(files, metrics | {"sets": digests})
 
 
-def _short_enough(session: Session, data: DataConfig, conversations: list[Messages]) -> list[Messages]:
+def _short_enough(session: Session, data: DataConfig, conversations: list[Talk]) -> list[Talk]:
     """The conversations of a set as its `on_too_long` wants them; where it says nothing, all of them: long ones are truncated later."""
     if data.on_too_long is None:
         return conversations
-    lengths = [len(session.tokenizer.encode_conversation(messages)[0]) for messages in conversations]
+    lengths = [len(encode_talk(session.tokenizer, talk)[0]) for talk in conversations]
     check_fits(session.config, data, lengths)
     return fitting(data, conversations, lengths, session.config.model.context_tokens_max)
 

@@ -17,6 +17,7 @@ from rlpipe.config.source import read_config
 from rlpipe.data import trial as tokenizer_trial
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.trial import TokenizerTrial
+from rlpipe.records.prompt import Prompt
 from rlpipe.stages.base import model_folder
 from rlpipe.trainer import trial as model_trial
 from rlpipe.types import UserError
@@ -193,4 +194,4 @@ def look_at(folder: Path, damage: Damage) -> None:
         look_at_tokenizer(folder)
         return
     with closing(TokenizerTrial(folder, "", {})) as trial:
-        list(trial.prompt_lengths([[{"role": "user", "content": "hi"}]]))
+        list(trial.prompt_lengths([Prompt("hi/0", "hi", [{"role": "user", "content": "hi"}], None)]))

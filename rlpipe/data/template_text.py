@@ -1,0 +1,67 @@
+"""A chat template as text, for a model's folder: one of several, with its variables' values in it, in the file that transformers reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpipe.types import plain_json
+
+JINJA = "chat_template.jinja"  # what transformers reads first
+STALE = "chat_template.json"  # of older processors
+FOR_TOOLS = "tool_use"  # the name of the template that transformers takes where there are tools
+NEVER_UNDEFINED = ("tools", "documents")  # transformers gives none where the caller gives nothing
+
+
+def one_of_several(templates: Mapping[str, str]) -> str:
+    """The template among those by name: the one for tools where there are tools, else the default one; empty without a default."""
+    default, for_tools = templates.get("default", ""), templates.get(FOR_TOOLS)
+    if not (default and for_tools):
+        return default
+    # Jinja takes the line break after a tag, and the last one of a template
+    return f"{{% if tools is not none %}}\n{_bare(for_tools)}{{% else %}}\n{_bare(default)}{{% endif %}}\n"
+
+
+def with_defaults(template: str, variables: Mapping[str, Any], special_tokens: Iterable[str]) -> str:
+    """The template with values for what its caller does not give. A special token is always given, so its value is set in any case."""
+    lines = []
+    for name, value in variables.items():
+        if not name.isidentifier():  # no template can name it
+            continue
+        missing = f"{name} is not defined" + (f" or {name} is none" if name in NEVER_UNDEFINED else "")
+        setting = f"{{%- set {name} = {_literal(plain_json(value))} %}}"
+        lines.append(setting if name in special_tokens else f"{{%- if {missing} %}}{setting}{{%- endif %}}")
+    return "".join(f"{line}\n" for line in lines) + template
+
+
+def write_template(folder: Path, template: str) -> None:
+    """Makes a template that of a model's folder: in its own file, and no other one beside it. Files are replaced, never written into."""
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        known = json.loads(settings.read_text())
+        if known.pop("chat_template", None) is not None:
+            _replace(settings, json.dumps(known, indent=2, ensure_ascii=False))
+    _replace(folder / JINJA, template)
+    (folder / STALE).unlink(missing_ok=True)
+
+
+def _bare(template: str) -> str:
+    return template.removesuffix("\n")
+
+
+def _literal(value: Any) -> str:
+    """A value of JSON as Jinja writes it: as JSON, but for none. Text has the escapes that both know."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(name)}: {_literal(entry)}" for name, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.new")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,94 @@
+"""Whether a chat template writes tool calls, and in which form it takes their arguments: found out by letting it write marked ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from rlpipe.records.prompt import Message, Messages
+from rlpipe.types import JsonDict, UserError
+
+# as an object (most templates), as JSON text (DeepSeek's), or calls are not written at all
+ArgumentForm = Literal["object", "text", "none"]
+ASKED: Message = {"role": "user", "content": "ask"}
+TRIED_TOOLS: list[JsonDict] = [  # some templates write calls only where there are tools
+    {"type": "function", "function": {"name": "try", "description": "try", "parameters": {"type": "object", "properties": {}}}}
+]
+TRIED_IDS = ("123456789", "functions.{name}:0")  # Mistral's have nine characters, Kimi's have the name
+SAID_NOTHING: tuple[JsonDict, ...] = ({"content": ""}, {})
+
+
+class MarkedCall(NamedTuple):
+    """Texts that stand for one tool call, and for nothing else."""
+
+    where: str
+    name: str
+    key: str
+    value: str
+
+    def is_in(self, text: str) -> bool:
+        """Whether it stands in a text: not as Python writes a dict, nor as JSON text within JSON."""
+        marks = self.name, self.key, self.value
+        return all(mark in text for mark in marks) and f"'{self.key}'" not in text and f'\\"{self.key}' not in text
+
+
+def argument_form(render: Callable[[Messages], str]) -> ArgumentForm:
+    """The form in which a template writes arguments as JSON, once, or as text of its own kind."""
+    for form in ("object", "text"):
+        for call_id in TRIED_IDS:
+            for said in SAID_NOTHING:
+                call = {"id": call_id.format(name="f"), "type": "function", "function": {"name": "f", "arguments": {}}}
+                messages, (mark,) = marked_calls([ASKED, {"role": "assistant", **said, "tool_calls": [call]}])
+                try:
+                    text = render(messages if form == "object" else with_text_arguments(messages))
+                except UserError:
+                    continue
+                if mark.is_in(text):
+                    return form
+    return "none"
+
+
+def calls_of(messages: Messages) -> Iterator[tuple[int, int, JsonDict]]:
+    """(number of the message, number of the call in it, call) of every tool call, counted from 1."""
+    for index, message in enumerate(messages, start=1):
+        for number, call in enumerate(message.get("tool_calls", []), start=1):
+            yield index, number, call
+
+
+def with_text_arguments(messages: Messages) -> Messages:
+    """The messages with the arguments of tool calls as JSON text."""
+
+    def turned(call: JsonDict) -> JsonDict:
+        function, arguments = call["function"], call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    return _with_calls(messages, turned)
+
+
+def marked_calls(messages: Messages) -> tuple[Messages, list[MarkedCall]]:
+    """The messages with marks in place of what tool calls say, and the marks in their order."""
+    marks = [
+        MarkedCall(f"message {index}, tool call {number} ({call['function']['name']!r})", *_marks(place))
+        for place, (index, number, call) in enumerate(calls_of(messages))
+    ]
+    rest = iter(marks)
+
+    def turned(call: JsonDict) -> JsonDict:
+        mark, function = next(rest), call["function"]
+        known = {"id": str(call["id"]).replace(function["name"], mark.name)} if "id" in call else {}
+        return {**call, **known, "function": {**function, "name": mark.name, "arguments": {mark.key: mark.value}}}
+
+    return _with_calls(messages, turned), marks
+
+
+def _with_calls(messages: Messages, turned: Callable[[JsonDict], JsonDict]) -> Messages:
+    return [
+        {**message, "tool_calls": [turned(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
+        for message in messages
+    ]
+
+
+def _marks(place: int) -> tuple[str, str, str]:
+    return f"rlpipe_name_{place}_", f"rlpipe_key_{place}_", f"rlpipe_value_{place}_"

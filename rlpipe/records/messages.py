@@ -1,0 +1,120 @@
+"""Messages and tools as others write them, read into one form. The one reader of rows of data sets and of what agents send.
+
+In the form a content is text or not there, the arguments of a tool call are an object, and all of it can be stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rlpipe.records.prompt import Message, is_text
+from rlpipe.types import JsonDict, UserError, plain_json
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing by three names
+
+
+def read_message(message: Any, where: str) -> Message:
+    """A message in the one form, with whatever else it holds; what is null or an empty list of calls is left out.
+
+    UserError when it is none, or holds more than text.
+    """
+    if not isinstance(message, Mapping) or not is_text(message.get("role")):
+        raise UserError(f"{where}: needs a 'role' and a 'content', both text, and is {message!r:.200}")
+    read: Message = {str(name): plain_json(value) for name, value in message.items() if value is not None}
+    if "content" in read:
+        read["content"] = _content(read["content"], f"{where}: its 'content'")
+    if calls := read.pop("tool_calls", None):
+        if not isinstance(calls, list):
+            raise UserError(f"{where}: 'tool_calls' must be a list of calls, and is {calls!r:.200}")
+        read["tool_calls"] = [_call(call, f"{where}: tool call {index}") for index, call in enumerate(calls, start=1)]
+    reasoning = next((read[name] for name in REASONING if name in read), None)
+    if reasoning is not None:  # templates ask for it by two of the names
+        read = {"thinking": reasoning, **read, "reasoning_content": reasoning}
+    return check_text(read, where)
+
+
+def read_tools(value: Any, where: str) -> list[JsonDict]:
+    """Tools as JSON schemas, of a list of them or of JSON text; empty where there are none. UserError when it is something else."""
+    if isinstance(value, str):
+        value = None if value.strip() in ("", "null") else _parsed(value) or value
+    tools = [] if value is None else value
+    if not isinstance(tools, list):
+        raise UserError(f"{where} must be a list of tools as JSON schemas, or JSON text of one, and is {value!r:.200}")
+    read = [_tool(tool, f"{where}: tool {index}") for index, tool in enumerate(plain_json(tools), start=1)]
+    return check_text(read, where)
+
+
+def content_text(message: Message) -> str:
+    """What a message says; empty where it only calls tools."""
+    return message.get("content", "")
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the keys that are null, at any depth: Arrow gives every record of a column the keys of all others."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_text(value: Any, where: str) -> Any:
+    """`value`, which is JSON; UserError where text in it, at any depth, cannot be stored."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: holds half a surrogate pair, which is no text") from error
+    return value
+
+
+def _content(content: Any, where: str) -> str:
+    """The text of a content: of a text, or of parts of text."""
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise UserError(f"{where} has parts, and only parts of type text are supported")
+        content = "".join(str(part.get("text") or "") for part in content)
+    if not is_text(content):
+        raise UserError(f"{where} must be text that can be stored, and is {content!r:.200}")
+    return content
+
+
+def _call(call: Any, where: str) -> JsonDict:
+    """A tool call whose arguments are an object where they say one. Some data sets have the function itself in the place of a call."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not is_text(function.get("name")):
+        raise UserError(
+            f'{where} must be {{"id", "type": "function", "function": {{"name", "arguments"}}}}, and is {call!r:.200}'
+        )
+    arguments = function.get("arguments")
+    parsed = _parsed(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
+    # what is no JSON object stays as it is: whoever reads the message decides
+    function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
+    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+
+
+def _tool(tool: Any, where: str) -> JsonDict:
+    tool = _parsed(tool) if isinstance(tool, str) else tool
+    if not isinstance(tool, dict) or not tool:
+        raise UserError(
+            f'{where} must be a JSON schema, {{"type": "function", "function": {{"name", ...}}}}, and is {tool!r:.200}'
+        )
+    if isinstance(function := tool.get("function"), (dict, str)):
+        return {**tool, "function": _tool(function, where)}
+    if not isinstance(parameters := tool.get("parameters"), str):
+        return tool
+    parsed = _parsed(parameters)
+    if not isinstance(parsed, dict):
+        raise UserError(f"{where}: its 'parameters' must be an object, or JSON text of one, and are {parameters!r:.200}")
+    return {**tool, "parameters": parsed}
+
+
+def _parsed(text: str) -> Any:
+    """The value of JSON text; None of what is none."""
+    try:
+        return json.loads(text, parse_constant=_refused)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
