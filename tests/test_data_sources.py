@@ -147,7 +147,7 @@ def test_conversations_of_a_generator() -> None:
         ('{"prompt": "q", "answer": null}', ["rows.jsonl:2", "'answer'", "first row"]),
         ('{"prompt": [{"role": "user"}], "answer": "4"}', ["rows.jsonl:2", "message 1", "'content'"]),
         ('{"prompt": [{"role": "assistant", "content": "x"}], "answer": "4"}', ["rows.jsonl:2", "ends with the assistant"]),
-        ('{"prompt": "\\ud800", "answer": "4"}', ["rows.jsonl:2", "both text"]),
+        ('{"prompt": "\\ud800", "answer": "4"}', ["rows.jsonl:2", "message 1", "text that can be stored"]),
         ("{prompt", ["rows.jsonl:2", "not JSON"]),
         ("[1]", ["rows.jsonl:2", "JSON object"]),
     ],

@@ -18,6 +18,7 @@ from rlpipe.config.training import SftConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.sources import in_part, split_point, split_validation
+from rlpipe.records.prompt import Talk
 from rlpipe.report.curves import evaluations
 from rlpipe.report.show import run_lines
 from rlpipe.stages.session import Session
@@ -41,8 +42,8 @@ PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 TEXTS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=40)
 
 
-def conversation(text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
+def conversation(text: str) -> Talk:
+    return Talk("rows.jsonl:1", [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}], [])
 
 
 @given(TEXTS, TEXTS, st.floats(0.05, 0.95), st.randoms())
@@ -50,25 +51,25 @@ def test_a_prompt_is_on_one_side_whatever_the_order(
     one: list[str], other: list[str], fraction: float, order: random.Random
 ) -> None:
     sets = {"one": [conversation(text) for text in one], "other": [conversation(text) for text in other]}
-    sides = [{split_point(messages, "validation/") < fraction for messages in rows} for rows in sets.values()]
+    sides = [{split_point(talk.messages, "validation/") < fraction for talk in rows} for rows in sets.values()]
     if True not in set().union(*sides) or any(False not in each for each in sides):  # nothing to validate with, or to train on
         with pytest.raises(UserError, match=r"sft\.validation_fraction"):
             split_validation(sets, fraction)
         return
     training, validation = split_validation(sets, fraction)
-    kept = {messages[0]["content"] for messages in validation}
+    kept = {talk.messages[0]["content"] for talk in validation}
     assert validation and all(training)
-    assert not kept & {messages[0]["content"] for rows in training for messages in rows}
+    assert not kept & {talk.messages[0]["content"] for rows in training for talk in rows}
     shuffled = {name: order.sample(rows, len(rows)) for name, rows in sets.items()}
     again = split_validation(shuffled, fraction)
-    assert {messages[0]["content"] for messages in again[1]} == kept
+    assert {talk.messages[0]["content"] for talk in again[1]} == kept
     assert [len(rows) for rows in again[0]] == [len(rows) for rows in training]
 
 
 def test_the_split_is_independent_of_the_held_out_part() -> None:
     """With the hash of `part` itself a train part would have nothing below the fraction."""
     rows = [conversation(f"row {index}") for index in range(4000)]
-    train = [messages for messages in rows if in_part(messages, "train", 0.3)]
+    train = [talk for talk in rows if in_part(talk.messages, "train", 0.3)]
     [training], validation = split_validation({"a": train}, 0.1)
     assert 0.07 < len(validation) / len(train) < 0.13
     assert len(training) + len(validation) == len(train)

@@ -159,6 +159,11 @@ class ChatTokenizer:
         return self._template.argument_form != "none"
 
     @property
+    def template_text(self) -> str:
+        """The chat template for a model's folder: with the values of its variables, but for tools that a conversation has."""
+        return self._template.text
+
+    @property
     def knows_tools(self) -> bool:
         """Whether the template writes tools."""
         return self._template.knows_tools

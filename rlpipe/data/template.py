@@ -16,6 +16,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rlpipe.data.template_text import with_defaults
 from rlpipe.data.tool_calls import TRIED_TOOLS, ArgumentForm, argument_form, marked_calls, with_text_arguments
 from rlpipe.records.prompt import Messages
 from rlpipe.types import JsonDict, UserError
@@ -78,6 +79,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UserError(f"model.chat_template: not a Jinja template ({error})") from error
+        self.text = with_defaults(source, variables or {}, special_tokens)  # what writes the same without these variables
         self._variables = {"tools": None, "documents": None, **special_tokens, **(variables or {})}
         assert not {"messages", "add_generation_prompt"} & set(self._variables), "the config refuses these"
         self.has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None

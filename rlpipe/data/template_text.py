@@ -13,6 +13,24 @@ from rlpipe.types import plain_json
 JINJA = "chat_template.jinja"  # what transformers reads first
 STALE = "chat_template.json"  # of older processors
 FOR_TOOLS = "tool_use"  # the name of the template that transformers takes where there are tools
+RESERVED = {
+    "true",
+    "false",
+    "none",
+    "True",
+    "False",
+    "None",
+    "and",
+    "or",
+    "not",
+    "in",
+    "is",
+    "if",
+    "else",
+    "elif",
+    "import",
+    "recursive",
+}
 NEVER_UNDEFINED = ("tools", "documents")  # transformers gives none where the caller gives nothing
 
 
@@ -29,11 +47,12 @@ def with_defaults(template: str, variables: Mapping[str, Any], special_tokens: I
     """The template with values for what its caller does not give. A special token is always given, so its value is set in any case."""
     lines = []
     for name, value in variables.items():
-        if not name.isidentifier():  # no template can name it
+        if not name.isidentifier() or name in RESERVED:  # no template can name it
             continue
         missing = f"{name} is not defined" + (f" or {name} is none" if name in NEVER_UNDEFINED else "")
         setting = f"{{%- set {name} = {_literal(plain_json(value))} %}}"
         lines.append(setting if name in special_tokens else f"{{%- if {missing} %}}{setting}{{%- endif %}}")
+    # Jinja takes the line break after a tag
     return "".join(f"{line}\n" for line in lines) + template
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -15,6 +16,7 @@ from typing import Any
 from rlpipe.config.pipeline import ModelConfig, PipelineConfig
 from rlpipe.data.chat import TOKENIZER_FILES, ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.data.template_text import write_template
 from rlpipe.models.folder import INDEX, tensor_shapes, weight_files
 from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.processes.pool import Child, ChildPool
@@ -27,7 +29,7 @@ from rlpipe.stages.training import new_adapter, save_loaded
 from rlpipe.store.artifacts import PRUNED, write_file
 from rlpipe.store.backend import Store
 from rlpipe.store.deltas import DELTA
-from rlpipe.store.local_copy import read_small_file
+from rlpipe.store.local_copy import materialise, read_small_file
 from rlpipe.store.run import Run, open_existing
 from rlpipe.trainer.jobs import LoadJob, NewModel
 from rlpipe.types import ArtifactRef, FileRecord, StoreError, UserError
@@ -148,7 +150,19 @@ def base_tokenizer(session: Session, attempt: Attempt) -> Produced:
     """The tokenizer of the run: the model's own, or one built from the prompts."""
     with tempfile.TemporaryDirectory() as scratch:
         source = tokenizer_folder(session.config, session.prompts, Path(scratch))
-        return Produced(_copied(attempt, [source / name for name in TOKENIZER_FILES]))
+        own = Path(scratch) / "own"
+        own.mkdir()
+        for path in [source / name for name in TOKENIZER_FILES if (source / name).is_file()]:
+            shutil.copyfile(path, own / path.name)
+        write_trained_template(session.config.model, own)
+        return Produced(_copied(attempt, own.iterdir()))
+
+
+def write_trained_template(model: ModelConfig, folder: Path) -> None:
+    """Makes the chat template of a folder with a tokenizer the one that the run trains with, where the config has one or values for it."""
+    if model.chat_template or model.chat_template_args:
+        trained = ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args)
+        write_template(folder, trained.template_text)
 
 
 def _copied(attempt: Attempt, paths: Iterable[Path]) -> list[FileRecord]:
@@ -173,7 +187,8 @@ async def base_policy(session: Session, attempt: Attempt, *, tokenizer: Artifact
     model = session.config.model
     if model.path:
         source = await asyncio.to_thread(model_folder, model)
-        files = [source / name for name in MODEL_FILES | TOKENIZER_FILES] + weight_files(source)
+        own = await asyncio.to_thread(materialise, session.run.store, tokenizer, session.work_dir / "tokenizer")
+        files = [source / name for name in MODEL_FILES] + [own / name for name in TOKENIZER_FILES] + weight_files(source)
         return Produced(await asyncio.to_thread(_copied, attempt, files), weight_version=0)
     new = _new_model(model, await asyncio.to_thread(lambda: session.tokenizer), session.config.seed)
     load = LoadJob(f"{attempt.folder}/new", new, policy=None, state=None)

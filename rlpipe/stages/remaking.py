@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.models.whole import base_of, whole_policy
+from rlpipe.stages.base import write_trained_template
 from rlpipe.stages.session import Session, open_session
 from rlpipe.stages.stage import Attempt
 from rlpipe.stages.training import StoredAs, position, replay, save
@@ -148,6 +149,7 @@ async def export_policy(config: PipelineConfig, version: int | None, target: Pat
             made = _whole(run.store, ref, made)
         else:
             made = whole_policy(run.store, ref, Path(scratch))
+        write_trained_template(run.config.model, made)  # older code stored the one that the base had
         os.rename(made, target)
     return number
 
