@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
-from flows.terminal import bar, say, segment_line
+from flows.terminal import bar, begin, say, segment_line
 from flows.ui import ended
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.session import Session
@@ -27,6 +27,8 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
     async with open_session(config) as session:
         if not session.run.sft_complete:
             session.tracker.begin("sft")
+        if not session.run.has_base:
+            begin("tokenizer, base model and SFT data come into the store (once a run: seconds, minutes for large ones)")
         base = await prepare(session)
         data = await prepare_sft_data(session, tokenizer=base.ref)
         session.track_data("sft")
@@ -35,6 +37,9 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
         session.tracker.committed("sft", first)
         steps = config.sft.segment_steps
         losses = validation_losses(run, first)
+        if first < total:
+            slow = f"some ten seconds, minutes for a large model; log: {session.work_dir}/trainer.log"
+            begin(f"SFT: the trainer starts ({slow}), then a line every {steps} steps")
         with bar("SFT", config.sft.num_steps, min(first * steps, config.sft.num_steps), "step") as progress:
             for segment in range(first, total):
                 if out_of_patience(config.sft, losses):

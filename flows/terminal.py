@@ -54,6 +54,13 @@ def say(progress: tqdm[Any], line: str) -> None:
     get_run_logger().info(line)
 
 
+def begin(line: str) -> None:
+    """Says what is begun, where it may take a while before the first line of results: as `say`."""
+    if not of_deployment():
+        tqdm.write(line)
+    get_run_logger().info(line)
+
+
 @functools.cache
 def of_deployment() -> bool:
     """Whether this process does a deployment's flow run: it does one. Without a deployment, Prefect asks its server for it, every time: the

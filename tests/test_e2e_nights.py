@@ -209,6 +209,14 @@ def test_the_command_line_says_where_to_approve_and_outlives_a_deleted_flow_run(
         while "press Resume: " not in (text := log.read_text()):
             assert process.poll() is None and time.monotonic() < end, text[-3000:]
             time.sleep(0.5)
+        steps = (
+            "run c: reading its data",
+            "starting Prefect's server",
+            "tokenizer, base model and SFT data",
+            "SFT: the trainer starts",
+            "RL: engines and trainer start",
+        )
+        assert [step for step in steps if step not in text] == []
         assert f"flow run {phase['id']} is gone from Prefect's server" in text
         check_free(folder.open_store(), "runs/c")
         assert folder.rlpipe("runs", "--store", folder.store)[1].rstrip().endswith("waits for an approval (register)")
