@@ -64,12 +64,12 @@ function wholeSteps(series) { // few iterations: a tick each, and none between t
 function draw(plot, place) {
   const traces = plot.series.map((series) => ({
     x: series.x, y: series.y, name: series.name, customdata: series.x.map((x) => (series.link ? series.link + x : "")),
-    mode: series.x.length > 60 ? "lines" : "lines+markers", marker: { size: 4 }, line: { width: 1.5 },
+    mode: series.x.length > 60 ? "lines" : "lines+markers", marker: { size: series.x.length === 1 ? 8 : 4 }, line: { width: 1.5 },
   }));
   const layout = {
     title: { text: plot.title, font: { size: 13 }, y: 0.98, yanchor: "top" }, margin: { l: 45, r: 10, t: traces.length > 1 ? 50 : 30, b: 35 }, showlegend: traces.length > 1,
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
-    xaxis: { title: { text: plot.x_title, font: { size: 11 } }, tickformat: "d", ...range(plot.x_range), ...wholeSteps(plot.series) },
+    xaxis: { title: { text: plot.x_title, font: { size: 11 } }, tickformat: "d", zeroline: false, ...range(plot.x_range), ...wholeSteps(plot.series) },
     yaxis: range(plot.y_range), font: { size: 11 }, hovermode: "closest",
   };
   Plotly.newPlot(place, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
