@@ -29,6 +29,7 @@ from rlpipe.store.run_record import last_started
 from rlpipe.types import StoreError, UserError
 
 STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
+TRAINED_NOTHING = 4  # and of one in which nothing was kept to train
 Source = Annotated[str, typer.Argument(metavar="PRESET|FILE", help="a preset's name, or a TOML file")]
 Name = Annotated[str | None, typer.Option("--run", help="name of the run")]
 At = Annotated[
@@ -164,13 +165,14 @@ def run_to_end(config: PipelineConfig) -> None:
 
         result = run_flow(post_train(config=config))
     reason = result.get("stopped", "")
-    typer.echo(f"\nrun {config.run} " + (f"was stopped: {reason}" if reason else "is complete"))
+    state = f"was stopped: {reason}" if reason else "trained nothing" if result.get("trained_nothing") else "is complete"
+    typer.echo("\n" + ": ".join([f"run {config.run} {state}", *([result["untrained"]] if "untrained" in result else [])]))
     echo(result.get("before_after", []))
     if curves := result.get("curves"):
         typer.echo(f"  curves  {curves}\n  policy  {result.get('policy')}")
     echo(["  look at it with", *(f"    {command}" for command in look_commands(config, database))])
-    if reason:
-        raise typer.Exit(STOPPED)
+    if reason or result.get("trained_nothing"):
+        raise typer.Exit(STOPPED if reason else TRAINED_NOTHING)
 
 
 def look_commands(config: PipelineConfig, database: Path | None) -> list[str]:

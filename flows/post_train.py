@@ -16,7 +16,7 @@ from flows.rl import rl
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
 from flows.sft import evaluate_sft, sft
 from flows.terminal import of_deployment
-from flows.ui import RunReport, ended, publish_evaluation, publish_report
+from flows.ui import RunReport, ended, publish_evaluation, publish_report, untrained_so_far
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.session import Session
 from rlpipe.store.approvals import BEFORE, Gate, approve, is_awaited
@@ -41,7 +41,8 @@ class ApprovalNeeded(RunWaits):
 async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig) -> RunReport:
     """Takes a model through SFT and RL. The same run name continues; a committed stage is never done twice.
 
-    A run that a budget or a stop rule ended is published as far as it came, in a state `Stopped`.
+    A run that a budget or a stop rule ended is published as far as it came, in a state `Stopped`. One that trained nothing is not registered, and
+    ends in a state `NothingTrained`.
 
     Args:
         changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`. With `"preset": "smollm2"` among them that preset is taken instead of the config.
@@ -69,8 +70,9 @@ async def _phases(config: PipelineConfig) -> RunReport:
         if config.rl.num_iterations:
             await _require_approval(session, "rl")
             await rl(config=config)
-        await _require_approval(session, "register")
         done = session.num_committed("rl")
+        if not (await asyncio.to_thread(untrained_so_far, session.run, done)).is_all:
+            await _require_approval(session, "register")
         report = await publish_report(session, done)
         reason = await reason_to_end(session, "rl", done)
         return await ended(session, PHASES, report | ({"stopped": reason} if reason else {}), reason)

@@ -82,6 +82,15 @@ def iteration_line(record: IterationRecord) -> str:
         f"  groups {metrics['rollout/groups_kept']:3d}  length {metrics['rollout/length_tokens_mean']:5.1f}"
         f"  mismatch {metrics['train/mismatch_abs_mean']:.1e}  {metrics['time/iteration_s']:.1f} s"
     )
+    if not metrics["train/num_tokens"]:
+        line += f"  nothing was trained{_dropped(metrics)}"
     evaluated = [name for name in record.evaluation if name.endswith(("_greedy", "_pass_at_1"))]
     evaluation = "  ".join(f"{name} {record.evaluation[name]:.3f}" for name in evaluated)
     return f"{line}  | {evaluation}" if evaluation else line
+
+
+def _dropped(metrics: Metrics) -> str:
+    """Why groups were dropped. Example: (low_reward 4, zero_std_0.0 2)."""
+    prefix = "rollout/groups_dropped_"
+    reasons = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix) and count}
+    return f" ({', '.join(f'{reason} {count}' for reason, count in reasons.items())})" if reasons else ""

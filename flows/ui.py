@@ -32,8 +32,14 @@ from rlpipe.report.tracking import ROLLOUTS
 from rlpipe.stages.remaking import restore_policy
 from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import is_pruned
+from rlpipe.store.limits import Untrained, untrained
+from rlpipe.store.run import Run
 from rlpipe.types import IterationRecord
 
+NOTHING_TRAINED = (
+    "{skipped}: the policy is the one that RL started from, and is not registered. rlpipe show says which groups were dropped; "
+    "other rewards, filters or data need another run, or a fork"
+)
 ROLLOUTS_SHOWN = 16
 TEXT_MAX = 2000  # characters of a prompt or completion; the whole is in the store
 PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # all that a backslash before it makes literal
@@ -146,18 +152,25 @@ def _literal(text: str) -> str:
 
 
 class RunReport(TypedDict, total=False):
-    """What `post-train` returns: where everything is, and why the run was stopped, where it was. A run stopped in SFT has no policy."""
+    """What `post-train` returns: where everything is, why the run was stopped, where it was, and in how many iterations nothing was trained,
+    where it was so. A run stopped in SFT has no policy."""
 
     run: str
     policy: str
     curves: str
     before_after: list[str]
     stopped: str
+    untrained: str
+    trained_nothing: bool
 
 
 async def publish_report(session: Session, total: int) -> RunReport:
-    """Draws the curves of `total` committed iterations, tracks and registers their policy; returns where everything is."""
+    """Draws the curves of `total` committed iterations, tracks and registers their policy; returns where everything is.
+
+    A policy that RL has not changed is not registered.
+    """
     run = session.run
+    skipped = await asyncio.to_thread(untrained_so_far, run, total)
     curve = Path.cwd() / f"{run.name}-curves.png"
     await asyncio.to_thread(draw_curves, run, total, curve)
     ref, manifest = run.policy(total)
@@ -168,11 +181,25 @@ async def publish_report(session: Session, total: int) -> RunReport:
     lineage = await asyncio.to_thread(policy_tags, run, total)
     here = contextvars.copy_context()  # of the flow run, for the tracker's thread
     said = partial(tell, run.name, "policy.registered", f"{folder} is registered", policy=folder, weight_version=total)
-    session.tracker.publish(folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage, lambda: here.run(said))
+    if not skipped.is_all:
+        session.tracker.publish(folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage, lambda: here.run(said))
     export = f", a difference: `{lineage[EXPORT_TAG]}` makes a model folder of it" if EXPORT_TAG in lineage else ""
-    lines = [f"# {run.name}, {total} iterations", "", f"The policy: `{folder}`{export}", "", *_preformatted(compared)]
+    lines = [
+        f"# {run.name}, {total} iterations",
+        "",
+        *([f"{skipped}.", ""] if skipped.num else []),
+        f"The policy: `{folder}`{export}",
+        "",
+        *_preformatted(compared),
+    ]
     await _show(f"{_key(session)}-report", [*lines, _image("png", curve.read_bytes())], "Before and after RL, curves")
-    return {"run": run.name, "policy": folder, "curves": str(curve), "before_after": compared}
+    report: RunReport = {"run": run.name, "policy": folder, "curves": str(curve), "before_after": compared}
+    return report | ({"untrained": str(skipped), "trained_nothing": skipped.is_all} if skipped.num else {})
+
+
+def untrained_so_far(run: Run, total: int) -> Untrained:
+    """Of `total` committed iterations, by the record of the last."""
+    return untrained(run, run.record(total - 1) if total else None)
 
 
 async def publish_evaluation(session: Session, before: str) -> list[str]:
@@ -195,7 +222,8 @@ async def publish_evaluation(session: Session, before: str) -> list[str]:
 async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: str = "") -> Any:
     """What a flow returns at its end: its data, in a state that says why there is no more, or that there was nothing to do.
 
-    `Stopped`: a budget or a stop rule ended the phases, for `reason`. `NothingToTrain`: all of them was committed before this start.
+    `Stopped`: a budget or a stop rule ended the phases, for `reason`. `NothingTrained`: RL is complete, and in no iteration was anything
+    kept to train. `NothingToTrain`: all of them was committed before this start.
     """
     session.tracker.stopped = reason
     if reason:
@@ -205,6 +233,10 @@ async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: st
         ):  # else the outer flow says it too
             tell(session.run.name, "run.stopped", reason)
         return Completed(name="Stopped", message=reason, data=data)
+    skipped = await asyncio.to_thread(untrained_so_far, session.run, session.num_committed("rl") if "rl" in phases else 0)
+    if skipped.is_all:
+        session.tracker.stopped = NOTHING_TRAINED.format(skipped=skipped)
+        return Completed(name="NothingTrained", message=session.tracker.stopped, data=data)
     counts = await asyncio.to_thread(lambda: {phase: session.num_committed(phase) for phase in phases})
     # an earlier start of this flow run, or its part before a gate, may have trained
     maybe_trained = flow_run.run_count > 1 or session.config.approval

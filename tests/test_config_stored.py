@@ -1,8 +1,8 @@
 """A config as the store keeps it: runs that were started with older code go on, and the settings of their stages are the same bytes.
 
 `run_b8afe6a.json` is the run.json of the preset tiny as commit b8afe6a wrote it, and SETTINGS is what its stages/settings.py gave.
-There `rl.reward_fallback` was 0.0 where it was not given. Today it is "left_out", which changes the settings of scores, batches and
-evaluations as it changes what they hold. So where settings of then are compared with settings of now, 0.0 is given (AS_THEN). That a
+There `rl.reward_fallback` was 0.0 where it was not given, and `evaluation.pass_threshold` 1.0. Today they are "left_out" and none, which
+changes the settings of scores, batches and evaluations as it changes what they hold. So where settings of then are compared with settings of now, they are given (AS_THEN). That a
 run of then goes on with 0.0 though its preset does not give it, a test of its own says.
 """
 
@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import RETIRED, PipelineConfig, from_stored, stored_tree
 from rlpipe.config.source import check, read_config
 from rlpipe.store.backend import Store, open_store
@@ -26,7 +27,7 @@ from tests.declared import RL_KINDS, stage_settings
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "flows" / "presets"
 RECORD = json.loads((ROOT / "tests" / "run_b8afe6a.json").read_text())
-AS_THEN = ["rl.reward_fallback=0.0"]
+AS_THEN = ["rl.reward_fallback=0.0", "evaluation.pass_threshold=1.0"]
 STAGES = [
     ("base", "tokenizer"), ("base", "policy"), ("base", "probe"), ("base", "evaluation"), ("data", "data"), ("data", "selection"),
     ("sft", "policy"), ("sft", "state"), ("sft", "evaluation"), *(("rl", stage) for stage in RL_KINDS),
@@ -92,7 +93,11 @@ def test_a_run_goes_on_with_the_fallback_it_was_begun_with(tmp_path: Path) -> No
     assert run.config.rl.reward_fallback == 0.0 and settings_of(run.config) == settings_of(open_existing(store, "old").config)
     with pytest.raises(UserError, match=r"rl\.reward_fallback: 0\.0 -> 'left_out'"):  # one that is given is meant
         create_or_continue(read_config("tiny", ["run=old", f"store={store.url}", "rl.reward_fallback=left_out"], PRESETS))
+    assert run.config.evaluation.pass_threshold == 1.0 and passing_reward(run.config, "rl") == 1.0
+    with pytest.raises(UserError, match=r"evaluation\.pass_threshold: 1\.0 -> 0\.5"):
+        create_or_continue(read_config("tiny", ["run=old", f"store={store.url}", "evaluation.pass_threshold=0.5"], PRESETS))
     newer = create_or_continue(read_config("tiny", ["run=new", f"store={store.url}"], PRESETS))
+    assert newer.config.evaluation.pass_threshold is open_existing(store, "new").config.evaluation.pass_threshold is None
     assert newer.config.rl.reward_fallback == open_existing(store, "new").config.rl.reward_fallback == "left_out"
 
 

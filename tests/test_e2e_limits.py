@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from mlflow import MlflowClient
 
 from rlpipe.store.run import open_existing
 from tests.pipeline import MINI, Folder, Undisturbed, read_record
@@ -35,3 +36,12 @@ def test_a_budget_that_is_spent_in_sft_ends_there(folder: Folder) -> None:
     assert code == 3, output
     assert "budget.wall_clock_h=1e-07 is spent" in output and "1 of 3 SFT segments are committed" in output
     assert not open_existing(folder.open_store(), "a").sft_complete
+
+
+def test_a_run_in_which_nothing_is_kept_says_so_and_registers_nothing(folder: Folder) -> None:
+    nothing = ["sft.num_steps=0", "rl.num_iterations=1", "rl.filters={min_reward = 9.0}"]
+    code, output = folder.rlpipe(*folder.run_arguments("a", *MINI, *nothing))
+    assert code == 4, output
+    assert "nothing was trained (low_reward " in output and "MLflow" not in output
+    assert "run a trained nothing: nothing was trained in 1 of 1 iterations" in output
+    assert not MlflowClient(f"sqlite:///{folder.path}/mlflow.db").search_registered_models()

@@ -17,12 +17,14 @@ from rlpipe.store.limits import (
     GPU_SECONDS,
     SECONDS,
     TOKENS,
+    UNTRAINED,
     add_iteration,
     best_so_far,
     broken_rule,
     gpus_held,
     over_budget,
     reason_to_stop,
+    untrained,
 )
 from rlpipe.store.run import create_or_continue, fork
 from rlpipe.types import BestReward, IterationRecord, JsonDict, UserError
@@ -146,9 +148,9 @@ def test_gpus_are_those_a_phase_holds() -> None:
 async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(tmp_path: Path) -> None:
     sets = [f"store=file://{tmp_path}", "sft.num_steps=0", "rl.num_iterations=5", "tracking.uri="]
 
-    async def commit(each: PipelineConfig, run: object, iteration: int) -> IterationRecord:
+    async def commit(each: PipelineConfig, run: object, iteration: int, trained: int = 50) -> IterationRecord:
         session = Session(run, tmp_path / "work")  # type: ignore[arg-type]
-        metrics = {"rollout/reward_mean": 1.0 - iteration, "rollout/num_tokens": 100}
+        metrics = {"rollout/reward_mean": 1.0 - iteration, "rollout/num_tokens": 100, "train/num_tokens": trained}
         record = await commit_iteration(session, iteration, {}, metrics)
         await session.behind.landed()
         return record
@@ -156,8 +158,11 @@ async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(
     first = config(*sets)
     run = create_or_continue(first)
     assert reason_to_stop(run, "rl", 0) == ""
-    await commit(first, run, 0)
+    await commit(first, run, 0, trained=0)
     await commit(first, run, 1)
+    assert untrained(run, run.iteration(0)) == (1, 1) and untrained(run, run.iteration(0)).is_all
+    assert str(untrained(run, run.iteration(1))) == "nothing was trained in 1 of 2 iterations"
+    assert untrained(run, None) == (0, 0) and not untrained(run, None).is_all
     limited = config(*sets, "budget.rollout_tokens=200")
     again = create_or_continue(limited)  # another process, another budget: it knows from the store
     assert reason_to_stop(again, "rl", 1) == ""
@@ -168,7 +173,9 @@ async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(
     assert "stop.reward_plateau=1" in reason_to_stop(create_or_continue(config(*sets, "stop.reward_plateau=1")), "rl", 2)
     forked = fork(again, 1, config(*sets, "run=b", "budget.rollout_tokens=150", "stop.reward_plateau=2"))
     assert reason_to_stop(forked, "rl", 2) == ""
-    record = await commit(forked.config, forked, 2)
+    assert untrained(forked, forked.iteration(1)) == (0, 0)
+    record = await commit(forked.config, forked, 2, trained=0)
+    assert untrained(forked, record) == (1, 1) and record.metrics[UNTRAINED] == 1
     assert record.metrics[TOKENS] == 100
     assert record.best == BestReward(2, -1.0)
     assert reason_to_stop(forked, "rl", 3) == ""

@@ -21,6 +21,7 @@ from rlpipe.report.show import (
     iteration_lines,
     rollout_table,
     run_lines,
+    show_lines,
     trained_groups,
 )
 from rlpipe.store import audit, lease
@@ -28,6 +29,7 @@ from rlpipe.store.approvals import approve, is_awaited
 from rlpipe.store.artifacts import commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import SEAL
+from rlpipe.store.limits import UNTRAINED
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.types import ArtifactRef, JsonDict, Manifest, UserError, canonical_json
 from tests.rows import BATCH, PROMPTS, fill, to_parquet
@@ -167,6 +169,16 @@ def test_a_table_of_rollouts_is_bounded_and_from_all_over_the_batch(local: Store
     assert header == TABLE_COLUMNS
     assert [line[0] for line in lines] == [f"p{index}" for index in range(0, 70, 3)] and len(lines) <= TABLE_ROWS
     assert {len(line[header.index("completion")]) for line in lines} == {2000}
+
+
+def test_an_iteration_that_trained_nothing_has_an_empty_table_and_is_counted(local: Store) -> None:
+    run = without_sft(local)
+    empty = commit_rows(run, 0, "batch/round-0", "batch.parquet", to_parquet([], BATCH))
+    commit_iteration(run, 0, {UNTRAINED: 1, "rollout/reward_mean": 0.0}, batch=empty)
+    assert rollout_table(run, 0).splitlines() == [",".join(TABLE_COLUMNS)]
+    assert show_lines(run)[1] == "nothing was trained in 1 of 1 iterations"
+    commit_iteration(run, 1, {UNTRAINED: 2, "rollout/reward_mean": 0.0}, batch=empty)
+    assert run_lines(local)[0].endswith("  trained nothing")
 
 
 def test_two_runs_are_compared_by_what_differs(local: Store) -> None:

@@ -288,6 +288,24 @@ def test_the_rollouts_of_an_iteration_are_one_table_however_often_they_are_sent(
     ]
 
 
+def test_what_is_not_the_networks_fault_is_not_called_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(source: str, unit: int, error: Exception) -> list[Point]:
+        raise error
+
+    with caplog.at_level(logging.WARNING, "rlpipe.report.tracking"):
+        for error in (KeyError("rollout/reward_mean"), ConnectionError("the store is away")):
+            sender = Tracker(run_of(tmp_path), partial(broken, error=error))
+            sender.committed("rl", 1)
+            sender.close()
+        wrong = tracker(tmp_path)
+        wrong._submit(lambda: wrong._client.set_tag("no-such-run", "x", "1"))
+        wrong.close()
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert first == "MLflow lacks rl 0: KeyError: 'rollout/reward_mean'; the run goes on"
+    assert second == "MLflow lacks rl 0: ConnectionError: the store is away; the run goes on"
+    assert "does not take what it is sent (MlflowException: " in third and "cannot be reached" not in third
+
+
 def test_an_unreachable_server_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

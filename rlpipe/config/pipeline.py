@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
 from rlpipe.config.operational import STRICT, TOKENS_MAX, BudgetConfig, EnginesConfig, StopConfig, TrackingConfig, TrainerConfig
+from rlpipe.config.passing import PASSED_BEFORE
 from rlpipe.config.rules import broken_layout, broken_rules
 from rlpipe.config.secrecy import refuse_secrets
 from rlpipe.config.training import BETA1, RlConfig, SftConfig
@@ -128,7 +129,10 @@ class EvaluationConfig(BaseModel, **STRICT):
     rewards: dict[str, float] = Field(
         default_factory=dict, description="Reward -> weight; empty: rl.rewards. Their arguments are in rl.reward_args too"
     )
-    pass_threshold: float = Field(default=1.0, description="A rollout passes when its reward is at least this")
+    pass_threshold: float | None = Field(
+        default=None,
+        description="A rollout passes when its reward is at least this; none: the sum of the weights above 0, as of rewards whose best is 1",
+    )
 
 
 class CheckpointConfig(BaseModel, **STRICT):
@@ -269,8 +273,11 @@ def from_stored(tree: Any) -> Any:
 
 
 def as_begun(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
-    """The config of a run that goes on. `rl.reward_fallback` was 0.0 where it was not given, and is "left_out" today: one that is not
-    given is what the run was begun with."""
+    """The config of a run that goes on. `rl.reward_fallback` was 0.0 where it was not given, and is "left_out" today, and
+    `evaluation.pass_threshold` was 1.0: one that is not given is what the run was begun with."""
+    if config.evaluation.pass_threshold is None and begun.evaluation.pass_threshold == PASSED_BEFORE:
+        evaluation = config.evaluation.model_copy(update={"pass_threshold": PASSED_BEFORE})
+        config = config.model_copy(update={"evaluation": evaluation})
     if "reward_fallback" in config.rl.model_fields_set:
         return config
     rl = config.rl.model_copy(update={"reward_fallback": begun.rl.reward_fallback})

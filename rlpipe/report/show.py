@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
 from rlpipe.config.pipeline import identity
 from rlpipe.records.columns import read_table
 from rlpipe.records.prompt import Prompt
@@ -20,7 +22,7 @@ from rlpipe.store.approvals import awaited_gate
 from rlpipe.store.artifacts import read_file, read_manifest, read_records
 from rlpipe.store.backend import Store
 from rlpipe.store.lease import held_by
-from rlpipe.store.limits import reason_to_stop
+from rlpipe.store.limits import reason_to_stop, untrained
 from rlpipe.store.pruned import pruned_folders
 from rlpipe.store.run import Run, open_existing
 from rlpipe.store.run_record import run_names
@@ -46,7 +48,7 @@ class RunSummary:
     committed: int
     newest: IterationRecord | None
     ended_at: datetime | None
-    state: str  # working, held on HOST, waits for an approval (GATE), complete, stopped by WHAT, unfinished
+    state: str  # working, held on HOST, waits for an approval (GATE), complete, trained nothing, stopped by WHAT, unfinished
 
     @property
     def reward(self) -> float | None:
@@ -83,8 +85,10 @@ def run_summary(run: Run) -> RunSummary:
     record = run.iteration(committed - 1) if committed else None
     newest = record or (run.committed("sft", segments - 1, "policy")[1] if segments else None)
     ended_at = moment_of(newest.ended_at, f"run {run.name}").astimezone() if newest else None
-    ended = "complete" if complete and committed >= planned else _stopped(run, segments, committed)
-    gate = awaited_gate(run, ended != UNFINISHED) if run.config.approval else None
+    has_trained = not untrained(run, record).is_all
+    finished = "complete" if has_trained else "trained nothing"
+    ended = finished if complete and committed >= planned else _stopped(run, segments, committed)
+    gate = awaited_gate(run, ended != UNFINISHED) if run.config.approval and has_trained else None
     state = held_by(run.store, run.root) or (f"waits for an approval ({gate})" if gate else ended)
     return RunSummary(run, segments, num_segments, committed, record, ended_at, state)
 
@@ -113,6 +117,7 @@ def show_lines(run: Run) -> list[str]:
     records, pruned = run.iterations(run.num_iterations), pruned_folders(run)
     lines = [
         f"run {run.name} in {run.store.url}: {len(records)} iterations committed",
+        *([str(skipped)] if (skipped := untrained(run, records[-1] if records else None)).num else []),
         "iteration  reward   pass  groups  length  version",
     ]
     for record in records:
@@ -176,7 +181,7 @@ def rollout_table(run: Run, iteration: int) -> str:
     file = read_manifest(run.store, batch.folder, batch.sha256).file("batch.parquet")
     table = read_table(read_file(run.store, batch.folder, file), TABLE_COLUMNS)
     step = max(1, -(-table.num_rows // TABLE_ROWS))
-    rows = table.take(list(range(0, table.num_rows, step))).to_pylist()
+    rows = table.take(pa.array(range(0, table.num_rows, step), pa.int64())).to_pylist()  # typed: a batch may be empty
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(TABLE_COLUMNS)

@@ -20,6 +20,7 @@ from rlpipe.config.operational import TrackingConfig
 from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.secrecy import with_password_aside, without_passwords
 from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, DataSet, Point, code_tags, evaluation_points
+from rlpipe.report.outages import read, said_of
 from rlpipe.report.show import rollout_table
 from rlpipe.store.run import Run
 from rlpipe.types import Metrics, RunWaits, StoreError, UserError
@@ -35,9 +36,8 @@ STOPPED_TAG = "rlpipe.stopped"
 POLICY_TAG = "rlpipe.policy"
 ROLLOUTS = "rollouts"  # the source of tables: of each iteration some of the rollouts that it trained on
 PHASE_OF = {"sft": "sft", BEFORE_RL: "rl", "rl": "rl", ROLLOUTS: "rl"}  # the source of points -> the MLflow run that has them
-COMPARED = re.compile(
-    rf"evaluation/|before_sft/|{BEFORE_RL}/|rollout/reward_mean$|sft/validation_loss$"
-)  # what the parent has too
+# what the parent has too
+COMPARED = re.compile(rf"evaluation/|before_sft/|{BEFORE_RL}/|rollout/reward_mean$|sft/validation_loss$")
 VALUE_CHARACTERS_MAX = 6000  # of a parameter; this and the next two are MLflow's limits
 PARAMS_MAX = 100  # in one request
 METRICS_MAX = 1000  # in one request
@@ -95,7 +95,7 @@ class Tracker:
     def evaluated(self, version: int) -> None:
         """Says that a weight version was evaluated; what MLflow has already it keeps once."""
         phase = "rl" if version > 0 or (version == 0 and self.run.config.rl.num_iterations) else "sft"
-        self._submit(lambda: self._log_points(self._open(phase), evaluation_points(self.run, version)))
+        self._submit(lambda: self._log_points(self._open(phase), read("evaluation", evaluation_points, self.run, version)))
 
     def reads(self, use: str, data_sets: Callable[[], list[DataSet]]) -> None:
         """Says that the data sets of a use are read. They are asked for only where MLflow does not have them."""
@@ -141,8 +141,7 @@ class Tracker:
                 has_warned = False
             except Exception as error:  # an outage, a full disk, a wrong URI, a missing driver, any cloud's client: whatever it is, it fails open
                 if not has_warned:
-                    uri, message = without_passwords(self._uri), without_passwords(str(error))[:200]
-                    log.warning("MLflow at %s cannot be reached (%s); the run goes on", uri, message)
+                    log.warning("%s; the run goes on", said_of(error, self._uri))
                 has_warned = True
 
     def _open(self, phase: str) -> MlflowRun:
@@ -154,8 +153,8 @@ class Tracker:
         tags = {"rlpipe.run": name, "rlpipe.store": self.run.store.url, "rlpipe.phase": phase}
         clause = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
         known = client.search_runs([self._experiment], clause, max_results=1)
-        run_name = f"{name} {phase}" if nested else name
-        entity = known[0] if known else client.create_run(self._experiment, run_name=run_name, tags=tags | nested)
+        title = f"{name} {phase}" if nested else name
+        entity = known[0] if known else client.create_run(self._experiment, run_name=title, tags=tags | nested)
         self._describe(entity)
         self._runs[phase] = MlflowRun(entity.info.run_id, entity.info.status, entity.data.tags, not known)
         return self._runs[phase]
@@ -210,9 +209,10 @@ class Tracker:
         self._show_phase()
         for unit in range(self._sent.setdefault(source, int(phase.tags.get(tag, 0))), units):
             if source == ROLLOUTS:  # the same file again where the process dies before the tag
-                self._client.log_text(phase.run_id, rollout_table(self.run, unit), f"rollouts/{unit:05d}.csv")
+                text = read(f"{source} {unit}", rollout_table, self.run, unit)
+                self._client.log_text(phase.run_id, text, f"rollouts/{unit:05d}.csv")
             else:
-                self._log_points(phase, self._fetch(source, unit))
+                self._log_points(phase, read(f"{source} {unit}", self._fetch, source, unit))
             # dying before the tag sends the unit again: the same points, which MLflow's database keeps once
             self._client.set_tag(phase.run_id, tag, str(unit + 1))
             self._sent[source] = unit + 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from rlpipe.processes.pool import ChildPool
 from rlpipe.records.prompt import Prompt, RewardPrompt
@@ -114,9 +115,17 @@ def _scorers(rewards: dict[str, float], args: RewardArgs, workers: int, timeout_
 
 
 def check_rewards(
-    rewards: dict[str, float], args: RewardArgs, timeout_s: float, prompts: TrialRows | None = None, written: Sequence[str] = ()
-) -> None:
-    """UserError when a reward cannot be loaded, cannot keep to `timeout_s`, or can score nothing of a data set.
+    rewards: dict[str, float],
+    args: RewardArgs,
+    timeout_s: float,
+    prompts: TrialRows | None = None,
+    written: Sequence[str] = (),
+    passing: float = -math.inf,
+) -> float | None:
+    """The best reward of the trial rollouts, which are tried until one has `passing`; None where there are none, or they cannot tell: of
+    services, which are not called, and of `code`, as no row has a program.
+
+    UserError when a reward cannot be loaded, cannot keep to `timeout_s`, or can score nothing of a data set.
 
     `prompts` are the rows of each data set by its label, `written` completions that SFT shows, for a reward that reads the format
     which SFT teaches. Functions are tried in a process of their own, so that this one imports none. Services are not called: one that
@@ -126,12 +135,13 @@ def check_rewards(
     # without prompts not those that cannot be refused: loading their libraries would take seconds
     names = [name for name in rewards if not is_service(name) and (prompts or can_be_refused(name, args))]
     if not names:
-        return
+        return None
     functions = {name: rewards[name] for name in names}
     with RewardPool(functions, {name: args[name] for name in names if name in args}, workers=1, timeout_s=timeout_s) as pool:
         if "code" in rewards:  # it is loaded: its arguments have the right types
             check_time(args.get("code", {}), timeout_s)
-        errors = {label: error for label, rows in (prompts or {}).items() if (error := _error_of_all(pool, rows, written))}
+        tried = {label: _tried(pool, rows, written, passing) for label, rows in (prompts or {}).items()}
+    errors = {label: trial.error for label, trial in tried.items() if trial.error}
     if errors:
         raise UserError(
             f"rl.rewards cannot score the rows of {' and '.join(errors)}: no trial rollout (completed with the answer, with the answer "
@@ -139,6 +149,8 @@ def check_rewards(
             "these rows, for example --set 'rl.rewards={exact = 1.0}', or mend the reward: it has to give a number for any text "
             "(docs/rewards.md)"
         )
+    is_told = len(names) == len(rewards) and "code" not in rewards
+    return max((trial.best for trial in tried.values()), default=None) if is_told else None
 
 
 def check_time(args: Mapping[str, Any], timeout_s: float) -> None:
@@ -157,9 +169,16 @@ def check_time(args: Mapping[str, Any], timeout_s: float) -> None:
     logger.log(level, "reward code: programs are confined by %s%s", name, advice)
 
 
-def _error_of_all(pool: RewardPool, rows: list[RewardPrompt], written: Sequence[str]) -> str:
-    """Why none of the trial rollouts of a data set could be scored; empty when one could. A character counts as a token."""
-    deadline = time.monotonic() + TRIAL_S
+class _Trial(NamedTuple):
+    """The best reward of a data set's trial rollouts, or why none of them could be scored."""
+
+    best: float
+    error: str
+
+
+def _tried(pool: RewardPool, rows: list[RewardPrompt], written: Sequence[str], passing: float) -> _Trial:
+    """Trial rollouts of a data set, row after row until one has the reward `passing`. A character counts as a token."""
+    deadline, best = time.monotonic() + TRIAL_S, -math.inf
     for prompt in rows[:ROWS_MAX]:
         answer = prompt["answer"]
         completions = [*([] if answer is None else [answer, f"<answer>{answer}</answer>"]), "", *written]
@@ -171,8 +190,8 @@ def _error_of_all(pool: RewardPool, rows: list[RewardPrompt], written: Sequence[
             }
             for completion in completions
         ]
-        if any(score.reason is None for score in pool.score(items, quiet=True)):
-            return ""
-        if time.monotonic() > deadline:
+        rewards = [score.reward for score in pool.score(items, quiet=True) if score.reward is not None]
+        best = max([best, *rewards])
+        if (rewards and best >= passing) or time.monotonic() > deadline:
             break
-    return pool.last_error or "it gave no reason"
+    return _Trial(best, "" if best > -math.inf else pool.last_error or "it gave no reason")

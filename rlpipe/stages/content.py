@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from rlpipe.agents.pool import check_agent
 from rlpipe.algorithms.filters import apply_filters, check_thresholds, resolve_filters, trial_group
+from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import DataConfig, PipelineConfig
 from rlpipe.data.sources import fitting, load_conversations, load_prompts, question, room_for, split_validation
 from rlpipe.data.trial import TokenizerTrial
@@ -60,6 +61,7 @@ class Content:
         self.prompts: dict[str, list[Prompt]] = {}  # the rows that could be read, by label, of RL and evaluation
         self.conversations: dict[str, list[Talk]] = {}  # and of SFT
         self.roles: list[str] = []  # of the environment's messages
+        self.doubts: list[str] = []  # what will hardly be meant, said of what was looked at so far
 
     def model(self) -> str:
         """The model's files are whole, and its config makes a model that they fit."""
@@ -224,11 +226,12 @@ class Content:
         written = [content_text(read[0].messages[-1]) for read in self.conversations.values()] if tried else []
         rewards, args = config.rewards(uses[0]), config.reward_args(uses[0])
         try:
-            check_rewards(rewards, args, rl.reward_timeout_s, rows, written)
+            best = check_rewards(rewards, args, rl.reward_timeout_s, rows, written, passing_reward(config, uses[0]))
         except UserError as error:
             own = uses[0] == "evaluation" and config.evaluation.rewards
             raise UserError(str(error).replace("rl.rewards", "evaluation.rewards")) if own else error from error
-        return f"rewards: {', '.join(rewards)}; tried on {', '.join(rows) or 'no data'}"
+        self.doubts += filter(None, [why_none_passes(config, uses[0], best)])
+        return f"rewards: {', '.join(rewards)}; tried on {', '.join(rows) or 'no data'}; a rollout passes at {passing_reward(config, uses[0]):.6g}"
 
     def filters(self, tried: bool) -> str:
         """The filters load, and answer as they must; not tried where an environment's answers would have to be made up."""

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 
 from rlpipe.algorithms.answers import set_metrics
+from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import NOTHING_YET
 from rlpipe.engines.pool import GroupRequest
@@ -50,7 +51,7 @@ def _scored(session: Session, attempt: Attempt, prompts: list[Prompt], rollouts:
     for index, data in enumerate(session.config.sets("evaluation")):
         own = [rollout for rollout in scored if by_id[rollout.prompt_id].source == data.name]
         faults = Counter(rollout.reward_fault for rollout in own if rollout.reward_fault)
-        metrics |= set_metrics(data.name, own, session.config.evaluation.pass_threshold)
+        metrics |= set_metrics(data.name, own, passing_reward(session.config, "evaluation"))
         metrics |= {f"{data.name}_{name}": value for name, value in _environment_metrics(own).items()}
         if data.on_too_long == "drop":
             rows, fit = session.prompts("evaluation")[index], session.fitting("evaluation")[index]

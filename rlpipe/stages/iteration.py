@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rlpipe.records.rollout import CarriedRollout, Group, is_finished
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import now
-from rlpipe.store.limits import add_iteration, best_so_far, gpus_held, own_record, spent_before
+from rlpipe.store.limits import add_iteration, add_untrained, best_so_far, gpus_held, own_record, spent_before
 from rlpipe.types import ArtifactRef, IterationRecord, JsonDict, Metrics, UserError
 
 CURVE_POINTS_MAX = 64
@@ -60,6 +60,7 @@ def _record(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
     artifacts = artifacts | {stage: artifact[0] for stage, artifact in beside.items() if artifact is not None}
     metrics = metrics | time_metrics(session, iteration, metrics)
     metrics |= add_iteration(spent_before(run, iteration), metrics, gpus_held(run.config, "rl"))
+    metrics |= add_untrained(run, iteration, metrics["train/num_tokens"])
     return IterationRecord(
         run=run.name,
         iteration=iteration,

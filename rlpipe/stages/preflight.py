@@ -146,7 +146,7 @@ def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, run
             # a plan may be made where nothing of it will run
             into = findings.warnings if name == "machine" and not runs else findings.faults
             into.extend([fault] if fault not in into else [])
-    findings.warnings.extend(content.leaks())
+    findings.warnings.extend([*content.doubts, *content.leaks()])
     return findings
 
 

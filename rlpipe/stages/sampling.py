@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.conversations import encode_asked, prompt_lengths
 from rlpipe.data.cursor import CursorPosition, Draw, PromptCursor
@@ -211,7 +212,7 @@ def write_pass_rates(
     """The pass rates of `previous` with all finished groups of this iteration, kept or dropped, as a file; and metrics."""
     if session.config.rl.curriculum == "none":
         return [], {}
-    threshold = session.config.evaluation.pass_threshold
+    threshold = passing_reward(session.config, "rl")
     shares: list[tuple[str, float]] = []
     for group in groups:
         scored = [rollout for rollout in group if not rollout.reward_fault]  # what could not be scored says nothing

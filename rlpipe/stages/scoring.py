@@ -10,6 +10,7 @@ from typing import Annotated
 
 import numpy as np
 
+from rlpipe.config.passing import passing_reward
 from rlpipe.records.kinds import Float, Int32, Json, Text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORE_COLUMNS, SCORES, TRUNCATED, WORLD_FAULTS, Rollout
@@ -171,7 +172,7 @@ def _score_metrics(session: Session, iteration: int, rollouts: list[Rollout]) ->
         "num_scored": len(scored),
         "rollout/reward_mean": float(rewards.mean()),
         "rollout/reward_std": float(rewards.std()),
-        "rollout/pass_rate": float((rewards >= session.config.evaluation.pass_threshold).mean()),
+        "rollout/pass_rate": float((rewards >= passing_reward(session.config, "rl")).mean()),
         "rollout/length_tokens_mean": float(lengths.mean()),
         "rollout/length_tokens_max": int(lengths.max()),
         "rollout/truncated_fraction": float(np.mean([rollout.finish_reason == TRUNCATED for rollout in scored])),

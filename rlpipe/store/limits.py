@@ -7,11 +7,14 @@ costs one read at iteration 1,000 as at iteration 10. A fork counts its own iter
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.store.run import Run
 from rlpipe.types import BestReward, IterationRecord, Metrics, moment_of
 
 SECONDS, TOKENS, GPU_SECONDS = "spent/wall_clock_s", "spent/rollout_tokens", "spent/gpu_s"
+UNTRAINED = "train/iterations_untrained"  # of a run's own iterations so far
 HOUR_S = 3600.0
 
 
@@ -57,6 +60,33 @@ def add_iteration(before: Metrics, metrics: Metrics, gpus: int) -> Metrics:
 def best_so_far(previous: IterationRecord | None, iteration: int, reward: float) -> BestReward:
     """The best mean reward up to an iteration, and where it was. `previous`: the record before; its equal is no better one."""
     return previous.best if previous and previous.best.reward >= reward else BestReward(iteration, reward)
+
+
+class Untrained(NamedTuple):
+    """Iterations of a run, not of its parent, in which no token was trained, of how many."""
+
+    num: int
+    of: int
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the policy is the one that the run started from."""
+        return 0 < self.num == self.of
+
+    def __str__(self) -> str:
+        return f"nothing was trained in {self.num} of {self.of} iterations"
+
+
+def untrained(run: Run, newest: IterationRecord | None) -> Untrained:
+    """By the newest record; those of older versions do not say, and count as trained."""
+    own = newest.iteration - run.fork_at if newest else 0
+    return Untrained(int(newest.metrics.get(UNTRAINED, 0)) if newest and own > 0 else 0, max(own, 0))
+
+
+def add_untrained(run: Run, iteration: int, num_tokens: float) -> Metrics:
+    """The count once an iteration that trained so many tokens is committed."""
+    before = own_record(run, iteration - 1)
+    return {UNTRAINED: (before.metrics.get(UNTRAINED, 0) if before else 0) + (not num_tokens)}
 
 
 def own_record(run: Run, iteration: int) -> IterationRecord | None:

@@ -1,0 +1,46 @@
+"""When a rollout passes: for pass@k, greedy, the majority and the curriculum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlpipe.config.pipeline import PipelineConfig
+
+PASSED_BEFORE = 1.0  # `evaluation.pass_threshold` of older runs that did not give it
+NEVER_POSITIVE = {"overlong"}  # rewards that only punish
+ROUNDING = 1e-9  # relative: weights add up in another order than rewards
+
+
+def best_reward(rewards: dict[str, float]) -> float:
+    """The largest reward that the weights allow: the sum of those above 0. Of each reward 1 is taken as the best, as it is of all named ones
+    but `overlong` (0); who weighs others (a reward model, an environment, functions) by another scale gives `evaluation.pass_threshold`."""
+    return sum(weight for name, weight in rewards.items() if weight > 0 and name not in NEVER_POSITIVE)
+
+
+def passing_reward(config: PipelineConfig, use: str) -> float:
+    """The least reward with which a rollout of use rl or evaluation passes."""
+    given = config.evaluation.pass_threshold
+    return best_reward(config.rewards(use)) * (1 - ROUNDING) if given is None else given
+
+
+def why_none_passes(config: PipelineConfig, use: str, best_tried: float | None) -> str:
+    """Why no rollout will pass, and what to do; empty where one can. `best_tried`: the best reward of the trial rollouts; None: unknown."""
+    wanted, best = passing_reward(config, use), best_reward(config.rewards(use))
+    given = config.evaluation.pass_threshold
+    field = (
+        f"evaluation.pass_threshold={wanted:g}"
+        if given is not None
+        else f"evaluation.pass_threshold is not given, so it is {wanted:.6g}"
+    )
+    if wanted > best and (best_tried is None or wanted > best_tried):
+        return (
+            f"{field}: above {best:g}, the best that the weights of the rewards allow, so no rollout passes (pass@k, greedy and the curriculum "
+            "read 0); lower it, or leave it away"
+        )
+    if best_tried is not None and best_tried < wanted:
+        return (
+            f"{field}: no trial rollout passes, the best has {best_tried:g}; pass@k, greedy and the curriculum read 0 where it is so of all. "
+            "Give the reward from which on a rollout is right"
+        )
+    return ""

@@ -1,0 +1,41 @@
+"""What is said where the tracking of a run failed: that MLflow is away only where it is, what our own store did not give, and else what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from rlpipe.config.secrecy import without_passwords
+
+MESSAGE_CHARS_MAX = 200
+DATABASE_AWAY = "OperationalError"  # of whatever driver
+Read = TypeVar("Read")
+
+
+class NotRead(Exception):
+    """What MLflow was to be told could not be read from the store, or made of it."""
+
+
+def read(what: str, reads: Callable[..., Read], *arguments: Any) -> Read:
+    """What `reads` answers; NotRead, which names it, when it fails."""
+    try:
+        return reads(*arguments)
+    except Exception as error:
+        raise NotRead(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def said_of(error: Exception, uri: str) -> str:
+    """One line about what kept MLflow at `uri` from what it was told. Example: MLflow at http://x cannot be reached (connection refused)."""
+    message = without_passwords(str(error))[:MESSAGE_CHARS_MAX]
+    if isinstance(error, NotRead):
+        return f"MLflow lacks {message}"
+    is_away = any(isinstance(cause, OSError) or type(cause).__name__ == DATABASE_AWAY for cause in _causes(error))
+    return f"MLflow at {without_passwords(uri)} " + (
+        f"cannot be reached ({message})" if is_away else f"does not take what it is sent ({type(error).__name__}: {message})"
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
