@@ -28,7 +28,10 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
         if not session.run.sft_complete:
             session.tracker.begin("sft")
         if not session.run.has_base:
-            begin("tokenizer, base model and SFT data come into the store (once a run: seconds, minutes for large ones)")
+            maker = "is copied" if config.model.path else "is made by the trainer, which starts"
+            begin(
+                f"tokenizer, base model and SFT data come into the store: the model {maker} (seconds, minutes for a large one)"
+            )
         base = await prepare(session)
         data = await prepare_sft_data(session, tokenizer=base.ref)
         session.track_data("sft")
@@ -39,7 +42,7 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
         losses = validation_losses(run, first)
         if first < total:
             slow = f"some ten seconds, minutes for a large model; log: {session.work_dir}/trainer.log"
-            begin(f"SFT: the trainer starts ({slow}), then a line every {steps} steps")
+            begin(f"SFT: the trainer starts where it is not up ({slow}), then a line every {steps} steps")
         with bar("SFT", config.sft.num_steps, min(first * steps, config.sft.num_steps), "step") as progress:
             for segment in range(first, total):
                 if out_of_patience(config.sft, losses):
