@@ -139,7 +139,7 @@ def test_a_second_process_of_a_flow_run_steps_aside(stand: Stand, folder: Folder
     """The first was taken for dead: it holds the run, and the state is its own."""
     flow_run = stand.start("post-train/post-train", config=parameters(folder, "e"))
     held = acquire(folder.open_store(), "runs/e", flow_run)
-    said, log, end = f"Execution of flow run '{flow_run}' aborted", stand.path / "worker.log", time.monotonic() + 200
+    said, log, end = "'post-train e' - Finished in state Running()", stand.path / "worker.log", time.monotonic() + 200
     while said not in log.read_text():
         assert time.monotonic() < end, log.read_text()[-3000:]
         time.sleep(0.5)
