@@ -53,6 +53,8 @@ class PlayedTokenizer:
 
     stop_token_ids = (END,)
 
+    def check_calls(self, messages: list[JsonDict]) -> None: ...
+
     def encode_prompt(self, messages: list[JsonDict]) -> list[int]:
         return [1, *map(ord, messages[-1]["content"]), 2]
 

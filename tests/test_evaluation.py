@@ -61,6 +61,8 @@ class ToldPool:
 class ToldTokenizer:
     stop_token_ids = (9,)
 
+    def check_calls(self, messages: list[dict[str, str]]) -> None: ...
+
     def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
         return [1] * 70
 

@@ -47,6 +47,8 @@ LENGTH = 5
 class PlayedTokenizer:
     stop_token_ids = (0,)
 
+    def check_calls(self, messages: list[JsonDict]) -> None: ...
+
     def encode_prompt(self, messages: list[JsonDict]) -> list[int]:
         return [1, 2]
 
