@@ -85,7 +85,7 @@ def test_services_wait_for_a_slow_preflight_and_a_long_sft_and_end_by_themselves
         started = [on(nodes["node-0"], folder).start("trainer", *join), on(nodes["host"], folder).start("host", *join)]
         flow = on(nodes["flow"], folder).start(*folder.run_arguments("a", *MINI, *slow))
         try:
-            folder.wait_for("a", "rl/00000/iteration.json", flow)
+            folder.wait_for("a", "rl/00000/iteration.json", flow, timeout_s=600)
             assert [process.poll() for process in started] == [None, None]
             kill_group(flow)
             deadline = time.monotonic() + 120

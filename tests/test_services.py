@@ -309,6 +309,18 @@ async def test_the_nodes_behind_the_first_are_idle_once_their_part_of_the_gang_h
     assert await behind.idle_s() == 0
 
 
+@pytest.mark.parametrize("status", [409, 410, 500, 502, 503])
+async def test_a_gang_that_says_it_is_lost_is_not_idle(store: Store, neighbour: tuple[Neighbour, str], status: int) -> None:
+    """The service starts it again; its answer has no idle time."""
+    played, url = neighbour
+    played.status = status
+    config = run_with(store, "trainer.place=elsewhere").config
+    first = GangService(store, config, 0, "127.0.0.1")
+    first._gang = GangProcess(config, Path("/nowhere"), "key")
+    first._gang.url = url
+    assert await first.idle_s() == 0.0 and played.calls == 1
+
+
 async def test_who_refuses_the_key_is_no_service_of_ours_and_not_lost(store: Store, neighbour: tuple[Neighbour, str]) -> None:
     played, url = neighbour
     peer = Peer(ServiceRecord("node-0", url), "key")

@@ -233,10 +233,10 @@ class GangService:
         if self._gang is None:
             return 0.0
         try:
-            _, status = await Peer(ServiceRecord("gang", self._gang.url), self._key).call("GET", "/status")
+            status, answer = await Peer(ServiceRecord("gang", self._gang.url), self._key).call("GET", "/status")
         except ConnectionError:
             return 0.0
-        return status["idle_s"]
+        return answer["idle_s"] if status == 200 else 0.0  # one that has lost a node says that, and ends
 
     async def close(self) -> None:
         if self._gang is not None:
