@@ -42,7 +42,7 @@ class SpokenPool:
     def _say(self, group: GroupRequest, index: int) -> Completion:
         prior = group.prior[index]
         text = f"{self.texts.pop(0)}<|end|>"
-        tokens = self.tokenizer._encode(text)[: group.params[index].max_new_tokens - len(prior.tokens)]
+        tokens = self.tokenizer._encoder.encode(text)[: group.params[index].max_new_tokens - len(prior.tokens)]
         assert tokens, "nothing over the limit is sent"
         reason = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
         logprobs = logprobs_of([-0.25 * (place + 1) for place in range(len(tokens))])

@@ -68,7 +68,7 @@ async def test_a_tool_call_and_its_answer_are_one_branch_of_the_tokens_that_were
         )
     [node] = rollout.conversation.branches
     between = tokenizer.encode_continuation([{"role": "tool", "content": "12"}])
-    sampled = [tokenizer._encode(f"{CALL}<|end|>"), tokenizer._encode(f"{ANSWER}<|end|>")]
+    sampled = [tokenizer._encoder.encode(f"{CALL}<|end|>"), tokenizer._encoder.encode(f"{ANSWER}<|end|>")]
     assert node.prompt_tokens == tokenizer.encode_prompt(ASKED)
     assert node.completion.tokens.tolist() == [*sampled[0], *between, *sampled[1]]
     assert [*node.policy_mask] == [1] * len(sampled[0]) + [0] * len(between) + [1] * len(sampled[1])
@@ -113,7 +113,11 @@ async def test_a_stream_says_the_same_as_a_whole_reply(pool: SpokenPool, tokeniz
         [call], [function] = whole.tool_calls or [], calls
         assert call.type == "function" and function.function is not None
         assert (function.function.name, function.function.arguments) == (call.function.name, call.function.arguments)
-        assert reasons == ["tool_calls"] and usage is not None and usage.completion_tokens == len(tokenizer._encode(CALL)) + 1
+        assert (
+            reasons == ["tool_calls"]
+            and usage is not None
+            and usage.completion_tokens == len(tokenizer._encoder.encode(CALL)) + 1
+        )
         text = ""
         async for chunk in await client.chat.completions.create(model="policy", messages=ASKED, stream=True):
             text += "".join(choice.delta.content or "" for choice in chunk.choices)

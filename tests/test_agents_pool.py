@@ -88,7 +88,7 @@ async def test_what_an_agent_says_at_its_end_is_its_outcome(agents: Agents, toke
     calls = [agents.run(rollout_of(pool), prompt_of(what)) for what in ("well", "well", "none")]
     assert await asyncio.gather(*calls) == [AgentOutcome(0.5, {"length": 2.0})] * 2 + [AgentOutcome()]
     asked = [tokenizer.decode(group.prompt_tokens) for group in pool.groups]
-    assert sorted(asked) == ["x/none", "x/well", "x/well"]
+    assert sorted(asked) == [f"<|user|>{what}<|assistant|>" for what in ("x/none", "x/well", "x/well")]
 
 
 @pytest.mark.parametrize(("what", "reason"), BAD.items())

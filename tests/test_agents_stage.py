@@ -73,7 +73,7 @@ class SeededPool:
 
     def _say(self, group: GroupRequest, params: Sampling, prior: Completion) -> Completion:
         number = (params.seed * 31 + sum(group.prompt_tokens) + sum(prior.tokens)) % 10**5
-        tokens = self.tokenizer._encode(f"{number}<|end|>")[: params.max_new_tokens - len(prior.tokens)]
+        tokens = self.tokenizer._encoder.encode(f"{number}<|end|>")[: params.max_new_tokens - len(prior.tokens)]
         reason = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
         return prior.then(Completion(tokens_of(tokens), logprobs_of([-0.5] * len(tokens)), reason, [(0, len(tokens))], "e"))
 
@@ -156,7 +156,7 @@ async def test_a_branch_that_is_left_is_kept_beside_the_one_that_is_trained(fold
     assert len(rows) == len(branches) == 4
     for row, branch in zip(rows, branches, strict=True):
         assert (branch.group_index, branch.rollout_index, branch.branch_index) == (row["group_index"], row["rollout_index"], 0)
-        assert session.tokenizer.decode(row["prompt_tokens"]).startswith("you have said") and all(row["loss_mask"])
+        assert session.tokenizer.decode(row["prompt_tokens"]).startswith("<|user|>you have said") and all(row["loss_mask"])
         assert json.loads(row["environment"])["metrics"]["branches"] == 2.0
         stretches = np.flatnonzero(np.diff(branch.loss_mask))
         assert len(stretches) == 2, "two replies, and what the agent put between them"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rlpipe.config.pipeline import ModelConfig, PipelineConfig
+from rlpipe.config.model import ModelConfig
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from tests.test_data_chat import CHATML, LLAMA3, QWEN3, make
 

@@ -1,9 +1,10 @@
 """A config as the store keeps it: runs that were started with older code go on, and the settings of their stages are the same bytes.
 
 `run_b8afe6a.json` is the run.json of the preset tiny as commit b8afe6a wrote it, and SETTINGS is what its stages/settings.py gave.
-There `rl.reward_fallback` was 0.0 where it was not given, and `evaluation.pass_threshold` 1.0. Today they are "left_out" and none, which
-changes the settings of scores, batches and evaluations as it changes what they hold. So where settings of then are compared with settings of now, they are given (AS_THEN). That a
-run of then goes on with 0.0 though its preset does not give it, a test of its own says.
+There `rl.reward_fallback` was 0.0 where it was not given. Today it is "left_out" (and `evaluation.pass_threshold` none, which was 1.0), which changes the settings of scores, batches and
+evaluations as it changes what they hold; so does `model.control_tokens`, which was not there and is "text". So where settings of then are
+compared with settings of now, what was then is given (AS_THEN). That a run of then goes on with it though its preset does not give it, a
+test of its own says.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from rlpipe.config.passing import passing_reward
-from rlpipe.config.pipeline import RETIRED, PipelineConfig, from_stored, stored_tree
+from rlpipe.config.pipeline import RETIRED, STORED, PipelineConfig, from_stored, stored_tree
 from rlpipe.config.source import check, read_config
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.forks import differences
@@ -27,7 +28,7 @@ from tests.declared import RL_KINDS, stage_settings
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "flows" / "presets"
 RECORD = json.loads((ROOT / "tests" / "run_b8afe6a.json").read_text())
-AS_THEN = ["rl.reward_fallback=0.0", "evaluation.pass_threshold=1.0"]
+AS_THEN = ["rl.reward_fallback=0.0", "evaluation.pass_threshold=1.0", "model.control_tokens=as_written"]
 STAGES = [
     ("base", "tokenizer"), ("base", "policy"), ("base", "probe"), ("base", "evaluation"), ("data", "data"), ("data", "selection"),
     ("sft", "policy"), ("sft", "state"), ("sft", "evaluation"), *(("rl", stage) for stage in RL_KINDS),
@@ -85,20 +86,24 @@ def test_a_run_of_older_code_goes_on(tmp_path: Path) -> None:
     assert find_run(store, config) is not None and create_or_continue(config).config == config
 
 
-def test_a_run_goes_on_with_the_fallback_it_was_begun_with(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_defaults_it_was_begun_with(tmp_path: Path) -> None:
     store = stored_run(tmp_path)
     config = read_config("tiny", ["run=old", f"store={store.url}"], PRESETS)
-    assert config.rl.reward_fallback == "left_out"
+    assert (config.rl.reward_fallback, config.model.control_tokens) == ("left_out", "text")
     run = create_or_continue(config)
+    assert run.config.model.control_tokens == open_existing(store, "old").config.model.control_tokens == "as_written"
     assert run.config.rl.reward_fallback == 0.0 and settings_of(run.config) == settings_of(open_existing(store, "old").config)
     with pytest.raises(UserError, match=r"rl\.reward_fallback: 0\.0 -> 'left_out'"):  # one that is given is meant
         create_or_continue(read_config("tiny", ["run=old", f"store={store.url}", "rl.reward_fallback=left_out"], PRESETS))
     assert run.config.evaluation.pass_threshold == 1.0 and passing_reward(run.config, "rl") == 1.0
     with pytest.raises(UserError, match=r"evaluation\.pass_threshold: 1\.0 -> 0\.5"):
         create_or_continue(read_config("tiny", ["run=old", f"store={store.url}", "evaluation.pass_threshold=0.5"], PRESETS))
+    with pytest.raises(UserError, match=r"model\.control_tokens: 'as_written' -> 'text'"):
+        create_or_continue(read_config("tiny", ["run=old", f"store={store.url}", "model.control_tokens=text"], PRESETS))
     newer = create_or_continue(read_config("tiny", ["run=new", f"store={store.url}"], PRESETS))
     assert newer.config.evaluation.pass_threshold is open_existing(store, "new").config.evaluation.pass_threshold is None
     assert newer.config.rl.reward_fallback == open_existing(store, "new").config.rl.reward_fallback == "left_out"
+    assert newer.config.model.control_tokens == open_existing(store, "new").config.model.control_tokens == "text"
 
 
 def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
@@ -124,12 +129,12 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
     }
     sections = {section: RECORD["config"][section] | fields for section, fields in newer.items()}
     assert stored == RECORD["config"] | sections | {"scratch": ".rlpipe"}
-    assert check(from_stored(stored)) == check(stored) == config
+    assert check(from_stored(stored), STORED) == check(stored, STORED) == config
 
 
 def test_an_old_run_may_have_used_a_retired_field_and_a_new_one_may_not(tmp_path: Path) -> None:
     store = stored_run(tmp_path, trainer={"port": 4040, "job_timeout_s": 60.0}, engines={"port": 5050, "restarts_max": 9})
-    assert open_existing(store, "old").config == check(RECORD["config"])
+    assert open_existing(store, "old").config == check(RECORD["config"], STORED)
     for override in (
         "trainer.port=4040",
         "engines.port=5050",

@@ -42,7 +42,7 @@ def test_turns_one_after_another_are_the_conversation(template: str, texts: list
     my_mask = [0] * len(mine)
     for index in range(1, len(messages), 2):
         text = messages[index]["content"]
-        said = tokenizer._encode((text.strip() if template == LLAMA3 else text) + ENDS[template])
+        said = tokenizer._encoder.encode((text.strip() if template == LLAMA3 else text) + ENDS[template])
         told = tokenizer.encode_continuation(messages[index + 1 : index + 2]) if index + 1 < len(messages) else []
         mine += said + told
         my_mask += [1] * len(said) + [0] * len(told)

@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.config.pipeline import DataConfig
+from rlpipe.config.pipeline import DataConfig, PipelineConfig
 from rlpipe.data.sources import in_part, load_conversations, load_prompts, split_point
 from rlpipe.records.prompt import Prompt
 from rlpipe.store.backend import open_store
@@ -294,3 +296,22 @@ def test_a_function_makes_conversations() -> None:
 def test_what_is_wrong_with_a_function_is_told_by_source_and_row(source: str, fields: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_prompts(config(source, **fields), seed=0)
+
+
+def test_the_lines_of_gsm8k_in_the_docs_read_a_set_of_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's folder in small, at the path that the lines name: what is local goes before the hub."""
+    files = [f"      - {{split: {split}, path: 'main/{split}.jsonl'}}" for split in ("train", "test")]
+    configs = "\n".join(["---", "configs:", "  - config_name: main", "    data_files:", *files, "---", ""])
+    (tmp_path / "openai/gsm8k/main").mkdir(parents=True)
+    (tmp_path / "openai/gsm8k/README.md").write_text(configs)
+    for split, total in (("train", 72), ("test", 18)):
+        row = {"question": f"How many {split}?", "answer": f"It is 2 * <<2*3=6>>6.\n#### {total}"}
+        (tmp_path / f"openai/gsm8k/main/{split}.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parent.parent / "docs/data.md").read_text()
+    (block,) = [block for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL) if "openai/gsm8k" in block]
+    train, test = PipelineConfig.model_validate(tomllib.loads(block)).data
+    for data, split, total in ((train, "train", 72), (test, "test", 18)):
+        (prompt,) = load_prompts(data, seed=0)
+        assert prompt.messages == [{"role": "user", "content": f"How many {split}?"}]
+        assert prompt.answer is not None and prompt.answer.endswith(f"#### {total}")

@@ -15,7 +15,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from rlpipe.config.pipeline import ModelConfig
+from rlpipe.config.model import ModelConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.stages.base import model_folder
 from rlpipe.types import UserError

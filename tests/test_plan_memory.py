@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlpipe.config.pipeline import ModelConfig, PipelineConfig
+from rlpipe.config.model import ModelConfig
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.report.plan import GIB, ModelSizes, memory_lines, training_bytes
@@ -136,7 +137,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.M
     assert f"model: {(134_515_008 - 28 * 3_540_096) / 1e6:.1f}M parameters" in content.memory()
 
 
-def test_a_model_that_is_nowhere_is_planned_by_the_shape_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_nowhere_is_planned_by_the_shape_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(content_room, "try_model", lambda config, named, sized: asked.append(named["config"]) or TRIED)
     shaped = Content(read_config("gsm8k-0.5b", [], PRESETS), False)
@@ -146,7 +147,12 @@ def test_a_model_that_is_nowhere_is_planned_by_the_shape_that_is_given(monkeypat
     tree = read_config("tiny", sets, PRESETS).model_dump()
     tree["model"] = {"path": "some/model", "context_tokens_max": 128}
     unknown = Content(PipelineConfig.model_validate(tree), False)
-    assert unknown.memory() == "memory: not estimated, as some/model has no config.json that can be read from here"
+    assert unknown.memory() == (
+        "memory: not estimated, as some/model is no folder here, and its config.json cannot be read from here"
+    )
+    (tmp_path / "config.json").write_text("{}")
+    broken = Content(read_config("tiny", [f"model.path={tmp_path}"], PRESETS), False)  # the plan names what is wrong with it
+    assert broken.memory() == f"memory: not estimated, as {tmp_path} does not load: its fault is named"
     new = Content(read_config("tiny", [], PRESETS), False)
     new.vocab_size = 273
     assert "tokens" in new.memory() and asked[1] == new_config(new.config.model, 273)

@@ -34,6 +34,12 @@ def never(prompt, completion):
 def reads_json(prompt, completion):
     return float(json.loads(completion)["n"] == prompt["answer"])
 
+def reads_the_end(prompt, completion):
+    return float(completion.index("<|end|>") > 0)
+
+def reads_a_role(prompt, completion):
+    return float(completion.index("<|user|>") == 0)
+
 def solved(group, threshold):
     return None if json.loads(group[0]["environment"])["metrics"]["solved"] > threshold else "unsolved"
 
@@ -103,6 +109,18 @@ def test_a_reward_that_reads_what_sft_teaches_is_tried_on_it(folder: Path) -> No
     preflight(tiny(folder, *SUMS, 'rl.rewards={"trial_graders:reads_json" = 1.0}', *shows))
     with pytest.raises(UserError, match="raised TypeError: 'int' object is not subscriptable"):
         preflight(tiny(folder, *SUMS, 'rl.rewards={"trial_graders:reads_json" = 1.0}'))
+
+
+def test_rewards_are_tried_on_what_is_left_of_a_completion_once_it_was_tokens(folder: Path) -> None:
+    def shown(template: str, reward: str) -> PipelineConfig:
+        sets = [f"data.{name}.completion_template={template}" for name in ("short_words", "all_words")]
+        return tiny(folder, *sets, f'rl.rewards={{"trial_graders:{reward}" = 1.0}}', *SUMS)
+
+    preflight(shown("<|user|>{answer}<|end|>", "reads_a_role"))  # a mark that is a special token stays
+    with pytest.raises(UserError, match="substring not found"):  # texts have it, and what is sampled never does
+        preflight(shown("{answer}<|end|>", "reads_the_end"))
+    with pytest.raises(UserError, match=r"'<\|pad\|>' in a completion \('no<\|pad\|>.*no reward would see it"):
+        preflight(shown("no<|pad|>{answer}", "reads_a_role"))
 
 
 def test_a_filter_that_reads_what_an_environment_said_is_not_tried(folder: Path) -> None:

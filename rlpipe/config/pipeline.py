@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
+from rlpipe.config.model import ModelConfig
 from rlpipe.config.operational import STRICT, TOKENS_MAX, BudgetConfig, EnginesConfig, StopConfig, TrackingConfig, TrainerConfig
 from rlpipe.config.passing import PASSED_BEFORE
 from rlpipe.config.rules import broken_layout, broken_rules
@@ -32,7 +33,10 @@ OPERATIONAL_FIELDS = {
     "rl.on_mismatch",
     "rl.mismatch_max",
 }
-ADDED = {"rl": {"proximal": "trainer"}}  # fields of newer versions, by section, with the value that older runs worked with
+ADDED = {
+    "rl": {"proximal": "trainer"},
+    "model": {"control_tokens": "as_written"},
+}  # fields of newer versions, by section, with the value that older runs worked with
 ADAPTER_FIELDS = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
 STORED = "stored"  # the context in which pydantic reads what is in a store
 # fields of older versions, by section, with the value that every run now works with
@@ -42,47 +46,6 @@ RETIRED: dict[str, dict[str, float]] = {
     "trainer": {"port": 0, "job_timeout_s": 7200.0},
     "engines": {"port": 0, "restarts_max": 5, "request_timeout_s": 600.0},
 }
-
-
-class ModelConfig(BaseModel, **STRICT):
-    """The model that training starts from: a folder in HF format, or a new Qwen3 of the given shape."""
-
-    path: str = Field(default="", description="Folder or hub name of a model in HF format; empty: a new Qwen3 and tokenizer")
-    context_tokens_max: int = Field(
-        default=512,
-        ge=16,
-        le=TOKENS_MAX,
-        description="Longest prompt + completion or conversation, tokens; longer: truncated and counted",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Number type of the forward and backward pass")
-    hidden_size: int = Field(
-        default=128, ge=8, le=65_536, description="Width of a new model (plan also uses the shape for estimates)"
-    )
-    intermediate_size: int = Field(default=384, ge=8, le=1 << 20, description="Width of a new model's MLP")
-    num_layers: int = Field(default=4, ge=1, le=1024, description="Layers of a new model")
-    num_heads: int = Field(default=4, ge=1, le=1024, description="Attention heads of a new model")
-    num_kv_heads: int = Field(default=2, ge=1, le=1024, description="Key-value heads of a new model")
-    init_std: float = Field(default=0.02, gt=0, le=1, description="Standard deviation of a new model's initial weights")
-    vocab_size: int = Field(
-        default=0, ge=0, le=TOKENS_MAX, description="Vocabulary for plan's estimates; 0: the tokenizer's own"
-    )
-    chat_template: str = Field(default="", description="Jinja chat template that replaces the tokenizer's; empty keeps it")
-    chat_template_args: dict[str, Any] = Field(
-        default_factory=dict,
-        description='More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas',
-    )
-    adapter: Literal["none", "lora"] = Field(
-        default="none",
-        description="What is trained: all weights, or a LoRA adapter beside those of the base, which stay as they are",
-    )
-    adapter_rank: int = Field(default=8, ge=1, le=4096, description="Rank of the adapter's matrices")
-    adapter_alpha: float = Field(
-        default=16.0, gt=0, le=1e6, description="What the adapter computes is multiplied by adapter_alpha / adapter_rank"
-    )
-    adapter_targets: list[str] = Field(
-        default_factory=list,
-        description='Linear layers with an adapter, by name or its end, for example `["q_proj", "v_proj"]`; empty: all but the head',
-    )
 
 
 class DataConfig(BaseModel, **STRICT):
@@ -193,8 +156,10 @@ class PipelineConfig(BaseModel, **STRICT):
 
     @model_validator(mode="before")
     @classmethod
-    def _can_be_kept(cls, tree: Any) -> Any:
+    def _can_be_kept(cls, tree: Any, info: ValidationInfo) -> Any:
         refuse_secrets(tree)
+        if info.context == STORED:
+            tree = _with_added(tree)
         for section, name, value in _retired(tree):
             if value != RETIRED[section][name]:
                 raise ValueError(
@@ -264,6 +229,12 @@ def stored_tree(config: PipelineConfig) -> JsonDict:
     return tree | {section: tree[section] | fields for section, fields in RETIRED.items()}
 
 
+def _with_added(tree: JsonDict) -> JsonDict:
+    """The tree of a stored config, whose added fields are what older runs worked with where it does not have them."""
+    sections = {section: tree.get(section, {}) for section in ADDED}
+    return tree | {section: ADDED[section] | fields for section, fields in sections.items() if isinstance(fields, dict)}
+
+
 def from_stored(tree: Any) -> Any:
     """The tree of a config of any age, without the retired fields; one that said what is computed stays where it said another thing."""
     for section, name, value in list(_retired(tree)):
@@ -273,15 +244,16 @@ def from_stored(tree: Any) -> Any:
 
 
 def as_begun(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
-    """The config of a run that goes on. `rl.reward_fallback` was 0.0 where it was not given, and is "left_out" today, and
-    `evaluation.pass_threshold` was 1.0: one that is not given is what the run was begun with."""
+    """The config of a run that goes on. What is not given, and has another default today, is what the run was begun with:
+    `rl.reward_fallback` was 0.0, `evaluation.pass_threshold` 1.0 and `model.control_tokens` "as_written"."""
     if config.evaluation.pass_threshold is None and begun.evaluation.pass_threshold == PASSED_BEFORE:
         evaluation = config.evaluation.model_copy(update={"pass_threshold": PASSED_BEFORE})
         config = config.model_copy(update={"evaluation": evaluation})
-    if "reward_fallback" in config.rl.model_fields_set:
-        return config
-    rl = config.rl.model_copy(update={"reward_fallback": begun.rl.reward_fallback})
-    return config.model_copy(update={"rl": rl})
+    for section, name in (("rl", "reward_fallback"), ("model", "control_tokens")):
+        given, then = getattr(config, section), getattr(begun, section)
+        if name not in given.model_fields_set:
+            config = config.model_copy(update={section: given.model_copy(update={name: getattr(then, name)})})
+    return config
 
 
 def _retired(tree: Any) -> Iterator[tuple[str, str, Any]]:

@@ -17,8 +17,9 @@ from rlpipe.config.operational import LOCAL_THREADS
 from rlpipe.config.overlap import broken_overlap
 
 if TYPE_CHECKING:
+    from rlpipe.config.model import ModelConfig
     from rlpipe.config.operational import EnginesConfig
-    from rlpipe.config.pipeline import ModelConfig, PipelineConfig
+    from rlpipe.config.pipeline import PipelineConfig
     from rlpipe.config.training import RlConfig
 
 NUMBER_MAX, FLOAT_MAX = 1 << 53, 1e30

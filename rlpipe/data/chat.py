@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from rlpipe.data.template import ChatTemplate, Span
-from rlpipe.data.template_text import one_of_several
+from rlpipe.data.encoding import Encoder, Span, any_of
+from rlpipe.data.template import ChatTemplate
+from rlpipe.data.tokenizer_files import folder_template, read_tokenizer, special_texts
 from rlpipe.data.turn_in_place import turn_in_place
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Message, Messages
 from rlpipe.types import JsonDict, UserError
 
-# of a model's folder; whatever else lies there (.env, pickles, code) is not the tokenizer's
-TOKENIZER_FILES = {
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
-}  # fmt: skip
+ControlTokens = Literal["text", "as_written"]
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 PLACEHOLDER = "rlpipe-placeholder"  # where a first turn's text stands, whatever the template itself says before it
 # what goes on must not depend on what was said: two conversations that end with the assistant's turn
 DUMMY_TALKS: list[Messages] = [
@@ -50,12 +48,17 @@ class ChatTokenizer:
         chat_template: str,
         special_tokens: dict[str, str],
         variables: Mapping[str, Any] | None = None,
+        control_tokens: ControlTokens = "text",
     ) -> None:
+        """`control_tokens`: what the text of a control token is in messages and tools, but for what the assistant says: letters, or the token."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = ChatTemplate(chat_template, special_tokens, variables)
-        self._specials = tuple(added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special)
+        self._encoder = Encoder(tokenizer)
+        self._specials = self._encoder.specials
+        self._controls = any_of(self._specials) if control_tokens == "text" else None
+        self._named = {name: token for name, token in special_tokens.items() if name in NAMED_TOKENS}
         self.eos_token_id = self._id_of(special_tokens, "eos_token")
         self.pad_token_id = self._id_of(special_tokens, "pad_token") if "pad_token" in special_tokens else self.eos_token_id
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -67,38 +70,46 @@ class ChatTokenizer:
 
         In base models these are two: Qwen's text ends with <|endoftext|>, its turns with <|im_end|>.
         """
+        return sorted({self.eos_token_id, self._turn_end_id})
+
+    @cached_property
+    def _turn_end_id(self) -> int:
+        """The special token that the template writes after a turn of the assistant; the end of text where it writes none."""
         talk = DUMMY_TALKS[0]
         try:
             tail = self._template.render(talk).rpartition(talk[-1]["content"])[2].lstrip()
         except UserError:  # a template for other conversations
-            return [self.eos_token_id]
+            return self.eos_token_id
         end = max((token for token in self._specials if tail.startswith(token)), key=len, default="")
         end_id = self._tokenizer.token_to_id(end) if end else None
         assert end_id is None or end_id < self.vocab_size, f"{end} is outside the vocabulary"
-        return sorted({self.eos_token_id, *([] if end_id is None else [end_id])})
+        return self.eos_token_id if end_id is None else end_id
+
+    @cached_property
+    def _unheard(self) -> dict[int, str]:
+        """What is left out of a completion's text: tokens that begin, end, or fill a text or a turn. All others may be marks."""
+        stops = (self._tokenizer.id_to_token(token_id) for token_id in self.stop_token_ids)
+        ids = {token: self._tokenizer.token_to_id(token) for token in (*self._named.values(), *stops) if token}
+        return {token_id: token for token, token_id in ids.items() if token_id is not None}
 
     @classmethod
     def from_folder(
-        cls, folder: Path | str, chat_template: str = "", variables: Mapping[str, Any] | None = None
+        cls,
+        folder: Path | str,
+        chat_template: str = "",
+        variables: Mapping[str, Any] | None = None,
+        control_tokens: ControlTokens = "text",
     ) -> ChatTokenizer:
         """The tokenizer of a model folder in HF format; `chat_template` replaces the folder's, and gets `variables`.
 
         UserError says what is missing.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise UserError(
-                f"model.path={folder}: no tokenizer.json in it; it must be a folder in HF format with a fast tokenizer"
-            )
-        if "model" not in _read_json(path):
-            raise UserError(f"{path}: not a tokenizer of the tokenizers library (it has no 'model')")
-        tokenizer = Tokenizer.from_file(str(path))
-        settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-        template = chat_template or _folder_template(folder, settings)
+        tokenizer, settings = read_tokenizer(folder)
+        template = chat_template or folder_template(folder, settings)
         if not template:
             raise UserError(f"model.path={folder}: its tokenizer has no chat template; set model.chat_template")
-        return cls(tokenizer, template, _special_tokens(settings), variables)
+        return cls(tokenizer, template, special_texts(settings), variables, control_tokens)
 
     def _id_of(self, special_tokens: dict[str, str], name: str) -> int:
         token = special_tokens.get(name)
@@ -109,7 +120,8 @@ class ChatTokenizer:
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """The tokens the policy goes on from: `messages` and the head of the assistant's turn."""
-        return self._encode(self._template.render(messages, add_generation_prompt=True))
+        text = self._template.render(messages, add_generation_prompt=True)
+        return self._encoder.encode(text, self._letters(messages, text, add_generation_prompt=True))
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[int]]:
         """Tokens of `messages`, and a mask that is 1 on the assistant's tokens of every turn, its end-of-turn token included.
@@ -121,23 +133,21 @@ class ChatTokenizer:
             turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             spans = [self._turn_span(messages, index, text) for index in turns]
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans)), "turns do not overlap"
-        return self._encode_masked(text, spans)
+        return self._encode_masked(text, spans, self._letters(messages, text))
 
     def encode_continuation(self, messages: Messages) -> list[int]:
         """What follows the assistant's end-of-turn token when `messages` come next, up to the head of the assistant's next turn.
 
         UserError when the template does not let a conversation go on like that.
         """
-        tails = [self._continuation(talk, messages) for talk in DUMMY_TALKS]
-        tokens = self._encode(tails[0])
-        normalizer = self._tokenizer.normalizer  # Qwen's composes letters and accents (NFC)
-        text = normalizer.normalize_str(tails[0]) if normalizer else tails[0]
-        if tails[0] != tails[1] or self.decode_raw(tokens) != text:
+        (text, letters), other = (self._continuation(talk, messages) for talk in DUMMY_TALKS)
+        tokens = self._encoder.encode(text, letters, before=[self._turn_end_id])
+        if (text, letters) != other or self._normal(self.decode_raw(tokens)) != self._normal(text):
             raise _no_continuation(messages)
         return tokens
 
-    def _continuation(self, talk: Messages, messages: Messages) -> str:
-        """The text after the last turn of `talk`, which is the assistant's."""
+    def _continuation(self, talk: Messages, messages: Messages) -> tuple[str, list[Span]]:
+        """The text after the last turn of `talk`, which is the assistant's, and which spans of it are letters whatever they say."""
         last_text = talk[-1]["content"]
         turn_end = self._without_tail(self._template.render(talk).rpartition(last_text)[2])
         longer = self._template.render([*talk, *messages], add_generation_prompt=True)
@@ -145,7 +155,19 @@ class ChatTokenizer:
         rest = after_last.removeprefix(turn_end)
         if not (turn_end and after_last.startswith(turn_end) and all(message_text(message) in rest for message in messages)):
             raise _no_continuation(messages)
-        return rest
+        letters, start = self._letters([*talk, *messages], longer, add_generation_prompt=True), len(longer) - len(rest)
+        return rest, _within(letters, start, len(longer))
+
+    def _normal(self, text: str) -> str:
+        """A text as far as a tokenizer keeps it: many write it in other letters (NFC, lower case), and other spaces."""
+        normalizer = self._tokenizer.normalizer
+        return "".join((normalizer.normalize_str(text) if normalizer else text).replace("\u2581", " ").split())
+
+    def _letters(self, messages: Messages, text: str, add_generation_prompt: bool = False) -> list[Span]:
+        """The spans of `text`, the rendered `messages`, that read like control tokens, and are none: others than the template wrote them."""
+        if self._controls is None:
+            return []
+        return self._template.spans_from_outside(self._controls, messages, text, add_generation_prompt)
 
     def with_tools(self, tools: list[JsonDict]) -> ChatTokenizer:
         """The same tokenizer, whose template gets these tools."""
@@ -173,12 +195,21 @@ class ChatTokenizer:
         self._template.check_calls(messages)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens` without special tokens."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        """The text of `tokens` as rewards, environments and agents get it: marks such as [THINK] stay, also where they are special tokens;
+        what begins, ends, or fills a text or a turn does not."""
+        return self.decode_raw([token for token in tokens if token not in self._unheard])
 
-    def _encode(self, text: str) -> list[int]:
-        # the template has written the special tokens already
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def heard(self, text: str) -> str:
+        """What `decode` gives of a completion that says `text`. UserError when it has a token in its midst that is left out."""
+        ends = any_of(self._unheard.values())
+        assert ends is not None, "there is an end of text"
+        inside = re.sub(rf"^(\s|{ends.pattern})+|(\s|{ends.pattern})+$", "", text)
+        if end := ends.search(inside):
+            raise UserError(
+                f"{end[0]!r} in a completion ({text!r:.80}) is a token that begins, ends or fills a text of this model, so no reward would "
+                "see it; use another mark"
+            )
+        return self.decode(self._encoder.encode(text))
 
     def _turn_span(self, messages: Messages, index: int, text: str) -> Span:
         """Where turn `index` lies in `text`: it starts after what the policy is asked with, and ends with its end-of-turn token."""
@@ -209,24 +240,34 @@ class ChatTokenizer:
         stripped = turn.rstrip()
         return stripped if stripped.endswith(self._specials) else turn
 
-    def _encode_masked(self, text: str, spans: list[Span]) -> tuple[list[int], list[int]]:
+    def _encode_masked(self, text: str, spans: list[Span], letters: list[Span]) -> tuple[list[int], list[int]]:
         """Encodes piece by piece, so that no token crosses a border and the prompt has the tokens it has while sampling."""
         tokens: list[int] = []
         mask: list[int] = []
         borders = [0, *(border for span in spans for border in span), len(text)]
         for index, (start, end) in enumerate(itertools.pairwise(borders)):
-            piece = self._encode(text[start:end])
+            piece = self._encoder.encode(text[start:end], _within(letters, start, end), before=tokens)
             tokens += piece
             mask += [index % 2] * len(piece)
-        whole = self._tokenizer.encode(text, add_special_tokens=False)
-        if tokens == whole.ids or self.decode_raw(tokens) == self.decode_raw(whole.ids):
+        whole, offsets = self._encoder.whole(text)
+        if letters or tokens == whole or self.decode_raw(tokens) == self.decode_raw(whole):
             return tokens, mask
-        # a tokenizer that puts a space before every text (SentencePiece): pieces would differ from the whole
-        return whole.ids, [int(any(start <= left and right <= end for start, end in spans)) for left, right in whole.offsets]
+        # a tokenizer that drops spaces: pieces would differ from the whole
+        return whole, [int(any(start < right <= end for start, end in spans)) for _, right in offsets]
+
+    def decode_plain(self, tokens: list[int]) -> str:
+        """The text of `tokens` without any special token."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def decode_raw(self, tokens: list[int]) -> str:
         """The text of `tokens` with special tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _within(spans: list[Span], start: int, end: int) -> list[Span]:
+    """What lies of the spans between two borders, counted from the first."""
+    cut = [(max(left, start) - start, min(right, end) - start) for left, right in spans]
+    return [(left, right) for left, right in cut if left < right]
 
 
 def message_text(message: Message) -> str:
@@ -247,37 +288,3 @@ def _no_continuation(messages: Messages) -> UserError:
         "one way that stands by itself, so rl.environment cannot answer the policy: use other roles in the environment, or a template "
         "that writes every message after the one before it as model.chat_template"
     )
-
-
-def _read_json(path: Path) -> JsonDict:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: holds {str(value)[:40]!r}, not an object")
-    return value
-
-
-def _special_tokens(settings: JsonDict) -> dict[str, str]:
-    """The special tokens by name."""
-    named = {name: value for name, value in settings.items() if name.endswith("_token") and value}
-    contents = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
-    return {name: content for name, content in contents.items() if isinstance(content, str)}
-
-
-def _folder_template(folder: Path, settings: JsonDict) -> str:
-    """The chat template that a tokenizer's folder brings; empty: none."""
-    path = folder / "chat_template.jinja"
-    try:
-        template = path.read_text() if path.is_file() else settings.get("chat_template") or ""
-        if isinstance(template, list):  # several templates by name
-            template = one_of_several({entry["name"]: entry["template"] for entry in template})
-        if not isinstance(template, str):
-            raise TypeError(f"{template!r:.40} is no text")
-    except (ValueError, LookupError, TypeError) as error:
-        where = path if path.is_file() else folder / "tokenizer_config.json"
-        raise UserError(f"{where}: its chat_template cannot be read ({error!r})") from error
-    return template

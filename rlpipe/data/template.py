@@ -7,7 +7,7 @@ import datetime
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,10 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rlpipe.data.encoding import Span
 from rlpipe.data.template_text import with_defaults
 from rlpipe.data.tool_calls import TRIED_TOOLS, ArgumentForm, argument_form, marked_calls, with_text_arguments
-from rlpipe.records.prompt import Messages
+from rlpipe.records.prompt import Message, Messages
 from rlpipe.types import JsonDict, UserError
 
 # what a template's expressions may raise
@@ -32,7 +33,9 @@ FAULTS = (
     RecursionError,
     MemoryError,
 )
-Span = tuple[int, int]  # characters, end exclusive
+OUTSIDE = ("tools", "documents")  # variables that others than the template's author wrote
+# of an assistant's message: what it said, in which its marks are tokens
+OWN = ("content", "reasoning_content", "reasoning", "thinking")
 
 
 class GenerationMarks(Extension):
@@ -54,8 +57,14 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(form: str) -> str:
@@ -140,6 +149,87 @@ class ChatTemplate:
             what = f"{type(error).__name__} {error}".strip()
             raise UserError(f"the chat template refuses a conversation ({what:.300}): {json.dumps(messages)[:300]}") from error
         return _split_marks(text, mark) if self.has_marks else (text, [])
+
+    def spans_from_outside(
+        self, controls: re.Pattern[str], messages: Messages, text: str, add_generation_prompt: bool = False
+    ) -> list[Span]:
+        """Where what `controls` finds stands in `text`, the rendered `messages`, because a message or a tool says so, and not the template.
+
+        It is rendered again with a mark in place of each; UserError when the template makes another text of a mark. What the assistant
+        says itself is not from outside.
+        """
+        shared = {name: self._variables[name] for name in OUTSIDE if self._variables.get(name)}
+        others = [{name: value for name, value in message.items() if not _is_own(message, name)} for message in messages]
+        if not any(controls.search(said) for said in _texts([others, shared])):
+            return []
+        marks = _Marks(controls, repr(messages) + repr(shared) + text)
+        template = copy.copy(self)
+        template._variables = self._variables | marks.put(shared)
+        marked = [message | marks.put(other) for message, other in zip(messages, others, strict=True)]
+        pieces = marks.pattern.split(template.render(marked, add_generation_prompt))
+        spans, end = [], 0
+        for index, piece in enumerate(pieces):
+            ways = marks.ways_to_write(piece) if index % 2 else [piece]
+            written = next((way for way in ways if text.startswith(way, end)), None)
+            if written is None:
+                raise _changed(text[end : end + 80])
+            if index % 2 and written == ways[0]:
+                spans.append((end, end + len(written)))
+            end += len(written)
+        if end < len(text):
+            raise _changed(text[end : end + 80])
+        return spans
+
+
+class _Marks:
+    """Words without a meaning, which stand for control tokens while a template is rendered."""
+
+    def __init__(self, controls: re.Pattern[str], taken: str) -> None:
+        stem = next(stem for number in itertools.count() if (stem := f"rlpipecontrol{number}n") not in taken)
+        self._controls, self._stem = controls, stem
+        self._contents: list[str] = []
+        self.pattern = re.compile(stem + r"(\d+)x")
+
+    def put(self, value: Any) -> Any:
+        """The same value with a mark in place of each control token that is from outside."""
+        if isinstance(value, str):
+            return self._controls.sub(self._mark, value)
+        if isinstance(value, list):
+            return [self.put(entry) for entry in value]
+        if not isinstance(value, dict):
+            return value
+        return {self.put(name): self.put(entry) for name, entry in value.items()}
+
+    def _mark(self, control: re.Match[str]) -> str:
+        self._contents.append(control[0])
+        return f"{self._stem}{len(self._contents) - 1}x"
+
+    def ways_to_write(self, number: str) -> list[str]:
+        """What a template may write for a mark's control token: as it is, or within JSON, where it is perhaps none any more."""
+        content = self._contents[int(number)]
+        return [content, *(json.dumps(content, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))]
+
+
+def _is_own(message: Message, name: str) -> bool:
+    """Whether an entry of a message is what the assistant says."""
+    return message["role"] == "assistant" and name in OWN
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        entries = [*value, *value.values()] if isinstance(value, dict) else value
+        for entry in entries:
+            yield from _texts(entry)
+
+
+def _changed(where: str) -> UserError:
+    return UserError(
+        f"the chat template makes another text of a control token that a message has (at {where!r}), so it cannot be told from the "
+        "template's own; take it out of the data, or set model.control_tokens=as_written, and it is the control token itself"
+    )
 
 
 def _unused_mark(messages: Messages) -> str:

@@ -6,12 +6,13 @@ They come from anywhere: a template may never end or ask for all memory, a damag
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from rlpipe.config.model import ModelConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.conversations import encode_asked, encode_talk
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
@@ -30,9 +31,14 @@ FIRST, FIRST_TIMEOUT_S = [{"role": "user", "content": "hi"}], 5.0
 class TokenizerTrial:
     """The tokenizer of a folder with its template, from here to `close`. What it cannot do is a UserError."""
 
-    def __init__(self, folder: Path, chat_template: str, variables: Mapping[str, Any]) -> None:
-        self._where = "model.chat_template" if chat_template else f"model.path={folder}: its chat template"
-        hello = {"folder": str(folder), "chat_template": chat_template, "variables": dict(variables)}
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        self._where = "model.chat_template" if model.chat_template else f"model.path={folder}: its chat template"
+        hello = {
+            "folder": str(folder),
+            "chat_template": model.chat_template,
+            "variables": model.chat_template_args,
+            "control_tokens": model.control_tokens,
+        }
         self._children = ChildPool(f"the tokenizer of {folder}", "rlpipe.data.trial", hello, start_timeout_s=START_TIMEOUT_S)
         (self._child,) = self._children.children
         (ready,) = self._children.on_all(Child.start)
@@ -59,6 +65,15 @@ class TokenizerTrial:
         """Tokens of each conversation, whose template shows where the assistant's turns lie."""
         for part in _batched(conversations):
             yield from self._ask({"conversations": part})["lengths"]
+
+    def heard(self, completions: Iterable[str]) -> dict[str, str]:
+        """What rewards get of a policy that says these texts: what is left of each when it was tokens."""
+        texts = list(dict.fromkeys(completions))
+        return {
+            text: heard
+            for part in _batched(texts)
+            for text, heard in zip(part, self._ask({"said": part})["heard"], strict=True)
+        }
 
     def try_continuations(self, messages: Iterable[Messages]) -> None:
         """The template lets a conversation go on with these, each by itself."""
@@ -95,7 +110,9 @@ def load(hello: JsonDict) -> Loaded:
     where = f"model.path={hello['folder']}"
     try:
         with user_code():
-            tokenizer = ChatTokenizer.from_folder(hello["folder"], hello["chat_template"], hello["variables"])
+            tokenizer = ChatTokenizer.from_folder(
+                hello["folder"], hello["chat_template"], hello["variables"], hello["control_tokens"]
+            )
     except CodeRaised as error:
         message = cause_of(error, "its tokenizer does not load")
         raise UserError(message if hello["folder"] in message else f"{where}: {message}") from error
@@ -117,7 +134,9 @@ def _answer(tokenizer: ChatTokenizer, request: JsonDict) -> Record:
     lengths = [len(encode_talk(tokenizer, Talk(*fields))[0]) for fields in request.get("conversations", [])]
     for messages in request.get("continuations", []):
         tokenizer.encode_continuation(messages)
-    return {"lengths": lengths + [len(encode_asked(tokenizer, *fields)) for fields in request.get("prompts", [])]}
+    heard = [tokenizer.heard(text) for text in request.get("said", [])]
+    asked_lengths = [len(encode_asked(tokenizer, *fields)) for fields in request.get("prompts", [])]
+    return {"heard": heard, "lengths": lengths + asked_lengths}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rlpipe.records.prompt import Message, Messages
 from rlpipe.records.rollout import Rollout
 
 POLICY = "assistant"  # its role
-Decode = Callable[[list[int]], str]  # tokens to text, without special tokens
+Decode = Callable[[list[int]], str]  # tokens to text, as rewards read it
 
 
 def told_ranges(rollout: Rollout) -> list[range]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable
 from functools import cache, lru_cache
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.tokenizer_files import BESIDE, add_tokens
 from rlpipe.records.prompt import Messages
 from rlpipe.records.rollout import Rollout
-from rlpipe.records.turns import turns_of
+from rlpipe.records.turns import Decode, turns_of
 from rlpipe.store.artifacts import read_file
+from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run
-from rlpipe.types import StoreError
+from rlpipe.types import StoreError, UserError
 
 Turns = Callable[[Rollout], Messages]
 
@@ -20,21 +26,34 @@ Turns = Callable[[Rollout], Messages]
 def stored_tokenizer(run: Run) -> Tokenizer:
     """What turns the run's tokens into text; StoreError when it is missing."""
     ref, manifest = run.committed("base", 0, "tokenizer")
-    return _tokenizer(read_file(run.store, ref.folder, manifest.file("tokenizer.json")))
+    beside = [record for record in manifest.files if record.plain_name in BESIDE]
+    data = read_file(run.store, ref.folder, manifest.file("tokenizer.json"))
+    return _tokenizer(data, tuple((record.plain_name, read_file(run.store, ref.folder, record)) for record in beside))
 
 
 @lru_cache(maxsize=4)
-def _tokenizer(data: bytes) -> Tokenizer:
-    return Tokenizer.from_str(data.decode())
+def _tokenizer(data: bytes, beside: tuple[tuple[str, bytes], ...]) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(data.decode())
+    add_tokens(tokenizer, {name: json.loads(document) for name, document in beside})
+    return tokenizer
+
+
+def _decoder(run: Run) -> Decode:
+    """What the run's rewards read of tokens; StoreError when the tokenizer is missing."""
+    source, _ = run.committed("base", 0, "tokenizer")
+    model = run.config.model
+    with tempfile.TemporaryDirectory() as name:
+        folder = materialise(run.store, source, Path(name) / "tokenizer")
+        return ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args, model.control_tokens).decode
 
 
 def turns_reader(run: Run) -> Turns:
     """What gives the turns of a run's rollouts, which a run with its `rl.agent` sampled. The tokenizer is read when a rollout of
     several turns comes, once; StoreError when it is missing."""
-    tokenizer = cache(lambda: stored_tokenizer(run))
+    decode = cache(lambda: _decoder(run))
 
     def turns(rollout: Rollout) -> Messages:
-        return turns_of(rollout, lambda tokens: tokenizer().decode(tokens, skip_special_tokens=True), bool(run.config.rl.agent))
+        return turns_of(rollout, lambda tokens: decode()(tokens), bool(run.config.rl.agent))
 
     return turns
 
@@ -46,7 +65,7 @@ def turns_to_show(run: Run) -> Turns:
     def turns(rollout: Rollout) -> Messages:
         try:
             return read(rollout)
-        except StoreError:
+        except (StoreError, UserError):
             return [{"role": "assistant", "content": rollout.completion}]
 
     return turns

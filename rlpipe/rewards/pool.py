@@ -121,6 +121,7 @@ def check_rewards(
     prompts: TrialRows | None = None,
     written: Sequence[str] = (),
     passing: float = -math.inf,
+    heard: Mapping[str, str] | None = None,
 ) -> float | None:
     """The best reward of the trial rollouts, which are tried until one has `passing`; None where there are none, or they cannot tell: of
     services, which are not called, and of `code`, as no row has a program.
@@ -128,7 +129,7 @@ def check_rewards(
     UserError when a reward cannot be loaded, cannot keep to `timeout_s`, or can score nothing of a data set.
 
     `prompts` are the rows of each data set by its label, `written` completions that SFT shows, for a reward that reads the format
-    which SFT teaches. Functions are tried in a process of their own, so that this one imports none. Services are not called: one that
+    which SFT teaches, and `heard` what is left of completions that were tokens. Functions are tried in a process of their own, so that this one imports none. Services are not called: one that
     is down when it is needed is a fault of the rollouts, `reward_unavailable`.
     """
     _scorers(rewards, args, workers=1, timeout_s=timeout_s)
@@ -140,7 +141,7 @@ def check_rewards(
     with RewardPool(functions, {name: args[name] for name in names if name in args}, workers=1, timeout_s=timeout_s) as pool:
         if "code" in rewards:  # it is loaded: its arguments have the right types
             check_time(args.get("code", {}), timeout_s)
-        tried = {label: _tried(pool, rows, written, passing) for label, rows in (prompts or {}).items()}
+        tried = {label: _tried(pool, rows, written, passing, heard or {}) for label, rows in (prompts or {}).items()}
     errors = {label: trial.error for label, trial in tried.items() if trial.error}
     if errors:
         raise UserError(
@@ -169,6 +170,12 @@ def check_time(args: Mapping[str, Any], timeout_s: float) -> None:
     logger.log(level, "reward code: programs are confined by %s%s", name, advice)
 
 
+def trial_completions(prompt: RewardPrompt, written: Sequence[str]) -> list[str]:
+    """What a policy is taken to say to a prompt before any has said something: the answer, the answer between tags, nothing, what SFT shows."""
+    answer = prompt["answer"]
+    return [*([] if answer is None else [answer, f"<answer>{answer}</answer>"]), "", *written]
+
+
 class _Trial(NamedTuple):
     """The best reward of a data set's trial rollouts, or why none of them could be scored."""
 
@@ -176,12 +183,13 @@ class _Trial(NamedTuple):
     error: str
 
 
-def _tried(pool: RewardPool, rows: list[RewardPrompt], written: Sequence[str], passing: float) -> _Trial:
+def _tried(
+    pool: RewardPool, rows: list[RewardPrompt], written: Sequence[str], passing: float, heard: Mapping[str, str]
+) -> _Trial:
     """Trial rollouts of a data set, row after row until one has the reward `passing`. A character counts as a token."""
     deadline, best = time.monotonic() + TRIAL_S, -math.inf
     for prompt in rows[:ROWS_MAX]:
-        answer = prompt["answer"]
-        completions = [*([] if answer is None else [answer, f"<answer>{answer}</answer>"]), "", *written]
+        completions = [heard.get(text, text) for text in trial_completions(prompt, written)]
         items: list[Item] = [
             {
                 "prompt": prompt,

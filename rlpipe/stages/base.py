@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.pipeline import ModelConfig, PipelineConfig
-from rlpipe.data.chat import TOKENIZER_FILES, ChatTokenizer
+from rlpipe.config.model import ModelConfig
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.template_text import write_template
+from rlpipe.data.tokenizer_files import TOKENIZER_FILES
 from rlpipe.models.folder import INDEX, tensor_shapes, weight_files
 from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.processes.pool import Child, ChildPool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt, Talk
 from rlpipe.report.plan import memory_lines
 from rlpipe.report.plan_cost import Lengths, disk_lines, time_lines
-from rlpipe.rewards.pool import ROWS_MAX, check_rewards
+from rlpipe.rewards.pool import ROWS_MAX, TrialRows, check_rewards, trial_completions
 from rlpipe.rewards.score import label as part_of
 from rlpipe.stages.base import (
     RUN,
@@ -62,6 +62,7 @@ class Content:
         self.conversations: dict[str, list[Talk]] = {}  # and of SFT
         self.roles: list[str] = []  # of the environment's messages
         self.doubts: list[str] = []  # what will hardly be meant, said of what was looked at so far
+        self.heard: dict[str, str] = {}  # completions that rewards are tried on, as they are once they were tokens
 
     def model(self) -> str:
         """The model's files are whole, and its config makes a model that they fit."""
@@ -97,7 +98,13 @@ class Content:
         model = self.config.model
         stands_in = model.path and self.tried is None and self.hub_folder is None
         if stands_in and ("hidden_size" not in model.model_fields_set or Path(model.path).expanduser().is_dir()):
-            return f"memory: not estimated, as {model.path} has no config.json that can be read from here"
+            is_here = Path(model.path).expanduser().is_dir()
+            why = (
+                "does not load: its fault is named"
+                if is_here
+                else "is no folder here, and its config.json cannot be read from here"
+            )
+            return f"memory: not estimated, as {model.path} {why}"
         if self.tried is None:
             made = new_config(model, self.vocab_size) | {"tie_word_embeddings": not stands_in}
             named = folder_config(self.hub_folder) if self.hub_folder else made
@@ -166,13 +173,19 @@ class Content:
             return ""  # it is made of prompts: the fault of each set is known
         with tempfile.TemporaryDirectory() as scratch:
             folder = tokenizer_folder(config, self._prompts_of, Path(scratch))
-            with closing(TokenizerTrial(folder, model.chat_template, model.chat_template_args)) as trial:
+            with closing(TokenizerTrial(folder, model)) as trial:
                 conversations: list[int] = []
                 for data in config.sets("sft"):
                     rows = self.conversations.get(label(data), [])
                     rows = rows if data.on_too_long else rows[:CONVERSATIONS_MAX]
                     conversations += (tokens := list(trial.conversation_lengths(rows)))
                     check_fits(config, data, tokens)
+                self.heard = trial.heard(
+                    text
+                    for rows in self._trial_rows().values()
+                    for row in rows
+                    for text in trial_completions(row, self._shown())
+                )
                 trial.try_continuations([[{"role": role, "content": "an answer"}] for role in self.roles])
                 tried = [] if config.rl.environment else [row for _, rows in self._prompt_sets() for row in rows]
                 counted = tqdm(tried, "prompts", disable=None, leave=False, delay=BAR_DELAY_S)
@@ -218,20 +231,27 @@ class Content:
         return f"agent: {self.config.rl.agent}"
 
     def rewards(self, uses: list[str], tried: bool) -> str:
-        """The rewards of these uses load, and score something of each set; not where an environment, or stored rollouts, would have to
-        be made up. `uses`: one or both; both are scored by the rewards of the first."""
+        """The rewards of these uses load, and score something of each set. `uses`: one or both; both are scored by the rewards of the first."""
         config, rl = self.config, self.config.rl
-        sets = self._prompt_sets() if tried and not (rl.environment or rl.agent or rl.rollouts_from) else []
-        rows = {label(data): [row.for_reward() for row in read[:ROWS_MAX]] for data, read in sets if data.use in uses}
-        written = [content_text(read[0].messages[-1]) for read in self.conversations.values()] if tried else []
+        rows, written = (self._trial_rows(uses), self._shown()) if tried else ({}, [])
         rewards, args = config.rewards(uses[0]), config.reward_args(uses[0])
         try:
-            best = check_rewards(rewards, args, rl.reward_timeout_s, rows, written, passing_reward(config, uses[0]))
+            best = check_rewards(rewards, args, rl.reward_timeout_s, rows, written, passing_reward(config, uses[0]), self.heard)
         except UserError as error:
             own = uses[0] == "evaluation" and config.evaluation.rewards
             raise UserError(str(error).replace("rl.rewards", "evaluation.rewards")) if own else error from error
         self.doubts += filter(None, [why_none_passes(config, uses[0], best)])
         return f"rewards: {', '.join(rewards)}; tried on {', '.join(rows) or 'no data'}; a rollout passes at {passing_reward(config, uses[0]):.6g}"
+
+    def _trial_rows(self, uses: Sequence[str] = ("rl", "evaluation")) -> TrialRows:
+        """The rows of each set that rewards are tried on; none where an environment, or stored rollouts, would have to be made up."""
+        rl = self.config.rl
+        sets = [] if rl.environment or rl.agent or rl.rollouts_from else self._prompt_sets()
+        return {label(data): [row.for_reward() for row in read[:ROWS_MAX]] for data, read in sets if data.use in uses}
+
+    def _shown(self) -> list[str]:
+        """A completion that each set of SFT shows."""
+        return [content_text(read[0].messages[-1]) for read in self.conversations.values()]
 
     def filters(self, tried: bool) -> str:
         """The filters load, and answer as they must; not tried where an environment's answers would have to be made up."""

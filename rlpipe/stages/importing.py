@@ -253,10 +253,14 @@ def _of_files(session: Session, files: StageResult, iteration: int) -> StoredIte
 
 def _with_text(session: Session, rollout: Rollout) -> Rollout:
     """The rollout with its completion's text; UserError when a text of one turn is not what the tokens say."""
-    decoded = session.tokenizer.decode(rollout.completion_tokens.tolist())
+    tokens = rollout.completion_tokens.tolist()
+    decoded = session.tokenizer.decode(tokens)
     if not rollout.completion:
         return replace(rollout, completion=decoded)
-    if rollout.loss_mask.all() and decoded.strip() not in rollout.completion:
+    # others write a text without its marks that are special tokens
+    if rollout.loss_mask.all() and not any(
+        text.strip() in rollout.completion for text in (decoded, session.tokenizer.decode_plain(tokens))
+    ):
         raise UserError(
             f"rl.rollouts_from={session.config.rl.rollouts_from!r}: a completion of prompt {rollout.prompt_id} reads "
             f"{rollout.completion[:80]!r}, but its tokens {decoded[:80]!r}: another tokenizer made them"

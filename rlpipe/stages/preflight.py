@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.tokenizer_files import read_tokenizer
 from rlpipe.models.folder import folder_config
 from rlpipe.report.plan import warning_lines
 from rlpipe.stages.base import (
@@ -85,7 +85,7 @@ def _check_source(run: Run) -> None:
             folder = materialise(run.store, committed[0], scratch)
         else:
             folder = tokenizer_folder(config, prompts, scratch)
-        vocab_size = ChatTokenizer.from_folder(folder, config.model.chat_template, config.model.chat_template_args).vocab_size
+        vocab_size = read_tokenizer(folder)[0].get_vocab_size(with_added_tokens=True)
         sha256 = file_sha256(folder / "tokenizer.json")
     if source is not None:
         check_tokenizer(source, sha256)

@@ -206,7 +206,7 @@ class Session:
         source, _ = self.run.committed("base", 0, "tokenizer")
         model = self.config.model
         folder = materialise(self.run.store, source, self.work_dir / "tokenizer")
-        return ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args)
+        return ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args, model.control_tokens)
 
     def check_open(self) -> None:
         """A shard may outlive another that failed, and the flow that failed with it: it starts nothing any more."""

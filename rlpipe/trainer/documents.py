@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rlpipe.data.chat import TOKENIZER_FILES
+from rlpipe.data.tokenizer_files import TOKENIZER_FILES
 from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.step import Resident

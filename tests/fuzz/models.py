@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlpipe.config.model import ModelConfig
 from rlpipe.config.source import read_config
 from rlpipe.data import trial as tokenizer_trial
 from rlpipe.data.new_tokenizer import build_tokenizer
@@ -181,7 +182,9 @@ def look_at_tokenizer(folder: Path) -> None:
     """The same; its bound on memory would be one of this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_trial.resource, "setrlimit", lambda *_: None)
-        _, answer = tokenizer_trial.load({"folder": str(folder), "chat_template": "", "variables": {}})
+        _, answer = tokenizer_trial.load(
+            {"folder": str(folder), "chat_template": "", "variables": {}, "control_tokens": "text"}
+        )
         told = answer({"prompts": [[{"role": "user", "content": "What is the word?"}]]})
         if "error" in told:
             raise UserError(str(told["error"]))
@@ -193,5 +196,5 @@ def look_at(folder: Path, damage: Damage) -> None:
     if not damage.name.endswith(HEAVY):
         look_at_tokenizer(folder)
         return
-    with closing(TokenizerTrial(folder, "", {})) as trial:
+    with closing(TokenizerTrial(folder, ModelConfig())) as trial:
         list(trial.prompt_lengths([Prompt("hi/0", "hi", [{"role": "user", "content": "hi"}], None)]))
