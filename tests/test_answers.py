@@ -34,6 +34,25 @@ def test_pass_at_k_is_the_mean_over_all_subsets(passed: list[bool], data: st.Dat
         ("two\n#### 7\nthree\n####  8 \nend", "8"),
         ("  plain\n", "plain"),
         ("<answer>cut off", "<answer>cut off"),
+        ("\\boxed{42}\n#### Check\n6 * 7 = 42", "42"),
+        ("\\boxed{42}\n##### 7", "42"),
+        ("\\boxed{42}\n#### 2. Check", "42"),
+        ("\\boxed{42}\n####", "42"),
+        ("\\boxed{41}\n#### 42", "42"),
+        ("#### 1\nfirst\n#### 2\nso \\boxed{42}", "42"),
+        ("so #### $42$.", "$42$"),
+        ("so #### 72 clips", "72 clips"),
+        ("\\boxed{71} #### 72 clips", "71"),
+        ("no box\n#### Step 1\nso 5", "no box\n#### Step 1\nso 5"),
+        (r"\fbox{42}", "42"),
+        (r"\boxed 42.", "42"),
+        (r"\boxed {42}", "42"),
+        (r"\boxed{42} \boxed{} \fbox{ }", "42"),
+        (r"\boxed{1} and $\boxed{2}$", "1, 2"),
+        (r"\boxed{1} \boxed{2}", "2"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"<answer>so \boxed{5}</answer>", "5"),
         ("", ""),
     ],
 )
@@ -91,6 +110,9 @@ def test_what_is_drawn_of_many_k() -> None:
     assert sorted(["s_pass_at_16", "s_pass_at_2"], key=by_number) == ["s_pass_at_2", "s_pass_at_16"]
 
 
-@pytest.mark.parametrize("mark", ["\\boxed{", "<answer>", "####", "{", "}"])
+@pytest.mark.parametrize(
+    "mark",
+    ["\\boxed{", "<answer>", "####", "{", "}", "\\boxed{}", "\\boxed{1},", "\\boxed 1", "\\boxed  ", "#### 1\n", "#### a\n"],
+)
 def test_a_megabyte_of_one_mark_is_read_in_one_pass(mark: str) -> None:
     assert answer_text(mark * (1_000_000 // len(mark)) + " \\boxed{7}").endswith("7")

@@ -1,4 +1,5 @@
-"""`math` and `deepscaler`: the author's truth, what math-verify itself says, and what ours says, on the pairs of math_pairs.py."""
+"""`math` and `deepscaler`: the author's truth, what math-verify itself says, and what ours says, on the pairs of math_pairs.py and
+of math_hard_pairs.py, whose references are easily read in part."""
 
 import re
 from pathlib import Path
@@ -6,7 +7,10 @@ from pathlib import Path
 import pytest
 from math_verify import parse, verify
 
+from rlpipe.rewards.math_reward import read_reference
+from rlpipe.rewards.references import references_line
 from rlpipe.rewards.registry import resolve
+from tests.math_hard_pairs import HARD, ORDINARY, pairs, verdict
 from tests.math_pairs import PAIRS
 
 DOCS = Path(__file__).parent.parent / "docs" / "rewards.md"
@@ -36,6 +40,56 @@ def test_math_is_right_on_all_pairs_but_those_that_the_docs_list() -> None:
     assert [row for row in found if len(set(row[2:])) > 1] == listed
     assert sum(row[2] != row[4] for row in found) < sum(row[2] != row[3] for row in found)
     assert not [row for row in found if row[4] and not row[2] and not row[3]], "a reward for what nobody thinks right"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("name", "thinking"), [("math", ""), ("deepscaler", "<think>hm</think>")])
+def test_no_wrong_answer_to_what_is_easily_read_in_part(name: str, thinking: str) -> None:
+    """deepscaler wants a box: of the others it is asked whether the wrong ones are wrong."""
+    reward = resolve(name)
+    marked = [
+        pair for pair in pairs() if name == "math" or ("box" in pair[2] and not ("####" in pair[2] or "<answer>" in pair[2]))
+    ]
+    assert len(marked) >= 300
+    given = {pair: verdict(reward, pair[1], thinking + pair[2]) for pair in marked}
+    assert [pair for pair, reward in given.items() if reward is None] == []
+    assert [pair for pair, reward in given.items() if reward == 1.0 and not pair[3]] == [], "a wrong answer"
+    refused = [pair[1:3] for pair, reward in given.items() if reward == 0.0 and pair[3]]
+    known = [(r"33\frac{1}{3}\%", r"\frac13"), (r"\gcd(12,18)=6", "6")]
+    assert refused == [(reference, f"So the answer is $\\boxed{{{answer}}}$.") for reference, answer in known], (
+        "as docs/rewards.md says"
+    )
+
+
+def test_ordinary_references_are_compared_by_value() -> None:
+    assert len(set(ORDINARY)) >= 150
+    assert [reference for reference in ORDINARY if read_reference(reference).values is None] == []
+
+
+def test_what_plan_says_of_references() -> None:
+    assert references_line(["42", "1,000", "so\n#### -3.5", *ORDINARY[:10]]) == ""
+    told = references_line([r"x \equiv 3 \pmod 7", "10:30 am", "42", "Paris", r"\frac{1}{2}"])
+    assert told.startswith(
+        "of 5 references, 2 are compared as text (the first: 'x \\\\equiv 3 \\\\pmod 7') and 1 cannot be scored, reward_error"
+    )
+    assert "'Paris': math-verify finds no formula or number" in told
+    assert references_line(["7"] * 100_000) == ""
+
+
+def test_a_reference_is_as_text_where_numbers_of_it_would_be_lost() -> None:
+    lost = [
+        r"x \equiv 3 \pmod 7",
+        "10:30 am",
+        r"45^\circ 30'",
+        "5 ft 3 in",
+        r"1,2,\ldots,10",
+        "1011_2",
+        "1:2:3",
+        "P(X=3)=0.25",
+        "12 R 5",
+    ]
+    assert [reference for reference in lost if read_reference(reference).values is not None] == []
+    assert all(ours(reference, f"\\boxed{{{reference}}}") for rows in HARD.values() for reference, *_ in rows)
 
 
 @pytest.mark.parametrize("mark", ["(", "{", "[", "$", "-", "1+", "1 ", "\\boxed{", "\\frac{", "<answer>", "####", "answer "])

@@ -13,8 +13,13 @@ import numpy as np
 
 from rlpipe.records.rollout import Group, Rollout
 
-BOX = "\\boxed{"
-HASHED = re.compile(r"####[ \t]*(.*)")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)\\[{}]|[{}]")  # \{ and \} are signs of a formula, and close nothing
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)[ \t]+([^\s{}$\\]*[^\s{}$\\.,;:])")  # \boxed 42
+_BETWEEN = re.compile(r"[\s$]*(?:[,;]|(?:,\s*)?\b(?:and|or)\b)[\s$]*")  # between boxes that are one answer together
+_HASHED = re.compile(r"(?<!#)####(?!#)(.*)")  # GSM8K's mark; a fifth # makes it a heading
+_NUMBER_FIRST = re.compile(r"(?:\\?\$|[€£¥])?[+-]?[.\d]")
+_COUNTED = re.compile(r"\d+[.):]\s")  # a heading: "#### 1. Check"
+LATEX_TEXT = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}")  # words inside a formula
 
 
 def last_answer(completion: str) -> str | None:
@@ -24,30 +29,70 @@ def last_answer(completion: str) -> str | None:
     return completion[start + len("<answer>") : end] if start >= 0 else None
 
 
-def last_box(text: str) -> str | None:
-    """What is inside the last `\\boxed{...}` whose braces close, braces within braces included; None when there is none."""
-    opened: list[int] = []  # after each brace that is open
-    first = end = -1
-    for brace in re.finditer(r"[{}]", text):
-        if brace[0] == "{":
-            opened.append(brace.end())
-        elif opened:
-            inside = opened.pop()
-            if inside > first and text.endswith(BOX, 0, inside):
-                first, end = inside, brace.start()
-    return text[first:end] if first >= 0 else None
+def boxed_answer(text: str) -> str | None:
+    """What the last box holds: `\\boxed{...}` or `\\fbox{...}` whose braces close, or `\\boxed 42`; None when there is none.
+
+    One that is empty, or not closed, is none. Boxes with only a comma, "and" or "or" between them are one answer, joined by commas.
+    """
+    box = _boxes(text)
+    return box[2] if box else None
+
+
+def marked_answer(completion: str) -> str | None:
+    """The text that the completion marks as its answer, stripped; None when it marks none.
+
+    It is the last `<answer>` element (of that the last box, where it has one), or else the last of these: a box (`boxed_answer`),
+    or `####` with a number or formula alone behind it on its line. Where there is no box, words may follow the number.
+    """
+    if (tagged := last_answer(completion)) is not None:
+        return boxed_answer(tagged) or tagged.strip()
+    box = _boxes(completion)
+    for mark in reversed(list(_HASHED.finditer(completion, box[1] if box else 0))):
+        line = mark[1].strip().strip("*").rstrip(".").strip()
+        if is_value(line) or (box is None and _NUMBER_FIRST.match(line) and not _COUNTED.match(line)):
+            return line
+    return box[2] if box else None
 
 
 def answer_text(completion: str) -> str:
-    """The text that counts as the answer: the last `<answer>` element, else the last `\\boxed{}`, else what the last `####` is
-    followed by on its line, else the whole completion; stripped."""
-    if (tagged := last_answer(completion)) is not None:
-        return tagged.strip()
-    if (boxed := last_box(completion)) is not None:
-        return boxed.strip()
-    if hashed := HASHED.findall(completion):
-        return hashed[-1].strip()
-    return completion.strip()
+    """The text that counts as the answer: the one that is marked (`marked_answer`), else the whole completion; stripped."""
+    marked = marked_answer(completion)
+    return completion.strip() if marked is None else marked
+
+
+def is_value(line: str) -> bool:
+    """Whether a line is a number or formula and nothing else: no words outside of `\\text{}`, no number of a heading."""
+    if _COUNTED.match(line) or sum(map(line.count, "([")) != sum(map(line.count, ")]")):
+        return False
+    bare = re.sub(r"\\[A-Za-z]+", "", LATEX_TEXT.sub("", line))
+    says = re.search(r"\d|\\[A-Za-z]", line) or re.fullmatch(r"\(?[A-Za-z]\)?", line)
+    return says is not None and re.search(r"[A-Za-z]{3,}", bare) is None
+
+
+def _boxes(text: str) -> tuple[int, int, str] | None:
+    """Where the last box begins and ends, and what it holds; boxes that are one answer together are one."""
+    boxes = [(bare.start(), bare.end(), bare[1]) for bare in _BARE_BOX.finditer(text)]
+    opened: list[int] = []  # where each box that is open begins; -1 for a brace of another kind
+    for brace in _BRACES.finditer(text):
+        sign = brace[0]
+        if sign == "{":
+            opened.append(-1)
+        elif len(sign) > 2:
+            opened.append(brace.start())
+        elif sign == "}" and opened and (start := opened.pop()) >= 0:
+            inside = text[text.index("{", start) + 1 : brace.start()].strip()
+            if inside:
+                boxes.append((start, brace.end(), inside))
+    if not boxes:
+        return None
+    boxes.sort()
+    first, end, inside = boxes.pop()
+    parts = [inside]
+    while boxes and boxes[-1][1] <= first and _BETWEEN.fullmatch(text, boxes[-1][1], first):
+        first, _, inside = boxes.pop()
+        if inside != parts[0]:
+            parts.insert(0, inside)
+    return first, end, ", ".join(parts)
 
 
 def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:

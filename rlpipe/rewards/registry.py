@@ -90,8 +90,8 @@ def reasoning_gym() -> Reward:
 
 NAMED: dict[str, Callable[..., Reward]] = {
     "reasoning_gym": reasoning_gym,
-    "math": partial(load_function, "rl.rewards", "rlpipe.rewards.verifier:score_math"),
-    "deepscaler": partial(load_function, "rl.rewards", "rlpipe.rewards.verifier:score_deepscaler"),
+    "math": partial(load_function, "rl.rewards", "rlpipe.rewards.math_reward:score_math"),
+    "deepscaler": partial(load_function, "rl.rewards", "rlpipe.rewards.math_reward:score_deepscaler"),
     "code": code,
     "exact": lambda: exact,
     "format": format_reward,

@@ -24,6 +24,7 @@ from rlpipe.records.prompt import Prompt, Talk
 from rlpipe.report.plan import memory_lines
 from rlpipe.report.plan_cost import Lengths, disk_lines, time_lines
 from rlpipe.rewards.pool import ROWS_MAX, TrialRows, check_rewards, trial_completions
+from rlpipe.rewards.references import COMPARING, references_line
 from rlpipe.rewards.score import label as part_of
 from rlpipe.stages.base import (
     RUN,
@@ -241,7 +242,13 @@ class Content:
             own = uses[0] == "evaluation" and config.evaluation.rewards
             raise UserError(str(error).replace("rl.rewards", "evaluation.rewards")) if own else error from error
         self.doubts += filter(None, [why_none_passes(config, uses[0], best)])
-        return f"rewards: {', '.join(rewards)}; tried on {', '.join(rows) or 'no data'}; a rollout passes at {passing_reward(config, uses[0]):.6g}"
+        lines = [
+            f"rewards: {', '.join(rewards)}; tried on {', '.join(rows) or 'no data'}; a rollout passes at {passing_reward(config, uses[0]):.6g}"
+        ]
+        for data, read in self._prompt_sets() if rows and COMPARING & rewards.keys() else []:
+            if data.use in uses and (line := references_line([row.answer for row in read])):
+                lines.append(f"  {label(data)}: {line}")
+        return "\n".join(lines)
 
     def _trial_rows(self, uses: Sequence[str] = ("rl", "evaluation")) -> TrialRows:
         """The rows of each set that rewards are tried on; none where an environment, or stored rollouts, would have to be made up."""

@@ -1,0 +1,265 @@
+"""The rewards `math` and `deepscaler`: is the final answer equal to the reference, by math-verify where it reads both whole.
+
+What math-verify reads in part is compared as text. So a number out of a congruence, a time or a vector is never taken for the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+from latex2sympy2_extended import is_expr_of_only_symbols
+from latex2sympy2_extended.logic import And
+from latex2sympy2_extended.math_normalization import normalize_latex
+from math_verify import LatexExtractionConfig, parse, verify
+from mpmath import floor, log10
+from sympy import Add, Eq, Float, Integral, Limit, Product, Sum, solve
+from sympy.core.relational import Relational
+
+from rlpipe.algorithms.answers import LATEX_TEXT, boxed_answer, marked_answer
+from rlpipe.records.prompt import RewardPrompt
+from rlpipe.rewards.formula import MEASURES, THOUSANDS, bare, last_unit, mended, same_text, says_more, scaled
+
+# math-verify's own timeouts are signals, which work in no thread; the pool kills the process instead. It warns once of that.
+logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
+logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
+
+CHARS_MAX = 10_000  # of the end of a completion: math-verify's time grows with the square, 2 s here
+DIGITS = 6  # of two numbers that are equal: significant ones, and decimals around an expected 0
+PRECISION = 15  # the same of formulas whose difference has to be 0
+FLOAT_NOISE = 3  # of these digits, where the numbers are small
+REFERENCES_MAX = 1024  # that are kept parsed: a group of rollouts has one
+NORMAL = LatexExtractionConfig().normalization_config
+FORMULA_ALONE = [
+    LatexExtractionConfig(normalization_config=dataclasses.replace(NORMAL, units=False))
+]  # `mended` has left out the unit
+FORMULA_CHARS_MAX = 400  # of an answer: the time of the grammar grows faster than the text
+NO_FORMULA = re.compile(r"([^\w\s.])\1{7}")  # one sign again and again, in which the grammar looks for meaning
+COMMAS = re.compile(r"(?<=\d),(?=\d{3})")
+ENVIRONMENTS = re.compile(
+    r"\$\$([^$]+)\$\$|(?<!\\)\$((?:[^$\n\\]|\\.)+)\$|\\\(((?:[^\\]|\\(?![()]))*)\\\)|\\\[((?:[^\\]|\\(?![\[\]]))*)\\\]"
+)
+WORD = re.compile(r"(?:^|(?<=\s))(?!(?:and|mod|sin|cos|tan|log|exp|gcd|lcm)\b)[A-Za-z]{3,}")
+IN_PART = re.compile(
+    r"\\[a-zA-Z]|\d\s*:\s*\d|\d\s*(?:['\"°!]|\.\.)|[_^]|\d\s+[A-Z]\s+\d|≡|\bmod\b|\d\s*[aApP]\.?[mM]\b"
+)  # a number beside it means more
+
+
+@dataclass(frozen=True)
+class ReferenceAnswer:
+    """A reference answer. `values` is what math-verify made of the whole of it; None where it is compared as text."""
+
+    text: str
+    values: list[Any] | None = None
+    unit: str = ""
+    exponent: int = 0  # of the smallest number in it that is not 0, 10 ** exponent; 0 from 1 on
+
+
+def score_math(prompt: RewardPrompt, completion: str) -> float:
+    """1.0 when the final answers are equal, else 0.0; ValueError for a prompt without an answer that can be read.
+
+    The final answer is the one that is marked (`marked_answer`), or else what math-verify finds in the last CHARS_MAX characters:
+    the last formula or number.
+    """
+    reference = _reference(prompt)
+    answer = marked_answer(completion)
+    return float(_is_in_text(reference, completion[-CHARS_MAX:]) if answer is None else _is(reference, answer[-CHARS_MAX:]))
+
+
+def score_deepscaler(prompt: RewardPrompt, completion: str) -> float:
+    """As DeepScaleR scores: 1.0 when the last box after the thinking block is equal to the answer, else 0.0.
+
+    The block has to be closed, once; its opening tag may be in the prompt, where many chat templates put it. ValueError as in
+    `score_math`.
+    """
+    reference = _reference(prompt)
+    thinking, closed, rest = completion.partition("</think>")
+    if not closed or thinking.count("<think>") > 1 or "<think>" in rest or "</think>" in rest:
+        return 0.0
+    answer = boxed_answer(rest)
+    return float(answer is not None and _is(reference, answer[-CHARS_MAX:]))
+
+
+def _reference(prompt: RewardPrompt) -> ReferenceAnswer:
+    if prompt["answer"] is None:
+        raise ValueError(f"prompt {prompt['prompt_id']} has no answer to compare with")
+    try:
+        return read_reference(prompt["answer"])
+    except ValueError as error:
+        raise ValueError(f"prompt {prompt['prompt_id']}: {error}") from error
+
+
+@lru_cache(REFERENCES_MAX)
+def read_reference(answer: str) -> ReferenceAnswer:
+    """How the reference answer is compared: by value, or as text. ValueError where it cannot be, or says several things.
+
+    GSM8K's are a whole solution that ends in `#### 42`, others a formula, bare or in a box or in `$`.
+    """
+    text = answer.rpartition("####")[2].strip()
+    text = bare(boxed_answer(text) or text)
+    formulas = _formulas(text)
+    if len(formulas) == 1:
+        text = formulas[0]
+    elif not formulas and _is_prose(text) and not MEASURES.fullmatch(text):
+        return _of_prose(text)
+    spelled = same_text(text)
+    values = (
+        None if len(formulas) > 1 and not all(map(_whole, formulas)) else _parsed(text) if len(formulas) > 1 else _whole(text)
+    )
+    if not re.search(r"\w", spelled):
+        raise ValueError(f"there is no formula, number or word in the answer {answer[:80]!r}")
+    return ReferenceAnswer(spelled, values, last_unit(text), _exponent(values[0]) if values else 0)
+
+
+def _of_prose(text: str) -> ReferenceAnswer:
+    """Words with one number, "18 dollars", are that number."""
+    values = _parsed(_cleaned(text))
+    if not values:
+        raise ValueError(
+            f"math-verify finds no formula or number in the answer {text[:80]!r}; the rewards exact and reasoning_gym compare text"
+        )
+    if not _is_one_number(text, values):
+        raise ValueError(
+            f"the answer {text[-80:]!r} is prose with several numbers, and which of them is the answer cannot be told; "
+            "write it as one value or formula"
+        )
+    return ReferenceAnswer(same_text(text), values, last_unit(text), _exponent(values[0]))
+
+
+def _is(reference: ReferenceAnswer, answer: str) -> bool:
+    """Whether a text that is an answer and nothing else is the reference."""
+    text = bare(answer)
+    if reference.text == same_text(text):
+        return True
+    if reference.values is None:
+        based = re.fullmatch(r"(\d+)_\w+", reference.text)  # the base of a number is in the question too
+        return based is not None and same_text(text) == based[1] and "_" not in text
+    if _formulas(text):
+        return _is_in_text(reference, text)
+    unit, text = last_unit(text), text.replace("\\$", "").replace("$", "")
+    if unit and reference.unit and unit != reference.unit:
+        return False
+    if _is_prose(text):
+        values = _parsed(_cleaned(text)) if re.search(r"\d", text) else []
+        return bool(values) and _is_one_number(text, values) and _equal(reference, values)
+    return _equal(reference, _whole(text) or [])
+
+
+def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:
+    """Whether what a text ends in is the reference, where no answer is marked: its last formula, or number."""
+    formulas = _formulas(text)
+    text = scaled(re.sub(r"</?answer>", "", text)).strip()
+    line = text.rpartition("\n")[2].replace("**", "")
+    if reference.values is None or not (formulas or WORD.search(LATEX_TEXT.sub("", line))):
+        return any(_is(reference, text) for text in [*formulas[-1:], line] if not _formulas(text))
+    values = _parsed(_cleaned(text))
+    if not _equal(reference, values):
+        return False
+    number = values[-1]  # as text
+    for formula in formulas:
+        if normalize_latex(formula, NORMAL) == number:
+            return _is(reference, formula)
+    line = LATEX_TEXT.sub(r"\\text{}", line)
+    if measured := MEASURES.search(line):
+        return _is(reference, measured[0])
+    for part in reversed(WORD.split(line)):
+        before, here, after = COMMAS.sub("", part).rpartition(COMMAS.sub("", number))
+        if here and (re.search(r"\d", before + after) or IN_PART.search(part) or re.match(r"[A-Za-z+&|]", after)):
+            return _is(reference, part.strip(" \t.,:;*"))
+        if here and not re.fullmatch(r"-?[\d.,]+", number):
+            return _is(reference, number)
+        if here:
+            unit = last_unit(number + line.rpartition(number)[2][:20])
+            return not (unit and reference.unit) or unit == reference.unit
+    return True
+
+
+def _equal(reference: ReferenceAnswer, values: list[Any]) -> bool:
+    """By value; numbers to DIGITS significant digits, and from 1 on to as many decimals."""
+    assert reference.values is not None
+    if not values or _is_side(reference.values[0], values[0]):
+        return False
+    rounding = max(DIGITS, DIGITS - 1 - reference.exponent)
+    precision = max(PRECISION, PRECISION - FLOAT_NOISE - reference.exponent)
+    alike = partial(
+        verify, float_rounding=rounding, numeric_precision=precision, timeout_seconds=None, allow_set_relation_comp=True
+    )
+    expected: Any = reference.values[0]
+    value: Any = values[0]
+    if isinstance(expected, Eq) and isinstance(value, Eq) and not _solutions(expected):
+        sides = (
+            expected.lhs - expected.rhs,  # pyright: ignore[reportOperatorIssue]
+            value.lhs - value.rhs,  # pyright: ignore[reportOperatorIssue]
+        )  # math-verify takes two equations without solutions for the same
+        return alike(sides[0], sides[1]) or alike(sides[0], -sides[1])
+    return alike(reference.values, values)
+
+
+@lru_cache(REFERENCES_MAX)
+def _solutions(equation: Eq) -> list[Any]:
+    try:
+        return list(solve(equation, equation.free_symbols))
+    except Exception:  # whatever sympy raises where it knows no way
+        return []
+
+
+def _is_side(expected: Any, value: Any) -> bool:
+    """Whether one is an equation as `y'' + y = 0` and the other is not: math-verify would compare with its right side alone."""
+    if isinstance(expected, Eq):
+        return isinstance(expected.lhs, Add) and not isinstance(value, (Relational, And))
+    unsolved = isinstance(value, Eq) and isinstance(value.lhs, Add) and value.lhs.free_symbols
+    return bool(expected == 0 and unsolved and not is_expr_of_only_symbols(value.lhs))
+
+
+def _whole(formula: str) -> list[Any] | None:
+    """math-verify's value of a formula, if it has one of all that is said; else None."""
+    text = mended(formula)
+    if len(text) > FORMULA_CHARS_MAX or NO_FORMULA.search(text):
+        return None
+    values = parse(f"${text}$", FORMULA_ALONE, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    if len(values) != 2 or isinstance(values[0], str) or says_more(text, values[1]):
+        return None
+    return values
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify finds in a text: the value, and the text of it (or of something else that it tried before)."""
+    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+
+def _formulas(text: str) -> list[str]:
+    """The formulas that are marked in it."""
+    return [next(filter(None, groups)) for groups in ENVIRONMENTS.findall(text) if any(groups)]
+
+
+def _is_one_number(text: str, values: list[Any]) -> bool:
+    read = COMMAS.sub("", values[-1])
+    rest = COMMAS.sub("", _cleaned(text)).replace(read, "", 1)
+    return not re.search(r"\d", rest) and not re.search(r"\d\s+\d", read)
+
+
+def _is_prose(text: str) -> bool:
+    """Whether it holds words outside of formulas; what has its formulas marked is none."""
+    words = WORD.search(LATEX_TEXT.sub("", text)) is not None and not re.fullmatch(r"[A-Z]+", text)
+    return words and "$" not in text and "\\boxed" not in text
+
+
+def _cleaned(text: str) -> str:
+    """Without what math-verify stumbles over: prices in LaTeX, typographic minus signs, spaces between thousands."""
+    return THOUSANDS.sub("", text.replace("\\$", "").replace("\u2212", "-"))
+
+
+def _exponent(value: Any) -> int:
+    """Of the smallest number in a value that is neither 0 nor above 1, so that 10 ** exponent is at most that number."""
+    smallest, parts = 0, [value]
+    while parts:
+        part = parts.pop()
+        if not getattr(part, "is_number", False):
+            parts += getattr(part, "args", ())
+        elif not part.has(Integral, Limit, Product, Sum) and isinstance(number := abs(part.evalf(PRECISION)), Float) and number:
+            smallest = min(smallest, int(floor(log10(number.num))))
+    return smallest

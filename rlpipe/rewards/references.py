@@ -1,0 +1,85 @@
+"""How the reference answers of a data set can be compared by `math` and `deepscaler`, counted before a run pays for samples.
+
+Also the process that counts, as math-verify may hang on a text and takes seconds to import: `python -m rlpipe.rewards.references`.
+First line in: {}. Then {"answers": [text]}, out: {"errors": [why it cannot be read, "" where it is compared by value, null as text]}.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from rlpipe.processes.pool import ChildPool, ProcessEnded
+from rlpipe.processes.user_code import Loaded, serve
+from rlpipe.types import JsonDict
+
+COMPARING = {"math", "deepscaler"}  # the rewards that read a reference so
+ROWS_MAX = 1000  # of a data set, spread over it
+ROWS_AT_ONCE = 20
+TIME_S = 5.0  # for a data set; what is not looked at by then is said
+SHOWN_CHARS = 40
+NUMBER = re.compile(r"(?:.*####)?\s*-?\d[\d,]*(?:\.\d+)?\s*", re.DOTALL)  # compared by value: it is not asked about
+
+
+def references_line(answers: Sequence[str | None]) -> str:
+    """In words, how many of the references are compared as text and how many cannot be scored; empty where all are compared by value.
+
+    At most ROWS_MAX are looked at, and for TIME_S.
+    """
+    chosen = [answers[index * len(answers) // ROWS_MAX] for index in range(ROWS_MAX)] if len(answers) > ROWS_MAX else [*answers]
+    others = [answer for answer in chosen if answer is None or not NUMBER.fullmatch(answer)]
+    errors = _told(["" if answer is None else answer for answer in others]) if others else []
+    as_text = [answer for answer, error in zip(others, errors, strict=False) if error is None]
+    unread = [(answer, error) for answer, error in zip(others, errors, strict=False) if error]
+    said = []
+    if as_text:
+        said.append(f"{len(as_text):,} are compared as text (the first: {_short(as_text[0])})")
+    if unread:
+        said.append(f"{len(unread):,} cannot be scored, reward_error (the first: {_short(unread[0][0])}: {unread[0][1]})")
+    num_looked = len(chosen) - len(others) + len(errors)
+    if not said and len(errors) == len(others):
+        return ""
+    looked = (
+        f"{num_looked:,} references"
+        if num_looked == len(answers)
+        else f"{num_looked:,} references looked at, of {len(answers):,}"
+    )
+    return f"of {looked}, {' and '.join(said) or 'all are compared by value'}"
+
+
+def _told(answers: list[str]) -> list[str | None]:
+    """Of as many answers, from the first on, as there is time for."""
+    errors: list[str | None] = []
+    with closing(ChildPool("rl.rewards", "rlpipe.rewards.references", {})) as pool:
+        pool.on_all(lambda child: child.start())
+        deadline_s = time.monotonic() + TIME_S
+        while len(errors) < len(answers) and (left_s := deadline_s - time.monotonic()) > 0:
+            request = {"answers": answers[len(errors) : len(errors) + ROWS_AT_ONCE]}
+            try:
+                [answer] = pool.on_all(lambda child, request=request, left_s=left_s: child.ask(request, left_s))
+            except (TimeoutError, ProcessEnded):
+                break
+            errors += answer["errors"]
+    return errors
+
+
+def _short(answer: str | None) -> str:
+    return repr(answer if answer is None or len(answer) <= SHOWN_CHARS else f"...{answer[-SHOWN_CHARS:]}")
+
+
+def load(hello: JsonDict) -> Loaded:
+    from rlpipe.rewards.math_reward import read_reference  # imports sympy
+
+    def error_of(answer: str) -> str | None:
+        try:
+            return None if read_reference(answer).values is None else ""
+        except ValueError as error:
+            return str(error)
+
+    return {}, lambda request: {"errors": [error_of(answer) for answer in request["answers"]]}
+
+
+if __name__ == "__main__":
+    serve(load)
