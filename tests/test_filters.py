@@ -42,6 +42,8 @@ def group(rewards: list[float], completions: list[str] | None = None, lengths: l
         ("diversity", 0.5, group([0, 1, 0, 1], ["a", "a", "a", "a"]), "low_diversity"),
         ("reasonable_length", 4, group([0, 1], lengths=[2, 6]), None),
         ("reasonable_length", 4, group([0, 1], lengths=[2, 7]), "too_long"),
+        ("minimum_length", 4, group([0, 1], lengths=[2, 6]), None),
+        ("minimum_length", 4, group([0, 1], lengths=[2, 5]), "too_short"),
     ],
 )
 def test_named(name: str, threshold: float, rollouts: Group, reason: str | None) -> None:

@@ -1,4 +1,4 @@
-"""When a rollout passes, and who says that none can."""
+"""When a rollout passes, who says that none can; and what a config is not refused for, or keeps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
+from rlpipe.report.show import parameter_text
 from rlpipe.rewards.pool import check_rewards, score
 from rlpipe.stages.preflight import look_at
+from rlpipe.store.run import create_or_continue, open_existing
+from rlpipe.types import UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 
@@ -82,3 +85,31 @@ def test_a_plan_says_at_what_a_rollout_passes_and_that_none_can() -> None:
     )
     found = look_at(config(*small, "evaluation.pass_threshold=1.0"))
     assert any(line.startswith("evaluation.pass_threshold=1: above 0.5") for line in found.warnings)
+
+
+def test_a_field_that_is_gone_hides_no_other_fault() -> None:
+    with pytest.raises(UserError) as refused:
+        config("rl.top_k=50", "rl.clip_highh=0.3", "model.hidden_size=130", "sft.patience=3")
+    lines = str(refused.value).splitlines()
+    assert lines[:2] == [
+        "rl.top_k=50: this field is gone, it is always -1; remove it",
+        "rl.clip_highh=0.3: no such field; did you mean rl.clip_high?",
+    ]
+    assert [line.split("=")[0].split(":")[0] for line in lines[2:]] == ["model.hidden_size", "sft.patience"]
+    assert config("rl.top_k=-1") == config()
+
+
+def test_sft_alone_needs_no_room_for_completions() -> None:
+    config("rl.num_iterations=0", "rl.completion_tokens_max=512", "evaluation.completion_tokens_max=8")
+    with pytest.raises(UserError, match="leaves no room for a prompt"):
+        config("rl.num_iterations=0", "rl.completion_tokens_max=512")  # its evaluation samples completions of that length
+
+
+@pytest.mark.parametrize("names", [("nonzero_std", "diversity", "any_success"), ("diversity", "any_success", "nonzero_std")])
+def test_a_fork_asks_filters_and_rewards_in_the_order_of_the_config(tmp_path: Path, names: tuple[str, ...]) -> None:
+    filters = f"rl.filters={{{', '.join(f'{name} = 0.5' for name in names)}}}"
+    own = config(f"store=file://{tmp_path}", filters, "rl.rewards={format = 0.5, exact = 0.5}", "sft.num_steps=0")
+    stored = open_existing(create_or_continue(own).store, "a").config
+    texts = {parameter_text(each.model_dump()["rl"]["filters"]) for each in (own, stored)}
+    assert texts == {"{'any_success': 0.5, 'diversity': 0.5, 'nonzero_std': 0.5}"}
+    assert (*stored.rl.filters,) == names and [*stored.rl.rewards] == ["format", "exact"]

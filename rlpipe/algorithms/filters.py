@@ -53,6 +53,12 @@ def reasonable_length(group: Group, threshold: float) -> str | None:
     return None if statistics.fmean(lengths) <= threshold else "too_long"
 
 
+def minimum_length(group: Group, threshold: float) -> str | None:
+    """Keeps a mean completion length, in tokens, of at least the threshold; single rollouts may be shorter."""
+    lengths = [len(rollout.completion_tokens) for rollout in group]
+    return None if statistics.fmean(lengths) >= threshold else "too_short"
+
+
 def any_ended(group: Group, _threshold: float) -> str | None:
     """Keeps a group in which some completion ended by itself: with `rl.mask_truncated`, another has no token to train."""
     return None if any(rollout.finish_reason != TRUNCATED for rollout in group) else "all_truncated"
@@ -70,11 +76,13 @@ NAMED: dict[str, Filter] = {
     "any_success": any_success,
     "diversity": diversity,
     "reasonable_length": reasonable_length,
+    "minimum_length": minimum_length,
 }
 BOUNDS: dict[str, tuple[float, float, str]] = {  # of the thresholds that make sense: lowest, highest, what they are
     "nonzero_std": (0.0, math.inf, "a standard deviation of rewards"),
     "diversity": (0.0, 1.0, "a share of the completions"),
     "reasonable_length": (1.0, math.inf, "a number of tokens"),
+    "minimum_length": (0.0, math.inf, "a number of tokens"),
 }
 
 

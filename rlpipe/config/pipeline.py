@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,12 +160,7 @@ class PipelineConfig(BaseModel, **STRICT):
         refuse_secrets(tree)
         if info.context == STORED:
             tree = _with_added(tree)
-        for section, name, value in _retired(tree):
-            if value != RETIRED[section][name]:
-                raise ValueError(
-                    f"{section}.{name}={value!r}: this field is gone, it is always {RETIRED[section][name]}; remove it"
-                )
-        return from_stored(tree)
+        return _without_retired(tree)  # what says another thing is left, and refused as a field that is none
 
     @model_validator(mode="after")
     def _fits_together(self, info: ValidationInfo) -> PipelineConfig:
@@ -237,8 +232,13 @@ def _with_added(tree: JsonDict) -> JsonDict:
 
 def from_stored(tree: Any) -> Any:
     """The tree of a config of any age, without the retired fields; one that said what is computed stays where it said another thing."""
+    return _without_retired(tree, OPERATIONAL)
+
+
+def _without_retired(tree: Any, whatever: Collection[str] = ()) -> Any:
+    """The tree without retired fields that say what every run works with, in the sections `whatever` whatever they say."""
     for section, name, value in list(_retired(tree)):
-        if section in OPERATIONAL or value == RETIRED[section][name]:
+        if section in whatever or value == RETIRED[section][name]:
             tree = tree | {section: {key: entry for key, entry in tree[section].items() if key != name}}
     return tree
 

@@ -101,7 +101,8 @@ def _of_data(config: PipelineConfig) -> Iterator[str]:
     fractions = {f"{data.heldout_fraction:g} of {data.name}" for data in config.data if data.part != "all"}
     if len({data.heldout_fraction for data in config.data if data.part != "all"}) > 1:
         yield f"data.NAME.heldout_fraction: {', '.join(sorted(fractions))} differ, so that one would train on what another holds out"
-    if rl.completion_tokens_max >= model.context_tokens_max:
+    samples = bool(rl.num_iterations) or (config.sets("evaluation") and config.evaluation.completion_tokens_max is None)
+    if samples and rl.completion_tokens_max >= model.context_tokens_max:
         yield f"{model.context_tokens_max=}: leaves no room for a prompt beside {rl.completion_tokens_max=}; use more"
     if (own := config.evaluation.completion_tokens_max) and own >= model.context_tokens_max:
         yield f"{model.context_tokens_max=}: leaves no room for a prompt beside evaluation.completion_tokens_max={own}; use more"

@@ -6,6 +6,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlpipe.config.fields import config_sections, did_you_mean, near_names
-from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.types import JsonDict, UserError
 
@@ -47,12 +48,32 @@ def _read(source: str, presets: Path) -> JsonDict:
 
 
 def check(tree: JsonDict, context: str = "") -> PipelineConfig:
-    """The config of a JSON tree; UserError with one line per fault. `context`: STORED of a run's record."""
+    """The config of a JSON tree; UserError with one line per fault. `context`: STORED of a run's record.
+
+    A field that does not exist hides no fault of the others: they are checked without it.
+    """
     try:
         return PipelineConfig.model_validate(tree, context=context)
     except ValidationError as error:
-        texts = (_fault_line(_dotted(tree, fault["loc"]), fault) for fault in error.errors())
-        raise UserError("\n".join(dict.fromkeys(_short(line) for text in texts for line in text.splitlines()))) from error
+        faults = error.errors()
+    texts = [_fault_line(_dotted(tree, fault["loc"]), fault) for fault in faults]
+    if unknown := [fault["loc"] for fault in faults if fault["type"] == "extra_forbidden"]:
+        try:
+            check(_without(tree, unknown), context)
+        except UserError as others:
+            texts.append(str(others))
+    raise UserError("\n".join(dict.fromkeys(_short(line) for text in texts for line in text.splitlines())))
+
+
+def _without(tree: JsonDict, fields: list[tuple[int | str, ...]]) -> JsonDict:
+    """A copy of the tree without these fields."""
+    copy = deepcopy(tree)
+    for *parents, name in fields:
+        node: Any = copy
+        for parent in parents:
+            node = node[parent]
+        del node[name]
+    return copy
 
 
 def _short(line: str) -> str:
@@ -67,7 +88,10 @@ def _fault_line(name: str, fault: ErrorDetails) -> str:
         return message
     section, is_table = name.split(".", 1)[0], isinstance(fault["input"], dict)
     listed = f"`rlpipe fields {section if section in config_sections() else ''}".rstrip() + "` lists them"
-    if fault["type"] == "extra_forbidden":
+    retired = {f"{of}.{field}": value for of, fields in RETIRED.items() for field, value in fields.items()}
+    if fault["type"] == "extra_forbidden" and name in retired:
+        message = f"this field is gone, it is always {retired[name]}; remove it"
+    elif fault["type"] == "extra_forbidden":
         kind = "section" if "." not in name and is_table else "field"
         message = f"no such {kind}{did_you_mean(near_names(name)) or f' ({listed})'}"
     elif fault["type"] == "model_type":

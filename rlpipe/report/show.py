@@ -243,3 +243,14 @@ def flat_settings(value: Any, name: str = "") -> dict[str, str]:
     return {
         key: text for part, inner in value.items() for key, text in flat_settings(inner, f"{name}.{part}".lstrip(".")).items()
     }
+
+
+def parameter_text(value: Any) -> str:
+    """A setting as text, the same in whatever order its keys are."""
+    return str(_by_key(value))
+
+
+def _by_key(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _by_key(value[key]) for key in sorted(value)}
+    return [_by_key(entry) for entry in value] if isinstance(value, list) else value

@@ -21,7 +21,7 @@ from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.secrecy import with_password_aside, without_passwords
 from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, DataSet, Point, code_tags, evaluation_points
 from rlpipe.report.outages import read, said_of
-from rlpipe.report.show import rollout_table
+from rlpipe.report.show import parameter_text, rollout_table
 from rlpipe.store.run import Run
 from rlpipe.types import Metrics, RunWaits, StoreError, UserError
 
@@ -176,7 +176,7 @@ class Tracker:
 
         for key, value in code_tags(self.run).items():
             self._client.set_tag(entity.info.run_id, key, value)
-        values = {key: str(value)[:VALUE_CHARACTERS_MAX] for key, value in identity(self.run.config).items()}
+        values = {key: parameter_text(value)[:VALUE_CHARACTERS_MAX] for key, value in identity(self.run.config).items()}
         assert len(values) <= PARAMS_MAX, "send them in several requests"
         params = [Param(key, value) for key, value in values.items() if key not in entity.data.params]
         self._client.log_batch(entity.info.run_id, params=params)

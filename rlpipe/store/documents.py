@@ -14,17 +14,18 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from rlpipe.store.backend import Store
-from rlpipe.types import StoreError, canonical_json, sha256_of
+from rlpipe.types import StoreError, sha256_of
 
 Document = TypeVar("Document")
 SEAL = "seal"
 
 
 def sealed(document: Any) -> bytes:
-    """The bytes of a document, a dataclass."""
+    """The bytes of a document, a dataclass, its keys in their order: that of filters and rewards in a config means something. The seal does
+    not depend on it."""
     tree = dataclasses.asdict(document)
     assert SEAL not in tree, f"{type(document).__name__} has a field of that name"
-    data = canonical_json(tree | {SEAL: sha256_of(tree)})
+    data = json.dumps(tree | {SEAL: sha256_of(tree)}, separators=(",", ":"), allow_nan=False).encode()
     assert parse_document("memory", data, type(document)) is not None, "what is written can be read"
     return data
 
