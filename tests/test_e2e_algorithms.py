@@ -29,7 +29,7 @@ def test_options_reach_the_trainer_and_every_check_of_a_first_step_holds(folder:
     assert isinstance(metrics, dict)
     assert metrics["train/onpolicy_abs"] < 1e-6
     assert metrics["train/grad_norm"] > 0
-    assert (metrics["train/kl"] != 0) == ("rl.kl=reward" in OPTIONS[name])
+    assert ("train/kl" in metrics) == ("rl.kl=reward" in OPTIONS[name])
     if name == "gspo":
         assert metrics["train/clip_fraction_low"] + metrics["train/clip_fraction_high"] > 0
 

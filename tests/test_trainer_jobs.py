@@ -116,7 +116,7 @@ def test_a_kl_in_the_reward_changes_the_advantages_and_not_the_loss(trainer: Tra
         settings: JsonDict = {"kl": kl, "kl_coef": kl_coef, "num_steps": 1, "kl_estimator": "k2"}
         job = {**world.train("a", "b", "rl", data, settings), "reference": None if kl == "none" else other.as_json()}
         found[kl] = world.run(trainer, "train", job)["metrics"]
-    assert found["reward"]["train/kl"] == found["loss"]["train/kl"] != found["none"]["train/kl"] == 0
+    assert found["reward"]["train/kl"] == found["loss"]["train/kl"] > 0 and "train/kl" not in found["none"]
     assert found["reward"]["train/loss"] == found["reward"]["train/policy_loss"] != found["none"]["train/policy_loss"]
     assert found["loss"]["train/policy_loss"] == found["none"]["train/policy_loss"] != found["loss"]["train/loss"]
     assert found["reward"]["first_step"]["reference_abs"] > 0.01 and found["none"]["first_step"]["reference_abs"] == 0
@@ -134,7 +134,7 @@ def test_a_kl_of_weight_0_is_logged_and_changes_no_bit(trainer: Trainer) -> None
         name = f"{kl} {estimator}"
         metrics[name] = world.run(trainer, "train", job | {"reference": None if kl == "none" else other.as_json()})["metrics"]
         policies[name] = policy_sha(trainer, name)
-    assert len(set(policies.values())) == 1 and metrics["none k3"]["train/kl"] == 0.0
+    assert len(set(policies.values())) == 1 and "train/kl" not in metrics["none k3"]
     assert metrics["loss k3"]["train/kl"] == metrics["reward k3"]["train/kl"] > 0.0
     assert metrics["loss k3"]["train/loss"] == metrics["none k3"]["train/loss"]
 

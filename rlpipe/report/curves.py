@@ -182,7 +182,7 @@ def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
         (axes[3], "completion length, tokens", ("rollout/length_tokens_mean",)),
         (axes[4], "KL of the step (and to the reference)", ("train/proximal_kl", "train/kl")),
     ):
-        for name in names:
+        for name in (name for name in names if any(name in values for values in metrics)):
             values_of = [values.get(name, float("nan")) for values in metrics]
             axis.plot(values_of, label=name, marker=_marker(num_iterations))
         _finish_axis(axis, title, "RL iteration")
