@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlpipe.config.source import override_config
-from rlpipe.stages.base import model_folder
+from rlpipe.stages.model_source import model_folder
 from rlpipe.stages.policy import stored_as
 from rlpipe.stages.training import StoredAs
 from rlpipe.store import audit, deltas

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from rlpipe.config.model import ModelConfig
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.stages.base import model_folder
+from rlpipe.stages.model_source import model_folder
 from rlpipe.types import UserError
 from scripts.import_gguf import import_gguf
 

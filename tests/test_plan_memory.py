@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.report.plan import GIB, ModelSizes, memory_lines, training_bytes
 from rlpipe.stages import content as content_room
-from rlpipe.stages.base import TriedModel, new_config, place_of_model
+from rlpipe.stages.base import TriedModel, new_config
 from rlpipe.stages.content import Content
+from rlpipe.stages.model_source import place_of_model
 from rlpipe.trainer import trial
 from rlpipe.types import UserError
 from tests.memory_of_a_step import LENGTH, TOKENS
@@ -130,9 +130,11 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.M
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", from_hub)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # for the rest of it
-    place, folder = place_of_model(ModelConfig(path="some/model", context_tokens_max=128))
-    assert (place, folder, asked) == ("some/model of the hub; the run downloads it", tmp_path, ["some/model/config.json"])
-    content = Content(read_config("tiny", ["model.path=some/model", "model.context_tokens_max=128"], PRESETS), False)
+    config = read_config("tiny", ["model.path=some/model", "model.context_tokens_max=128"], PRESETS)
+    place, found = place_of_model(config)
+    assert (place, asked) == ("some/model of the hub; the run downloads it", ["some/model/config.json"])
+    assert found["num_hidden_layers"] == 2
+    content = Content(config, False)
     assert content.model() == "model: some/model of the hub; the run downloads it"
     assert f"model: {(134_515_008 - 28 * 3_540_096) / 1e6:.1f}M parameters" in content.memory()
 

@@ -9,8 +9,8 @@ import pytest
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
-from rlpipe.stages import base, preflight
-from rlpipe.stages.base import base_reference, check_vocabulary
+from rlpipe.stages import model_source, preflight
+from rlpipe.stages.base import TriedModel, base_reference, check_vocabulary
 from rlpipe.stages.content import Content
 from rlpipe.stages.preflight import look_at
 from rlpipe.stages.session import Session
@@ -76,7 +76,7 @@ async def prepared(run: Run, tmp_path: Path) -> StageResult:
 async def test_a_reference_is_copied_once_whatever_becomes_of_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "tensor_shapes", lambda folder: {})
+    monkeypatch.setattr(model_source, "tensor_shapes", lambda folder: {})
     run = made(with_kl(tmp_path, folder_of(tmp_path)))
     assert not run.starts_rl
     first = await prepared(run, tmp_path)
@@ -91,7 +91,7 @@ async def test_the_newest_policy_of_a_run_is_a_reference_and_stays_it(tmp_path: 
     source = made(config(tmp_path, "run=source"))
     run = made(with_kl(tmp_path, "run:source"))
     first = await prepared(run, tmp_path)
-    assert first.metrics["source"] == source.policy(0)[0].as_json()
+    assert first.metrics["source"] == source.policy(0)[0].as_json() | {"run": "source", "version": 0}
     commit_iterations(source, 1)
     assert (await prepared(run, tmp_path)).ref == first.ref
     assert run.committed("base", 0, "reference")[1].file("model.safetensors").bytes == len(b"source")
@@ -136,15 +136,15 @@ def test_another_vocabulary_is_refused_by_name(other: bytes, said: str) -> None:
 
 
 def test_preflight_refuses_a_reference_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "tensor_shapes", lambda folder: {})
-    monkeypatch.setattr(Content, "_tried", lambda content, field, folder: str(folder))
+    monkeypatch.setattr(model_source, "tensor_shapes", lambda folder: {})
+    monkeypatch.setattr(Content, "_tried", lambda content, field, folder, sized: TriedModel(1, "packed", None))
     (fault,) = look_at(with_kl(tmp_path, folder_of(tmp_path))).faults
     assert "rl.reference=" in fault and "its vocabulary is another one" in fault
     run = made(with_kl(tmp_path, "run:gone"))
     with pytest.raises(UserError, match=r"rl\.reference='run:gone': no run 'gone'"):
         preflight.preflight(run.config)
     with pytest.raises(UserError, match=r"rl\.reference='/nowhere': there is no such folder"):
-        base.reference_folder(with_kl(tmp_path, "/nowhere"))
+        model_source.source_of(with_kl(tmp_path, "/nowhere"), "rl.reference", "/nowhere")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flows.cli import app
 from rlpipe.config.pipeline import CheckpointConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.report.show import show_lines
-from rlpipe.stages.base import model_folder
+from rlpipe.stages.model_source import model_folder
 from rlpipe.stages.remaking import committed_version, export_policy, pruned_versions
 from rlpipe.store import audit, lease
 from rlpipe.store.artifacts import PRUNED, commit, is_pruned, write_bytes

@@ -10,9 +10,9 @@ from rlpipe.config.operational import STRICT, TOKENS_MAX
 
 
 class ModelConfig(BaseModel, **STRICT):
-    """The model that training starts from: a folder in HF format, or a new Qwen3 of the given shape."""
+    """The model that training starts from: one in HF format, or a new Qwen3 of the given shape."""
 
-    path: str = Field(default="", description="Folder or hub name of a model in HF format; empty: a new Qwen3 and tokenizer")
+    path: str = Field(default="", description="Folder (also s3://), hub name or run:NAME (docs/models.md); empty: a new Qwen3")
     context_tokens_max: int = Field(
         default=512,
         ge=16,

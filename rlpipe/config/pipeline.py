@@ -54,7 +54,7 @@ class DataConfig(BaseModel, **STRICT):
     name: str = Field(description="Name in metrics and prompt ids", pattern=r"^[a-z0-9_]+$")
     use: Literal["sft", "rl", "evaluation"] = Field(description="Which phase reads it")
     source: str = Field(
-        description="reasoning_gym:NAME, datasets:PATH, a path to .jsonl or .parquet, or package.module:function that gives rows",
+        description="reasoning_gym:NAME, datasets:PATH, package.module:function that gives rows, or a .jsonl or .parquet file or a folder of such, also on s3://",
         min_length=1,
     )
     weight: float = Field(default=1.0, gt=0, description="Share in the mixture, relative to the other sets of the same use")

@@ -189,6 +189,8 @@ def _of_stored_rollouts(config: PipelineConfig) -> Iterator[str]:
     rl, source = config.rl, config.rl.rollouts_from
     if source == "run:" or "://" in source:
         yield f"{rl.rollouts_from=}: use run:NAME, or a local path of a Parquet file or folder"
+    if (path := config.model.path) == "run:" or (config.run and path == f"run:{config.run}"):
+        yield f"model.path={path!r}: name another run, as run:NAME"
     if rl.reference == "run:" or (config.run and rl.reference == f"run:{config.run}"):
         yield f"{rl.reference=}: name another run, as run:NAME"
     if config.run and source == f"run:{config.run}":

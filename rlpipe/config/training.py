@@ -161,7 +161,7 @@ class RlConfig(OptimizerConfig):
     )
     reference: str = Field(
         default="",
-        description="Model of that KL, with the same vocabulary: a folder or hub name, or run:NAME (its newest policy when this run "
+        description="Model of that KL, with the same vocabulary, as model.path: a folder, a hub name, or run:NAME (its newest policy when this run "
         "begins); empty: the policy RL starts from",
     )
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field(default="k3", description="Estimator of that KL")

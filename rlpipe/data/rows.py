@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlpipe.data.files import Row, file_rows, first_cause, names_files
 from rlpipe.processes.launch import PARENT_VARIABLE, die_with_parent
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
 from rlpipe.processes.user_code import (
-    MESSAGE_CHARS_MAX,
     CodeRaised,
     InvalidAnswer,
     Loaded,
@@ -42,14 +42,6 @@ ROW_TIMEOUT_S = 300.0  # that a function may take for a row: the first may need 
 BATCH_ROWS, BATCH_S = 256, 0.5  # of a function, which cross together
 
 
-class Row(NamedTuple):
-    """A row and its place. Example: Row("sums.jsonl:17", {"prompt": "2+2?", "answer": 4})."""
-
-    where: str
-    values: JsonDict
-    is_arrow: bool = False  # then a record has the keys of all others, and null where it had none
-
-
 class FunctionCall(NamedTuple):
     """A function of the user's: of which data set, where, called with what, and which field of its rows is the answer."""
 
@@ -67,16 +59,14 @@ def read_rows(data: DataConfig, seed: int) -> list[Row]:
         return _generated_rows(data, seed)
     if data.source.startswith("datasets:"):
         rows = _datasets_rows(data)
-    elif data.source.endswith(".jsonl"):
-        rows = _jsonl_rows(_existing(data))
-    elif data.source.endswith(".parquet"):
-        rows = _parquet_rows(_existing(data))
+    elif names_files(data.source):
+        rows = file_rows(data)
     elif FUNCTION.fullmatch(data.source):
         rows = _function_rows(data, seed)
     else:
         raise UserError(
             f"data.{data.name}.source={data.source!r}: no such kind of source; use reasoning_gym:NAME, datasets:PATH, "
-            "package.module:function, or a path that ends in .jsonl or .parquet"
+            "package.module:function, or a file that ends in .jsonl or .parquet or a folder of such, here or as s3://bucket/path"
         )
     first_rows = [_checked(row) for row in itertools.islice(rows, data.rows_max or None)]
     if not first_rows:
@@ -93,63 +83,6 @@ def _checked(row: Row) -> Row:
         parts = value.values() if isinstance(value, Mapping) else value
         pending += [(part, depth + 1) for part in parts if isinstance(part, (dict, list, tuple))]
     return row
-
-
-def _existing(data: DataConfig) -> Path:
-    path = Path(data.source).expanduser()
-    if not path.is_file():
-        raise UserError(f"data.{data.name}.source={data.source}: no such file (looked for {path.absolute()})")
-    return path
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for line_index, line in enumerate(lines, start=1):
-            where = f"{path}:{line_index}"
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except (ValueError, RecursionError) as error:  # a ValueError also for bytes that are no UTF-8
-                raise UserError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
-            if not isinstance(values, dict):
-                raise UserError(f"{where}: a {type(values).__name__}, but every line must be one JSON object")
-            yield Row(where, values)
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    import pyarrow.parquet
-
-    where = f"{path}: not a readable Parquet file"
-    try:
-        with user_code(), pyarrow.parquet.ParquetFile(path) as file:  # a damaged file is an error of any type
-            names = file.schema_arrow.names
-            if twice := {name for name in names if names.count(name) > 1}:
-                raise ValueError(f"two columns are called {min(twice)!r}")
-            where = f"{path} row 1: not readable"
-            rows = (values for batch in file.iter_batches(batch_size=4096) for values in _values(batch))
-            for row_index, values in enumerate(rows, start=1):
-                yield Row(f"{path} row {row_index}", values, is_arrow=True)
-                where = f"{path} row {row_index + 1}: not readable"
-    except CodeRaised as error:
-        raise UserError(f"{where} ({_cause(error)})") from error
-
-
-def _values(batch: Any) -> Iterable[dict[str, Any]]:
-    """The rows of a batch; where one is no value of Python (a date beyond its years), those before it come first."""
-    try:
-        with user_code():
-            return batch.to_pylist()
-    except CodeRaised:
-        return (batch.slice(row_index, 1).to_pylist()[0] for row_index in range(len(batch)))
-
-
-def _cause(error: CodeRaised) -> str:
-    """The first cause of what was raised, in one line."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    return " ".join(f"{type(cause).__name__}: {cause}".split())[:MESSAGE_CHARS_MAX]
 
 
 def _datasets_rows(data: DataConfig) -> Iterator[Row]:
@@ -171,7 +104,7 @@ def _datasets_rows(data: DataConfig) -> Iterator[Row]:
                 yield Row(where, dict(values), is_arrow=True)
                 where = f"{path} row {row_index + 1}: cannot be read"
     except CodeRaised as error:
-        raise UserError(f"{where} ({_cause(error)}); check the path, and put load_dataset's arguments in args") from error
+        raise UserError(f"{where} ({first_cause(error)}); check the path, and put load_dataset's arguments in args") from error
 
 
 def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:

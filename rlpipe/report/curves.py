@@ -15,6 +15,7 @@ from rlpipe.config.pipeline import DataConfig
 from rlpipe.store.audit import by_number, manifests
 from rlpipe.store.code_version import code_version
 from rlpipe.store.local_copy import is_delta
+from rlpipe.store.outside import is_outside
 from rlpipe.store.run import BEFORE_SFT, Run
 from rlpipe.types import Manifest, Metrics, StoreError, moment_of
 
@@ -51,10 +52,13 @@ class DataSet:
     @classmethod
     def of(cls, data: DataConfig, digest: str, num_rows: int) -> DataSet:
         """A set of the config with what was read of it; MLflow keeps 36 characters of a digest."""
-        is_file = Path(data.source).expanduser().exists()
-        source = {"uri": str(Path(data.source).expanduser().absolute())} if is_file else {"tags": {"source": data.source}}
+        is_file, on_s3 = Path(data.source).expanduser().exists(), is_outside(data.source)
+        uri = data.source if on_s3 else str(Path(data.source).expanduser().absolute())
+        source = {"uri": uri} if is_file or on_s3 else {"tags": {"source": data.source}}
         profile = {"num_rows": num_rows, "part": data.part, "weight": data.weight}
-        return cls(data.name, digest[:32], "local" if is_file else "code", json.dumps(source), json.dumps(profile))
+        return cls(
+            data.name, digest[:32], "s3" if on_s3 else "local" if is_file else "code", json.dumps(source), json.dumps(profile)
+        )
 
 
 def code_tags(run: Run) -> dict[str, str]:

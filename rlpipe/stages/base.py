@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,97 +18,25 @@ from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.template_text import write_template
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
-from rlpipe.models.folder import INDEX, tensor_shapes, weight_files
-from rlpipe.models.whole import base_of, whole_policy
+from rlpipe.models.folder import weight_files
+from rlpipe.models.whole import base_of
 from rlpipe.processes.pool import Child, ChildPool
 from rlpipe.records.messages import content_text
 from rlpipe.report.plan import ModelSizes
 from rlpipe.report.plan_cost import Speed, places
+from rlpipe.stages.model_source import MODEL_FILES, RUN, forget_copies, model_files, newest_policy, source_of
 from rlpipe.stages.session import PromptSets, Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.training import new_adapter, save_loaded
-from rlpipe.store.artifacts import PRUNED, write_file
+from rlpipe.store.artifacts import write_file
 from rlpipe.store.backend import Store
-from rlpipe.store.deltas import DELTA
 from rlpipe.store.local_copy import materialise, read_small_file
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.run import Run
 from rlpipe.trainer.jobs import LoadJob, NewModel
-from rlpipe.types import ArtifactRef, FileRecord, StoreError, UserError
+from rlpipe.types import ArtifactRef, FileRecord, UserError
 
-IMPORT_GGUF = ".venv/bin/python scripts/import_gguf.py"
-MODEL_FILES = {"config.json", "generation_config.json", INDEX}
 TOKENIZER_TEXTS_MAX = 2000
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
-HUB_COPIES = ["*/*", "consolidated*"]  # of the same weights, for other programs
-HUB_TIMEOUT_S = 10.0
-RUN = "run:"  # begins an `rl.reference` that is the policy of a run
 TRIAL_TIMEOUT_S = 120.0  # of a model's config, most of it to import torch
-
-
-def model_folder(model: ModelConfig, field: str = "model.path") -> Path:
-    """The local folder of `model.path`; UserError, which names the field that it is from, when it is no model in HF format."""
-    folder = Path(model.path).expanduser()
-    if folder.suffix == ".gguf":
-        raise UserError(f"{field}={model.path!r} is a GGUF file: make a folder of it with `{IMPORT_GGUF} {model.path} FOLDER`")
-    if (folder.parent / PRUNED).is_file():
-        raise UserError(
-            f"{field}={model.path!r} was pruned: make it again with `rlpipe export RUN --version K --to DIR`, and name DIR"
-        )
-    if not folder.is_dir():
-        if model.path.startswith(("/", "~", ".")):  # no name of the hub
-            hint = f"`make smollm2` makes the one of preset smollm2, `{IMPORT_GGUF} FILE FOLDER` one of any GGUF file"
-            raise UserError(f"{field}={model.path!r}: there is no such folder; {hint}")
-        folder = _snapshot(model.path, field)
-    if (folder / DELTA).is_file():
-        raise UserError(
-            f"{field}={model.path!r} is stored as a difference to another policy: `rlpipe export` makes a model folder of it"
-        )
-    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if missing or not any(folder.glob("*.safetensors")):
-        wanted = ", ".join(missing or ["*.safetensors"])
-        raise UserError(f"{field}={model.path!r} is no model in HF format: {wanted} is missing; empty builds a new model")
-    try:
-        tensor_shapes(folder)
-    except StoreError as error:
-        raise UserError(f"{field}={model.path!r}: {error}") from error
-    return folder
-
-
-@contextlib.contextmanager
-def _from_hub(name: str, field: str) -> Iterator[None]:
-    """UserError for what goes wrong with the model of that name."""
-    # HTTPError is that of the HTTP client below, which changes with the hub's version; the other two are about its proxy
-    from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    try:
-        yield
-    except (OSError, HFValidationError, HTTPError, ImportError, ValueError) as error:
-        raise UserError(
-            f"{field}={name!r} is neither a folder nor a model of the hub that can be reached from here ({error})"
-        ) from error
-
-
-def _snapshot(name: str, field: str, local_only: bool = False) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with _from_hub(name, field):
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES, local_files_only=local_only))
-
-
-def place_of_model(model: ModelConfig, field: str = "model.path") -> tuple[str, Path]:
-    """Where the model is, for a plan, and a folder that has its config.json, which is all of it that is downloaded."""
-    if Path(model.path).expanduser().exists() or model.path.startswith(("/", "~", ".")):
-        folder = model_folder(model, field)
-        return str(folder), folder
-    with contextlib.suppress(UserError):
-        folder = _snapshot(model.path, field, local_only=True)
-        if any(folder.glob("*.safetensors")):  # a plan before may have left the config there
-            return f"{model.path} in {folder}", folder
-    from huggingface_hub import hf_hub_download
-
-    with _from_hub(model.path, field):
-        config = Path(hf_hub_download(model.path, "config.json", etag_timeout=HUB_TIMEOUT_S))
-    return f"{model.path} of the hub; the run downloads it", config.parent
 
 
 @dataclass(frozen=True)
@@ -176,7 +103,7 @@ def _copied(attempt: Attempt, paths: Iterable[Path]) -> list[FileRecord]:
 def tokenizer_folder(config: PipelineConfig, prompts: PromptSets, scratch: Path) -> Path:
     """Where the tokenizer of a new run is: in the model's folder, or in `scratch`, built of the prompts."""
     if config.model.path:
-        return model_folder(config.model)
+        return source_of(config).folder
     uses = ("rl", "evaluation") if config.sets("rl") else ("evaluation",)
     texts = [prompt for use in uses for rows in prompts(use) for prompt in rows[:TOKENIZER_TEXTS_MAX]]
     build_tokenizer([content_text(message) for prompt in texts for message in prompt.messages], scratch)
@@ -185,13 +112,16 @@ def tokenizer_folder(config: PipelineConfig, prompts: PromptSets, scratch: Path)
 
 @stage("base", "policy", settings=["model.*"], verb="prepare_model")
 async def base_policy(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
-    """The base model: copied from `model.path`, or new from the seed (made by the trainer)."""
+    """The base model: copied from `model.path`, or new from the seed (made by the trainer). That of a run is named by the manifest."""
     model = session.config.model
     if model.path:
-        source = await asyncio.to_thread(model_folder, model)
+        source = await asyncio.to_thread(source_of, session.config)
         own = await asyncio.to_thread(materialise, session.run.store, tokenizer, session.work_dir / "tokenizer")
-        files = [source / name for name in MODEL_FILES] + [own / name for name in TOKENIZER_FILES] + weight_files(source)
-        return Produced(await asyncio.to_thread(_copied, attempt, files), weight_version=0)
+        named = [source.folder / name for name in MODEL_FILES] + [own / name for name in TOKENIZER_FILES]
+        files = await asyncio.to_thread(_copied, attempt, named + weight_files(source.folder))
+        if source.policy:
+            await asyncio.to_thread(forget_copies, session.config)
+        return Produced(files, {"source": source.policy} if source.policy else {}, weight_version=0)
     new = _new_model(model, await asyncio.to_thread(lambda: session.tokenizer), session.config.seed)
     load = LoadJob(f"{attempt.folder}/new", new, policy=None, state=None)
     return (await save_loaded(session, load, attempt)).produced({}, weight_version=0)
@@ -207,42 +137,23 @@ async def base_probe(session: Session, attempt: Attempt, *, policy: ArtifactRef)
 @stage("base", "reference", settings=["rl.reference"], verb="prepare_reference")
 def base_reference(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
     """The reference of the KL where `rl.reference` names one, copied: a later start has the same, whatever became of it there."""
-    store = session.run.store
-    with tempfile.TemporaryDirectory(dir=session.work_dir) as scratch:
-        name = session.config.rl.reference
-        policy = reference_policy(store, name) if name.startswith(RUN) else None
-        source = whole_policy(store, policy, Path(scratch)) if policy else reference_folder(session.config)
-        own = _committed_tokenizer(store, tokenizer)
-        check_vocabulary(name, own, (source / "tokenizer.json").read_bytes())
-        files = [source / name for name in MODEL_FILES | TOKENIZER_FILES] + weight_files(source)
-        return Produced(_copied(attempt, files), {"source": policy.as_json() if policy else str(source)})
-
-
-def reference_policy(store: Store, name: str) -> ArtifactRef:
-    """The newest policy of the run that `rl.reference` names; UserError when it has none."""
-    try:
-        source = open_existing(store, name.removeprefix(RUN))
-    except UserError as error:
-        raise UserError(f"rl.reference={name!r}: {error}") from error
-    if not source.sft_complete or not source.has_base:
-        raise UserError(f"rl.reference={name!r}: the SFT of that run is not complete, so it has no policy yet")
-    return source.policy(source.num_iterations)[0]
-
-
-def reference_folder(config: PipelineConfig) -> Path:
-    """The local folder of `rl.reference` where that is no run; UserError as `model_folder`."""
-    return model_folder(config.model.model_copy(update={"path": config.rl.reference}), "rl.reference")
+    name = session.config.rl.reference
+    source = source_of(session.config, "rl.reference", name)
+    check_vocabulary(name, _committed_tokenizer(session.run.store, tokenizer), (source.folder / "tokenizer.json").read_bytes())
+    files = _copied(attempt, model_files(source.folder))
+    forget_copies(session.config)
+    return Produced(files, {"source": source.policy or source.place})
 
 
 def check_reference(config: PipelineConfig, run: Run | None, prompts: PromptSets, scratch: Path) -> None:
     """UserError unless the reference has the vocabulary of a run: of its tokenizer, or of the one that it would get."""
     name = config.rl.reference
     if run is not None and name.startswith(RUN):
-        policy = reference_policy(run.store, name)
+        policy = newest_policy(run.store, "rl.reference", name)[0]
         whole = base_of(run.store, policy) or policy  # an adapter has the tokenizer of its base
         other = _committed_tokenizer(run.store, whole)
     else:
-        other = (reference_folder(config) / "tokenizer.json").read_bytes()
+        other = (source_of(config, "rl.reference", name).folder / "tokenizer.json").read_bytes()
     committed = run.artifact("base", 0, "tokenizer") if run is not None else None
     if run is not None and committed is not None:
         own = _committed_tokenizer(run.store, committed[0])

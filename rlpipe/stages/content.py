@@ -17,7 +17,6 @@ from rlpipe.data.sources import fitting, load_conversations, load_prompts, quest
 from rlpipe.data.trial import TokenizerTrial
 from rlpipe.engines.commands import check_python
 from rlpipe.environments.pool import check_environment
-from rlpipe.models.folder import folder_config
 from rlpipe.processes.launch import check_gpus
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt, Talk
@@ -27,21 +26,18 @@ from rlpipe.rewards.pool import ROWS_MAX, TrialRows, check_rewards, trial_comple
 from rlpipe.rewards.references import COMPARING, references_line
 from rlpipe.rewards.score import label as part_of
 from rlpipe.stages.base import (
-    RUN,
     TriedModel,
     check_reference,
-    model_folder,
     new_config,
-    place_of_model,
-    reference_folder,
     tokenizer_folder,
     tried_adapter,
     try_model,
 )
+from rlpipe.stages.model_source import RUN, place_of_model, source_of
 from rlpipe.stages.sampling import check_room
 from rlpipe.stages.sft import check_fits
 from rlpipe.store.run import Run
-from rlpipe.types import UserError, data_seed
+from rlpipe.types import JsonDict, UserError, data_seed
 
 TEXT_CHARS_MAX = 60
 NEW_VOCABULARY = 320  # about: where a new tokenizer could not be made
@@ -55,7 +51,7 @@ class Content:
     def __init__(self, config: PipelineConfig, runs: bool) -> None:
         self.config = config
         self.runs = runs
-        self.hub_folder: Path | None = None  # with the config of a model that is not here
+        self.model_config: JsonDict | None = None  # of a model that is not here
         self.tried: TriedModel | None = None
         self.lengths = Lengths()
         self.vocab_size = config.model.vocab_size or NEW_VOCABULARY
@@ -69,9 +65,9 @@ class Content:
         """The model's files are whole, and its config makes a model that they fit."""
         model = self.config.model
         if not self.runs and not Path(model.path).expanduser().is_dir():
-            place, self.hub_folder = place_of_model(model)
+            place, self.model_config = place_of_model(self.config)
             return f"model: {place}"
-        folder, named = model_folder(model), tried_adapter(self.config)
+        folder, named = source_of(self.config).folder, tried_adapter(self.config)
         self.tried = self._tried("model.path", folder, sized=not self.runs, **named)
         return f"model: {_tried_line(folder, self.tried)}"
 
@@ -87,17 +83,17 @@ class Content:
             return f"reference: {name}, not tried"
         label = name
         if not name.startswith(RUN):
-            folder = reference_folder(config)
+            folder = source_of(config, "rl.reference", name).folder
             label = _tried_line(folder, self._tried("rl.reference", folder, sized=False))
         with tempfile.TemporaryDirectory() as scratch:
             check_reference(config, run, self._prompts_of, Path(scratch))
         return f"reference: {label}"
 
     def memory(self) -> str:
-        """What it takes of memory, disk and hours, by the model's shapes: of its folder, of the hub's config.json, or of the config where
-        neither is here."""
+        """What it takes of memory, disk and hours, by the model's shapes: of its folder, of its config.json, or of the config where neither
+        is here."""
         model = self.config.model
-        stands_in = model.path and self.tried is None and self.hub_folder is None
+        stands_in = model.path and self.tried is None and self.model_config is None
         if stands_in and ("hidden_size" not in model.model_fields_set or Path(model.path).expanduser().is_dir()):
             is_here = Path(model.path).expanduser().is_dir()
             why = (
@@ -108,8 +104,7 @@ class Content:
             return f"memory: not estimated, as {model.path} {why}"
         if self.tried is None:
             made = new_config(model, self.vocab_size) | {"tie_word_embeddings": not stands_in}
-            named = folder_config(self.hub_folder) if self.hub_folder else made
-            tried = {"where": "memory", "config": named, **tried_adapter(self.config)}
+            tried = {"where": "memory", "config": self.model_config or made, **tried_adapter(self.config)}
             self.tried = try_model(self.config, tried, sized=True)
         sizes = self.tried.sizes
         assert sizes is not None, "a plan asks for sizes"

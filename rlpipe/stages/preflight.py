@@ -12,10 +12,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.tokenizer_files import read_tokenizer
 from rlpipe.models.folder import folder_config
 from rlpipe.report.plan import warning_lines
-from rlpipe.stages.base import (
-    model_folder,
-    tokenizer_folder,
-)
+from rlpipe.stages.base import tokenizer_folder
 from rlpipe.stages.content import Content, label
 from rlpipe.stages.importing import (
     IMPORTED,
@@ -27,6 +24,7 @@ from rlpipe.stages.importing import (
     is_run,
     source_run,
 )
+from rlpipe.stages.model_source import source_of
 from rlpipe.stages.sampling import check_carried
 from rlpipe.stages.session import load_sets
 from rlpipe.store.artifacts import file_sha256
@@ -90,7 +88,7 @@ def _check_source(run: Run) -> None:
     if source is not None:
         check_tokenizer(source, sha256)
         return
-    model = folder_config(model_folder(config.model)) if config.model.path else {}
+    model = folder_config(source_of(config).folder) if config.model.path else {}
     files = foreign_files(run, prompts, max(vocab_size, model.get("vocab_size", 0)))
     check_groups(run, [len(group) for _, group in files.groups()])
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import obstore
 from botocore.session import Session
@@ -23,6 +23,7 @@ from rlpipe.store.remote import RemoteObjects, check_process
 from rlpipe.store.transfer import PART_BYTES, PARTS
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
 
 SMALL_BYTES = 1024 * 1024
@@ -47,6 +48,14 @@ class _Clients:
     patient: S3Store
 
 
+class Entry(NamedTuple):
+    """An object as the server lists it. `tag` changes with its content."""
+
+    key: str
+    bytes: int
+    tag: str
+
+
 class Bucket(RemoteObjects):
     """The objects below a prefix of a bucket, as a flat map of keys to bytes.
 
@@ -68,6 +77,19 @@ class Bucket(RemoteObjects):
     def size(self, key: str) -> int:
         with self._faults(key):
             return obstore.head(self._clients().quick, self._path(key))["size"]
+
+    def entry(self, key: str) -> Entry:
+        with self._faults(key):
+            return self._entry(obstore.head(self._clients().quick, self._path(key)))
+
+    def entries(self, prefix: str) -> list[Entry]:
+        """All objects below a prefix, in any order; an empty one: of the bucket."""
+        with self._faults(prefix):
+            listed = obstore.list(self._clients().quick, self._path(prefix) if prefix else self._prefix or None).collect()
+        return [self._entry(meta) for meta in listed]
+
+    def _entry(self, meta: ObjectMeta) -> Entry:
+        return Entry(self._key(meta["path"]), meta["size"], meta["e_tag"] or str(meta["last_modified"]))
 
     def put(self, key: str, data: bytes) -> None:
         if len(data) > PART_BYTES:

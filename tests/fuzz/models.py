@@ -19,7 +19,7 @@ from rlpipe.data import trial as tokenizer_trial
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.trial import TokenizerTrial
 from rlpipe.records.prompt import Prompt
-from rlpipe.stages.base import model_folder
+from rlpipe.stages.model_source import model_folder
 from rlpipe.trainer import trial as model_trial
 from rlpipe.types import UserError
 from tests.engine_fixtures import tiny_model
