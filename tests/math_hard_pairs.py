@@ -143,7 +143,7 @@ HARD: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("2024-03-05", ["2024-03-05"], ["2016", "2024", "2024-05-03"]),
         ("x^2=-1", ["x^2=-1", "x^2+1=0"], ["x^2=-2", "-2"]),
         ("0", ["x=0"], ["x^2-1=0"]),
-        ("5", ["x=5"], ["!the value is 12 R 5", "!the value is 1 in 5", "!the value is 10:05", "5!"]),
+        ("5", ["x=5", "!We have 3. So 5", "!We have 3. So it is \\frac{10}{2}.", "!Then 3 are left, so 2 + 3 = 5"], ["!the value is 12 R 5", "!the value is 1 in 5", "!the value is 10:05", "5!"]),
         ("2024", ["2024"], ["!the value is 2024-03-05", "2024-03-05"]),
     ],
     "which answer wins": [

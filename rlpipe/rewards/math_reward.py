@@ -44,6 +44,7 @@ ENVIRONMENTS = re.compile(
     r"\$\$([^$]+)\$\$|(?<!\\)\$((?:[^$\n\\]|\\.)+)\$|\\\(((?:[^\\]|\\(?![()]))*)\\\)|\\\[((?:[^\\]|\\(?![\[\]]))*)\\\]"
 )
 WORD = re.compile(r"(?:^|(?<=\s))(?!(?:and|mod|sin|cos|tan|log|exp|gcd|lcm)\b)[A-Za-z]{3,}")
+SENTENCE = re.compile(r"(?<=[.;?!])\s+|\b(?:[Ss]o|[Ii]s|[Ww]e|[Ii]t|[Ii]f|[Tt]o)\b")  # what parts a line too, beside words
 IN_PART = re.compile(
     r"\\[a-zA-Z]|\d\s*:\s*\d|\d\s*(?:['\"°!]|\.\.)|[_^]|\d\s+[A-Z]\s+\d|≡|\bmod\b|\d\s*[aApP]\.?[mM]\b"
 )  # a number beside it means more
@@ -166,7 +167,7 @@ def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:
     line = LATEX_TEXT.sub(r"\\text{}", line)
     if measured := MEASURES.search(line):
         return _is(reference, measured[0])
-    for part in reversed(WORD.split(line)):
+    for part in reversed(WORD.split(SENTENCE.sub(" then ", line))):
         before, here, after = COMMAS.sub("", part).rpartition(COMMAS.sub("", number))
         if here and (re.search(r"\d", before + after) or IN_PART.search(part) or re.match(r"[A-Za-z+&|]", after)):
             return _is(reference, part.strip(" \t.,:;*"))
