@@ -440,8 +440,8 @@ async def test_an_environment_that_asks_something_else_later_is_invalid(session:
 
 async def test_a_prompt_that_an_environment_cannot_start_with_is_named(folder: Path) -> None:
     session: Any = made_session(folder, Random(1), "rl.environment=fickle:Fickle", "rl.environment_args={fails = 3}")
-    session.prompts = lambda _: [[Prompt("products/0", "products", [{"role": "user"}], "x")]]
-    with pytest.raises(UserError, match=r"cannot start with prompt products/0 \(environment_error: KeyError: 'content'"):
+    session.prompts = lambda _: [[Prompt("products/0", "products", [], "x")]]
+    with pytest.raises(UserError, match=r"cannot start with prompt products/0 \(environment_error: IndexError"):
         await sample_prompts(session, iteration=0, round_index=0, before=None)
     await session.close()
 

@@ -199,7 +199,7 @@ class World:
             kept = batch.metrics["rollout/groups_kept"]
             if not batch.metrics["needs_more"]:
                 break
-        metrics = over_rounds([done.metrics for done in scores]) | batch.metrics
+        metrics = over_rounds([done.metrics for done in scores]) | batch.metrics | {"train/num_tokens": 1}
         artifacts = {"prompts": prompts.ref, "batch": batch.ref}
         await commit_iteration(self.session, iteration, artifacts, metrics)
         await self.session.behind.landed()
