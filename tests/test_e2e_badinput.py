@@ -84,8 +84,9 @@ def test_what_fails_inside_a_flow_is_one_line_with_the_advice_and_its_traceback_
         '[tracking]\nuri = ""\n[model]\nhidden_size = 16\nnum_layers = 1\n'
     )
     code, output = folder.rlpipe("run", "moody.toml", "--run", "moody", timeout_s=120)
-    warning, first, last = output.splitlines()
-    assert code == 2 and warning.startswith("WARNING RL of a new model without SFT") and first.startswith("run moody: store ")
+    begun, warning, *steps, last = output.splitlines()
+    assert code == 2 and begun.startswith("run moody: ") and warning.startswith("WARNING RL of a new model without SFT")
+    assert all(step.startswith("run moody: ") for step in steps), output
     assert last.startswith("rlpipe: data.w.source=moody:rows raised RuntimeError: the source is gone ("), output
     assert "start it anew under the same run name" in last
     (log,) = (folder.path / ".rlpipe").glob("moody-*/flows.log")
