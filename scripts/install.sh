@@ -23,3 +23,4 @@ fi
 echo "installing rlpipe and what it needs"
 $pip install -c constraints.txt -e ".${extras:+[$extras]}"
 echo "$inputs" >"$stamp"
+[ -n "$extras" ] || echo "installed; more: scripts/install.sh agents (openai, for preset agent), gguf (a model of a GGUF file), environments, cluster"

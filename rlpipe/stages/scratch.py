@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlpipe.config.pipeline import PipelineConfig
 
-COPIES = ("weights", "trainer", "tokenizer", "remaking")
+COPIES = ("weights", "trainer", "tokenizer", "remaking", "source")
 
 
 def work_dir_of(config: PipelineConfig) -> Path:
