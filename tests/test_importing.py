@@ -40,6 +40,8 @@ class PlayedTokenizer:
     def decode(self, tokens: list[int]) -> str:
         return " ".join(map(str, tokens))
 
+    decode_plain = decode
+
 
 def commit_base(run: Run, texts: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
