@@ -64,6 +64,8 @@ class PlayedTokenizer:
     def decode(self, tokens: list[int]) -> str:
         return " ".join(map(str, tokens))
 
+    decode_plain = decode
+
 
 @dataclass
 class PlayedPool:

@@ -286,14 +286,14 @@ def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
     ("name", "args", "right", "wrong", "malformed", "hostile"),
     [
         ("format", {"pattern": "(a+)+b"}, "aab", "aa", "", "a" * 60),  # a regular expression that holds the GIL for years
-        ("math", {}, "\\boxed{5}", "\\boxed{6}", "\\boxed{", "\\boxed{" + "(" * 3000 + "5" + ")" * 3000 + "}"),
+        ("math", {}, "\\boxed{5}", "\\boxed{6}", "\\boxed{", "\\boxed{3^{4^{92}}}"),
         (
             "deepscaler",
             {},
             "</think>\\boxed{5}",
             "</think>\\boxed{6}",
             "</think>",
-            "</think>\\boxed{" + "(" * 3000 + "5" + ")" * 3000 + "}",
+            "</think>\\boxed{3^{4^{92}}}",
         ),
     ],
 )

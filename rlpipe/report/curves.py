@@ -195,7 +195,7 @@ def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
     for name in drawn:
         line = [(version, values[name]) for version, values in points if name in values]
         axes[2].plot(*zip(*line, strict=True), marker="o", label=name)
-    _finish_axis(axes[2], "held-out prompts", "weight version", legend=bool(drawn))
+    _finish_axis(axes[2], "held-out prompts", "weight version")
     seconds = [[values.get(f"time/{verb}_s", 0.0) for values in metrics] for verb in STAGES]
     edges = np.arange(num_iterations)[:, None] + [-0.5, 0.5]  # each iteration as wide as itself: one alone is a bar
     axes[5].stackplot(edges.flatten(), np.repeat(seconds, 2, axis=1), labels=STAGES)
@@ -220,7 +220,7 @@ def _draw_losses(axis: Any, run: Run) -> None:
     if validated:
         axis.plot(*zip(*validated, strict=True), marker="o", label=name)
         axis.axvline(validated[chosen][0], linestyle=":", label="the result")
-    _finish_axis(axis, "SFT loss", "SFT step", legend=bool(validated))
+    _finish_axis(axis, "SFT loss", "SFT step")
 
 
 def _drawn(names: set[str]) -> list[str]:
@@ -238,12 +238,12 @@ def _marker(num_points: int) -> str:
     return "o" if num_points < DOTS_BELOW else ""
 
 
-def _finish_axis(axis: Any, title: str, x_label: str, legend: bool = True) -> None:
+def _finish_axis(axis: Any, title: str, x_label: str) -> None:
     axis.set_title(title)
     axis.set_xlabel(x_label)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
-    if legend:
+    if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=7)
 
 

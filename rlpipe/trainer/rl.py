@@ -144,7 +144,7 @@ def exchanged(resident: Resident, others: list[Tensor]) -> Iterator[None]:
 
 
 def metrics_of(gang: Gang, resident: Resident, passes: list[tuple[PolicyModel, int]], settings: RlConfig) -> JsonDict:
-    """What the steps that were taken came to. `passes`: forward passes of a step, by policy."""
+    """What the steps that were taken came to. `passes`: forward passes of a step, by policy: the one that is trained, then the reference."""
     steps, batches = resident.taken.metrics, resident.taken.batches
     first = {name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")}
     train_s = resident.taken.train_s
@@ -153,7 +153,7 @@ def metrics_of(gang: Gang, resident: Resident, passes: list[tuple[PolicyModel, i
     beside |= mfu(gang, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])
     if settings.proximal == "engine":  # later steps have moved the policy
         beside["train/mismatch_abs_mean"] = steps[0]["mismatch_abs_mean"] if steps else 0.0
-    names = [name for name in STEP_METRICS if name != "kl" or settings.kl != "none"]  # what is not computed is not 0
+    names = [name for name in STEP_METRICS if name != "kl" or len(passes) > 1]  # without a reference there is none
     return summary(steps, names, batches) | resident.policy.experts.metrics(gang.sum) | beside
 
 

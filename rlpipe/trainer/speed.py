@@ -19,6 +19,7 @@ LAYERS = (1, 3)  # of the two models that are timed: what a layer takes is half 
 BYTES_MAX = 4 << 30  # of the larger one's weights and gradients
 TIMED = 3  # passes, after one that is not counted
 ENOUGH_S = 2.0  # of one kind of pass
+FLOPS = 2e11  # of a forward and backward pass that is timed, about: seconds on any processor
 
 
 def measured_speed(config: PretrainedConfig, dtype: torch.dtype, length: int, timing: Mapping[str, int]) -> Speed | None:
@@ -54,7 +55,10 @@ def _passes(config: PretrainedConfig, dtype: torch.dtype, length: int, timing: M
     """Seconds of a forward and backward pass of a microbatch, of a forward pass alone, and of one token for each place of an engine."""
     torch.set_num_threads(timing["threads"])
     lm: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
-    policy, rows = PolicyModel(lm), max(1, timing["tokens_max"] // length)
+    policy, affordable = PolicyModel(lm), int(FLOPS / (6 * sum(parameter.numel() for parameter in lm.parameters())))
+    tokens = max(1, min(timing["tokens_max"], affordable))
+    length = min(length, tokens)
+    rows = tokens // length
     tokens_RL = torch.randint(lm.config.get_text_config().vocab_size, (rows, length))
     positions_RL = torch.arange(length).expand(rows, length)
     source_N, target_N = torch.arange(rows * length), tokens_RL.flatten()
