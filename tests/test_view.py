@@ -272,7 +272,8 @@ def test_turns_are_kept_apart_wherever_a_rollout_is_shown(tmp_path: Path) -> Non
     group, evaluations = "/runs/a/iterations/0/groups/0", "/runs/a/evaluations?before=0&after=0"
     without = text_of(page(store, group))  # the tokenizer is missing: the text as it is
     assert apart not in without and "this" in without
-    commit_files(run, ("base", 0, "tokenizer"), {"tokenizer.json": (tmp_path / "tokenizer.json").read_bytes()})
+    names = ("tokenizer.json", "tokenizer_config.json")
+    commit_files(run, ("base", 0, "tokenizer"), {name: (tmp_path / name).read_bytes() for name in names})
     for path in (group, evaluations, "/runs/a/prompts?id=p/0"):
         assert apart in text_of(page(store, path)), path
     html = page(store, f"{group}/rollouts/0")

@@ -36,11 +36,10 @@ class Prompt:
     messages: Annotated[Messages, Json()]
     answer: OptionalText
     metadata: Annotated[JsonDict, Json()] = field(default_factory=dict)
-    tools: list[JsonDict] | None = field(
-        default=None, compare=False
-    )  # what the template gets; stored as the row has them, in `metadata`
     # of what the policy is asked
     prompt_tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32), compare=False, repr=False)
+    # what the template gets; stored as the row has them, in `metadata`
+    tools: list[JsonDict] | None = field(default=None, compare=False)
 
     def as_json(self) -> JsonDict:
         """The prompt as the data set has it."""
