@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.folder import tensor_shapes, weight_files
-from rlpipe.stages.base import HUB_COPIES, HUB_FILES, base_policy, base_tokenizer
+from rlpipe.stages.base import base_policy, base_tokenizer
+from rlpipe.stages.model_source import HUB_COPIES, HUB_FILES
 from rlpipe.stages.preflight import preflight
 from rlpipe.stages.stage import Attempt
 from rlpipe.store.backend import open_store
