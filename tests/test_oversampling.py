@@ -55,6 +55,8 @@ class PlayedTokenizer:
     def decode(self, tokens: list[int]) -> str:
         return " ".join(map(str, tokens))
 
+    decode_plain = decode
+
 
 @dataclass
 class PlayedRewards:

@@ -185,7 +185,7 @@ def look_at_tokenizer(folder: Path) -> None:
         _, answer = tokenizer_trial.load(
             {"folder": str(folder), "chat_template": "", "variables": {}, "control_tokens": "text"}
         )
-        told = answer({"prompts": [[{"role": "user", "content": "What is the word?"}]]})
+        told = answer({"prompts": [["hi/0", [{"role": "user", "content": "What is the word?"}], None]]})
         if "error" in told:
             raise UserError(str(told["error"]))
 

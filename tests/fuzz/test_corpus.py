@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from flows import cli
+from flows import cli, cli_start
 from rlpipe.config.pipeline import DataConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.sources import load_conversations, load_prompts
@@ -84,7 +84,7 @@ def test_config_files(tmp_path: Path) -> None:
 def test_command_lines(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(cli, "_run", lambda config: pytest.fail(f"run {config.run} would start"))
+    monkeypatch.setattr(cli_start, "run_to_end", lambda config: pytest.fail(f"run {config.run} would start"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     (tmp_path / "a_file").write_text("no store")
     before, wrong = contents(store), []
