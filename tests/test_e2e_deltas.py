@@ -20,7 +20,7 @@ def test_differences_end_with_the_bits_of_whole_policies(folder: Folder, undistu
     finally:
         kill_group(process)
     folder.complete("a", *MINI, "checkpoint.full_every=10", f"scratch={folder.path}/fast")
-    assert any((folder.path / "fast").glob("a-*/weights")) and any((folder.path / "fast").glob("a-*/trainer.log"))
+    assert any((folder.path / "fast").glob("a-*/trainer.log"))
     code, output = folder.rlpipe("verify", "a", "--store", folder.store)
     assert code == 0, output
     stores = folder.open_store(), undisturbed.folder.open_store()
