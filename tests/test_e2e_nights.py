@@ -168,7 +168,7 @@ from flows.events import tell_iteration
 from prefect import flow
 from rlpipe.types import BestReward, IterationRecord
 
-METRICS = ["rollout/reward_mean", "rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean", "train/mismatch_abs_mean", "time/iteration_s"]
+METRICS = ["rollout/reward_mean", "rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean", "train/mismatch_abs_mean", "train/num_tokens", "time/iteration_s"]
 
 @flow(name="rl")
 async def rl():
