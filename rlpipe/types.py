@@ -103,6 +103,11 @@ def rollout_seed(*names: str | int) -> int:
     return first_bits(json.dumps(names), 32) & 0x7FFFFFFF
 
 
+def size_text(num_bytes: float) -> str:
+    """Bytes as a person reads them. Example: 1.61 GB."""
+    return f"{num_bytes / 10**9:,.2f} GB" if num_bytes >= 10**9 else f"{num_bytes / 10**6:,.1f} MB"
+
+
 def is_key(value: str) -> bool:
     """Whether it can be the name of something in a store: a path that stays below where it starts."""
     return "\0" not in value and not {"", ".", ".."} & set(value.split("/"))

@@ -128,7 +128,7 @@ def test_what_cannot_be_fetched_is_refused_with_the_fix(
         source_of(from_s3(tmp_path, "s3://"))
     with monkeypatch.context() as full:
         full.setattr(outside.shutil, "disk_usage", lambda folder: type("", (), {"free": 1000}))
-        with pytest.raises(UserError, match=r"GB are to be fetched, and .* has 0\.0 GB left; set scratch"):
+        with pytest.raises(UserError, match=r": 25\.2 MB are to be fetched, and .* has 0\.0 MB left; set scratch"):
             source_of(from_s3(tmp_path, url))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
     with pytest.raises(UserError, match=rf"model\.path='{url}': cannot be read .*AWS_SECRET_ACCESS_KEY"):

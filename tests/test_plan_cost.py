@@ -12,9 +12,10 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import hf_config
 from rlpipe.report.plan import ModelSizes
-from rlpipe.report.plan_cost import Lengths, Speed, disk_lines, rollout_bytes, size, time_lines
+from rlpipe.report.plan_cost import Lengths, Speed, disk_lines, rollout_bytes, time_lines
 from rlpipe.trainer import speed
 from rlpipe.trainer.speed import measured_speed
+from rlpipe.types import size_text
 from tests.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
 
 SIZES = ModelSizes(parameters=10**9, layer=1, rest=1, kv_token=1, microbatch=1)
@@ -45,7 +46,7 @@ def config(*sets: str) -> PipelineConfig:
 def test_the_whole_run_is_what_stays_of_policies_and_states(sets: list[str], policies: int, states: int) -> None:
     planned = config(*sets)
     total = policies * 4e9 + states * 12e9 + planned.rl.num_iterations * rollout_bytes(planned)
-    assert f"in all at most {size(total)} in the store" in disk_lines(planned, SIZES)[1]
+    assert f"in all at most {size_text(total)} in the store" in disk_lines(planned, SIZES)[1]
 
 
 def test_an_adapter_makes_small_policies_of_a_large_base() -> None:
@@ -74,7 +75,7 @@ def test_hours_are_what_the_passes_take_by_their_number() -> None:
 
 
 def test_where_nothing_was_timed_it_says_why() -> None:
-    assert time_lines(config(), None, Lengths()) == ["time: not estimated, the model is too large to be tried here"]
+    assert time_lines(config(), None, Lengths()) == ["time: not estimated, the first layers of the model cannot be tried here"]
     on_gpu = read_config("one-gpu", [], PRESETS)
     assert time_lines(on_gpu, None, Lengths()) == ["time: not estimated, no GPU is tried by a plan"]
 

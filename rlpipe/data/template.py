@@ -124,8 +124,9 @@ class ChatTemplate:
 
     def with_tools(self, tools: list[JsonDict]) -> ChatTemplate:
         """The same template with these tools, as JSON schemas."""
-        assert self.argument_form, "known before it is copied: once for all tools"
+        known = self.argument_form  # before it is copied: it is tried once for all tools
         other = copy.copy(self)
+        other.argument_form = known
         other._variables = self._variables | {"tools": tools}
         return other
 

@@ -10,12 +10,11 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.report.plan import BYTES, ModelSizes
 from rlpipe.store.backend import open_store
 from rlpipe.store.retention import kept_states, kept_versions
+from rlpipe.types import size_text
 
-MB, GB = 10**6, 10**9
 STATE_BYTES = 12  # a trained parameter: fp32 weight, and AdamW's two moments
-TOKEN_BYTES = (
-    30  # of a sampled token in rollouts, scores and batch together, with its text and logprobs: measured on preset tiny
-)
+# of a sampled token in rollouts, scores and batch together, with its text and logprobs: measured on preset tiny
+TOKEN_BYTES = 30
 PLACES = (16, 128)  # of the local engine, at least and at most
 COPIES = 3  # policies in scratch while a run is at work: what was published, and what engines load and have
 
@@ -79,20 +78,17 @@ def disk_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     disk, checkpoint = disk_of(config, sizes), config.checkpoint
     bounded = checkpoint.keep_policies_last or config.rl.num_iterations < 2
     lines = [
-        f"disk, estimated: an iteration makes a policy of {size(disk.policy)}, at most {size(disk.rollouts)} of rollouts, and every "
-        f"{checkpoint.state_every} iterations a state of {size(disk.state)}",
-        f"  in all at most {size(disk.total)} in the store (base {size(disk.base)}, SFT {size(disk.sft)}, RL {size(disk.rl)}"
-        f"{'' if bounded else '; checkpoint.keep_policies_last and keep_states bound it'}), and {size(disk.scratch)} in scratch until the run ends",
+        f"disk, estimated: an iteration makes a policy of {size_text(disk.policy)}, at most {size_text(disk.rollouts)} of rollouts, and every "
+        f"{checkpoint.state_every} iterations a state of {size_text(disk.state)}",
+        f"  in all at most {size_text(disk.total)} in the store (base {size_text(disk.base)}, SFT {size_text(disk.sft)}, RL {size_text(disk.rl)}"
+        f"{'' if bounded else '; checkpoint.keep_policies_last and keep_states bound it'}), and {size_text(disk.scratch)} in scratch until the run ends",
     ]
     free = _free_bytes(config)
     if free is not None and free < disk.total:
-        lines.append(f"WARNING store={config.store}: its disk has {size(free)} free, and the run may keep {size(disk.total)}")
+        lines.append(
+            f"WARNING store={config.store}: its disk has {size_text(free)} free, and the run may keep {size_text(disk.total)}"
+        )
     return lines
-
-
-def size(num_bytes: float) -> str:
-    """Bytes as a person reads them. Example: 1.61 GB."""
-    return f"{num_bytes / GB:,.2f} GB" if num_bytes >= GB else f"{num_bytes / MB:,.1f} MB"
 
 
 def rollout_bytes(config: PipelineConfig) -> int:
@@ -114,12 +110,15 @@ def time_lines(config: PipelineConfig, speed: Speed | None, lengths: Lengths) ->
     """Seconds of an iteration and hours of the run, of what was timed; why not, where nothing was."""
     if speed is None:
         on_gpu = config.trainer.gpu_ids or config.engines.gpu_ids
-        return [f"time: not estimated, {'no GPU is tried by a plan' if on_gpu else 'the model is too large to be tried here'}"]
+        return [
+            f"time: not estimated, {'no GPU is tried by a plan' if on_gpu else 'the first layers of the model cannot be tried here'}"
+        ]
     sft, rl, longest = config.sft, config.rl, config.model.context_tokens_max
     sft_s = speed.train_s * sft.num_steps * sft.batch_size * (lengths.conversation or longest) / config.trainer.tokens_max
     prompt = lengths.prompt or longest - rl.completion_tokens_max
     tokens = rl.num_prompts * (prompt + rl.group_size * rl.completion_tokens_max)  # a group's prompt is computed once
-    passes = (rl.proximal == "trainer") + (rl.kl != "none")
+    # as the trainer makes them: proximal logprobs that no step needs are not computed (rlpipe/trainer/rl.py)
+    passes = (rl.proximal == "trainer" and (rl.num_steps > 1 or rl.kl == "reward")) + (rl.kl != "none")
     train_s = (speed.train_s + passes * speed.forward_s) * tokens / config.trainer.tokens_max
     started = 0 if rl.rollouts_from else rl.round_groups * rl.group_size
     sample_s = _sampling_s(config, speed, started, rl.completion_tokens_max)

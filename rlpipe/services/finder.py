@@ -15,9 +15,8 @@ from rlpipe.types import EngineError, JsonDict, TrainerError, UserError
 
 log = logging.getLogger(__name__)
 LOST_S = 45.0  # what is registered and cannot be reached for so long is lost: a restart on its own node is quicker
-QUEUE_WAIT_S = (
-    24 * 3600.0
-)  # a work pool or a batch system may be full for a night; who wants to wait less sets a timeout of the flow
+# a work pool or a batch system may be full for a night; who wants to wait less sets a timeout of the flow
+QUEUE_WAIT_S = 24 * 3600.0
 SAY_S = 60.0  # how often it is said that nobody has come yet
 LOOK_AGAIN_S = 1.0
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 3.0, 5.0

@@ -20,9 +20,9 @@ from rlpipe.store.artifacts import PRUNED
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.deltas import DELTA
 from rlpipe.store.local_copy import read_small_file, whole_files
-from rlpipe.store.outside import OutsideFile, fetch_files, fetched_folder, is_outside, outside_files, size_text
+from rlpipe.store.outside import OutsideFile, fetch_files, fetched_folder, files_text, is_outside, outside_files
 from rlpipe.store.run import open_existing
-from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError
+from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError, size_text
 
 IMPORT_GGUF = ".venv/bin/python scripts/import_gguf.py"
 MODEL_FILES = {"config.json", "generation_config.json", INDEX}
@@ -181,14 +181,14 @@ def place_of_model(config: PipelineConfig) -> tuple[str, JsonDict]:
         policy, version = newest_policy(store, FIELD, name)
         base = base_of(store, policy)  # an adapter has the shapes of its base
         size = sum(record.bytes for record in whole_files(store, base or policy).values())
-        text = f"version {version} of run {name.removeprefix(RUN)}, {size / 1e6:.1f} MB"
+        text = f"version {version} of run {name.removeprefix(RUN)}, {size_text(size)}"
         return text, _config_in(read_small_file(store, base or policy, "config.json"))
     if is_outside(name):
         files = _files_on_s3(FIELD, name)
         folder = fetched_folder(name, files, _models(config))
         (document,) = (file for file in files if file.name == "config.json")
         with document.open() as opened:
-            return f"{name}, {size_text(files)}; the run fetches it to {folder}", _config_in(opened.read())
+            return f"{name}, {files_text(files)}; the run fetches it to {folder}", _config_in(opened.read())
     return _place_of_folder(config.model)
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.transfer import PART_BYTES, Part, parts_ahead
-from rlpipe.types import StoreError, UserError, is_key, sha256_of
+from rlpipe.types import StoreError, UserError, is_key, sha256_of, size_text
 
 if TYPE_CHECKING:
     from rlpipe.store.s3 import Bucket
@@ -132,10 +132,9 @@ def outside_files(field: str, url: str) -> list[OutsideFile]:
     ]
 
 
-def size_text(files: Sequence[OutsideFile]) -> str:
+def files_text(files: Sequence[OutsideFile]) -> str:
     """How many files, and how large together. Example: 3 files, 269.1 MB."""
-    size = sum(file.bytes for file in files)
-    return f"{len(files)} file{'s' * (len(files) != 1)}, {f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.1f} MB'}"
+    return f"{len(files)} file{'s' * (len(files) != 1)}, {size_text(sum(file.bytes for file in files))}"
 
 
 def fetched_folder(url: str, files: Sequence[OutsideFile], below: Path) -> Path:
@@ -162,11 +161,11 @@ def fetch_files(field: str, url: str, files: Sequence[OutsideFile], below: Path)
         size = sum(file.bytes - _partial_bytes(folder, file) for file in missing)
         if size > (free := shutil.disk_usage(folder).free):
             raise UserError(
-                f"{field}={url!r}: {size / 1e9:.1f} GB are to be fetched, and {below} has {free / 1e9:.1f} GB left; set scratch to a folder "
+                f"{field}={url!r}: {size_text(size)} are to be fetched, and {below} has {size_text(free)} left; set scratch to a folder "
                 "on a larger disk"
             )
         if missing:
-            log.warning("%s=%s: fetching %s, to %s", field, url, size_text(missing), folder)
+            log.warning("%s=%s: fetching %s, to %s", field, url, files_text(missing), folder)
         with tqdm(total=size, desc=url, unit="B", unit_scale=True, disable=None, leave=False) as bar:
             for file in missing:
                 hashes[file.name] = _fetch(folder, file, bar)
