@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -116,3 +117,13 @@ def test_what_is_drawn_of_many_k() -> None:
 )
 def test_a_megabyte_of_one_mark_is_read_in_one_pass(mark: str) -> None:
     assert answer_text(mark * (1_000_000 // len(mark)) + " \\boxed{7}").endswith("7")
+
+
+def test_boxes_in_one_another_are_not_copied() -> None:
+    depth = 20_000
+    text = "\\boxed{" * depth + "7" + "}" * depth
+    tracemalloc.start()
+    assert answer_text(text) == "7"
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 100 * len(text)  # what each holds, together, is half a depth of texts

@@ -15,6 +15,7 @@ from rlpipe.records.rollout import Group, Rollout
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)\\[{}]|[{}]")  # \{ and \} are signs of a formula, and close nothing
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)[ \t]+([^\s{}$\\]*[^\s{}$\\.,;:])")  # \boxed 42
+_SAYS = re.compile(r"\S")
 _BETWEEN = re.compile(r"[\s$]*(?:[,;]|(?:,\s*)?\b(?:and|or)\b)[\s$]*")  # between boxes that are one answer together
 _HASHED = re.compile(r"(?<!#)####(?!#)(.*)")  # GSM8K's mark; a fifth # makes it a heading
 _NUMBER_FIRST = re.compile(r"(?:\\?\$|[€£¥])?[+-]?[.\d]")
@@ -70,29 +71,31 @@ def is_value(line: str) -> bool:
 
 
 def _boxes(text: str) -> tuple[int, int, str] | None:
-    """Where the last box begins and ends, and what it holds; boxes that are one answer together are one."""
-    boxes = [(bare.start(), bare.end(), bare[1]) for bare in _BARE_BOX.finditer(text)]
-    opened: list[int] = []  # where each box that is open begins; -1 for a brace of another kind
+    """Where the last box begins and ends, and what it holds; boxes that are one answer together are one.
+
+    Boxes may lie in one another thousands deep: what one holds is only read of those that lie side by side at the end.
+    """
+    # begin and end of each, and of what it holds
+    boxes = [(*bare.span(), *bare.span(1)) for bare in _BARE_BOX.finditer(text)]
+    opened: list[tuple[int, int] | None] = []  # of each box that is open, where it and its inside begin; None: another brace
     for brace in _BRACES.finditer(text):
         sign = brace[0]
         if sign == "{":
-            opened.append(-1)
+            opened.append(None)
         elif len(sign) > 2:
-            opened.append(brace.start())
-        elif sign == "}" and opened and (start := opened.pop()) >= 0:
-            inside = text[text.index("{", start) + 1 : brace.start()].strip()
-            if inside:
-                boxes.append((start, brace.end(), inside))
-    if not boxes:
-        return None
+            opened.append(brace.span())
+        elif sign == "}" and opened and (begin := opened.pop()) and _SAYS.search(text, begin[1], brace.start()):
+            boxes.append((begin[0], brace.end(), begin[1], brace.start()))
     boxes.sort()
-    first, end, inside = boxes.pop()
-    parts = [inside]
-    while boxes and boxes[-1][1] <= first and _BETWEEN.fullmatch(text, boxes[-1][1], first):
-        first, _, inside = boxes.pop()
-        if inside != parts[0]:
-            parts.insert(0, inside)
-    return first, end, ", ".join(parts)
+    first = end = -1
+    parts: list[str] = []  # last one first
+    while boxes and (not parts or (boxes[-1][1] <= first and _BETWEEN.fullmatch(text, boxes[-1][1], first))):
+        begin_at, end_at, *within = boxes.pop()
+        inside = text[slice(*within)].strip()
+        first, end = begin_at, end if parts else end_at
+        if inside not in parts[-1:]:
+            parts.append(inside)
+    return (first, end, ", ".join(reversed(parts))) if parts else None
 
 
 def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:

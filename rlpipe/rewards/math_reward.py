@@ -108,9 +108,10 @@ def read_reference(answer: str) -> ReferenceAnswer:
     elif not formulas and _is_prose(text) and not MEASURES.fullmatch(text):
         return _of_prose(text)
     spelled = same_text(text)
-    values = (
-        None if len(formulas) > 1 and not all(map(_whole, formulas)) else _parsed(text) if len(formulas) > 1 else _whole(text)
-    )
+    if len(formulas) > 1:
+        values = _parsed(text) if all(map(_whole, formulas)) else None
+    else:
+        values = _whole(text)
     if not re.search(r"\w", spelled):
         raise ValueError(f"there is no formula, number or word in the answer {answer[:80]!r}")
     return ReferenceAnswer(spelled, values, last_unit(text), _exponent(values[0]) if values else 0)
