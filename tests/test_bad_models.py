@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +17,9 @@ from rlpipe.models.folder import tensor_shapes, weight_files
 from rlpipe.stages.base import base_policy, base_tokenizer
 from rlpipe.stages.model_source import HUB_COPIES, HUB_FILES
 from rlpipe.stages.preflight import preflight
-from rlpipe.stages.stage import Attempt
-from rlpipe.store.backend import open_store
-from rlpipe.types import ArtifactRef, StoreError, UserError
+from rlpipe.stages.session import Session
+from rlpipe.store.run import create_or_continue
+from rlpipe.types import StoreError, UserError
 from tests.fuzz.models import change, make_folder
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -62,13 +60,12 @@ def test_faults_of_the_model_its_tokenizer_and_the_prompts_are_said_at_once(fold
 async def test_only_the_files_of_a_model_and_a_tokenizer_are_copied(folder: Path, tmp_path: Path) -> None:
     for name in (".env", ".netrc", "pytorch_model.bin", "code.py", "README.md", "adapter_model.safetensors", "secrets.json"):
         (folder / name).write_text("planted")
-    session: Any = SimpleNamespace(config=with_model(folder), prompts=None)
-    attempt = Attempt(open_store(f"file://{tmp_path}/store"), "base", "a1")
-    tokenizer = base_tokenizer.function(session, attempt)
-    policy = await base_policy.function(session, attempt, tokenizer=ArtifactRef("base", "0" * 64))
+    session = Session(create_or_continue(with_model(folder)), tmp_path / "work")
+    tokenizer = await base_tokenizer(session)
+    policy = await base_policy(session, tokenizer=tokenizer.ref)
     of_tokenizer = {"tokenizer.json", "tokenizer_config.json"}
-    assert {record.plain_name for record in tokenizer.files} == of_tokenizer
-    assert {record.plain_name for record in policy.files} == {
+    assert {record.plain_name for record in session.run.manifest(tokenizer.ref).files} == of_tokenizer
+    assert {record.plain_name for record in session.run.manifest(policy.ref).files} == {
         *of_tokenizer,
         "config.json",
         "generation_config.json",
