@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +11,19 @@ from safetensors.numpy import save
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
-from rlpipe.stages import model_source
 from rlpipe.stages.base import base_policy, base_tokenizer
 from rlpipe.stages.content import Content
 from rlpipe.stages.model_source import place_of_model, source_of
+from rlpipe.stages.remaking import export_policy, restore_policy
 from rlpipe.stages.session import Session, work_dir_of
 from rlpipe.store import outside
 from rlpipe.store.backend import Store, open_store
-from rlpipe.store.local_copy import is_delta
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.local_copy import materialise
+from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.store.transfer import PART_BYTES
 from rlpipe.types import UserError
-from tests import trainer_world
-from tests.deltas_world import changed
-from tests.deltas_world import save as save_policy
+from tests import test_remaking
+from tests.deltas_world import read_folder
 from tests.s3_world import S3Proxy, S3Server
 from tests.test_reference import VOCABULARY, config, made, tokenizer
 from tests.test_store_run import commit_iterations
@@ -182,19 +178,41 @@ def test_a_run_that_has_no_policy_is_refused(tmp_path: Path, path: str, said: st
         source_of(config(tmp_path, f"model.path={path}", "model.context_tokens_max=128"))
 
 
-def test_a_policy_that_is_stored_as_a_difference_is_whole(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gang = replace(trainer_world.solo_gang(tmp_path), store=store)
-    run = create_or_continue(config(tmp_path, "run=source", f"store={store.url}"))
-    files = {name: data for name, data in FILES.items() if name != "model.safetensors"} | {"model.safetensors": bytes(1000)}
-    later = files | {"model.safetensors": changed(files["model.safetensors"], 7, 9)}
-    first = save_policy(gang, run, 1, files, None)
-    ref = save_policy(gang, run, 2, later, first)
-    assert is_delta(store, ref)
-    monkeypatch.setattr(model_source, "newest_policy", lambda *_: (ref, 2))
-    named: list[Any] = ["model.path=run:source", "model.context_tokens_max=128", f"scratch={tmp_path}/scratch"]
-    found = source_of(config(tmp_path, f"store={store.url}", *named))
-    assert {path.name: path.read_bytes() for path in found.folder.iterdir()} == later
-    assert found.policy == ref.as_json() | {"run": "source", "version": 2}
-    assert json.loads((found.folder / "config.json").read_bytes()) == {"a": 1}
+LORA, DELTAS = ["model.adapter=lora", "model.adapter_rank=4"], ["checkpoint.full_every=4"]
+
+
+def from_run(tmp_path: Path, name: str, *sets: str) -> PipelineConfig:
+    return test_remaking.config(tmp_path, "run=b", f"model.path=run:{name}", f"scratch={tmp_path}/scratch", *sets)
+
+
+@pytest.mark.parametrize("sets", [LORA, DELTAS], ids=["an adapter", "a difference"])
+async def test_a_policy_that_is_not_stored_whole_is_that_of_an_export(tmp_path: Path, sets: list[str]) -> None:
+    source = await test_remaking.made(tmp_path, *sets, num_iterations=2)
+    policy, manifest = source.policy(2)
+    assert "model.safetensors" not in {file.plain_name for file in manifest.files}
+    session = opened(create_or_continue(wanted := from_run(tmp_path, "a")), tmp_path)
+    tokens = await base_tokenizer(session)
+    await base_policy(session, tokenizer=tokens.ref)
+    own, own_manifest = session.run.policy(0)
+    assert own_manifest.metrics["source"] == policy.as_json() | {"run": "a", "version": 2}
+    await export_policy(source.config, None, tmp_path / "exported")
+    files = read_folder(materialise(session.run.store, own, tmp_path / "own"))
+    base = read_folder(materialise(source.store, source.policy(0)[0], tmp_path / "base"))
+    assert files == read_folder(tmp_path / "exported") and files["model.safetensors"] != base["model.safetensors"]
+    assert not (work_dir_of(wanted) / "source").exists()
+    assert place_of_model(wanted)[0] == "version 2 of run a, 0.1 MB"
+
+
+async def test_a_run_whose_newest_policy_was_pruned_is_refused_until_it_is_made_again(tmp_path: Path) -> None:
+    parent = await test_remaking.made(tmp_path, *test_remaking.PRUNED, num_iterations=2)
+    child = fork(parent, 0, override_config(parent.config, ["run=c"]))  # it did not begin to work yet
+    said = r"='run:c': its newest policy, version 1, was pruned; `rlpipe export a --version 1 --to DIR` makes it again in a folder, .*"
+    for read in (source_of, place_of_model):
+        with pytest.raises(UserError, match=f"^model\\.path{said}$"):
+            read(from_run(tmp_path, "c"))
+    with pytest.raises(UserError, match=rf"^rl\.reference{said}"):
+        source_of(from_run(tmp_path, "c"), "rl.reference", "run:c")
+    assert not (tmp_path / "scratch").exists()
+    await restore_policy(session := test_remaking.session_of(child, tmp_path), version=1)
+    await session.close()
+    assert source_of(from_run(tmp_path, "c")).policy == parent.policy(1)[0].as_json() | {"run": "c", "version": 1}

@@ -91,8 +91,8 @@ def commit_batch(run: Run, iteration: int) -> ArtifactRef:
     return commit(run.store, folder, manifest)[0]
 
 
-async def made(folder: Path, *sets: str) -> Run:
-    """A run of ITERATIONS, and what it pruned meanwhile."""
+async def made(folder: Path, *sets: str, num_iterations: int = ITERATIONS) -> Run:
+    """A run of so many iterations, and what it pruned meanwhile."""
     session = session_of(create_or_continue(config(folder, *sets)), folder)
     tokenizer = await base_tokenizer(session)
     previous = (await base_policy(session, tokenizer=tokenizer.ref)).ref
@@ -100,7 +100,7 @@ async def made(folder: Path, *sets: str) -> Run:
     commit(
         session.run.store, session.run.folder("base", 0, "evaluation"), manifest
     )  # of what RL starts from; nothing is sampled here
-    for iteration in range(ITERATIONS):
+    for iteration in range(num_iterations):
         batch = commit_batch(session.run, iteration)
         trained = await train(session, iteration=iteration, batch=batch)
         part = {"iteration": iteration, "batch": batch, "previous": previous, "metrics": trained.metrics}

@@ -14,8 +14,9 @@ from rlpipe.config.source import override_config
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.template_text import one_of_several
 from rlpipe.stages import base
-from rlpipe.stages.base import base_policy, base_probe, base_tokenizer, write_trained_template
+from rlpipe.stages.base import base_policy, base_probe, base_tokenizer
 from rlpipe.stages.iteration import commit_iteration
+from rlpipe.stages.model_source import source_of, write_trained_template
 from rlpipe.stages.policy import checkpoint, train
 from rlpipe.stages.remaking import export_policy
 from rlpipe.store import audit
@@ -117,4 +118,5 @@ async def test_every_policy_has_the_template_that_trained(
         assert is_older or said(stored) == expected
         await export_policy(run.config, version, tmp_path / f"exported-{version}")
         assert said(tmp_path / f"exported-{version}") == expected
+    assert said(source_of(config(tmp_path, "run=b", "model.path=run:a", f"scratch={tmp_path}/scratch")).folder) == expected
     assert not [fault for fault in audit.verify(run)[1] if "evaluation" not in fault], "nothing of the store was written into"

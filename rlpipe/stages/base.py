@@ -16,7 +16,6 @@ from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
-from rlpipe.data.template_text import write_template
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
 from rlpipe.models.folder import weight_files
 from rlpipe.models.whole import base_of
@@ -24,7 +23,15 @@ from rlpipe.processes.pool import Child, ChildPool
 from rlpipe.records.messages import content_text
 from rlpipe.report.plan import ModelSizes
 from rlpipe.report.plan_cost import Speed, places
-from rlpipe.stages.model_source import MODEL_FILES, RUN, forget_copies, model_files, newest_policy, source_of
+from rlpipe.stages.model_source import (
+    MODEL_FILES,
+    RUN,
+    forget_copies,
+    model_files,
+    newest_policy,
+    source_of,
+    write_trained_template,
+)
 from rlpipe.stages.session import PromptSets, Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.training import new_adapter, save_loaded
@@ -85,13 +92,6 @@ def base_tokenizer(session: Session, attempt: Attempt) -> Produced:
             shutil.copyfile(path, own / path.name)
         write_trained_template(session.config.model, own)
         return Produced(_copied(attempt, own.iterdir()))
-
-
-def write_trained_template(model: ModelConfig, folder: Path) -> None:
-    """Makes the chat template of a folder with a tokenizer the one that the run trains with, where the config has one or values for it."""
-    if model.chat_template or model.chat_template_args:
-        trained = ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args)
-        write_template(folder, trained.template_text)
 
 
 def _copied(attempt: Attempt, paths: Iterable[Path]) -> list[FileRecord]:

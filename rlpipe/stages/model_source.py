@@ -12,14 +12,16 @@ from typing import Any
 
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.template_text import write_template
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
 from rlpipe.models.folder import INDEX, folder_config, tensor_shapes, weight_files
 from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.stages.session import work_dir_of
-from rlpipe.store.artifacts import PRUNED
+from rlpipe.store.artifacts import PRUNED, is_pruned
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.deltas import DELTA
-from rlpipe.store.local_copy import read_small_file, whole_files
+from rlpipe.store.local_copy import read_small_file, way_to_remake, whole_files
 from rlpipe.store.outside import OutsideFile, fetch_files, fetched_folder, files_text, is_outside, outside_files
 from rlpipe.store.run import open_existing
 from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError, size_text
@@ -46,7 +48,7 @@ class ModelSource:
 def source_of(config: PipelineConfig, field: str = FIELD, name: str = "") -> ModelSource:
     """The model that a field names, by default `model.path`. What is not on this machine comes to `scratch`, whole and verified, once.
 
-    UserError, which names the field, when it is no model in HF format, or the run has no policy; StoreError for a policy that was pruned.
+    UserError, which names the field, when it is no model in HF format, or the run has no policy, or its policy was pruned.
     """
     name = name or config.model.path
     if name.startswith(RUN):
@@ -54,8 +56,10 @@ def source_of(config: PipelineConfig, field: str = FIELD, name: str = "") -> Mod
         policy, version = newest_policy(store, field, name)
         copies = _copies(config)
         copies.mkdir(parents=True, exist_ok=True)
-        origin = policy.as_json() | {"run": name.removeprefix(RUN), "version": version}
-        return ModelSource(whole_policy(store, policy, copies), store.address(policy.folder), origin)
+        folder = whole_policy(store, policy, copies)
+        run = name.removeprefix(RUN)
+        write_trained_template(open_existing(store, run).config.model, folder)  # older code stored the one that the base had
+        return ModelSource(folder, store.address(policy.folder), policy.as_json() | {"run": run, "version": version})
     if is_outside(name):
         folder = fetch_files(field, name, _files_on_s3(field, name), _models(config))
         return ModelSource(_checked(folder, field, name), name)
@@ -69,7 +73,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def newest_policy(store: Store, field: str, name: str) -> tuple[ArtifactRef, int]:
-    """The newest policy of the run that a field names, and its weight version; UserError when it has none."""
+    """The newest policy of the run that a field names, and its weight version; UserError when it has none, or its files were pruned."""
     try:
         source = open_existing(store, name.removeprefix(RUN))
     except UserError as error:
@@ -77,7 +81,17 @@ def newest_policy(store: Store, field: str, name: str) -> tuple[ArtifactRef, int
     if not source.sft_complete or not source.has_base:
         raise UserError(f"{field}={name!r}: the SFT of that run is not complete, so it has no policy yet")
     version = source.num_iterations
-    return source.policy(version)[0], version
+    policy, manifest = source.policy(version)
+    if is_pruned(store, policy.folder):
+        raise UserError(f"{field}={name!r}: its newest policy, version {version}, was pruned; {way_to_remake(manifest)}")
+    return policy, version
+
+
+def write_trained_template(model: ModelConfig, folder: Path) -> None:
+    """Makes the chat template of a folder with a tokenizer the one that the run trains with, where the config has one or values for it."""
+    if model.chat_template or model.chat_template_args:
+        trained = ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args)
+        write_template(folder, trained.template_text)
 
 
 def _copies(config: PipelineConfig) -> Path:

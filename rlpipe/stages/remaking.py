@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.models.whole import base_of, whole_policy
-from rlpipe.stages.base import write_trained_template
+from rlpipe.stages.model_source import write_trained_template
 from rlpipe.stages.session import Session, open_session
 from rlpipe.stages.stage import Attempt
 from rlpipe.stages.training import StoredAs, position, replay, save
