@@ -151,6 +151,31 @@ def test_the_text_is_that_of_transformers(
     assert text_of(chat, tokens) == theirs
 
 
+NESTED = {
+    "städte": [{"z": "Orléans", "a": None, "中": [1, -2.5, True, {}]}, []], "Zoë": {"b": {"10": 1, "9": "😀\u2028</s>"}, "a": "\"\\\n"}, "": 1e-7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "separators=(',', ':')", "separators=[', ', ' = ']", "sort_keys=True", "indent=2", "indent=0", "indent='\t'", "ensure_ascii=False", "ensure_ascii=true",
+     "indent=2, sort_keys=true, separators=(',', ':')", "ensure_ascii=True, sort_keys=True, separators=(',', ':')", "true, 1, (';', ':'), true"],
+)  # fmt: skip
+def test_what_a_template_writes_as_json_is_what_transformers_writes(options: str) -> None:
+    calls = "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson(OPTIONS) }}{% endfor %}{% endfor %}"
+    template = ("{{ tools | tojson(OPTIONS) }}" + calls + CHATML).replace("OPTIONS", options)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": NESTED}}
+    talk = [USER, {**ASSISTANT, "tool_calls": [call]}, USER]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": NESTED}}}
+    chat = make_with(template, {})
+    theirs = PreTrainedTokenizerFast(tokenizer_object=chat._tokenizer).apply_chat_template(
+        talk, chat_template=template, tools=[tool], tokenize=False, add_generation_prompt=True
+    )
+    asked = chat.with_tools([tool])
+    assert asked._template.render(talk, add_generation_prompt=True) == theirs
+    assert text_of(asked, asked.encode_prompt(talk)) == theirs
+
+
 def test_the_arguments_reach_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
     make(CHATML)._tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}')
