@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import SEAL
 from rlpipe.store.limits import UNTRAINED
 from rlpipe.store.run import Run, create_or_continue, fork
+from rlpipe.store.run_record import record_start, start_key
 from rlpipe.types import ArtifactRef, JsonDict, Manifest, UserError, canonical_json
 from tests.rows import BATCH, PROMPTS, fill, to_parquet
 from tests.test_store_run import commit_iterations, commit_stage, record_of, tiny
@@ -72,6 +74,25 @@ def test_a_run_has_a_state_a_reward_and_the_date_of_its_newest_commit(store: Sto
     )
     commit_iteration(run, 1, {"rollout/reward_mean": 0.5})
     assert "reward 0.500" in run_lines(store)[0] and run_lines(store)[0].endswith("  complete")
+
+
+def test_a_run_is_as_far_as_its_last_start_plans(local: Store) -> None:
+    run = without_sft(local)
+    spent = {"spent/wall_clock_s": 1.0, "spent/rollout_tokens": 10, "spent/gpu_s": 0.0}
+    for iteration in range(2):
+        commit_iteration(run, iteration, {"rollout/reward_mean": 0.5, **spent})
+    for sets, said in [
+        ([], "RL iterations 2/2 .* complete"),
+        (["rl.num_iterations=5"], "RL iterations 2/5 .* unfinished"),
+        (["rl.num_iterations=5", "budget.rollout_tokens=10"], "RL iterations 2/5 .* stopped by budget.rollout_tokens"),
+        (["rl.num_iterations=2", 'approval=["register"]'], r"RL iterations 2/2 .* waits for an approval \(register\)"),
+        (["rl.num_iterations=1"], "RL iterations 2/1 .* complete"),
+    ]:
+        record_start(local, override_config(run.config, sets))
+        assert re.search(f"{said}$", run_lines(local)[0]), (sets, run_lines(local))
+    record_start(local, override_config(run.config, ["rl.num_iterations=5"]))
+    local.put(start_key("a"), b"{}")
+    assert "start.json is damaged" in run_lines(local)[0]
 
 
 def test_a_run_that_waits_for_a_person_says_so(local: Store) -> None:
@@ -131,7 +152,7 @@ def test_the_number_of_reads_does_not_grow_with_the_run(local: Store, monkeypatc
     read = Store.read
     monkeypatch.setattr(Store, "read", lambda self, key: reads.append(key) or read(self, key))
     assert "RL iterations 40/1000" in run_lines(local)[0]
-    assert len(reads) <= 4
+    assert len(reads) <= 5
 
 
 def test_rollouts_are_shown_with_their_answer_whatever_round_it_is_of(store: Store) -> None:

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from rlpipe.store.lease import held_by
 from rlpipe.store.limits import reason_to_stop, untrained
 from rlpipe.store.pruned import pruned_folders
 from rlpipe.store.run import Run, open_existing
-from rlpipe.store.run_record import run_names
+from rlpipe.store.run_record import last_started, run_names
 from rlpipe.types import IterationRecord, StoreError, UserError, moment_of
 
 NOTHING, UNFINISHED = "-", "unfinished"
@@ -42,7 +42,7 @@ TABLE_COLUMNS = [
 class RunSummary:
     """How far a run is. `newest`: the record of its newest iteration; `ended_at`: when that, or without RL a segment of SFT, was committed."""
 
-    run: Run
+    run: Run  # with the config of its last start, which may plan more than it was created with
     segments: int
     num_segments: int
     committed: int
@@ -79,6 +79,7 @@ def run_summaries(store: Store) -> dict[str, RunSummary | str]:
 
 def run_summary(run: Run) -> RunSummary:
     """A few reads of the store, however long the run is."""
+    run = replace(run, config=last_started(run.store, run.name))
     segments, complete = run.num_committed("sft", run.num_segments), run.sft_complete
     num_segments = run.sft_result()[1] if complete else run.num_segments
     committed, planned = run.num_iterations, run.config.rl.num_iterations
