@@ -43,6 +43,8 @@ def group(rewards: list[float], completions: list[str] | None = None, lengths: l
         ("reasonable_length", 4, group([0, 1], lengths=[2, 6]), None),
         ("reasonable_length", 4, group([0, 1], lengths=[2, 7]), "too_long"),
         ("minimum_length", 4, group([0, 1], lengths=[2, 6]), None),
+        ("minimum_length", 0, group([0, 1], lengths=[0, 0]), None),
+        ("minimum_length", 4.5, group([0, 1], lengths=[4, 5]), None),
         ("minimum_length", 4, group([0, 1], lengths=[2, 5]), "too_short"),
     ],
 )
@@ -141,6 +143,14 @@ def test_a_custom_filter_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_threshold_without_sense_is_refused(name: str, threshold: float, said: str) -> None:
     with pytest.raises(UserError, match=said):
         check_thresholds({name: threshold})
+
+
+def test_two_lengths_are_a_band_that_holds_its_ends_and_is_not_empty() -> None:
+    check_thresholds(ends := {"minimum_length": 5.0, "reasonable_length": 5.0})
+    groups = [group([0, 1], lengths=lengths) for lengths in ([4, 6], [4, 5], [5, 6])]
+    assert apply_filters(groups, resolve_filters(ends)) == ([0], {1: "too_short", 2: "too_long"})
+    with pytest.raises(UserError, match=r"rl\.filters\.minimum_length=5\.5: is above reasonable_length=5, and no group lies"):
+        check_thresholds({"reasonable_length": 5.0, "minimum_length": 5.5})
 
 
 @pytest.mark.parametrize(

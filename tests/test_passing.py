@@ -8,7 +8,7 @@ import pytest
 
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.config.source import read_config
+from rlpipe.config.source import check, read_config
 from rlpipe.report.show import parameter_text
 from rlpipe.rewards.pool import check_rewards, score
 from rlpipe.stages.preflight import look_at
@@ -103,6 +103,13 @@ def test_sft_alone_needs_no_room_for_completions() -> None:
     config("rl.num_iterations=0", "rl.completion_tokens_max=512", "evaluation.completion_tokens_max=8")
     with pytest.raises(UserError, match="leaves no room for a prompt"):
         config("rl.num_iterations=0", "rl.completion_tokens_max=512")  # its evaluation samples completions of that length
+    tree = config(
+        "rl.num_iterations=0", "evaluation.completion_tokens_max=127", "model.path=x", "model.context_tokens_max=128"
+    ).model_dump()
+    trained_alone = tree | {"data": [data for data in tree["data"] if data["use"] == "sft"]}
+    check(trained_alone | {"evaluation": tree["evaluation"] | {"completion_tokens_max": 512}})
+    with pytest.raises(UserError, match=r"beside evaluation\.completion_tokens_max=512"):
+        check(tree | {"evaluation": tree["evaluation"] | {"completion_tokens_max": 512}})
 
 
 @pytest.mark.parametrize("names", [("nonzero_std", "diversity", "any_success"), ("diversity", "any_success", "nonzero_std")])

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import hf_config
+from rlpipe.models.small import small_config
 from rlpipe.report.plan import ModelSizes
 from rlpipe.report.plan_cost import Lengths, Speed, disk_lines, rollout_bytes, time_lines
+from rlpipe.stages.base import TriedModel
 from rlpipe.trainer import speed
 from rlpipe.trainer.speed import measured_speed
+from rlpipe.trainer.trial import _speed_of
 from rlpipe.types import size_text
 from tests.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
 
@@ -74,12 +79,6 @@ def test_hours_are_what_the_passes_take_by_their_number() -> None:
     assert f"trains {train_s:.1f} s and samples {sample_s:.1f} s; in all {total_h:.2f} h" in lines[0]
 
 
-def test_where_nothing_was_timed_it_says_why() -> None:
-    assert time_lines(config(), None, Lengths()) == ["time: not estimated, the first layers of the model cannot be tried here"]
-    on_gpu = read_config("one-gpu", [], PRESETS)
-    assert time_lines(on_gpu, None, Lengths()) == ["time: not estimated, no GPU is tried by a plan"]
-
-
 @pytest.mark.parametrize(
     "model", [{**SMOLLM2, "vocab_size": 300, "hidden_size": 36, "intermediate_size": 64}, GEMMA3], ids=["llama", "gemma3"]
 )
@@ -90,12 +89,21 @@ def test_a_model_is_timed_by_its_first_layers(model: dict[str, Any], monkeypatch
         speed, "_passes", lambda shorter, *rest: tried.append(shorter.num_hidden_layers) or real(shorter, *rest)
     )
     timed = measured_speed(hf_config(model), torch.float32, 32, ASKED)
-    assert tried == [1, 3] and timed is not None
+    assert tried == [1, 3] and isinstance(timed, Speed)
     assert timed.train_s > 0 and timed.forward_s > 0 and timed.decode_s > 0
     monkeypatch.setattr(speed, "_passes", lambda shorter, *_: [10.0 + 2 * shorter.num_hidden_layers] * 3)
     whole = 10.0 + 2 * model["num_hidden_layers"]  # what is in no layer, and each layer
     assert measured_speed(hf_config(model), torch.float32, 32, ASKED) == Speed(whole, whole, whole)
 
 
-def test_a_model_that_is_too_large_is_not_timed() -> None:
-    assert measured_speed(hf_config(QWEN3_30B_A3B), torch.bfloat16, 32, ASKED) is None
+def test_where_nothing_was_timed_a_plan_says_why() -> None:
+    large = measured_speed(hf_config(QWEN3_30B_A3B), torch.bfloat16, 32, ASKED)
+    parts = {"training": {"dtype": "float32"}, "context_tokens_max": 32, "timed": ASKED}
+    alone = _speed_of(small_config(AutoConfig.for_model("recurrent_gemma")), parts)
+    for speed_or_why, said in [
+        (large, r"a model of its first 3 layers would take 19\.93 GB, and is too large to be timed here"),
+        (alone, "the first layers of family recurrent_gemma alone are no model .*Attention"),
+        (TriedModel(1, "packed", None).speed, "no GPU is tried by a plan"),
+    ]:
+        (line,) = time_lines(config(), speed_or_why, Lengths())
+        assert re.match(f"time: not estimated, {said}", line), line

@@ -143,7 +143,7 @@ def test_a_model_that_is_nowhere_is_planned_by_the_shape_that_is_given(tmp_path:
     asked: list[Any] = []
     monkeypatch.setattr(content_room, "try_model", lambda config, named, sized: asked.append(named["config"]) or TRIED)
     shaped = Content(read_config("gsm8k-0.5b", [], PRESETS), False)
-    assert shaped.memory().endswith("(by the shape in [model]: the model itself is not here)")
+    assert "with an output layer of 136.1M parameters, which a model with tied embeddings has not)" in shaped.memory()
     assert (asked[0]["hidden_size"], asked[0]["vocab_size"], asked[0]["tie_word_embeddings"]) == (896, 151936, False)
     sets = ["model.path=some/model", "model.context_tokens_max=128"]
     tree = read_config("tiny", sets, PRESETS).model_dump()

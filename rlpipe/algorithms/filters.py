@@ -127,13 +127,18 @@ def apply_filters(groups: list[Group], filters: list[ResolvedFilter]) -> tuple[l
 
 
 def check_thresholds(filters: dict[str, float]) -> None:
-    """UserError for a threshold without sense."""
+    """UserError for a threshold without sense, and for two that no group can pass."""
     for name, threshold in filters.items():
         low, high, meaning = BOUNDS.get(name, (-math.inf, math.inf, "a number"))
         if not (math.isfinite(threshold) and low <= threshold <= high):  # also a nan
             bounds = f"{meaning}, at least {low:g}" if math.isfinite(low) else f"{meaning} that is finite"
             bounds += f" and at most {high:g}" if math.isfinite(high) else ""
             raise UserError(f"rl.filters.{name}={threshold:g}: the threshold is {bounds}")
+    shortest, longest = filters.get("minimum_length", 0.0), filters.get("reasonable_length", math.inf)
+    if shortest > longest:
+        raise UserError(
+            f"rl.filters.minimum_length={shortest:g}: is above reasonable_length={longest:g}, and no group lies between; lower it"
+        )
 
 
 def _answer(resolved: ResolvedFilter, group: Group) -> str | None:

@@ -104,7 +104,8 @@ def _of_data(config: PipelineConfig) -> Iterator[str]:
     samples = bool(rl.num_iterations) or (config.sets("evaluation") and config.evaluation.completion_tokens_max is None)
     if samples and rl.completion_tokens_max >= model.context_tokens_max:
         yield f"{model.context_tokens_max=}: leaves no room for a prompt beside {rl.completion_tokens_max=}; use more"
-    if (own := config.evaluation.completion_tokens_max) and own >= model.context_tokens_max:
+    own = config.evaluation.completion_tokens_max if config.sets("evaluation") else None
+    if own and own >= model.context_tokens_max:
         yield f"{model.context_tokens_max=}: leaves no room for a prompt beside evaluation.completion_tokens_max={own}; use more"
     for name, part in (("sft", sft), ("rl", rl)):
         if part.schedule != "constant" and part.decay_steps <= part.warmup_steps:

@@ -106,13 +106,10 @@ def _free_bytes(config: PipelineConfig) -> int | None:
     return shutil.disk_usage(there).free
 
 
-def time_lines(config: PipelineConfig, speed: Speed | None, lengths: Lengths) -> list[str]:
-    """Seconds of an iteration and hours of the run, of what was timed; why not, where nothing was."""
-    if speed is None:
-        on_gpu = config.trainer.gpu_ids or config.engines.gpu_ids
-        return [
-            f"time: not estimated, {'no GPU is tried by a plan' if on_gpu else 'the first layers of the model cannot be tried here'}"
-        ]
+def time_lines(config: PipelineConfig, speed: Speed | str, lengths: Lengths) -> list[str]:
+    """Seconds of an iteration and hours of the run, of what was timed; why not, where nothing was and `speed` says why."""
+    if isinstance(speed, str):
+        return [f"time: not estimated, {speed}"]
     sft, rl, longest = config.sft, config.rl, config.model.context_tokens_max
     sft_s = speed.train_s * sft.num_steps * sft.batch_size * (lengths.conversation or longest) / config.trainer.tokens_max
     prompt = lengths.prompt or longest - rl.completion_tokens_max

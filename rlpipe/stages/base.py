@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,12 @@ TRIAL_TIMEOUT_S = 120.0  # of a model's config, most of it to import torch
 
 @dataclass(frozen=True)
 class TriedModel:
-    """What is known of a model whose config and shapes were tried. `rows`: how sequences are put into rows."""
+    """What is known of a model whose config and shapes were tried. `rows`: how sequences are put into rows; `speed`: or why there is none."""
 
     num_parameters: int
     rows: str
     sizes: ModelSizes | None
-    speed: Speed | None = None
+    speed: Speed | str = "no GPU is tried by a plan"
 
 
 def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: bool) -> TriedModel:
@@ -71,8 +71,9 @@ def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: boo
         (ready,) = trial.on_all(Child.start)
     assert ready["num_parameters"] > 0, "a model without parameters"
     sizes = ModelSizes(**ready["sizes"]) if ready["sizes"] else None
-    speed = Speed(**ready["speed"]) if ready["speed"] else None
-    return TriedModel(ready["num_parameters"], ready["rows"], sizes, speed)
+    tried = TriedModel(ready["num_parameters"], ready["rows"], sizes)
+    timed = ready["speed"]
+    return replace(tried, speed=Speed(**timed) if isinstance(timed, dict) else timed) if timed else tried
 
 
 def tried_adapter(config: PipelineConfig) -> dict[str, object]:

@@ -110,7 +110,7 @@ class Content:
         assert sizes is not None, "a plan asks for sizes"
         costs = [*disk_lines(self.config, sizes), *time_lines(self.config, self.tried.speed, self.lengths)]
         lines = [*memory_lines(self.config, sizes), *costs]
-        return "\n".join([*lines, *(["  (by the shape in [model]: the model itself is not here)"] if stands_in else [])])
+        return "\n".join([*lines, *([_stands_in_line(model.hidden_size * self.vocab_size)] if stands_in else [])])
 
     def trainer(self) -> str:
         """The GPUs that child processes would train on are here."""
@@ -268,6 +268,14 @@ class Content:
 
 def label(data: DataConfig) -> str:
     return f"data.{data.name} ({data.use})"
+
+
+def _stands_in_line(output_parameters: int) -> str:
+    """What a plan says of figures by a shape that stands in for the model's: nobody knows whether its embeddings are tied."""
+    return (
+        f"  (by the shape in [model], as the model itself is not here: with an output layer of {output_parameters / 1e6:,.1f}M parameters, which a "
+        "model with tied embeddings has not)"
+    )
 
 
 def _tried_line(folder: Path, tried: TriedModel) -> str:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from rlpipe.models.causal import empty_model
 from rlpipe.report.plan_cost import Speed
 from rlpipe.trainer.model import PolicyModel
+from rlpipe.types import size_text
 
 LAYERS = (1, 3)  # of the two models that are timed: what a layer takes is half of what they differ by
 BYTES_MAX = 4 << 30  # of the larger one's weights and gradients
@@ -22,8 +23,8 @@ ENOUGH_S = 2.0  # of one kind of pass
 FLOPS = 2e11  # of a forward and backward pass that is timed, about: seconds on any processor
 
 
-def measured_speed(config: PretrainedConfig, dtype: torch.dtype, length: int, timing: Mapping[str, int]) -> Speed | None:
-    """Seconds of passes of the whole model, reckoned from models of a few of its layers; None where even those are too large to try.
+def measured_speed(config: PretrainedConfig, dtype: torch.dtype, length: int, timing: Mapping[str, int]) -> Speed | str:
+    """Seconds of passes of the whole model, reckoned from models of a few of its layers; why not, where even those are too large to try.
 
     `length`: tokens of a row of a microbatch. `timing`: `tokens_max` of a microbatch and `threads` that train, `places` of an engine and its
     `engine_threads`.
@@ -31,8 +32,9 @@ def measured_speed(config: PretrainedConfig, dtype: torch.dtype, length: int, ti
     layers = config.get_text_config().num_hidden_layers
     few, more = (min(count, layers) for count in LAYERS)
     largest = _first_layers(config, more)
-    if 2 * 4 * sum(parameter.numel() for parameter in empty_model(largest).parameters()) > BYTES_MAX:
-        return None
+    size = 2 * 4 * sum(parameter.numel() for parameter in empty_model(largest).parameters())
+    if size > BYTES_MAX:
+        return f"a model of its first {more} layers would take {size_text(size)}, and is too large to be timed here"
     small, large = (_passes(_first_layers(config, count), dtype, length, timing) for count in (few, more))
     steps = (layers - more) / (more - few) if more > few else 0.0
     train, forward, decode = (big + steps * max(0.0, big - little) for little, big in zip(small, large, strict=True))

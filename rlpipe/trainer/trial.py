@@ -3,7 +3,7 @@ on them.
 
 First line in: {"where", "folder" or "config", "context_tokens_max", "context_ranks", "training": {"dtype", "tokens_max",
 "activation_checkpointing", "context_ranks"} for a plan, "timed": see `measured_speed`, "adapter" where one is trained}; out: {"num_parameters",
-"rows": how sequences are put into them, "sizes", "speed": what a plan counts with} or {"error"}.
+"rows": how sequences are put into them, "sizes", "speed": what a plan counts with, or why it is not known} or {"error"}.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ def try_model(hello: JsonDict) -> JsonDict:
         num_adapted = sum(parameter.numel() for name, parameter in lm.named_parameters() if is_adapter(name))
     counted = None if sizes is None else asdict(replace(sizes, adapter=num_adapted))
     speed = _speed_of(config, hello) if "timed" in hello else None
-    return {"num_parameters": num_parameters, "rows": rows_of(config), "sizes": counted, "speed": speed and asdict(speed)}
+    timed = asdict(speed) if isinstance(speed, Speed) else speed
+    return {"num_parameters": num_parameters, "rows": rows_of(config), "sizes": counted, "speed": timed}
 
 
-def _speed_of(config: PretrainedConfig, hello: JsonDict) -> Speed | None:
-    """What `measured_speed` says; None for a family whose first layers alone are no model."""
+def _speed_of(config: PretrainedConfig, hello: JsonDict) -> Speed | str:
+    """What `measured_speed` says; why not, for a family whose first layers alone are no model."""
     dtype, timing = getattr(torch, hello["training"]["dtype"]), hello["timed"]
     try:
         return measured_speed(config, dtype, min(hello["context_tokens_max"], timing["tokens_max"]), timing)
     except MODEL_FAULTS as error:
-        log.info("the model's first layers could not be timed: %r", error)
-        return None
+        return f"the first layers of family {config.model_type} alone are no model ({error!r:.120})"
 
 
 def _try_shapes(config: PretrainedConfig) -> None:
