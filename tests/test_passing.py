@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import check, read_config
 from rlpipe.report.show import parameter_text
 from rlpipe.rewards.pool import check_rewards, score
+from rlpipe.rewards.score import combined, score_of
 from rlpipe.stages.preflight import look_at
 from rlpipe.store.run import create_or_continue, open_existing
 from rlpipe.types import UserError
@@ -97,6 +99,14 @@ def test_a_field_that_is_gone_hides_no_other_fault() -> None:
     ]
     assert [line.split("=")[0].split(":")[0] for line in lines[2:]] == ["model.hidden_size", "sft.patience"]
     assert config("rl.top_k=-1") == config()
+
+
+@pytest.mark.parametrize("weights", [*itertools.permutations([0.7, 0.2, 0.1])])
+def test_a_sum_of_rewards_is_exact_in_whatever_order_they_stand(weights: tuple[float, ...]) -> None:
+    parts = [score_of(name, 1.0, weight) for name, weight in zip(("exact", "format", "length"), weights, strict=True)]
+    assert combined(parts).reward == 1.0  # that of pass_threshold = 1.0
+    largest = score_of("exact", 1.7e308, 1.0)
+    assert combined([largest, largest]).reason == "reward_invalid"
 
 
 def test_sft_alone_needs_no_room_for_completions() -> None:

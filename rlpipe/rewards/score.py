@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -98,13 +98,18 @@ def score_of(name: str, value: Any, weight: float) -> Score:
     for part, number in values.items():
         if not math.isfinite(parts.get(part, math.nan)):
             raise InvalidAnswer(f"reward {name!r}: {part} is {number!r:.80}, and must be a finite number")
-    try:
-        total = weight * math.fsum(parts.values())
-    except OverflowError:
-        total = math.inf
+    total = weight * _sum(parts.values())
     if not math.isfinite(total):
         raise InvalidAnswer(f"reward {name!r}: the weighted sum of {parts} is {total}")
     return Score(total, parts)
+
+
+def _sum(values: Iterable[float]) -> float:
+    """The exact sum, rounded once: the same in any order. Infinite where no float holds it."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
 
 
 def scored(name: str, weight: float, code: Callable[[], Any]) -> Score:
@@ -119,11 +124,11 @@ def scored(name: str, weight: float, code: Callable[[], Any]) -> Score:
 
 
 def combined(scores: list[Score]) -> Score:
-    """The sum of what several scorers said of one rollout, or the first fault among them."""
+    """The sum of what several scorers said of one rollout, in whatever order, or the first fault among them."""
     fault = next((score for score in scores if score.reason is not None), None)
     if fault is not None:
         return fault
-    total = sum(score.reward for score in scores if score.reward is not None)
+    total = _sum(score.reward for score in scores if score.reward is not None)
     parts = {name: part for score in scores for name, part in score.parts.items()}
     if not math.isfinite(total):
         return Score(None, {}, "reward_invalid", f"the weighted sum of {parts} is {total}")
