@@ -306,6 +306,10 @@ def test_an_empty_batch_is_no_step(trainer: Trainer) -> None:
     masked = [{**row, "loss_mask": [0] * len(row["loss_mask"])} for row in world.rollout_rows(2, 2)]
     world.run(trainer, "train", world.train("b", "c", "rl", world.batch(trainer.gang.store, "masked", masked)))
     assert policy_sha(trainer, "after") == before
+    kl: JsonDict = {"kl": "loss", "kl_coef": 0.1}
+    start = world.saved(trainer.gang.store, "start", world.run(trainer, "save", world.save("b", "start", None))["policy"])
+    job = {**world.train("b", "c", "rl", data, kl), "reference": start.as_json()}
+    assert "train/kl" not in world.run(trainer, "train", job)["metrics"]
 
 
 def test_refusals_leave_nothing_resident(trainer: Trainer) -> None:

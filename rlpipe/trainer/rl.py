@@ -153,7 +153,9 @@ def metrics_of(gang: Gang, resident: Resident, passes: list[tuple[PolicyModel, i
     beside |= mfu(gang, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])
     if settings.proximal == "engine":  # later steps have moved the policy
         beside["train/mismatch_abs_mean"] = steps[0]["mismatch_abs_mean"] if steps else 0.0
-    names = [name for name in STEP_METRICS if name != "kl" or len(passes) > 1]  # without a reference there is none
+    names = [
+        name for name in STEP_METRICS if name != "kl" or (len(passes) > 1 and steps)
+    ]  # to no reference, or of no step, there is none
     return summary(steps, names, batches) | resident.policy.experts.metrics(gang.sum) | beside
 
 
