@@ -10,7 +10,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-HARD: dict[str, list[tuple[str, list[str], list[str]]]] = {
+from tests.math_held_out_pairs import FIRST, SECOND
+
+Topics = dict[str, list[tuple[str, list[str], list[str]]]]
+
+HELD_OUT: Topics = {"first": FIRST, "second": SECOND}  # not those that the rules were first made for
+HARD: Topics = {
     "congruences": [
         (r"x \equiv 3 \pmod 7", [r"x \equiv 3 \pmod 7", r"x \equiv 3 \pmod{7}", r"x\equiv 3\ (\text{mod}\ 7)", r"3 \pmod 7"], ["7", "3", r"x \equiv 3 \pmod 5", r"x \equiv 7 \pmod 3", r"x \equiv 2 \pmod{7}"]),
         (r"n \equiv 1, 4 \pmod{5}", [r"n\equiv 1,4\pmod 5"], ["5", "4", "1,4,5", r"n \equiv 1 \pmod 5"]),
@@ -170,9 +175,9 @@ ORDINARY = [
 ]  # fmt: skip
 
 
-def pairs() -> Iterator[tuple[str, str, str, bool]]:
+def pairs(topics: Topics) -> Iterator[tuple[str, str, str, bool]]:
     """(topic, reference, completion, whether it is right)."""
-    for topic, rows in HARD.items():
+    for topic, rows in topics.items():
         for reference, *answers in rows:
             for answer, right in [
                 (answer, right) for right, each in zip((True, False), answers, strict=True) for answer in each
@@ -198,27 +203,30 @@ def main() -> None:
 
     logging.disable(logging.CRITICAL)
     judges = {name: resolve(name) for name in ("math", "deepscaler")} | {"math-verify": plain}
+    print("right accepted, right 0.0, right refused as a fault | wrong 0.0, wrong accepted, wrong refused as a fault")
+    for title, topics in {"easily read in part": HARD, "held out": HELD_OUT}.items():
+        print(f"{title}: {len([*pairs(topics)])} pairs")
+        for name, judge in judges.items():
+            _print_verdicts(name, judge, topics)
+
+
+def _print_verdicts(name: str, judge: Callable[[dict[str, str], str], float], topics: Topics) -> None:
+    counted: Counter[tuple[bool, float | None]] = Counter()
+    for topic, reference, completion, right in pairs(topics):
+        if name == "deepscaler":
+            if "boxed" not in completion or "####" in completion or "<answer>" in completion:
+                continue
+            completion = "<think>hm</think>" + completion
+        given = verdict(judge, reference, completion)
+        counted[right, given] += 1
+        if name != "math-verify" and given != float(right):
+            print(f"  {name}: {topic}: {reference!r}, {completion!r} is {right}, got {given}")
     print(
-        "right accepted, right 0.0, right refused as a fault | wrong 0.0, wrong accepted, wrong refused as a fault; of",
-        len([*pairs()]),
+        name,
+        *(counted[True, given] for given in (1.0, 0.0, None)),
+        "|",
+        *(counted[False, given] for given in (0.0, 1.0, None)),
     )
-    for name, judge in judges.items():
-        counted: Counter[tuple[bool, float | None]] = Counter()
-        for topic, reference, completion, right in pairs():
-            if name == "deepscaler":
-                if "boxed" not in completion or "####" in completion or "<answer>" in completion:
-                    continue
-                completion = "<think>hm</think>" + completion
-            given = verdict(judge, reference, completion)
-            counted[right, given] += 1
-            if name != "math-verify" and given != float(right):
-                print(f"  {name}: {topic}: {reference!r}, {completion!r} is {right}, got {given}")
-        print(
-            name,
-            *(counted[True, given] for given in (1.0, 0.0, None)),
-            "|",
-            *(counted[False, given] for given in (0.0, 1.0, None)),
-        )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from math_verify import parse, verify
 from rlpipe.rewards.math_reward import read_reference
 from rlpipe.rewards.references import references_line
 from rlpipe.rewards.registry import resolve
-from tests.math_hard_pairs import HARD, ORDINARY, pairs, verdict
+from tests.math_hard_pairs import HARD, HELD_OUT, ORDINARY, pairs, verdict
 from tests.math_pairs import PAIRS
 
 DOCS = Path(__file__).parent.parent / "docs" / "rewards.md"
@@ -48,7 +48,9 @@ def test_no_wrong_answer_to_what_is_easily_read_in_part(name: str, thinking: str
     """deepscaler wants a box: of the others it is asked whether the wrong ones are wrong."""
     reward = resolve(name)
     marked = [
-        pair for pair in pairs() if name == "math" or ("box" in pair[2] and not ("####" in pair[2] or "<answer>" in pair[2]))
+        pair
+        for pair in pairs(HARD)
+        if name == "math" or ("box" in pair[2] and not ("####" in pair[2] or "<answer>" in pair[2]))
     ]
     assert len(marked) >= 300
     given = {pair: verdict(reward, pair[1], thinking + pair[2]) for pair in marked}
@@ -59,6 +61,62 @@ def test_no_wrong_answer_to_what_is_easily_read_in_part(name: str, thinking: str
     assert refused == [(reference, f"So the answer is $\\boxed{{{answer}}}$.") for reference, answer in known], (
         "as docs/rewards.md says"
     )
+
+
+def test_of_the_held_out_pairs_no_wrong_answer_is_right() -> None:
+    given = {pair: verdict(resolve("math"), pair[1], pair[2]) for pair in pairs(HELD_OUT)}
+    assert len(given) >= 570 and sum(not pair[3] for pair in given) >= 260
+    assert [pair for pair, reward in given.items() if reward is None] == []
+    assert [pair for pair, reward in given.items() if reward == 1.0 and not pair[3]] == [], "a wrong answer"
+    refused = [pair[1:3] for pair, reward in given.items() if reward == 0.0 and pair[3]]
+    assert len(refused) <= 21, refused
+
+
+HUGE = [
+    "3^{4^{92}}",
+    "10^{10^{10}}",
+    "2^{2^{2^{100}}}",
+    "9^{9^{9^9}}",
+    "(10^{9})!",
+    r"\binom{10^9}{10^8}",
+    "(1, 9^{9^{9^9}})",
+    "2^{1000000000}",
+]
+MULTIPLIED_OUT = [
+    "(x+1)^{10000}",
+    "((x+1)^{50}+1)^{50}",
+    "(x+y+z)^{200}",
+    r"\sum_{k=1}^{10^9} k^k",
+    r"\prod_{k=1}^{10^8} k",
+    "1e10000000000",
+]
+
+
+@pytest.mark.parametrize("formula", HUGE + MULTIPLIED_OUT)
+def test_what_is_too_long_to_be_worked_out_is_compared_as_text(formula: str) -> None:
+    assert read_reference(formula).values is None
+    for completion in (f"\\boxed{{{formula}}}", f"so ${formula}$", f"so {formula}", f"${formula}$ and so $\\text{{no}}$"):
+        assert not ours("42", completion) and not ours("2^{1000}", completion)
+    assert ours(formula, f"\\boxed{{{formula}}}") and not ours(formula, "\\boxed{42}")
+
+
+@pytest.mark.parametrize(
+    ("reference", "same", "other"),
+    [
+        ("2^{1000}", "1024^{100}", "1024^{101}"),
+        ("10^{100}", "100^{50}", "10^{99}"),
+        ("2^{2023}", "2 \\cdot 2^{2022}", "2^{2022}"),
+        ("100!", "100 \\cdot 99!", "99!"),
+        ("3^{2^{10}}", "3^{1024}", "3^{20}"),
+        ("2023^{2023}", "2023 \\cdot 2023^{2022}", "2023^{2022}"),
+        ("(x+1)^{100}", "(1+x)^{100}", "(x+1)^{99}"),
+        (r"e^{-\frac{(x-1)^2}{2}}", r"\exp(-\frac{(x-1)^2}{2})", r"e^{-\frac{(x+1)^2}{2}}"),
+        (r"\sum_{k=1}^{2023} k", "2047276", "2023"),
+    ],
+)
+def test_large_powers_are_compared_by_value(reference: str, same: str, other: str) -> None:
+    assert read_reference(reference).values is not None
+    assert ours(reference, f"\\boxed{{{same}}}") and not ours(reference, f"\\boxed{{{other}}}")
 
 
 def test_ordinary_references_are_compared_by_value() -> None:

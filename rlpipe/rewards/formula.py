@@ -15,19 +15,22 @@ from rlpipe.algorithms.answers import LATEX_TEXT
 _UNICODE = str.maketrans({
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ",
     "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "°": "^\\circ ", "²": "^2", "³": "^3", "½": "\\frac{1}{2}", "≡": "\\equiv ",
-    "…": "\\ldots ", "⟨": "\\langle ", "⟩": "\\rangle ", "′": "'", "’": "'", "″": "''", "∈": "\\in ", "±": "\\pm ", "\u00a0": " ",
+    "≈": "\\approx ", "…": "\\ldots ", "⟨": "\\langle ", "⟩": "\\rangle ", "′": "'", "’": "'", "″": "''", "∈": "\\in ", "±": "\\pm ", "\u00a0": " ",
 })  # fmt: skip
 _ENVIRONMENT = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|[ \u202f])(?=\d{3}(?!\d))")  # spaces between groups of digits: 1\,234
 _TEXT = r"\\(?:text\w*|mathrm|mbox|operatorname)\s*\{([^{}]*)\}"
 _LETTER = re.compile(r"\\(?:mathbf|boldsymbol|bm|hat|vec|mathbb)\s*(?:\{\s*\\?([a-zA-Z])(?:math)?\s*\}|([a-zA-Z])(?![a-zA-Z]))")
 _REPEATED = re.compile(r"(?<![\d.])(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?(\d+)\}?|\((\d+)\))(?![\d.({])")
-_THIRDS = re.compile(r"(?<![\d.])(\d*)\.(\d*?)(\d)\3{2,}\s*(?:\\[lc]?dots|\.\.\.)")  # 0.1666...
+_THIRDS = re.compile(r"(?<![\d.])(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d\d+)\4+)\s*(?:\\[lc]?dots|\.\.\.)")  # 0.1666..., 0.2727...
 _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d+)(?![\w.{])")
 _DEGREES = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[)}]?")
 _NAMED = re.compile(
-    r"(?:m\s*)?(?:\\(?:angle|measuredangle|triangle|text\w*|mathrm|overline|widehat)\b[^=<>\d]*|[A-Z]{2,}\s*)=([^=]+)"
+    r"(?:m\s*)?(?:\\(?:angle|measuredangle|triangle|text\w*|mathrm|overline|widehat)\b[^=<>\d]*|[A-Z]{2,}\s*|P\s*\([A-Z][^()=]*\)\s*)=([^=]+)"
 )
+_SOLUTIONS = re.compile(
+    r"\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\\vert|\\colon|[|:])\s*([^|:]*(?:[<>]|\\[lg]e)[^|:]*)\\\}"
+)  # {x | x > 2}
 _UNIT_WORDS = {
     "mm": "mm millimeter millimeters millimetre millimetres", "cm": "cm centimeter centimeters centimetre centimetres",
     "m": "m meter meters metre metres", "km": "km kilometer kilometers kilometre kilometres", "in": "in inch inches",
@@ -59,16 +62,17 @@ _SCALED = re.compile(
     rf"(?<![\d.,])(\d+(?:,\d{{3}})*(?:\.\d+)?)\s*(?:\\text\w*\{{)?\s*({'|'.join(_SCALES)})\b\s*\}}?", re.IGNORECASE
 )
 _RATIO = re.compile(r"(?!\d{1,2}:[0-5]\d$)\d+(?:\.\d+)?:\d+(?:\.\d+)?")  # one that is no time of the day
+_FEW_LETTERS = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z]{1,4})(?![a-zA-Z])(?:\s*_\s*(?:\{(\w*)\}|(\w)))?")  # no word
 _COMMANDS = re.compile(r"\\[a-zA-Z]+")
 _SAME_TEXT = [(re.compile(pattern), put) for pattern, put in [
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|mathbf|boldsymbol|bm)(?![a-zA-Z])|(?<!\\)\\[,;:! ()\[\]$]|~|\\q?quad|\$", " "),
-    (r"\s{2,}", " "), (r"\\[dtc]frac", r"\\frac"), (r"\\le(?![a-z])", r"\\leq"), (r"\\ge(?![a-z])", r"\\geq"), (r"\\ne(?![a-z])", r"\\neq"),
+    (r"\s{2,}", " "), (r"\\[dtc]frac", r"\\frac"), (r"\\varnothing", r"\\emptyset"), (r"\\le(?![a-z])", r"\\leq"), (r"\\ge(?![a-z])", r"\\geq"), (r"\\ne(?![a-z])", r"\\neq"),
     (r"\\[lcd]?dots\w?|\.{2,}", "..."), (r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree|\bdegrees?\b|\bdeg\b", r"°"),
     (r"\^\s*\{?((?:\\prime\s*)+)\}?", lambda match: "'" * match[1].count("prime")),
     (r"\(?\s*\\?[pb]?mod\b\s*\{?([^(){}]*)\}?\s*\)?", r"(mod \1)"), (r"\\(?:cdot|times)(?![a-z])", "*"),
     (r"(?i)\b([ap])\.?\s?m\.?(?![a-z])", r"\1m"), (r"\b0(?=\d:\d\d)", ""), (r"\\operatorname\*?", ""),
     (rf"(?i)(?<=[\d\s])({_ANY_UNIT})\.?(?![a-zA-Z^_(])", lambda match: UNITS.get(match[1].lower(), match[1])),
-    (r"(?<!\d)\s+|\s+(?!\d)", ""), (r"_\{?\\?(?:text|mathrm)?\{?(\w+)\}+", r"_\1"),
+    (r"(?<=\d)\s+to\s+(?=\d)", ":"), (r"(?<!\d)\s+|\s+(?!\d)", ""), (r"_\{?\\?(?:text|mathrm)?\{?(\w+)\}+", r"_\1"),
     (r"(?<!\\)\{([^{}\\])\}", r"\1"), (r"\\([{}%])", r"\1"),
 ]]  # fmt: skip
 
@@ -91,7 +95,7 @@ def mended(formula: str) -> str:
     Its unit is left out (`last_unit`), and of `\\angle A = 45` the name.
     """
     text = THOUSANDS.sub("", re.sub(r"\\!\s*", "", bare(formula)).translate(_UNICODE).replace("\\$", ""))
-    text = re.sub(r"\\q?quad|\\displaystyle|[€£¥]|~", " ", text).strip()
+    text = re.sub(r"^\s*\\approx(?![a-z])|\\q?quad|\\displaystyle|[€£¥]|~", " ", text).strip()
     text = re.sub(r"(?<![a-zA-Z\\])infinity(?![a-zA-Z])", r"\\infty ", text)
     text = re.sub(r"\s*(?:\\text\s*\{\s*)?\b(?:percent|percentage|pct)\b(?:\s*\})?", r"\\%", text)
     text = re.sub(
@@ -102,9 +106,11 @@ def mended(formula: str) -> str:
         text = whole[1] if re.match(r"\s*-?[\d.]", whole[1]) else text
     for _ in range(2):  # \mathbf{\hat{i}}
         text = _LETTER.sub(_letter, text)
-    text = _THIRDS.sub(lambda match: _repeating(match[1], match[2], match[3]), text)
+    text = _THIRDS.sub(lambda match: _repeating(match[1], match[2], match[3] or match[4]), text)
     text = _REPEATED.sub(lambda match: _repeating(match[1], match[2], match[3] or match[4]), text)
     text = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+    if (solutions := _SOLUTIONS.fullmatch(text)) and solutions[1] in solutions[2]:
+        text = solutions[2].strip()
     text = re.sub(r"\\left\s*\\langle|\\langle", "(", re.sub(r"\\right\s*\\rangle|\\rangle", ")", text))
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<![\w.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}", text)
@@ -113,7 +119,14 @@ def mended(formula: str) -> str:
     text = re.sub(r"(?<=[a-zA-Z})])\s*\\?%$", "", text)  # the grammar knows percent of a number alone
     text = re.sub(r"\\[dt]?frac\s*\{\s*d\s*([a-zA-Z])\s*\}\s*\{\s*d\s*([a-zA-Z])\s*\}", r"\1_{d\2}", text)
     named = _NAMED.fullmatch(text)
-    return _without_unit(named[1] if named else text)
+    return _in_both_cases(_without_unit(named[1] if named else text))
+
+
+def letters(formula: str) -> frozenset[str]:
+    """The letters of what a formula is equal to, of commands and words none, nor the constant of an integral; none of a letter alone."""
+    right = re.sub(r"\+\s*[cC]\s*$", "", _COMMANDS.sub(" ", LATEX_TEXT.sub(" ", bare(formula))).rpartition("=")[2])
+    signs = frozenset(re.findall(r"[a-zA-Z]", right))
+    return signs if len(signs) > 1 or re.search(r"[\d+*/^-]", right) else frozenset()
 
 
 def says_more(formula: str, read: str) -> bool:
@@ -124,15 +137,15 @@ def says_more(formula: str, read: str) -> bool:
     words = _unwrapped(formula)
     if (_MORE.search(words) and not _RATIO.fullmatch(formula)) or MEASURES.search(words):
         return True
-    if LATEX_TEXT.search(formula) and (re.search(r"\d", formula) or LATEX_TEXT.fullmatch(formula)):
-        return True  # words between numbers, or nothing else
+    if LATEX_TEXT.search(formula) and (re.search(r"\d", formula) or _LATEX_END.search(formula)):
+        return True  # words between numbers, or at the end
     return _signs(formula) != _signs("0.5" if read == "\\frac{1}{2}" and formula in ("0.5", ".5") else read)
 
 
 def same_text(formula: str) -> str:
     """The formula as text in one spelling: `\\dfrac` and `\\frac`, `\\left(` and `(`, `\\text{cm}` and `centimeters` are the same there."""
     text = bare(formula).translate(_UNICODE)
-    text = _unwrapped(THOUSANDS.sub("", re.sub(r"\\!\s*", "", text)))
+    text = _unwrapped(_in_both_cases(THOUSANDS.sub("", re.sub(r"\\!\s*", "", text))))
     if MEASURES.fullmatch(text.strip()):
         text = re.sub(r",|\band\b", " ", text)
     for pattern, put in _SAME_TEXT:
@@ -170,6 +183,20 @@ def _repeating(whole: str, fixed: str, repeated: str) -> str:
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
+def _in_both_cases(text: str) -> str:
+    """With R as `R_{cap}` where there is an r too: neither math-verify nor `same_text` tells the two apart."""
+    cases = {letter for run in _FEW_LETTERS.findall(LATEX_TEXT.sub(" ", text)) for letter in run[0]}
+    both = {letter for letter in cases if letter.isupper() and letter.lower() in cases}
+
+    def told(match: re.Match[str]) -> str:
+        *first, last = match[1]
+        index = match[2] or match[3] or ""
+        before = "".join(f"{letter}_{{cap}}" if letter in both else letter for letter in first)
+        return before + (f"{last}_{{cap{index}}}" if last in both else match[0][len(first) :])
+
+    return _FEW_LETTERS.sub(told, text) if both else text
+
+
 def _primed(match: re.Match[str]) -> str:
     strokes = match[2].count("'") + match[2].count("prime")
     return f"{match[1]}_{{{'prime' * strokes}}}"
@@ -183,10 +210,15 @@ def _without_unit(text: str) -> str:
             break
         if not _LATEX_END.search(text) and re.search(r"[a-zA-Z]", _COMMANDS.sub("", shorter)):
             break  # x^2 h: a letter beside letters is none
+        if _STATEMENT.search(text[len(shorter) :]) or not (
+            re.search(r"\d|\\pi", shorter) or last_unit(text.replace(shorter, "1"))
+        ):
+            break  # n is odd
         text = shorter
     return text
 
 
+_STATEMENT = re.compile(r"\b(?:is|are|not|if|for|when|where|odd|even|prime)\b", re.IGNORECASE)
 _LATEX_END = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}" + _POWER + r"\s*$")
 
 

@@ -9,40 +9,34 @@ import dataclasses
 import logging
 import re
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
-from latex2sympy2_extended import is_expr_of_only_symbols
-from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.math_normalization import normalize_latex
-from math_verify import LatexExtractionConfig, parse, verify
-from mpmath import floor, log10
-from sympy import Add, Eq, Float, Integral, Limit, Product, Sum, solve
-from sympy.core.relational import Relational
+from math_verify import LatexExtractionConfig, parse
 
 from rlpipe.algorithms.answers import LATEX_TEXT, boxed_answer, marked_answer
 from rlpipe.records.prompt import RewardPrompt
-from rlpipe.rewards.formula import MEASURES, THOUSANDS, bare, last_unit, mended, same_text, says_more, scaled
+from rlpipe.rewards.equality import are_equal, smallest_exponent
+from rlpipe.rewards.formula import MEASURES, THOUSANDS, bare, last_unit, letters, mended, same_text, says_more, scaled
+from rlpipe.rewards.magnitude import is_too_long
 
 # math-verify's own timeouts are signals, which work in no thread; the pool kills the process instead. It warns once of that.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
-logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 
 CHARS_MAX = 10_000  # of the end of a completion: math-verify's time grows with the square, 2 s here
-DIGITS = 6  # of two numbers that are equal: significant ones, and decimals around an expected 0
-PRECISION = 15  # the same of formulas whose difference has to be 0
-FLOAT_NOISE = 3  # of these digits, where the numbers are small
 REFERENCES_MAX = 1024  # that are kept parsed: a group of rollouts has one
 NORMAL = LatexExtractionConfig().normalization_config
 FORMULA_ALONE = [
     LatexExtractionConfig(normalization_config=dataclasses.replace(NORMAL, units=False))
 ]  # `mended` has left out the unit
-FORMULA_CHARS_MAX = 400  # of an answer: the time of the grammar grows faster than the text
 NO_FORMULA = re.compile(r"([^\w\s.])\1{7}")  # one sign again and again, in which the grammar looks for meaning
 COMMAS = re.compile(r"(?<=\d),(?=\d{3})")
 ENVIRONMENTS = re.compile(
     r"\$\$([^$]+)\$\$|(?<!\\)\$((?:[^$\n\\]|\\.)+)\$|\\\(((?:[^\\]|\\(?![()]))*)\\\)|\\\[((?:[^\\]|\\(?![\[\]]))*)\\\]"
 )
+CHOICE = re.compile(r"\\(?:text\w*|mathrm|mathbf)\s*\{\s*\(([A-J])\)\s*\}\s*(\S.*)")  # with what it says: \textbf{(B) } 12
+OTHER_CHOICE = re.compile(r"\([A-J]\)|\b(?:or|and)\b")
 WORD = re.compile(r"(?:^|(?<=\s))(?!(?:and|mod|sin|cos|tan|log|exp|gcd|lcm)\b)[A-Za-z]{3,}")
 SENTENCE = re.compile(r"(?<=[.;?!])\s+|\b(?:[Ss]o|[Ii]s|[Ww]e|[Ii]t|[Ii]f|[Tt]o)\b")  # what parts a line too, beside words
 IN_PART = re.compile(
@@ -57,6 +51,7 @@ class ReferenceAnswer:
     text: str
     values: list[Any] | None = None
     unit: str = ""
+    letters: frozenset[str] = frozenset()  # in which case it has them; none where it has no symbols
     exponent: int = 0  # of the smallest number in it that is not 0, 10 ** exponent; 0 from 1 on
 
 
@@ -114,7 +109,8 @@ def read_reference(answer: str) -> ReferenceAnswer:
         values = _whole(text)
     if not re.search(r"\w", spelled):
         raise ValueError(f"there is no formula, number or word in the answer {answer[:80]!r}")
-    return ReferenceAnswer(spelled, values, last_unit(text), _exponent(values[0]) if values else 0)
+    symbols = letters(text) if values and values[0].free_symbols else frozenset[str]()
+    return ReferenceAnswer(spelled, values, last_unit(text), symbols, smallest_exponent(values[0]) if values else 0)
 
 
 def _of_prose(text: str) -> ReferenceAnswer:
@@ -129,12 +125,16 @@ def _of_prose(text: str) -> ReferenceAnswer:
             f"the answer {text[-80:]!r} is prose with several numbers, and which of them is the answer cannot be told; "
             "write it as one value or formula"
         )
-    return ReferenceAnswer(same_text(text), values, last_unit(text), _exponent(values[0]))
+    return ReferenceAnswer(same_text(text), values, last_unit(text), exponent=smallest_exponent(values[0]))
 
 
 def _is(reference: ReferenceAnswer, answer: str) -> bool:
     """Whether a text that is an answer and nothing else is the reference."""
     text = bare(answer)
+    if _in_other_case(reference.letters, letters(text)):
+        return False
+    if (choice := CHOICE.fullmatch(text)) and not OTHER_CHOICE.search(choice[2]):
+        return _is(reference, choice[1] if len(reference.text) == 1 else choice[2])
     if reference.text == same_text(text):
         return True
     if reference.values is None:
@@ -147,19 +147,33 @@ def _is(reference: ReferenceAnswer, answer: str) -> bool:
         return False
     if _is_prose(text):
         values = _parsed(_cleaned(text)) if re.search(r"\d", text) else []
-        return bool(values) and _is_one_number(text, values) and _equal(reference, values)
-    return _equal(reference, _whole(text) or [])
+        return bool(values) and _is_one_number(text, values) and _equals(reference, values)
+    return _equals(reference, _whole(text) or [])
+
+
+def _equals(reference: ReferenceAnswer, values: list[Any]) -> bool:
+    assert reference.values is not None
+    return bool(values) and are_equal(reference.values, values, reference.exponent)
+
+
+def _in_other_case(expected: frozenset[str], given: frozenset[str]) -> bool:
+    """Whether one has R alone and the other r alone: two radii."""
+    return any(letter.swapcase() in given and not {letter} & given and letter.swapcase() not in expected for letter in expected)
 
 
 def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:
     """Whether what a text ends in is the reference, where no answer is marked: its last formula, or number."""
     formulas = _formulas(text)
+    if formulas and is_too_long(formulas[-1]):
+        return reference.text == same_text(formulas[-1])
+    for formula in filter(is_too_long, formulas):
+        text = text.replace(formula, "")
     text = scaled(re.sub(r"</?answer>", "", text)).strip()
     line = text.rpartition("\n")[2].replace("**", "")
     if reference.values is None or not (formulas or WORD.search(LATEX_TEXT.sub("", line))):
         return any(_is(reference, text) for text in [*formulas[-1:], line] if not _formulas(text))
     values = _parsed(_cleaned(text))
-    if not _equal(reference, values):
+    if not (_equals(reference, values) or (values and _equals(reference, _whole(values[-1]) or []))):
         return False
     number = values[-1]  # as text
     for formula in formulas:
@@ -180,47 +194,10 @@ def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:
     return True
 
 
-def _equal(reference: ReferenceAnswer, values: list[Any]) -> bool:
-    """By value; numbers to DIGITS significant digits, and from 1 on to as many decimals."""
-    assert reference.values is not None
-    if not values or _is_side(reference.values[0], values[0]):
-        return False
-    rounding = max(DIGITS, DIGITS - 1 - reference.exponent)
-    precision = max(PRECISION, PRECISION - FLOAT_NOISE - reference.exponent)
-    alike = partial(
-        verify, float_rounding=rounding, numeric_precision=precision, timeout_seconds=None, allow_set_relation_comp=True
-    )
-    expected: Any = reference.values[0]
-    value: Any = values[0]
-    if isinstance(expected, Eq) and isinstance(value, Eq) and not _solutions(expected):
-        sides = (
-            expected.lhs - expected.rhs,  # pyright: ignore[reportOperatorIssue]
-            value.lhs - value.rhs,  # pyright: ignore[reportOperatorIssue]
-        )  # math-verify takes two equations without solutions for the same
-        return alike(sides[0], sides[1]) or alike(sides[0], -sides[1])
-    return alike(reference.values, values)
-
-
-@lru_cache(REFERENCES_MAX)
-def _solutions(equation: Eq) -> list[Any]:
-    try:
-        return list(solve(equation, equation.free_symbols))
-    except Exception:  # whatever sympy raises where it knows no way
-        return []
-
-
-def _is_side(expected: Any, value: Any) -> bool:
-    """Whether one is an equation as `y'' + y = 0` and the other is not: math-verify would compare with its right side alone."""
-    if isinstance(expected, Eq):
-        return isinstance(expected.lhs, Add) and not isinstance(value, (Relational, And))
-    unsolved = isinstance(value, Eq) and isinstance(value.lhs, Add) and value.lhs.free_symbols
-    return bool(expected == 0 and unsolved and not is_expr_of_only_symbols(value.lhs))
-
-
 def _whole(formula: str) -> list[Any] | None:
     """math-verify's value of a formula, if it has one of all that is said; else None."""
     text = mended(formula)
-    if len(text) > FORMULA_CHARS_MAX or NO_FORMULA.search(text):
+    if is_too_long(text) or NO_FORMULA.search(text):
         return None
     values = parse(f"${text}$", FORMULA_ALONE, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     if len(values) != 2 or isinstance(values[0], str) or says_more(text, values[1]):
@@ -230,7 +207,8 @@ def _whole(formula: str) -> list[Any] | None:
 
 def _parsed(text: str) -> list[Any]:
     """What math-verify finds in a text: the value, and the text of it (or of something else that it tried before)."""
-    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    values = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return [] if values and is_too_long(values[-1]) else values
 
 
 def _formulas(text: str) -> list[str]:
@@ -252,16 +230,5 @@ def _is_prose(text: str) -> bool:
 
 def _cleaned(text: str) -> str:
     """Without what math-verify stumbles over: prices in LaTeX, typographic minus signs, spaces between thousands."""
+    text = re.sub(r"(\d/\d+)\.(?!\d)", r"\1", text)  # a fraction that ends a sentence
     return THOUSANDS.sub("", text.replace("\\$", "").replace("\u2212", "-"))
-
-
-def _exponent(value: Any) -> int:
-    """Of the smallest number in a value that is neither 0 nor above 1, so that 10 ** exponent is at most that number."""
-    smallest, parts = 0, [value]
-    while parts:
-        part = parts.pop()
-        if not getattr(part, "is_number", False):
-            parts += getattr(part, "args", ())
-        elif not part.has(Integral, Limit, Product, Sum) and isinstance(number := abs(part.evalf(PRECISION)), Float) and number:
-            smallest = min(smallest, int(floor(log10(number.num))))
-    return smallest
