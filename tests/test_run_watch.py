@@ -188,7 +188,7 @@ def test_a_process_that_ends_takes_its_announcement_along_and_a_killed_one_beats
         f"while not store.list({ROOT!r}): time.sleep(0.01)\n{ending}"
     )
     subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
-    assert len(store.list(f"{ROOT}/lease")) == left
+    assert len(store.list(f"{ROOT}/lease")) == left and len(store.folders("runs")) == left, "with its folders"
 
 
 # waiting for a run to begin

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,6 +176,33 @@ def test_a_writer_killed_at_any_moment_leaves_the_whole_file_or_none(tmp_path: P
             data = store.read("key").decode()
             number = data[: len(data) // 100_000]
             assert data == number * 100_000
+
+
+def test_a_folder_is_where_keys_are(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    for key in ("runs/a/lease/1.json", "runs/a/lease/2.json", "runs/b/run.json"):
+        store.put(key, b"1")
+    store.delete("runs/a/lease/1.json")
+    assert (tmp_path / "store/runs/a/lease/2.json").exists()
+    store.delete("runs/a/lease/2.json")
+    assert [path.name for path in (tmp_path / "store/runs").iterdir()] == ["b"]
+    store.delete("runs/b/run.json")
+    assert not list((tmp_path / "store").iterdir()), "and a root that somebody made stays"
+
+
+def test_folders_come_and_go_under_many_writers(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+
+    def work(worker: int) -> None:
+        for number in range(150):
+            key = f"runs/{number % 3}/lease/{worker}.json"
+            assert store.create(key, b"1") and store.read(key) == b"1"
+            store.put(key, b"2")
+            store.delete(key)
+
+    with ThreadPoolExecutor(8) as workers:
+        list(workers.map(work, range(8)))
+    assert not list((tmp_path / "store").iterdir())
 
 
 def test_a_store_that_cannot_be_written_is_said_to(tmp_path: Path) -> None:

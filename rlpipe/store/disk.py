@@ -9,8 +9,11 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from rlpipe.store.transfer import PIECE_BYTES, write_at
+
+FOLDER_TRIES = 20  # of a folder that others delete while a file is made in it
 
 
 class Disk:
@@ -83,7 +86,12 @@ class Disk:
             return []
 
     def delete(self, key: str) -> None:
-        (self._root / key).unlink()
+        """The folders that it leaves empty are gone too, but the root: a folder is where keys are, as on S3."""
+        path = self._root / key
+        path.unlink()
+        with contextlib.suppress(OSError):  # the first that is not empty, or that another deletes at once
+            for folder in path.relative_to(self._root).parents[:-1]:
+                (self._root / folder).rmdir()
 
     def check_writable(self, key: str) -> None:
         """OSError when `key` could not be created. Writes nothing that stays, and makes no folder."""
@@ -116,10 +124,9 @@ def _refuse_unless_gone(error: OSError) -> None:
 @contextlib.contextmanager
 def _temporary(path: Path, pieces: Iterable[bytes]) -> Iterator[Path]:
     """A file beside `path` with these pieces, on disk; it is gone afterwards, unless it was renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        with temporary.open("wb") as file:
+        with _opened(temporary) as file:
             for piece in pieces:
                 file.write(piece)
             file.flush()
@@ -129,8 +136,22 @@ def _temporary(path: Path, pieces: Iterable[bytes]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def _opened(path: Path, tries: int = FOLDER_TRIES) -> BinaryIO:
+    """A new file in its folder, which is made; once more where another process took it away in between, with the last file in it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb")
+    except (FileNotFoundError, FileExistsError):  # also of `mkdir`: there, and gone at the next look
+        if tries == 1:
+            raise
+    return _opened(path, tries - 1)
+
+
 def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return  # another process has deleted the file since
     try:
         os.fsync(descriptor)
     finally:
