@@ -173,7 +173,7 @@ def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:
     if reference.values is None or not (formulas or WORD.search(LATEX_TEXT.sub("", line))):
         return any(_is(reference, text) for text in [*formulas[-1:], line] if not _formulas(text))
     values = _parsed(_cleaned(text))
-    if not (_equals(reference, values) or (values and _equals(reference, _whole(values[-1]) or []))):
+    if not (_equals(reference, values) or _equals(reference, _read_again(values))):
         return False
     number = values[-1]  # as text
     for formula in formulas:
@@ -192,6 +192,12 @@ def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:
             unit = last_unit(number + line.rpartition(number)[2][:20])
             return not (unit and reference.unit) or unit == reference.unit
     return True
+
+
+def _read_again(values: list[Any]) -> list[Any]:
+    """The value of the text that math-verify took out of another, where that is not what it has read: of "3/5." it has read a float. Else empty."""
+    whole = _whole(values[-1]) if values else None
+    return whole if whole is not None and whole[0] != values[0] else []
 
 
 def _whole(formula: str) -> list[Any] | None:
