@@ -55,6 +55,7 @@ if __name__ == "__main__":
     if outcome is not None:
         print(json.dumps(outcome))
 '''
+SLEPT_S, DEADLINE_S = 10.0, 100.0  # what an agent gets that sleeps, and any other
 COMMAND, FUNCTION = "python an_agent.py", "an_agent:agent"
 BAD = {"raise": "agent_error", "exit": "agent_error", "sleep": "agent_timeout", "kill": "agent_crash", "nan": "agent_invalid",
        "text": "agent_invalid", "metric": "agent_invalid"}  # fmt: skip
@@ -74,7 +75,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest_asyncio.fixture(params=[COMMAND, FUNCTION])
 async def agents(request: Any, folder: Path, tokenizer: ChatTokenizer) -> AsyncIterator[Agents]:
-    made = Agents(RlConfig(agent=request.param, agents_max=2, agent_timeout_s=4.0), tokenizer)
+    timeout_s = SLEPT_S if "timeout" in request.node.name else DEADLINE_S
+    made = Agents(RlConfig(agent=request.param, agents_max=2, agent_timeout_s=timeout_s), tokenizer)
     yield made
     await made.close()
 

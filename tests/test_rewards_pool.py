@@ -282,18 +282,21 @@ def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
     assert os.getcwd() == str(folder)
 
 
+HOSTILE_FORMULA = r"\boxed{\int_0^1 \frac{\sin(x^7)}{x^{x}+\cos(x^3)} dx}"  # sympy looks for its value without an end
+
+
 @pytest.mark.parametrize(
     ("name", "args", "right", "wrong", "malformed", "hostile"),
     [
         ("format", {"pattern": "(a+)+b"}, "aab", "aa", "", "a" * 60),  # a regular expression that holds the GIL for years
-        ("math", {}, "\\boxed{5}", "\\boxed{6}", "\\boxed{", "\\boxed{3^{4^{92}}}"),
+        ("math", {}, "\\boxed{5}", "\\boxed{6}", "\\boxed{", HOSTILE_FORMULA),
         (
             "deepscaler",
             {},
             "</think>\\boxed{5}",
             "</think>\\boxed{6}",
             "</think>",
-            "</think>\\boxed{3^{4^{92}}}",
+            f"</think>{HOSTILE_FORMULA}",
         ),
     ],
 )
