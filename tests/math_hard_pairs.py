@@ -10,11 +10,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from tests.math_held_out_pairs import FIRST, SECOND
+from tests.math_held_out_pairs import FIRST, SECOND, THIRD
 
 Topics = dict[str, list[tuple[str, list[str], list[str]]]]
 
-HELD_OUT: Topics = {"first": FIRST, "second": SECOND}  # not those that the rules were first made for
+HELD_OUT: Topics = {"first": FIRST, "second": SECOND, "third": THIRD}  # not those that the rules were first made for
 HARD: Topics = {
     "congruences": [
         (r"x \equiv 3 \pmod 7", [r"x \equiv 3 \pmod 7", r"x \equiv 3 \pmod{7}", r"x\equiv 3\ (\text{mod}\ 7)", r"3 \pmod 7"], ["7", "3", r"x \equiv 3 \pmod 5", r"x \equiv 7 \pmod 3", r"x \equiv 2 \pmod{7}"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ from safetensors.numpy import save
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
+from rlpipe.models.whole import whole_policy
 from rlpipe.stages.base import base_policy, base_tokenizer
 from rlpipe.stages.content import Content
-from rlpipe.stages.model_source import place_of_model, source_of
+from rlpipe.stages.model_source import place_of_model, source_of, with_trained_template
 from rlpipe.stages.remaking import export_policy, restore_policy
 from rlpipe.stages.session import Session, work_dir_of
 from rlpipe.store import outside
@@ -201,6 +203,21 @@ async def test_a_policy_that_is_not_stored_whole_is_that_of_an_export(tmp_path: 
     assert files == read_folder(tmp_path / "exported") and files["model.safetensors"] != base["model.safetensors"]
     assert not (work_dir_of(wanted) / "source").exists()
     assert place_of_model(wanted)[0] == "version 2 of run a, 0.1 MB"
+
+
+async def test_a_copy_with_the_template_that_trained_is_made_once_beside_the_policys(tmp_path: Path) -> None:
+    source = await test_remaking.made(tmp_path, num_iterations=1)
+    model = source.config.model.model_copy(update={"chat_template_args": {"style": "short"}})
+    plain = whole_policy(source.store, source.policy(1)[0], tmp_path / "copies")
+    before = read_folder(plain)
+    with ThreadPoolExecutor(4) as starts:
+        folders = set(starts.map(lambda _: with_trained_template(plain, model), range(4)))
+    assert len(folders) == 1 and folders.isdisjoint({plain}) and read_folder(plain) == before
+    first = read_folder(folders.pop())
+    assert b"style" in first["chat_template.jinja"] and first["model.safetensors"] == before["model.safetensors"]
+    assert read_folder(with_trained_template(plain, model)) == first
+    assert with_trained_template(plain, source.config.model) == plain
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == sorted([plain.name, f"{plain.name}-trained"])
 
 
 async def test_a_run_whose_newest_policy_was_pruned_is_refused_until_it_is_made_again(tmp_path: Path) -> None:

@@ -72,6 +72,11 @@ def test_of_the_held_out_pairs_no_wrong_answer_is_right() -> None:
     assert len(refused) <= 21, refused
 
 
+@pytest.mark.parametrize("digits", ["7319" * 2250, "12" * 1500, "1" * 3000, "12" * 190])
+def test_many_digits_are_no_pattern_to_look_for(digits: str) -> None:
+    assert not ours("5", f"\\boxed{{0.{digits}}}"), "it took minutes"
+
+
 HUGE = [
     "3^{4^{92}}",
     "10^{10^{10}}",
@@ -86,6 +91,7 @@ MULTIPLIED_OUT = [
     "(x+1)^{10000}",
     "((x+1)^{50}+1)^{50}",
     "(x+y+z)^{200}",
+    "(x+1)^9(y+1)^9(z+1)^9",
     r"\sum_{k=1}^{10^9} k^k",
     r"\prod_{k=1}^{10^8} k",
     "1e10000000000",

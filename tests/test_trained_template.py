@@ -86,6 +86,16 @@ def test_without_a_template_of_the_config_a_folder_stays_as_it_is(tmp_path: Path
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize("template", ["", TEMPLATE], ids=["its own", "the config's"])
+def test_a_template_that_was_written_is_not_written_into_again(tmp_path: Path, template: str) -> None:
+    folder = KINDS["hermes"].save(tmp_path)
+    written = []
+    for _ in range(3):
+        write_trained_template(ModelConfig(chat_template=template, chat_template_args=ARGUMENTS), folder)
+        written.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert written[0] == written[1] == written[2]
+
+
 @pytest.mark.parametrize("has_model", [False, True], ids=["a new model", "a model with another template"])
 @pytest.mark.parametrize("is_older", [False, True], ids=["", "begun by older code"])
 async def test_every_policy_has_the_template_that_trained(

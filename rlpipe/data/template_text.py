@@ -44,7 +44,8 @@ def one_of_several(templates: Mapping[str, str]) -> str:
 
 
 def with_defaults(template: str, variables: Mapping[str, Any], special_tokens: Iterable[str]) -> str:
-    """The template with values for what its caller does not give. A special token is always given, so its value is set in any case."""
+    """The template with values for what its caller does not give; itself where it begins with them. A special token is always given, so
+    its value is set in any case."""
     lines = []
     for name, value in variables.items():
         if not name.isidentifier() or name in RESERVED:  # no template can name it
@@ -53,17 +54,18 @@ def with_defaults(template: str, variables: Mapping[str, Any], special_tokens: I
         setting = f"{{%- set {name} = {_literal(plain_json(value))} %}}"
         lines.append(setting if name in special_tokens else f"{{%- if {missing} %}}{setting}{{%- endif %}}")
     # Jinja takes the line break after a tag
-    return "".join(f"{line}\n" for line in lines) + template
+    first = "".join(f"{line}\n" for line in lines)
+    return template if template.startswith(first) else first + template
 
 
 def write_template(folder: Path, template: str) -> None:
     """Makes a template that of a model's folder: in its own file, and no other one beside it. Files are replaced, never written into."""
+    _replace(folder / JINJA, template)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
         known = json.loads(settings.read_text())
         if known.pop("chat_template", None) is not None:
             _replace(settings, json.dumps(known, indent=2, ensure_ascii=False))
-    _replace(folder / JINJA, template)
     (folder / STALE).unlink(missing_ok=True)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 from rlpipe.models.adapter_files import BASE, AdapterBase
-from rlpipe.store.artifacts import new_attempt, read_file, read_manifest
+from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import parse_document
-from rlpipe.store.local_copy import materialise
+from rlpipe.store.local_copy import made_once, materialise
 from rlpipe.types import ArtifactRef
 
 
@@ -39,15 +37,6 @@ def whole_policy(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Pat
     from rlpipe.models.merge import merge  # torch, which takes seconds to import
 
     whole = materialise(store, base, bases_dir or local_dir)
-    partial = local_dir / f".{target.name}.{new_attempt()}"
-    partial.mkdir()
-    try:
+    with made_once(target) as partial:
         merge(whole, adapter, partial)
-        os.rename(partial, target)
-    except OSError:
-        if not target.is_dir():  # else another process of this node was first
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    assert target.is_dir(), f"{target} was not merged"
     return target

@@ -12,6 +12,7 @@ from latex2sympy2_extended.sets import FiniteSet
 from math_verify import verify
 from mpmath import floor, log10
 from sympy import Add, Eq, Expr, Float, I, Integral, Intersection, Interval, Limit, Pow, Product, Sum, Tuple, Union, solve
+from sympy import And as SympyAnd
 from sympy import FiniteSet as SympyFiniteSet
 from sympy.core.relational import Relational
 
@@ -38,26 +39,30 @@ def are_equal(reference: list[Any], values: list[Any], exponent: int) -> bool:
     expected, value = _each_sign(reference[0]), _each_sign(values[0])
     if _are_inequalities(expected) != _are_inequalities(value):
         expected, value = _joined(expected), _joined(value)
-    if isinstance(expected, Eq) and isinstance(value, Eq) and not _solutions(expected):
-        sides = (
-            expected.lhs - expected.rhs,  # pyright: ignore[reportOperatorIssue]
-            value.lhs - value.rhs,  # pyright: ignore[reportOperatorIssue]
-        )  # math-verify takes two equations without solutions for the same
-        return alike(sides[0], sides[1]) or alike(sides[0], -sides[1])
-    return alike(_worked_out(expected), _worked_out(value))
+    if not (isinstance(expected, Eq) and isinstance(value, Eq)):
+        return alike(_worked_out(expected), _worked_out(value))
+    if _solutions(expected):
+        return alike(expected, value)
+    sides = (
+        expected.lhs - expected.rhs,  # pyright: ignore[reportOperatorIssue]
+        value.lhs - value.rhs,  # pyright: ignore[reportOperatorIssue]
+    )  # math-verify takes two equations without solutions for the same
+    return alike(sides[0], sides[1]) or alike(sides[0], -sides[1])
 
 
 def _worked_out(value: Any) -> Any:
     """With the i that math-verify takes for any letter as the imaginary unit, and 3^(2^10) as a number, for which verify takes seconds."""
     if isinstance(value, Pow) and value.is_number:
         return value.doit()
+    if isinstance(value, Eq):
+        return Eq(_worked_out(value.lhs), _worked_out(value.rhs), evaluate=False)
     letters = {letter: I for letter in getattr(value, "free_symbols", ()) if str(letter) == "i"}
     return value.subs(letters) if letters and isinstance(value, Expr) else value
 
 
 def _is_set_of_list(one: list[Any], other: list[Any]) -> bool:
-    """Whether one is a set in braces, and the other a point or an interval, whose order counts."""
-    return isinstance(one[0], SympyFiniteSet) and "\\{" in one[1] and isinstance(other[0], (Tuple, Interval))
+    """Whether one is a set in braces, and the other a point or an interval, whose order counts, or 1 < x < 2."""
+    return isinstance(one[0], SympyFiniteSet) and "\\{" in one[1] and isinstance(other[0], (Tuple, Interval, SympyAnd))
 
 
 def _each_sign(value: Any) -> Any:
@@ -73,13 +78,24 @@ def _are_inequalities(value: Any) -> bool:
     )
 
 
+def all_at_once(value: Any) -> Any:
+    """Inequalities that hold together: x > 2 and x < 5. Without that word the parser has the same for x < 2 or x > 5."""
+    return And(*value.args) if _are_inequalities(value) else value
+
+
 def _joined(value: Any) -> Any:
-    """Inequalities that never hold all, x < 2 or x > 5, as the set of their solutions."""
-    try:
-        parts = [part.as_set() for part in value.args] if _are_inequalities(value) and len(value.free_symbols) == 1 else []
-    except Exception:  # whatever sympy raises where it knows no way
+    """Bounds of a letter that never hold all, x < 2 or x > 5, as the set of their solutions."""
+    if not (_are_inequalities(value) and len(value.free_symbols) == 1 and all(map(_is_bound, value.args))):
         return value
-    return Union(*parts) if parts and Intersection(*parts).is_empty else value
+    parts = [part.as_set() for part in value.args]
+    return Union(*parts) if Intersection(*parts).is_empty else value
+
+
+def _is_bound(part: Any) -> bool:
+    """x < 2, or 1 < x < 2."""
+    if isinstance(part, SympyAnd):
+        return all(map(_is_bound, part.args))
+    return any(one.is_Symbol and other.is_number for one, other in (part.args, part.args[::-1]))
 
 
 @lru_cache(EQUATIONS_MAX)

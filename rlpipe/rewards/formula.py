@@ -22,7 +22,7 @@ THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|[ \u202f])(?=\d{3}(?!\d))")  # spac
 _TEXT = r"\\(?:text\w*|mathrm|mbox|operatorname)\s*\{([^{}]*)\}"
 _LETTER = re.compile(r"\\(?:mathbf|boldsymbol|bm|hat|vec|mathbb)\s*(?:\{\s*\\?([a-zA-Z])(?:math)?\s*\}|([a-zA-Z])(?![a-zA-Z]))")
 _REPEATED = re.compile(r"(?<![\d.])(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?(\d+)\}?|\((\d+)\))(?![\d.({])")
-_THIRDS = re.compile(r"(?<![\d.])(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d\d+)\4+)\s*(?:\\[lc]?dots|\.\.\.)")  # 0.1666..., 0.2727...
+_THIRDS = re.compile(r"(?<![\d.])(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,9})\4+)\s*(?:\\[lc]?dots|\.\.\.)")  # 0.1666..., 0.2727...
 _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d+)(?![\w.{])")
 _DEGREES = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[)}]?")
 _NAMED = re.compile(
@@ -57,7 +57,7 @@ _MORE = re.compile(
     r"|\\partial|\\frac\s*\{\s*d[^{}]*\}\s*\{\s*d\s*[a-zA-Z]"  # a derivative, which has no value of its own
     r"|\\dot\b|\\overline\s*\{?\d|\\bar\s*\{?\d"
 )
-_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(
     rf"(?<![\d.,])(\d+(?:,\d{{3}})*(?:\.\d+)?)\s*(?:\\text\w*\{{)?\s*({'|'.join(_SCALES)})\b\s*\}}?", re.IGNORECASE
 )
@@ -123,10 +123,10 @@ def mended(formula: str) -> str:
 
 
 def letters(formula: str) -> frozenset[str]:
-    """The letters of what a formula is equal to, of commands and words none, nor the constant of an integral; none of a letter alone."""
-    right = re.sub(r"\+\s*[cC]\s*$", "", _COMMANDS.sub(" ", LATEX_TEXT.sub(" ", bare(formula))).rpartition("=")[2])
-    signs = frozenset(re.findall(r"[a-zA-Z]", right))
-    return signs if len(signs) > 1 or re.search(r"[\d+*/^-]", right) else frozenset()
+    """The letters of what a formula is equal to, of commands and words none, nor a constant's c; none of a letter alone."""
+    right = LATEX_TEXT.sub(" ", bare(formula)).rpartition("=")[2]
+    signs = frozenset(re.findall(r"[abd-zABD-Z]", _COMMANDS.sub(" ", right)))
+    return frozenset() if re.fullmatch(r"[\s({]*[a-zA-Z]?[\s)}]*", right) else signs
 
 
 def says_more(formula: str, read: str) -> bool:
@@ -191,8 +191,8 @@ def _in_both_cases(text: str) -> str:
     def told(match: re.Match[str]) -> str:
         *first, last = match[1]
         index = match[2] or match[3] or ""
-        before = "".join(f"{letter}_{{cap}}" if letter in both else letter for letter in first)
-        return before + (f"{last}_{{cap{index}}}" if last in both else match[0][len(first) :])
+        before = "".join(f"{{{letter}_{{cap}}}}" if letter in both else letter for letter in first)
+        return before + (f"{{{last}_{{cap{index}}}}}" if last in both else match[0][len(first) :])
 
     return _FEW_LETTERS.sub(told, text) if both else text
 
@@ -210,12 +210,15 @@ def _without_unit(text: str) -> str:
             break
         if not _LATEX_END.search(text) and re.search(r"[a-zA-Z]", _COMMANDS.sub("", shorter)):
             break  # x^2 h: a letter beside letters is none
-        if _STATEMENT.search(text[len(shorter) :]) or not (
-            re.search(r"\d|\\pi", shorter) or last_unit(text.replace(shorter, "1"))
-        ):
+        ending = text[len(shorter) :]
+        if _STATEMENT.search(ending) or not (re.search(r"\d|\\pi", shorter) or _is_unit(ending)):
             break  # n is odd
         text = shorter
     return text
+
+
+def _is_unit(text: str) -> bool:
+    return any(word in UNITS for word in re.findall(r"[a-z]+", _unwrapped(text).lower()))
 
 
 _STATEMENT = re.compile(r"\b(?:is|are|not|if|for|when|where|odd|even|prime)\b", re.IGNORECASE)

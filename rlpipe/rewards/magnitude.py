@@ -8,8 +8,9 @@ from collections import deque
 
 DIGITS_MAX = 20_000  # of a number that is worked out: `2023^{2023}` has 6,690
 TERMS_MAX = 300  # of a power of a sum that is multiplied out: (x + 1)^200 takes a second
+PRODUCT_MAX = 500  # of such terms, of all powers in a formula
 STEPS_OF_A_TERM = 20  # of a sum over k, in the time of such a term
-CHARS_MAX = 400  # of a formula: the time of math-verify's grammar grows faster than the text
+FORMULA_CHARS_MAX = 400  # of a formula: the time of math-verify's grammar grows faster than the text
 _LETTER = math.log10(2)  # digits of what has no value
 _POWER_MAX = 300.0  # a float ends at 10 ** 308
 _TIMES_MAX = 1000  # that a sum is multiplied, more is as much
@@ -20,12 +21,12 @@ _CLOSING = {")", "]", "}"}
 
 
 def is_too_long(formula: str) -> bool:
-    """Whether it is longer than CHARS_MAX, has a number of more than DIGITS_MAX digits, or powers of sums with more than TERMS_MAX terms."""
-    if len(formula) > CHARS_MAX:
+    """Whether it is longer than FORMULA_CHARS_MAX, has a number of more than DIGITS_MAX digits, or powers of sums with more than TERMS_MAX terms."""
+    if len(formula) > FORMULA_CHARS_MAX:
         return True
     terms: list[float] = []
     digits, _ = _of_group(deque(_TOKEN.findall(formula)), terms)
-    return digits > DIGITS_MAX or math.prod(terms) > TERMS_MAX
+    return digits > DIGITS_MAX or max(terms, default=0) > TERMS_MAX or math.prod(terms) > PRODUCT_MAX
 
 
 def _of_group(tokens: deque[str], terms: list[float]) -> tuple[float, int]:

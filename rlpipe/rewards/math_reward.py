@@ -17,9 +17,9 @@ from math_verify import LatexExtractionConfig, parse
 
 from rlpipe.algorithms.answers import LATEX_TEXT, boxed_answer, marked_answer
 from rlpipe.records.prompt import RewardPrompt
-from rlpipe.rewards.equality import are_equal, smallest_exponent
+from rlpipe.rewards.equality import all_at_once, are_equal, smallest_exponent
 from rlpipe.rewards.formula import MEASURES, THOUSANDS, bare, last_unit, letters, mended, same_text, says_more, scaled
-from rlpipe.rewards.magnitude import is_too_long
+from rlpipe.rewards.magnitude import FORMULA_CHARS_MAX, is_too_long
 
 # math-verify's own timeouts are signals, which work in no thread; the pool kills the process instead. It warns once of that.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
@@ -36,7 +36,8 @@ ENVIRONMENTS = re.compile(
     r"\$\$([^$]+)\$\$|(?<!\\)\$((?:[^$\n\\]|\\.)+)\$|\\\(((?:[^\\]|\\(?![()]))*)\\\)|\\\[((?:[^\\]|\\(?![\[\]]))*)\\\]"
 )
 CHOICE = re.compile(r"\\(?:text\w*|mathrm|mathbf)\s*\{\s*\(([A-J])\)\s*\}\s*(\S.*)")  # with what it says: \textbf{(B) } 12
-OTHER_CHOICE = re.compile(r"\([A-J]\)|\b(?:or|and)\b")
+OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|\b(?:or|and)\b")
+AND = re.compile(r"(?<![a-zA-Z\\])and(?![a-zA-Z])|\\(?:land|wedge)(?![a-zA-Z])|∧")
 WORD = re.compile(r"(?:^|(?<=\s))(?!(?:and|mod|sin|cos|tan|log|exp|gcd|lcm)\b)[A-Za-z]{3,}")
 SENTENCE = re.compile(r"(?<=[.;?!])\s+|\b(?:[Ss]o|[Ii]s|[Ww]e|[Ii]t|[Ii]f|[Tt]o)\b")  # what parts a line too, beside words
 IN_PART = re.compile(
@@ -202,13 +203,12 @@ def _read_again(values: list[Any]) -> list[Any]:
 
 def _whole(formula: str) -> list[Any] | None:
     """math-verify's value of a formula, if it has one of all that is said; else None."""
-    text = mended(formula)
-    if is_too_long(text) or NO_FORMULA.search(text):
+    if len(formula) > FORMULA_CHARS_MAX or is_too_long(text := mended(formula)) or NO_FORMULA.search(text):
         return None
     values = parse(f"${text}$", FORMULA_ALONE, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     if len(values) != 2 or isinstance(values[0], str) or says_more(text, values[1]):
         return None
-    return values
+    return [all_at_once(values[0]), values[1]] if AND.search(formula) else values
 
 
 def _parsed(text: str) -> list[Any]:

@@ -21,7 +21,8 @@ from rlpipe.stages.session import work_dir_of
 from rlpipe.store.artifacts import PRUNED, is_pruned
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.deltas import DELTA
-from rlpipe.store.local_copy import read_small_file, way_to_remake, whole_files
+from rlpipe.store.disk import link
+from rlpipe.store.local_copy import made_once, read_small_file, way_to_remake, whole_files
 from rlpipe.store.outside import OutsideFile, fetch_files, fetched_folder, files_text, is_outside, outside_files
 from rlpipe.store.run import open_existing
 from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError, size_text
@@ -56,9 +57,8 @@ def source_of(config: PipelineConfig, field: str = FIELD, name: str = "") -> Mod
         policy, version = newest_policy(store, field, name)
         copies = _copies(config)
         copies.mkdir(parents=True, exist_ok=True)
-        folder = whole_policy(store, policy, copies)
         run = name.removeprefix(RUN)
-        write_trained_template(open_existing(store, run).config.model, folder)  # older code stored the one that the base had
+        folder = with_trained_template(whole_policy(store, policy, copies), open_existing(store, run).config.model)
         return ModelSource(folder, store.address(policy.folder), policy.as_json() | {"run": run, "version": version})
     if is_outside(name):
         folder = fetch_files(field, name, _files_on_s3(field, name), _models(config))
@@ -85,6 +85,18 @@ def newest_policy(store: Store, field: str, name: str) -> tuple[ArtifactRef, int
     if is_pruned(store, policy.folder):
         raise UserError(f"{field}={name!r}: its newest policy, version {version}, was pruned; {way_to_remake(manifest)}")
     return policy, version
+
+
+def with_trained_template(folder: Path, model: ModelConfig) -> Path:
+    """A policy's folder, or one beside it with the chat template that trained: older code stored the one that the base had."""
+    if not (model.chat_template or model.chat_template_args):
+        return folder
+    target = folder.with_name(f"{folder.name}-trained")
+    if not target.is_dir():
+        with made_once(target) as partial:
+            shutil.copytree(folder, partial, copy_function=link, dirs_exist_ok=True)
+            write_trained_template(model, partial)
+    return target
 
 
 def write_trained_template(model: ModelConfig, folder: Path) -> None:

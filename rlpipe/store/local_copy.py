@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,6 +66,21 @@ def read_small_file(store: Store, ref: ArtifactRef, name: str) -> bytes:
     if delta is not None and any(file.name == name and file.stored == "base" for file in delta.files):
         return read_small_file(store, delta.base, name)
     return read_file(store, ref.folder, manifest.file(name))
+
+
+@contextlib.contextmanager
+def made_once(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, which is `target` when the block has ended: whole, or not there. The first process wins."""
+    partial = target.with_name(f".{target.name}.{new_attempt()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.rename(partial, target)
+    except OSError:
+        if not target.is_dir():  # else another process of this node was first: the same bytes
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
