@@ -235,7 +235,7 @@ SECOND: list[tuple[str, list[str], list[str]]] = [
 ]  # fmt: skip
 
 THIRD: list[tuple[str, list[str], list[str]]] = [
-    (r"(-\infty,2)\cup(5,\infty)", [r"x<2 \text{ or } x>5", r"x>5, x<2"], [r"x<2 \text{ and } x>5"]),
+    (r"(-\infty,2)\cup(5,\infty)", [r"x<2 \text{ or } x>5", r"x>5, x<2"], [r"x<2 \text{ and } x>5", r"x<\sqrt{-1} \text{ or } x>5", r"x<\frac{1}{0}, x>5"]),
     (r"x<2 \text{ or } x>5", [r"(-\infty,2)\cup(5,\infty)", r"x>5 \text{ or } x<2"], [r"x<2 \text{ and } x>5", "2<x<5"]),
     ("2<x<5", [r"x>2 \text{ and } x<5"], [r"x>2 \text{ or } x<5"]),
     (r"x>2 \text{ and } x<5", ["2<x<5", "(2,5)"], [r"(-\infty,2)\cup(5,\infty)"]),

@@ -92,10 +92,10 @@ def _joined(value: Any) -> Any:
 
 
 def _is_bound(part: Any) -> bool:
-    """x < 2, or 1 < x < 2."""
+    """x < 2, or 1 < x < 2; not x < i."""
     if isinstance(part, SympyAnd):
         return all(map(_is_bound, part.args))
-    return any(one.is_Symbol and other.is_number for one, other in (part.args, part.args[::-1]))
+    return any(one.is_Symbol and other.is_extended_real and other.is_number for one, other in (part.args, part.args[::-1]))
 
 
 @lru_cache(EQUATIONS_MAX)

@@ -9,7 +9,6 @@ First line in: {"where", "folder" or "config", "context_tokens_max", "context_ra
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -44,7 +43,6 @@ from rlpipe.trainer.selftest import prove
 from rlpipe.trainer.speed import measured_speed
 from rlpipe.types import JsonDict, UserError
 
-log = logging.getLogger(__name__)
 TOKENS = 8  # of the forward pass, which is of shapes only
 # what a family's code raises that asks for values where there are only shapes
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
