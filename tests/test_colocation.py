@@ -21,7 +21,7 @@ from rlpipe.engines.client import EngineUnavailable
 from rlpipe.engines.commands import EngineAddress, argv_of
 from rlpipe.engines.protocols import client_of
 from rlpipe.engines.weights import Probe, Weights
-from rlpipe.processes.memory import gpu_gib
+from rlpipe.processes.gpus import gpu_gib
 from rlpipe.report.plan import GIB, ModelSizes, memory_lines
 from rlpipe.services.calls import new_session
 from rlpipe.stages.colocation import MemoryTurns
@@ -97,9 +97,10 @@ def test_an_engine_is_told_to_release_and_how_much_it_may_take(
     kind: str, release: str, fraction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = tmp_path / "nvidia-smi"
-    gpu.write_text('#!/bin/sh\ncase "$*" in *--id=0*) echo 81559;; *) exit 6;; esac\n')
+    gpu.write_text("#!/bin/sh\necho 0, GPU-8f1c, 81559\n")
     gpu.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     shared = config(*ONE_GPU, f"engines.kind={kind}")
     assert gpu_gib([0]) == pytest.approx(79.65, abs=0.01) and gpu_gib([1]) is None
     words = argv(shared)

@@ -9,11 +9,12 @@ import pytest
 
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.source import read_config
-from rlpipe.engines.commands import check_python
-from rlpipe.processes import launch
-from rlpipe.processes.launch import check_gpus
+from rlpipe.engines.commands import EngineAddress, check_python, environment_of
+from rlpipe.processes import gpus
+from rlpipe.processes.gpus import check_gpus, gpu_environment, gpu_gib
 from rlpipe.stages import preflight
 from rlpipe.stages.content import Content
+from rlpipe.trainer.process import GangProcess
 from rlpipe.types import UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -21,10 +22,11 @@ PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 
 @pytest.fixture
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A /dev of two GPUs."""
+    """A /dev of two GPUs, all of which this process may use."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(launch, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
     return tmp_path
 
 
@@ -38,9 +40,107 @@ def test_gpus_that_are_not_here_are_named(devices: Path) -> None:
 
 
 def test_a_machine_without_gpus_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
     with pytest.raises(UserError, match=r"^engines\.gpu_ids=\[0\]: .* \(it has none\)"):
         check_gpus("engines.gpu_ids", [0])
+
+
+@pytest.mark.parametrize(
+    ("inherited", "seen"),  # by children that are given [1] and [0], as CUDA itself reads what is inherited
+    [
+        ("6,7", ["7", "6"]),
+        (" 6 , 7,3", ["7", "6"]),
+        ("GPU-8f1c,GPU-0a2b", ["GPU-0a2b", "GPU-8f1c"]),
+        ("MIG-3eb8,MIG-GPU-8f1c/1/0", ["MIG-GPU-8f1c/1/0", "MIG-3eb8"]),
+        ("6", "there is no GPU but 0"),
+        ("6,-1,7", "there is no GPU but 0"),
+        ("GPU-8f1c,7", "there is no GPU but 0"),
+        ("", "there is no GPU;"),
+        ("NoDevFiles", "there is no GPU;"),
+        ("6,6", "there is no GPU;"),
+    ],
+)
+def test_the_gpus_of_a_job_are_those_that_it_inherited(
+    inherited: str, seen: list[str] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
+    sets = ["model.dtype=bfloat16", "engines.kind=sglang", "engines.count=2", "trainer.gpu_ids=[1]", "engines.gpu_ids=[3,0]"]
+    config = read_config("tiny", sets, PRESETS)
+    trainer = GangProcess(config, tmp_path, "key")
+    if isinstance(seen, str):
+        with pytest.raises(UserError, match=rf"^trainer\.gpu_ids=\[1\]: with CUDA_VISIBLE_DEVICES={inherited} {seen}"):
+            trainer._environment()
+        with pytest.raises(UserError, match=r"^engines\.gpu_ids=\[3, 0\]: with CUDA_VISIBLE_DEVICES="):
+            check_gpus("engines.gpu_ids", config.engines.gpu_ids, 2)
+        return
+    engine = environment_of(config, EngineAddress(1, "127.0.0.1", 8000, ("", "")))
+    assert [trainer._environment()["CUDA_VISIBLE_DEVICES"], engine["CUDA_VISIBLE_DEVICES"]] == seen
+    assert "CUDA_DEVICE_ORDER" not in engine, "6 means to a child what it means to whoever set it"
+
+
+def test_children_count_gpus_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    assert gpu_environment("trainer.gpu_ids", [2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert gpu_environment("trainer.gpu_ids", [2]) == {"CUDA_VISIBLE_DEVICES": "2"}
+    assert gpu_environment("trainer.gpu_ids", []) == {}
+
+
+def test_a_process_has_one_mig_instance(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-3eb8,MIG-91c4")
+    check_gpus("engines.gpu_ids", [0, 1], 2)
+    with pytest.raises(UserError, match=r"^engines\.gpu_ids=\[0, 1\]: CUDA shows a process one MIG instance"):
+        check_gpus("engines.gpu_ids", [0, 1], 1)
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+-L) cat <<'END'
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-8f1c)
+  MIG 1g.10gb     Device  0: (UUID: MIG-3eb8)
+  MIG 3g.40gb     Device  1: (UUID: MIG-91c4)
+GPU 1: NVIDIA T400 4GB (UUID: GPU-0a2b)
+END
+;;
+*) printf '0, GPU-8f1c, 81559\\n1, GPU-0a2b, 4096\\n' ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("inherited", "order", "gpu_ids", "gib"),
+    [
+        (None, None, [0], 79.6),
+        (None, None, [1, 0], 4),
+        (None, "FASTEST_FIRST", [0], 4),  # 0 may be any of them
+        ("0,1", None, [0], 4),
+        ("1,0", "PCI_BUS_ID", [1], 79.6),
+        ("GPU-0a2b,GPU-8f1c", None, [1], 79.6),
+        ("MIG-91c4,MIG-3eb8", None, [0], 36.8),
+        ("MIG-91c4,MIG-3eb8", None, [1], 9.2),
+        ("GPU-ffff", None, [0], None),
+        ("1", "PCI_BUS_ID", [1], None),
+        (None, None, [2], None),
+    ],
+)
+def test_a_size_is_that_of_the_gpu_that_a_child_gets(
+    inherited: str | None,
+    order: str | None,
+    gpu_ids: list[int],
+    gib: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, value in (("CUDA_VISIBLE_DEVICES", inherited), ("CUDA_DEVICE_ORDER", order)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert gpu_gib(gpu_ids) == (gib and pytest.approx(gib, abs=0.1))
 
 
 @pytest.mark.parametrize(

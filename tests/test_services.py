@@ -410,7 +410,7 @@ def test_a_gang_on_gpus_grows_its_segments_unless_somebody_chose_otherwise(
         config = read_config("tiny", ["model.dtype=bfloat16", *sets], PRESETS)
         return GangProcess(config, tmp_path, "key")._environment()
 
-    for name in ALLOCATOR:
+    for name in (*ALLOCATOR, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     assert environment("trainer.gpu_ids=[2]").items() >= {
         "CUDA_VISIBLE_DEVICES": "2", "PYTORCH_ALLOC_CONF": "expandable_segments:True",

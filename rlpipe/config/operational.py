@@ -76,7 +76,8 @@ class ServiceConfig(BaseModel, **STRICT):
     )
     nodes: int = Field(default=1, ge=1, le=1024, description="Nodes of the gang, or of the engines")
     gpu_ids: list[int] = Field(
-        default_factory=list, description="GPUs of a node: one a rank, an equal share an engine; empty: a CPU"
+        default_factory=list,
+        description="GPUs of a node, numbers into its CUDA_VISIBLE_DEVICES where set: one a rank, an equal share an engine; empty: a CPU",
     )
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads per rank or engine")
 

@@ -11,8 +11,8 @@ from rlpipe.config.colocation import GPU_GIB_SMALLEST, engine_fraction
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.weights import Weights
+from rlpipe.processes.gpus import gpu_environment, gpu_gib
 from rlpipe.processes.launch import wrapped
-from rlpipe.processes.memory import gpu_gib
 from rlpipe.types import UserError
 
 SGLANG_CONTEXT_SLACK = 8  # prompt + completion one or two below SGLang's context length stops early, silently
@@ -90,11 +90,9 @@ def environment_of(config: PipelineConfig, address: EngineAddress) -> dict[str, 
         variables |= {"VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if not engines.gpu_ids:
             variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if engines.gpu_ids:  # of the node's, each engine has an equal share
-        share = len(engines.gpu_ids) // engines.count
-        gpu_ids = engines.gpu_ids[address.index * share : (address.index + 1) * share]
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
-    return variables | engines.environment
+    share = len(engines.gpu_ids) // engines.count  # of the node's, each engine has an equal share
+    gpu_ids = engines.gpu_ids[address.index * share : (address.index + 1) * share]
+    return variables | gpu_environment("engines.gpu_ids", gpu_ids) | engines.environment
 
 
 def argv_of(config: PipelineConfig, address: EngineAddress, weights: Weights) -> list[str]:

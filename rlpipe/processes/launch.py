@@ -27,8 +27,6 @@ READY_TIMEOUT_S = 600.0  # large weights take minutes to load
 SAY_S = 30.0  # how often it is said that a process is not ready yet
 LOG_LINES = 15
 OPEN_FILES_MAX = 1 << 20
-DEVICES = Path("/dev")
-OTHER_DEVICES = ("dxg", "kfd")  # of WSL and of AMD, which number no GPUs there
 PARENT_VARIABLE = "RLPIPE_PARENT_PID"
 # How long a thread of a process looks for work before it sleeps: some microseconds bridge the gaps between the operations of a forward pass
 # (two threads train 1.35 times faster on quiet cores); longer, and threads take the cores from each other where these are busy.
@@ -60,17 +58,6 @@ def check_port_free(field_name: str, port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise UserError(f"{field_name}={port}: the port is taken ({error.strerror}); choose a free one, or 0") from error
-
-
-def check_gpus(field_name: str, gpu_ids: list[int]) -> None:
-    """UserError (with the config field's name) when this machine has not so many GPUs. Where a driver has no files of its own, nothing is known."""
-    if gpu_ids and not any((DEVICES / name).exists() for name in OTHER_DEVICES):
-        count = sum(1 for path in DEVICES.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal())
-        if max(gpu_ids) >= count:
-            here = f"its GPUs are 0 to {count - 1}" if count else "it has none"
-            raise UserError(
-                f"{field_name}={gpu_ids}: not all of them are of this machine ({here}); name others, or run it on another place"
-            )
 
 
 def answers(url: str, key: str = "", timeout_s: float = 2.0) -> bool:

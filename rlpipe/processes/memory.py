@@ -1,15 +1,11 @@
-"""The memory of this process, and of this machine's GPUs."""
+"""The memory of this process."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
-import subprocess
 from collections.abc import Iterator
-
-QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-QUERY_TIMEOUT_S = 30.0
 
 
 def trim() -> None:
@@ -42,19 +38,3 @@ def settled_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def gpu_gib(gpu_ids: list[int]) -> float | None:
-    """Memory of the smallest of these GPUs of this machine; None where nvidia-smi does not say."""
-    try:
-        done = subprocess.run(
-            [*QUERY, f"--id={','.join(map(str, gpu_ids))}"],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=QUERY_TIMEOUT_S,
-            check=True,
-        )
-        return min(float(line) for line in done.stdout.split()) / 1024
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None

@@ -17,7 +17,7 @@ from rlpipe.data.sources import fitting, load_conversations, load_prompts, quest
 from rlpipe.data.trial import TokenizerTrial
 from rlpipe.engines.commands import check_python
 from rlpipe.environments.pool import check_environment
-from rlpipe.processes.launch import check_gpus
+from rlpipe.processes.gpus import check_gpus
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt, Talk
 from rlpipe.report.plan import memory_lines
@@ -124,7 +124,7 @@ class Content:
         engines = self.config.engines
         if not (self.config.samples and self.config.engines_here):
             return ""
-        check_gpus("engines.gpu_ids", engines.gpu_ids)
+        check_gpus("engines.gpu_ids", engines.gpu_ids, engines.count)
         return check_python(engines)
 
     def data_set(self, data: DataConfig) -> str:

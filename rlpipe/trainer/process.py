@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.processes.gpus import gpu_environment
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.services.finder import Peer, ServiceFinder, StartService
 from rlpipe.services.registration import (
@@ -124,11 +125,11 @@ class GangProcess:
     def _environment(self) -> dict[str, str]:
         trainer = self.config.trainer
         environment = {KEY_VARIABLE: self.key, "OMP_NUM_THREADS": str(trainer.threads), "HF_HUB_OFFLINE": "1"}
-        if trainer.gpu_ids:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, trainer.gpu_ids))
-            if not ALLOCATOR.intersection(os.environ):  # rows of many lengths would leave memory in pieces of their sizes
-                environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        return environment
+        if trainer.gpu_ids and not ALLOCATOR.intersection(
+            os.environ
+        ):  # rows of many lengths would leave memory in pieces of their sizes
+            environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        return environment | gpu_environment("trainer.gpu_ids", trainer.gpu_ids)
 
     @property
     def alive(self) -> bool:
