@@ -36,7 +36,7 @@ def main(folder: str, recomputed: str, model: str) -> None:
     held, _ = load(gang, job)
     tokens, scored = np.arange(LENGTH) % 1000, np.arange(1, LENGTH)
     sequences = [TrainSequence(tokens, scored, np.zeros(0, dtype=np.float32)) for _ in range(TOKENS // LENGTH)]
-    batch = plan_batch(gang, held.rows, sequences)
+    batch = plan_batch(gang, held.policy, held.rows, sequences)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     how = StepSettings(SftConfig(learning_rate=1e-4), 0, 1.0, "memory", entropy_trained=False)
     optimizer_step(gang, held, batch, partial(_cross_entropy, batch.num_tokens), how)

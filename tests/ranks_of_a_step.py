@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
         data = world.batch(gang.store, f"batch-{gang.rank}", world.rollout_rows(6, 4))
     rollouts = read_rl_batch(gang.store, data, 1)
     settings = RlConfig.model_validate(world.RL)
-    batch = with_frozen(plan_batch(gang, Rows.PACKED, rollouts.steps[0]), resident.policy, None, 1.0)
+    batch = with_frozen(plan_batch(gang, resident.policy, Rows.PACKED, rollouts.steps[0]), resident.policy, None, 1.0)
     batch = with_advantages(batch, advantages(gang, rollouts, [batch], settings))
     part, kept = loss_part(batch, settings, Gaps(), moved=False), []
 

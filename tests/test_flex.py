@@ -24,8 +24,9 @@ from rlpipe.models.masks import Masks, own_branch
 from rlpipe.models.small import VOCABULARY, small_config, small_model
 from rlpipe.trainer import selftest
 from rlpipe.trainer.batches import Microbatch, collate
+from rlpipe.trainer.flops import flex_tokens
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.packing import BRANCHES, Row, Rows, Text, TrainSequence
+from rlpipe.trainer.packing import BRANCHES, Row, Rows, Text, TrainSequence, plan_texts, shapes, text_tokens
 from rlpipe.trainer.selftest import PROMPT, behind, own_logprobs, row_logprobs, sequence
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.trial import LiveBytes
@@ -94,6 +95,41 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_attention(family: st
     logprobs, gradient = passes(policy, batch)
     assert (logprobs - expected).abs().max() / expected.abs().max() < 1e-6
     assert (gradient - expected_gradient).norm() / expected_gradient.norm() < 1e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
+def test_shared_as_planned_for_flex_is_the_same_as_each_with_its_own_prompt(family: str) -> None:
+    """float32. Texts of many blocks: two prompts of 600 and 250 tokens, six completions of up to 200 each, that the plan for flex_attention puts into two
+    texts, and that for a mask of L x L into more."""
+    policy = small_policy(family)
+    use_flex(policy.lm)
+    sequences: list[TrainSequence] = []
+    for prompt, lengths in ((600, (200, 30, 1, 90, 5, 128)), (250, (7, 199, 64, 129, 2, 33))):
+        begin = np.concatenate([sequence(100, VOCABULARY, salt).tokens for salt in range(2, 2 + prompt // 50)])[:prompt]
+        sequences += [behind(begin, sequence(length, VOCABULARY, 50 + length)) for length in lengths]
+    found: list[tuple[dict[int, Tensor], Tensor, int]] = []
+    for rows in (Rows.PACKED, Rows.SHARED):
+        texts, plans = plan_texts(sequences, 1, 2048, rows, 1, flex_tokens(policy))
+        lengths = [*map(text_tokens, texts)]
+        logprobs: dict[int, Tensor] = {}
+        gradient = torch.zeros(())
+        for placed in plans[0]:
+            batch = collate(texts, placed)
+            own_N, _ = policy(
+                batch.tokens_RL, batch.positions_RL, batch.source_N, batch.target_N, temperature=1.0, branch_RL=batch.branch_RL
+            )
+            own_N.sum().backward()
+            order = [each for row in placed for index in row for each in texts[index]]
+            parts = own_N.detach().split([len(each.scored) for each in order])
+            logprobs |= {id(each): part for each, part in zip(order, parts, strict=True)}
+        gradient = torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])
+        policy.zero_grad(set_to_none=True)
+        found.append((logprobs, gradient, sum(slots for slots, _ in shapes(plans, lengths))))
+    (apart, apart_gradient, apart_slots), (shared, gradient, slots) = found
+    assert (apart_slots, slots) == (5988, 1738), "prompts were not shared"
+    for each in sequences:
+        assert (shared[id(each)] - apart[id(each)]).abs().max() <= 1e-6 * apart[id(each)].abs().max()
+    assert (gradient - apart_gradient).norm() / apart_gradient.norm() < 1e-6
 
 
 def test_sinks_take_their_share() -> None:

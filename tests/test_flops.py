@@ -9,9 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
+from rlpipe.models.flex import use_flex
 from rlpipe.models.small import VOCABULARY, small_config, small_model
 from rlpipe.trainer import flops
-from rlpipe.trainer.flops import Work, forward_flops, mfu, peak_flops, work_of
+from rlpipe.trainer.flops import Work, flex_tokens, forward_flops, mfu, peak_flops, work_of
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.selftest import behind, sequence
 from rlpipe.trainer.trainer import Trainer
@@ -44,6 +45,18 @@ def test_experts_count_where_tokens_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held > 0 and forward_flops(policy, work) == 2 * (body - held / 2)
     monkeypatch.setattr(flops, "CHOSEN", ())
     assert forward_flops(policy, work) is None
+
+
+def test_flex_tokens_is_the_length_at_which_what_is_seen_costs_as_much_as_all_else() -> None:
+    """Its causal half; without flex_attention, which computes no more, there is no such length."""
+    policy = PolicyModel(small_model(small_config(AutoConfig.for_model("qwen3"))))
+    assert flex_tokens(policy) is None
+    use_flex(policy.lm)
+    length = flex_tokens(policy)
+    assert length is not None and 10 < length < 10_000
+    layers, attention = (forward_flops(policy, Work(*work)) for work in ((1, 0, 0), (0, 0, 1)))
+    assert layers is not None and attention is not None
+    assert layers * length == pytest.approx(attention * length**2 / 2)
 
 
 def test_a_prompt_that_is_shared_is_counted_once() -> None:

@@ -22,6 +22,7 @@ from rlpipe.trainer.packing import (
     plan_step,
     plan_texts,
     shapes,
+    text_pairs,
     text_tokens,
 )
 from rlpipe.types import UserError
@@ -98,14 +99,24 @@ def steps_of_groups(draw: st.DrawFn) -> list[TrainSequence]:
     return sequences
 
 
-@given(sequences=steps_of_groups(), ranks=st.integers(1, 3), tokens_max=st.integers(60, 600), padding=st.integers(0, 3))
+@given(
+    sequences=steps_of_groups(),
+    ranks=st.integers(1, 3),
+    tokens_max=st.integers(60, 600),
+    padding=st.integers(0, 3),
+    flex_tokens=st.sampled_from([None, 40.0, 8000.0]),
+)
 def test_where_prompts_are_shared_each_token_is_predicted_from_what_stands_before_it_in_its_own_sequence(
-    sequences: list[TrainSequence], ranks: int, tokens_max: int, padding: int
+    sequences: list[TrainSequence], ranks: int, tokens_max: int, padding: int, flex_tokens: float | None
 ) -> None:
-    texts, plans = plan_texts(sequences, ranks, tokens_max, Rows.SHARED)
+    texts, plans = plan_texts(sequences, ranks, tokens_max, Rows.SHARED, 1, flex_tokens)
     assert [id(sequence) for text in texts for sequence in text] == [id(sequence) for sequence in sequences]
-    _, apart = plan_texts(sequences, ranks, tokens_max, Rows.PACKED)
-    assert cost(plans, [text_tokens(text) for text in texts]) <= cost(apart, [len(each.tokens) for each in sequences])
+    alone, apart = plan_texts(sequences, ranks, tokens_max, Rows.PACKED, 1, flex_tokens)
+    costs = [
+        cost(plan, [*map(text_tokens, placed)], [text_pairs(text) / flex_tokens for text in placed] if flex_tokens else None)
+        for placed, plan in ((texts, plans), (alone, apart))
+    ]
+    assert costs[0] <= costs[1]
     for rows in (rows for plan in plans for rows in plan if rows):
         microbatch = collate(texts, rows, padding)
         assert microbatch.tokens_RL.numel() <= tokens_max + padding * len(rows)
@@ -142,6 +153,47 @@ def test_a_prompt_is_shared_by_as_many_as_pay() -> None:
     assert max(map(len, plan_texts(group(400, 10, 64), 1, 512, Rows.SHARED)[0])) == 11, "as many as a microbatch holds"
     assert largest([*group(400, 10, 16), *group(300, 1500, 1)]) == 16, "a long one beside keeps none from it"
     assert largest([replace(sequence, num_shared=0) for sequence in group(400, 10, 16)]) == 1
+
+
+# groups, completions of each, tokens of a prompt, fewest and most tokens of a completion; slots with masks of L x L, slots with flex_attention
+SHAPES = [
+    (16, 8, 6000, 500, 500, 832_000, 160_000),
+    (64, 16, 200, 50, 600, 500_595, 353_966),
+    (16, 8, 512, 1000, 7000, 587_797, 542_269),
+]
+
+
+@pytest.mark.parametrize(("groups", "size", "prompt", "fewest", "most", "dense", "flex"), SHAPES)
+def test_with_flex_attention_a_prompt_is_computed_once(
+    groups: int, size: int, prompt: int, fewest: int, most: int, dense: int, flex: int
+) -> None:
+    """What no token sees costs nothing there, so rows and texts are as long as a microbatch, and nothing is padding."""
+    random, sequences = np.random.default_rng(0), list[TrainSequence]()
+    for group in range(groups):
+        for length in random.integers(fewest, most + 1, size):
+            tokens = np.full(prompt + length, group)
+            scored = np.arange(prompt, len(tokens))
+            sequences.append(TrainSequence(tokens, scored, np.zeros(length), num_shared=prompt))
+    found = []
+    for flex_tokens in (None, 24641.0):  # of a model of 4B parameters
+        texts, plans = plan_texts(sequences, 1, 16384, Rows.SHARED, 1, flex_tokens)
+        lengths = [*map(text_tokens, texts)]
+        found.append(sum(num_slots for num_slots, _ in shapes(plans, lengths)))
+    assert found == [dense, flex]
+    assert found[1] == sum(lengths), "padding"
+
+
+def test_a_text_has_no_more_sequences_than_branches_have_numbers() -> None:
+    tokens = np.arange(4)
+    group = [TrainSequence(tokens, np.array([3]), np.zeros(1), num_shared=3) for _ in range(5000)]
+    texts, plans = plan_texts(group, 1, 16384, Rows.SHARED, 1, 1000.0)
+    assert len(texts[0]) == BRANCHES - 1
+    for rows in plans[0]:
+        branch_RL = collate(texts, rows).branch_RL
+        assert branch_RL is not None
+        for row, own_L in zip(rows, branch_RL, strict=True):
+            kept = own_L[own_L > 0]
+            assert len(torch.unique(kept)) == sum(len(texts[index]) + 1 for index in row), "two sequences of one number"
 
 
 def test_a_microbatch_without_sequences_scores_one_position_outside_the_mask() -> None:

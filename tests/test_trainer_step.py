@@ -113,7 +113,7 @@ def ready(
     rows: Rows = Rows.PACKED,
 ) -> StepBatch:
     """One step over `sequences`, with everything that comes before the first update."""
-    batch = plan_batch(gang, rows, sequences)
+    batch = plan_batch(gang, policy, rows, sequences)
     if settings.proximal == "engine":
         batch = with_frozen(as_recorded(batch), None, setup.reference, 1.0)
     else:
@@ -234,8 +234,9 @@ def test_gradient_depends_neither_on_the_microbatch_nor_on_the_order(
     shuffled = [sequences[index] for index in np.random.default_rng(3).permutation(len(sequences))]
     for tokens_max, order in ((128, sequences), (4096, shuffled)):
         other = with_options(gang, tokens_max=tokens_max)
-        assert len(plan_batch(other, Rows.PACKED, order).microbatches) != len(
-            plan_batch(gang, Rows.PACKED, sequences).microbatches
+        policy = resident_of(gang).policy
+        assert len(plan_batch(other, policy, Rows.PACKED, order).microbatches) != len(
+            plan_batch(gang, policy, Rows.PACKED, sequences).microbatches
         )
         found, other_sums = gradients(other, setup, order, name)
         assert_same(found, expected)
@@ -247,7 +248,8 @@ def test_gradient_does_not_depend_on_how_rows_are_filled(
     gang: Gang, setup: World, sequences: list[TrainSequence], name: str
 ) -> None:
     expected, sums = gradients(gang, setup, sequences, name, Rows.SINGLE)
-    assert any(microbatch.branch_RL is not None for microbatch in plan_batch(gang, Rows.SHARED, sequences).microbatches)
+    shared = plan_batch(gang, resident_of(gang).policy, Rows.SHARED, sequences).microbatches
+    assert any(microbatch.branch_RL is not None for microbatch in shared)
     for rows in (Rows.PACKED, Rows.SHARED):
         found, other_sums = gradients(gang, setup, sequences, name, rows)
         assert_same(found, expected)
@@ -266,9 +268,9 @@ def test_microbatches_of_padding_and_unscored_sequences_change_nothing(
     empty = dataclasses.replace(
         sequences[0], scored=sequences[0].scored[:0], rollout_logprobs=sequences[0].rollout_logprobs[:0]
     )
-    batch = plan_batch(gang, Rows.PACKED, [*sequences, empty])
+    batch = plan_batch(gang, resident.policy, Rows.PACKED, [*sequences, empty])
     assert batch.num_sequences == len([s for s in sequences if len(s.scored)])
-    padding = plan_batch(gang, Rows.PACKED, sequences[:1]).microbatches[0]
+    padding = plan_batch(gang, resident.policy, Rows.PACKED, sequences[:1]).microbatches[0]
     padding = dataclasses.replace(padding, mask_BT=torch.zeros_like(padding.mask_BT))
     alone = with_frozen(dataclasses.replace(batch, microbatches=[padding]), resident.policy, setup.reference, 1.0)
     whole = with_frozen(batch, resident.policy, setup.reference, 1.0)

@@ -136,7 +136,7 @@ def test_an_engine_with_the_trainers_own_logprobs_saves_the_pass_and_changes_no_
     rows, resident = world.rollout_rows(NUM_GROUPS, 4), trainer.resident
     assert resident is not None
     read = read_rl_batch(trainer.gang.store, world.batch(trainer.gang.store, "other", rows), 3)
-    batches = [plan_batch(trainer.gang, resident.rows, step) for step in read.steps]
+    batches = [plan_batch(trainer.gang, resident.policy, resident.rows, step) for step in read.steps]
     passes = [(batch.microbatches, frozen_logprobs(resident.policy, batch.microbatches, 1.0)) for batch in batches]
     parts = [part for microbatches, logprobs in passes for part in zip(microbatches, logprobs, strict=True)]
     own = iter(of_whole_batch(trainer.gang, int(read.lengths_B.sum()), parts).tolist())

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from rlpipe.models.flex import uses_flex
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.packing import Text, text_tokens
+from rlpipe.trainer.packing import Text, text_pairs, text_tokens
 from rlpipe.types import Metrics
 
 # dense TFLOP/s in bfloat16, and in float32 without TF32, by the makers' data sheets; all words are in the name that the driver gives
@@ -49,18 +50,33 @@ class Work:
 
 def work_of(texts: list[Text]) -> Work:
     """A prompt that several completions share is computed once."""
-    again = sum((len(text) - 1) * text[0].num_shared ** 2 for text in texts)
-    pairs = sum(len(sequence.tokens) ** 2 for text in texts for sequence in text) - again
     scored = sum(len(sequence.scored) for text in texts for sequence in text)
-    return Work(sum(map(text_tokens, texts)), scored, pairs)
+    return Work(sum(map(text_tokens, texts)), scored, sum(map(text_pairs, texts)))
 
 
 def forward_flops(policy: PolicyModel, work: Work) -> float | None:
     """Of one forward pass; None for a family that does not say what its head is, or how many experts a token is sent to."""
+    head, parameters = getattr(policy.lm.get_output_embeddings(), "weight", None), used_parameters(policy)
+    if head is None or parameters is None:
+        return None
+    return 2.0 * (parameters * work.tokens + head.numel() * work.scored) + pair_flops(policy) * work.pairs
+
+
+def flex_tokens(policy: PolicyModel) -> float | None:
+    """With flex_attention: at this length of a text its attention, of which the causal half is computed, costs as much as all else in its layers.
+    None for a policy with another attention, that takes a mask of L x L."""
+    if not uses_flex(policy.lm):
+        return None
+    parameters = used_parameters(policy)
+    if parameters is None:  # too many, so attention is held to be cheap: what is shared is then no other
+        parameters = sum(one.numel() for one in policy.lm.parameters())
+    return 4.0 * parameters / max(pair_flops(policy), 1.0)
+
+
+def used_parameters(policy: PolicyModel) -> float | None:
+    """That a token of a pass is multiplied with, without the head; None for a family that does not say how many experts a token is sent to."""
     lm, text = policy.lm, policy.lm.config.get_text_config()
     looked_up, head = (getattr(part, "weight", None) for part in (lm.get_input_embeddings(), lm.get_output_embeddings()))
-    if head is None:
-        return None
     parameters = sum(one.numel() for one in lm.parameters() if one is not looked_up and one is not head)
     for experts in (module for module in lm.modules() if hasattr(module, "_is_expert_parallel")):
         chosen = next((value for name in CHOSEN if isinstance(value := getattr(text, name, None), int)), None)
@@ -68,10 +84,15 @@ def forward_flops(policy: PolicyModel, work: Work) -> float | None:
             return None
         held = sum(parameter.numel() for parameter in experts.parameters())
         parameters -= held * (1 - chosen / experts.num_experts)
+    return parameters
+
+
+def pair_flops(policy: PolicyModel) -> float:
+    """Of attention for a token and one that it sees, in all layers."""
+    text = policy.lm.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0  # no layer of some families has any
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
-    attention = 4.0 * text.num_hidden_layers * heads * head_dim * work.pairs
-    return 2.0 * (parameters * work.tokens + head.numel() * work.scored) + attention
+    return 4.0 * text.num_hidden_layers * heads * head_dim
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

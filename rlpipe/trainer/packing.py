@@ -15,12 +15,13 @@ import numpy as np
 
 from rlpipe.types import UserError
 
-# At this length of a row its attention, which grows with the square, costs as much as all else: between a model of 0.8M and one of 135M on a CPU
+# With masks of L x L, which a CPU takes. At this length of a row its attention, which grows with the square, costs as much as all else: between a
+# model of 0.8M and one of 135M on a CPU
 ATTENTION_TOKENS = 512
+SHARED_TOKENS_MAX = 2048  # of a text that shares a prompt: its mask in each layer is to stay small beside the activations
 ROW_LENGTHS = (1, 2, 4)  # that are tried, in lengths of the longest text
 TEXT_LENGTHS = (1, 2, 4, 8)  # that are tried for texts that share a prompt, in lengths of the longest sequence
-SHARED_TOKENS_MAX = 2048  # of such a text: its mask, L x L in each layer, is to stay small beside the activations
-BRANCHES = 2048  # more than one text has sequences: it has no more than 2048 tokens
+BRANCHES = 2048  # more than one text has sequences
 
 Row = list[int]  # indices of texts, side by side
 # the microbatches of one rank in one step. Example: [[[0, 5], [2]], [[7]]]: two, the first of two rows
@@ -54,6 +55,11 @@ def text_tokens(text: Text) -> int:
     return sum(len(sequence.tokens) for sequence in text) - (len(text) - 1) * text[0].num_shared
 
 
+def text_pairs(text: Text) -> int:
+    """Pairs of a text's tokens, as if each saw all of its sequence; those of a shared prompt once. The causal half of them is what is seen."""
+    return sum(len(sequence.tokens) ** 2 for sequence in text) - (len(text) - 1) * text[0].num_shared ** 2
+
+
 def share_prompts(sequences: list[TrainSequence], tokens_max: int) -> list[Text]:
     """Neighbours with the same prompt as one text, as many as are `tokens_max` together; what has no prompt stays alone."""
     texts: list[Text] = []
@@ -61,7 +67,7 @@ def share_prompts(sequences: list[TrainSequence], tokens_max: int) -> list[Text]
     for sequence in sequences:
         own = sequence.tokens[: sequence.num_shared]
         added = len(sequence.tokens) - len(own)
-        if len(own) and added <= room and np.array_equal(own, prompt):
+        if len(own) and added <= room and len(texts[-1]) < BRANCHES - 1 and np.array_equal(own, prompt):
             texts[-1].append(sequence)
         else:
             texts.append([sequence])
@@ -97,31 +103,46 @@ def pack_rows(indices: Sequence[int], lengths: Sequence[int], row_tokens: int) -
 
 
 def plan_texts(
-    sequences: list[TrainSequence], ranks: int, tokens_max: int, rows: Rows = Rows.PACKED, context_ranks: int = 1
+    sequences: list[TrainSequence],
+    ranks: int,
+    tokens_max: int,
+    rows: Rows = Rows.PACKED,
+    context_ranks: int = 1,
+    flex_tokens: float | None = None,
 ) -> tuple[list[Text], list[RankPlan]]:
     """The texts of a step and their plan: a prompt is shared by as many as costs least.
 
-    Shared by many it is computed once, but their row is long, and attention within it, though masked, costs as much as if all saw all.
+    Shared by many it is computed once, but their row is long. With a mask of L x L attention within it, though masked, costs as much as if all saw
+    all. With flex_attention (`flex_tokens`: at this length of a text its attention costs as much as all else) only what is seen costs: then
+    rows and texts are as long as a microbatch, and what is shared by too many keeps ranks from having the same to do.
     """
     longest = max((len(sequence.tokens) for sequence in sequences), default=0)
-    row_tokens_max = tokens_max * context_ranks
-    limits = (
-        {min(times * longest, SHARED_TOKENS_MAX, row_tokens_max) for times in TEXT_LENGTHS} if rows is Rows.SHARED else set()
-    )
+    longest_row = tokens_max * context_ranks
+    shared_max = min(SHARED_TOKENS_MAX, longest_row) if flex_tokens is None else longest_row
+    limits: set[int] = set()
+    if rows is Rows.SHARED:
+        limits = {min(times * longest, shared_max) for times in TEXT_LENGTHS} | ({longest_row} if flex_tokens else set())
     tried: list[tuple[float, list[Text], list[RankPlan]]] = []
     for text_tokens_max in (0, *sorted(limits)):
         texts = share_prompts(sequences, text_tokens_max)
         lengths = list(map(text_tokens, texts))
-        plans = plan_step(lengths, ranks, tokens_max, rows, context_ranks)
-        tried.append((cost(plans, lengths), texts, plans))
+        attention = [text_pairs(text) / flex_tokens for text in texts] if flex_tokens else None
+        plans = plan_step(lengths, ranks, tokens_max, rows, context_ranks, attention)
+        tried.append((cost(plans, lengths, attention), texts, plans))
     _, texts, plans = min(tried, key=lambda plan: plan[0])
     return texts, plans
 
 
 def plan_step(
-    lengths: Sequence[int], ranks: int, tokens_max: int, rows: Rows = Rows.PACKED, context_ranks: int = 1
+    lengths: Sequence[int],
+    ranks: int,
+    tokens_max: int,
+    rows: Rows = Rows.PACKED,
+    context_ranks: int = 1,
+    attention: Sequence[float] | None = None,
 ) -> list[RankPlan]:
     """The plan of every rank: rows of the length that costs least, in microbatches of rows that are alike and at most `tokens_max` tokens a rank.
+    `attention`: as `cost` has it.
 
     `context_ranks` neighbours share each row, and have one plan. A rank with less to do gets microbatches without rows, so that all run the same
     number. UserError when a sequence does not fit.
@@ -135,12 +156,13 @@ def plan_step(
         )
     tokens_max, ranks = tokens_max * context_ranks, ranks // context_ranks
     hands, tried = deal(lengths, ranks), {}
-    for row_tokens in (min(times * longest, tokens_max) for times in ROW_LENGTHS):
+    row_lengths = {min(times * longest, tokens_max) for times in ROW_LENGTHS} | (set() if attention is None else {tokens_max})
+    for row_tokens in sorted(row_lengths):
         filled = [
             [[index] for index in hand] if rows is Rows.SINGLE else pack_rows(hand, lengths, row_tokens) for hand in hands
         ]
         plans = [microbatches(hand_rows, lengths, tokens_max) for hand_rows in filled]
-        tried[cost(plans, lengths), row_tokens] = plans
+        tried[cost(plans, lengths, attention), row_tokens] = plans
     _, plans = min(tried.items())
     count = max(map(len, plans))
     plans = [plan + [[]] * (count - len(plan)) for plan in plans]
@@ -150,11 +172,17 @@ def plan_step(
     return plans
 
 
-def cost(plans: list[RankPlan], lengths: Sequence[int]) -> float:
-    """Of a step for the rank that has most to do, in tokens of short rows."""
-    return max(
-        sum(num_slots * (1 + length / ATTENTION_TOKENS) for num_slots, length in shapes([plan], lengths)) for plan in plans
-    )
+def cost(plans: list[RankPlan], lengths: Sequence[int], attention: Sequence[float] | None = None) -> float:
+    """Of a step for the rank that has most to do, in tokens of short rows. `attention`: what that of each text costs, whatever row it is in; without
+    it every token of a row costs as if it saw all of the row."""
+
+    def of(plan: RankPlan) -> float:
+        if attention is None:
+            return sum(num_slots * (1 + length / ATTENTION_TOKENS) for num_slots, length in shapes([plan], lengths))
+        seen = sum(attention[index] for rows in plan for row in rows for index in row)
+        return sum(num_slots for num_slots, _ in shapes([plan], lengths)) + seen
+
+    return max(map(of, plans))
 
 
 def microbatches(rows: list[Row], lengths: Sequence[int], tokens_max: int) -> RankPlan:

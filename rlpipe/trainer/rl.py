@@ -83,7 +83,7 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     taken = resident.taken
     assert len(taken.batches) == first, f"step {first} does not follow {len(taken.batches)}"
     rows = resident.rows if reference is None else min(resident.rows, reference.rows)
-    planned = [plan_batch(gang, rows, step) for step in sequences]
+    planned = [plan_batch(gang, resident.policy, rows, step) for step in sequences]
     if settings.proximal == "engine":
         check_recorded(job.data.folder, sequences)
         planned = [as_recorded(batch) for batch in planned]

@@ -32,7 +32,7 @@ def train_sft(gang: Gang, resident: Resident, job: SftJob) -> JobResult:
     batches: list[StepBatch] = []
     for step in range(job.first_step, job.first_step + settings.num_steps):
         chosen = conversations_of_step(len(conversations), step, settings.batch_size, job.seed)
-        batch = plan_batch(gang, resident.rows, [conversations[row] for row in chosen])
+        batch = plan_batch(gang, resident.policy, resident.rows, [conversations[row] for row in chosen])
         if batch.num_tokens:
             how = StepSettings(settings, step, 1.0, f"{data.folder} step {step}", entropy_trained=False)
             steps.append(optimizer_step(gang, resident, batch, partial(_cross_entropy, batch.num_tokens), how))
@@ -62,7 +62,7 @@ def _validation(gang: Gang, resident: Resident, data: ArtifactRef, batch_size: i
         return {}
     total, num_tokens = torch.zeros(1, dtype=torch.float64), 0
     for first in range(0, len(sequences), batch_size):
-        batch = plan_batch(gang, resident.rows, sequences[first : first + batch_size])
+        batch = plan_batch(gang, resident.policy, resident.rows, sequences[first : first + batch_size])
         num_tokens += batch.num_tokens
         for logprobs_BT in frozen_logprobs(resident.policy, batch.microbatches, 1.0):  # 0 outside the mask
             total -= logprobs_BT.double().sum().cpu()

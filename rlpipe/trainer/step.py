@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from rlpipe.config.training import BETA1, OptimizerConfig
 from rlpipe.records.rollout import TokenGaps
 from rlpipe.trainer.batches import Microbatch, collate
-from rlpipe.trainer.flops import Work, work_of
+from rlpipe.trainer.flops import Work, flex_tokens, work_of
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
@@ -140,10 +140,12 @@ def learning_rate(settings: OptimizerConfig, step: int) -> float:
     return peak * (1 - share) if settings.schedule == "linear" else peak * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def plan_batch(gang: Gang, rows: Rows, sequences: list[TrainSequence]) -> StepBatch:
-    """Packs the sequences of one step; those without a scored token take no part. UserError when one is too long."""
+def plan_batch(gang: Gang, policy: PolicyModel, rows: Rows, sequences: list[TrainSequence]) -> StepBatch:
+    """Packs the sequences of one step, as costs least with the policy's attention; those without a scored token take no part. UserError when one is
+    too long."""
     kept = [sequence for sequence in sequences if len(sequence.scored)]
-    texts, plans = plan_texts(kept, gang.size, gang.options.trainer.tokens_max, rows, gang.context_ranks)
+    tokens_max, attention = gang.options.trainer.tokens_max, flex_tokens(policy)
+    texts, plans = plan_texts(kept, gang.size, tokens_max, rows, gang.context_ranks, attention)
     lengths = list(map(text_tokens, texts))
     microbatches = [collate(texts, filled).to(gang.device) for filled in plans[gang.rank]]
     num_tokens = sum(len(sequence.scored) for sequence in kept)
