@@ -267,3 +267,16 @@ async def test_the_calls_of_each_protocol(kind: str) -> None:
         assert "/release_memory_occupation" not in [path for path, *_ in calls[len(CALLS[kind]) :]]
         with pytest.raises(EngineUnavailable):
             await client.resume()
+
+
+@pytest.mark.parametrize("kind", [*CALLS, "local"])
+async def test_an_engine_that_was_woken_samples_nothing_before_it_has_weights(kind: str) -> None:
+    async with played_server({}) as (url, calls), new_session() as session:
+        client = client_of(kind, "engine-0", url, session, ("api", "admin"))
+        await client.resume()
+        await client.load("/weights", 3)
+        paths = [path.split("?")[0] for path, *_ in calls]
+        loaded = min(number for number, path in enumerate(paths) if path in ("/update_weights_from_disk", "/collective_rpc"))
+        sampling = {"/health", "/health_generate", "/generate", "/inference/v1/generate"}
+        assert loaded and not sampling & {*paths[: loaded + 1]}, paths
+        assert kind == "vllm" or paths[1] == "/server_info", "what a hung scheduler does not answer"

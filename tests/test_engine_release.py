@@ -74,7 +74,8 @@ async def test_the_memory_really_goes_and_the_same_bits_come_back(server: Server
         for _ in range(2):  # the second time there is nothing to do
             assert (await control(server, "/release_memory_occupation"))[0] == 200
         assert present - held_bytes(server) > 0.9 * weights
-        assert (await server.get("/health"))[0] == 200, "it is well, and waits"
+        for path in ("/health", "/ready", "/server_info"):
+            assert (await server.get(path))[0] == 200, "it is well, and waits"
         for _ in range(2):
             assert (await control(server, "/resume_memory_occupation"))[0] == 200
         assert await answer(server) == first

@@ -100,3 +100,33 @@ def test_deterministic_inference_is_a_choice(flags: list[str], tmp_path: Path) -
     weights = Weights(tmp_path, 1, Probe([1, 2], [-1.0]))
     argv = argv_of(config, EngineAddress(0, "127.0.0.1", 8000, ("", "")), weights)
     assert argv.count("--enable-deterministic-inference") == len(flags), argv
+
+
+ON_GPU, ON_CPU = ["model.dtype=bfloat16", "engines.gpu_ids=[1]"], ["engines.gpu_ids=[]"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "flags", "last"),  # the last one counts of a flag that is there twice: here each value that counts
+    [
+        (["engines.kind=sglang", *ON_GPU], [], {"--max-running-requests": "256", "--cuda-graph-max-bs-decode": "256"}),
+        (["engines.kind=sglang", *ON_GPU, "engines.in_flight_max=512"], [],
+         {"--max-running-requests": "512", "--cuda-graph-max-bs-decode": "512"}),
+        (["engines.kind=sglang", *ON_GPU, "engines.in_flight_max=9000"], [],
+         {"--max-running-requests": "9000", "--cuda-graph-max-bs-decode": "1024"}),
+        (["engines.kind=sglang", *ON_GPU], ["--cuda-graph-max-bs-decode", "64", "--max-running-requests", "64"],
+         {"--max-running-requests": "64", "--cuda-graph-max-bs-decode": "64"}),
+        (["engines.kind=sglang", *ON_CPU, "engines.in_flight_max=32"], [],
+         {"--max-running-requests": "32", "--cuda-graph-max-bs-decode": ""}),
+        (["engines.kind=vllm", *ON_GPU, "engines.in_flight_max=512"], [], {"--max-num-seqs": "512"}),
+        (["engines.kind=vllm", *ON_GPU, "engines.in_flight_max=9000"], [], {"--max-num-seqs": "2048"}),
+        (["engines.kind=vllm", *ON_GPU], ["--max-num-seqs", "1024"], {"--max-num-seqs": "1024"}),
+        (["engines.kind=vllm", *ON_CPU], [], {"--max-num-seqs": ""}),
+    ],
+)  # fmt: skip
+def test_an_engine_computes_at_once_what_is_in_flight(
+    sets: list[str], flags: list[str], last: dict[str, str], tmp_path: Path
+) -> None:
+    config = read_config("tiny", ["run=a", "engines.count=1", *sets, f"engines.flags={json.dumps(flags)}"], PRESETS)
+    argv = argv_of(config, EngineAddress(0, "127.0.0.1", 8000, ("", "")), Weights(tmp_path, 1, Probe([1, 2], [-1.0])))
+    values = dict(zip(argv, [*argv[1:], ""], strict=True))
+    assert {name: values.get(name, "") for name in last} == last

@@ -140,7 +140,8 @@ class EngineClient(ABC):
     api_key: str
     admin_api_key: str
     exact: bool = False
-    health_path: ClassVar[str]  # answers 200 only when the scheduler works
+    health_path: ClassVar[str]  # answers 200 only when the scheduler works; may sample a token, so weights have to be loaded
+    ready_path: ClassVar[str]  # answers 200 once a new engine may be asked for tokens; samples none, and takes no key
 
     @abstractmethod
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:

@@ -29,6 +29,8 @@ COLOCATION_FLAGS = {  # how memory can be given back at all, and what part of a 
     "sglang": ("--enable-memory-saver", "--mem-fraction-static"),
     "vllm": ("--enable-sleep-mode", "--gpu-memory-utilization"),
 }
+GRAPHS_MAX = 1024  # requests that SGLang decodes at once in a CUDA graph: each costs 2 MB, and 32 more a graph
+VLLM_SEQUENCES_MAX = 2048  # vLLM refuses more than the tokens that it batches, 2048 at least
 VLLM_FLAGS = (
     "--served-model-name", "policy", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
     "--enable-scale-out", *STREAM_INTERVAL,
@@ -103,8 +105,22 @@ def argv_of(config: PipelineConfig, address: EngineAddress, weights: Weights) ->
     command, parallel_flag = (_sglang, "--tp-size") if engines.kind == "sglang" else (_vllm, "--tensor-parallel-size")
     parallel = [parallel_flag, str(max(1, len(engines.gpu_ids) // engines.count))]
     python = engines.python or sys.executable
-    flags = [*parallel, *memory_flags(config), *engines.flags]
+    flags = [
+        *parallel,
+        *seats_flags(engines),
+        *memory_flags(config),
+        *engines.flags,
+    ]  # of a flag that is there twice, the last one counts
     return wrapped([python, *command(config, weights), *listen, "--dtype", config.model.dtype, *flags])
+
+
+def seats_flags(engines: EnginesConfig) -> list[str]:
+    """How many requests an engine computes at once: as many as are in flight, in CUDA graphs, where it would queue some or leave its graphs."""
+    seats = engines.in_flight_max
+    if engines.kind == "sglang":
+        graphs = ["--cuda-graph-max-bs-decode", str(min(seats, GRAPHS_MAX))] if engines.gpu_ids else []
+        return ["--max-running-requests", str(seats), *graphs]
+    return ["--max-num-seqs", str(min(seats, VLLM_SEQUENCES_MAX))] if engines.gpu_ids else []
 
 
 def memory_flags(config: PipelineConfig) -> list[str]:

@@ -211,15 +211,16 @@ class EngineHost:
         assert self._session is not None
         name = f"{self.name}-{index}"
         address = EngineAddress(index, self.address, free_port(), self.keys)
+        client = client_of(self.config.engines.kind, name, address.url, self._session, self.keys)
         service = Service(
             name=name,
             argv=[],  # set at each start: it names the newest weights
             log_path=self.work_dir / f"{name}.log",
-            ready=lambda: answers(f"{address.url}/health"),
+            ready=lambda: answers(f"{address.url}{client.ready_path}"),
             environment=environment_of(self.config, address),
             restarts_max=RESTARTS_MAX,
         )
-        return Engine(address, service, client_of(self.config.engines.kind, name, address.url, self._session, self.keys))
+        return Engine(address, service, client)
 
     async def _launch(self, engine: Engine, weights: Weights) -> None:
         """Starts an engine process and proves it. EngineError when it does not come up, another RuntimeError past its budget."""

@@ -62,6 +62,7 @@ class SglangClient(EngineClient):
     """
 
     health_path = "/health"
+    ready_path = "/ready"
     _gathered: list[Order] = field(default_factory=list)
 
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
@@ -151,8 +152,9 @@ class SglangClient(EngineClient):
 
     async def load(self, model_path: str, version: int) -> None:
         body = {"model_path": model_path, "weight_version": str(version), "flush_cache": True}
-        # a hung scheduler lets itself be paused, and would then be waited for as long as large weights may take
-        await self.read(self.health_path, CONTROL_TIMEOUT_S)
+        # a hung scheduler lets itself be paused, and would then be waited for as long as large weights may take. This goes through it, and
+        # unlike /health samples no token: an engine that was just woken has no weights
+        await self.read("/server_info", CONTROL_TIMEOUT_S)
         await self.control("/pause_generation", {"mode": "retract"})
         try:
             for attempt in range(UPDATES_MAX):
@@ -190,6 +192,7 @@ class VllmClient(EngineClient):
     """
 
     health_path = "/weight_info"  # /health says 200 while the scheduler hangs; this has to go through it
+    ready_path = "/health"
 
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
         fields, tokens_max = {**vars(request.params)}, request.params.max_new_tokens

@@ -188,6 +188,7 @@ class Routes:
         return web.json_response(info)
 
     async def server_info(self, _: web.Request) -> web.Response:
+        await self._ask(lambda: None)  # through the scheduler, as in SGLang: a hung one does not answer
         info = {
             "engine": "rlpipe-local",
             "version": version("rlpipe"),
@@ -281,9 +282,8 @@ async def _serve(scheduler: Scheduler, limits: protocol.ModelLimits, host: str, 
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     print(f"serving {scheduler.model.folder} on http://{host}:{port}", flush=True)
     await stopped.wait()
     scheduler.ask(lambda: scheduler.abort(None))
