@@ -129,8 +129,9 @@ def _listed(chosen_RQK: Tensor) -> tuple[Tensor, Tensor]:
 def compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """flex_attention, made once for all lengths of rows. One kernel too many is an error: uncompiled it would make L x L numbers."""
     torch._dynamo.config.specialize_float = True  # the scale of scores and what caps them are part of a kernel
+    torch._dynamo.config.recompile_limit = KERNELS_MAX  # nothing else of rlpipe is compiled
     whole: Any = flex_attention
-    return torch.compile(whole, dynamic=True, fullgraph=True, recompile_limit=KERNELS_MAX, backend=backend)  # pyright: ignore[reportCallIssue]
+    return torch.compile(whole, dynamic=True, fullgraph=True, backend=backend)
 
 
 def attend(
