@@ -193,9 +193,10 @@ async def unavailable(engine: Engine) -> AsyncIterator[asyncio.Event]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     assert runner.addresses
-    engine.client.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    engine.client.url = proxy = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         yield recovered
     finally:
-        engine.client.url = url
+        if engine.client.url == proxy:  # else it was restarted, and is elsewhere
+            engine.client.url = url
         await runner.cleanup()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,20 @@ async def test_a_lost_engine_costs_its_unfinished_rollouts_and_comes_back(
     assert two.restarts() == [restarts[0] + 1, restarts[1]]
     assert engines_of(await two.pool.generate(requests())) == BOTH
     assert sum("is back, on weight version" in message for message in caplog.messages) == 1
+
+
+async def test_an_engine_whose_port_is_taken_meanwhile_comes_back_on_another(two: World) -> None:
+    engine, restarts = two.engine(0), two.restarts()
+    port = engine.address.port
+    assert port < 32_768, "the kernel gives none of these to a connection"
+    async with engine.control:  # nobody restarts it meanwhile
+        two.signal(0, signal.SIGKILL)
+        await asyncio.to_thread(engine.service.stop)
+        with socket.create_server(("127.0.0.1", port)):
+            await two.host._restart(engine)
+    await two.until_back()
+    assert two.restarts() == [restarts[0] + 1, restarts[1]] and engine.address.port != port
+    assert engines_of(await two.pool.generate(requests())) == BOTH
 
 
 async def test_an_engine_that_answers_503_gets_nothing_until_it_is_well(two: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlpipe.processes import launch
 from rlpipe.processes.launch import Service, check_port_free, free_port, wrapped
 from rlpipe.types import UserError
 
@@ -26,6 +28,34 @@ def wait_gone(pid: int) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def test_a_port_for_a_server_is_none_of_a_connection_s_and_none_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = [free_port() for _ in range(200)]
+    assert len({*ports}) == 200 and max(ports) < int(launch.CONNECTION_PORTS.read_text().split()[0])
+    # somebody else has the next ten, at one address or at all
+    monkeypatch.setattr(launch, "PORTS", range(min(ports), min(ports) + 20))
+    with contextlib.ExitStack() as others:
+        taken = []
+        for port in range(min(ports), min(ports) + 10):
+            with contextlib.suppress(OSError):
+                others.enter_context(socket.create_server(("127.0.0.1" if port % 2 else "", port)))
+            taken.append(port)
+        assert not {*taken} & {free_port() for _ in range(30)}
+    for first, given in (
+        (14_000, range(10_000, 14_000)),
+        (1_024, range(10_000, 32_768)),
+    ):  # a system of another range, of all ports
+        (tmp_path / "range").write_text(f"{first}\t60999\n")
+        with monkeypatch.context() as system:
+            system.setattr(launch, "PORTS", range(10_000, 32_768))
+            system.setattr(launch, "CONNECTION_PORTS", tmp_path / "range")
+            assert all(free_port() in given for _ in range(50))
+    monkeypatch.setattr(launch, "PORTS", range(ports[-1], ports[-1] + 1))
+    with socket.create_server(("127.0.0.1", ports[-1])), pytest.raises(OSError, match="no TCP port from"):
+        free_port()
 
 
 def start_parent_of(child_argv: list[str]) -> tuple[subprocess.Popen[str], int]:

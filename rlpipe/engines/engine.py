@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlpipe.engines.client import EngineClient
@@ -29,6 +29,12 @@ class Engine:
     restarting_on: Path | None = None  # the weights that a restart under way reads
     unwell_since: float | None = None
     given_up: str = ""  # why it is not restarted any more
+
+    def move_to(self, port: int) -> None:
+        """Where it listens from its next start on."""
+        assert not self.service.alive(), "it listens already"
+        self.address = replace(self.address, port=port)
+        self.client.url = self.address.url
 
     async def release(self) -> None:
         """Gives its memory back; an engine that cannot is ended, which does it too. A restart under way is waited for."""

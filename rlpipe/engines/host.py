@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import shutil
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
 from rlpipe.engines.engine import Engine
 from rlpipe.engines.protocols import client_of
-from rlpipe.engines.weights import Probe, Weights, check_compatible, untied
+from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, untied
 from rlpipe.models.whole import whole_policy
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.services.calls import new_session
@@ -88,7 +87,7 @@ class EngineHost:
             # an engine that is being restarted may still read older ones
             local = self.work_dir / "weights"
             kept = {local / BASES, weights.folder, weights.materialised, *(engine.restarting_on for engine in self.engines)}
-            await asyncio.to_thread(_prune, local, kept)
+            await asyncio.to_thread(prune, local, kept)
 
     async def release(self) -> None:
         """Every engine gives its memory back, or has ended, until the next `serve`. No request may be in flight."""
@@ -210,13 +209,13 @@ class EngineHost:
     def _engine(self, index: int) -> Engine:
         assert self._session is not None
         name = f"{self.name}-{index}"
-        address = EngineAddress(index, self.address, free_port(), self.keys)
+        address = EngineAddress(index, self.address, 0, self.keys)  # of its port too
         client = client_of(self.config.engines.kind, name, address.url, self._session, self.keys)
         service = Service(
             name=name,
-            argv=[],  # set at each start: it names the newest weights
+            argv=[],  # set at each start: it names the newest weights, and a port that is free then
             log_path=self.work_dir / f"{name}.log",
-            ready=lambda: answers(f"{address.url}{client.ready_path}"),
+            ready=lambda: answers(client.url + client.ready_path),
             environment=environment_of(self.config, address),
             restarts_max=RESTARTS_MAX,
         )
@@ -224,6 +223,7 @@ class EngineHost:
 
     async def _launch(self, engine: Engine, weights: Weights) -> None:
         """Starts an engine process and proves it. EngineError when it does not come up, another RuntimeError past its budget."""
+        engine.move_to(free_port())
         engine.service.argv = await asyncio.to_thread(argv_of, self.config, engine.address, weights)
         engine.service.ensure()
         try:
@@ -281,19 +281,3 @@ class EngineHost:
                 return
         log.warning("%s is %s: restarting it", engine.client.name, "broken or hung" if alive else "dead")
         await self._restart(engine)
-
-
-def folder_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder, some of which may be going as others come."""
-    num_bytes = 0
-    with contextlib.suppress(FileNotFoundError):
-        for path in folder.rglob("*"):
-            num_bytes += path.stat().st_size
-    return num_bytes
-
-
-def _prune(folder: Path, kept: set[Path | None]) -> None:
-    """Local disk holds what is served; the store has the rest."""
-    for entry in folder.iterdir():
-        if entry not in kept:
-            shutil.rmtree(entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -106,3 +107,19 @@ def _copy_as_head(part: Path, path: Path) -> None:
 
     with safe_open(part, framework="pt") as source:
         save_file({HEAD: source.get_tensor(EMBEDDING)}, path, {"format": "pt"})
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files below a folder, some of which may be going as others come."""
+    num_bytes = 0
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.rglob("*"):
+            num_bytes += path.stat().st_size
+    return num_bytes
+
+
+def prune(folder: Path, kept: set[Path | None]) -> None:
+    """Local disk holds what is served; the store has the rest."""
+    for entry in folder.iterdir():
+        if entry not in kept:
+            shutil.rmtree(entry)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import random
 import resource
 import signal
 import socket
@@ -27,6 +29,13 @@ READY_TIMEOUT_S = 600.0  # large weights take minutes to load
 SAY_S = 30.0  # how often it is said that a process is not ready yet
 LOG_LINES = 15
 OPEN_FILES_MAX = 1 << 20
+PORTS = range(10_000, 32_768)  # that are looked through
+CONNECTION_PORTS = Path(
+    "/proc/sys/net/ipv4/ip_local_port_range"
+)  # those that the kernel gives connections: the first and the last
+_turns = itertools.count(
+    random.randrange(len(PORTS))
+)  # another beginning in each process, so that two seldom choose the same port
 PARENT_VARIABLE = "RLPIPE_PARENT_PID"
 # How long a thread of a process looks for work before it sleeps: some microseconds bridge the gaps between the operations of a forward pass
 # (two threads train 1.35 times faster on quiet cores); longer, and threads take the cores from each other where these are busy.
@@ -43,10 +52,21 @@ def raise_file_limit() -> None:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port for a process that will listen on it: free a moment ago at every address, and not one that this process was just given.
+
+    It is below the ports that the kernel gives connections: one of those may be a connection's by the time that a server has loaded its
+    model and listens. OSError when none is free.
+    """
+    below = PORTS.stop
+    with contextlib.suppress(OSError, ValueError):  # not Linux
+        below = int(CONNECTION_PORTS.read_text().split()[0])
+    ports = range(PORTS.start, below) if PORTS.start < below < PORTS.stop else PORTS
+    for _ in ports:
+        port = ports[next(_turns) % len(ports)]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"no TCP port from {ports.start} to {ports.stop - 1} is free")
 
 
 def check_port_free(field_name: str, port: int) -> None:
