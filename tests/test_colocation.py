@@ -20,7 +20,7 @@ from rlpipe.config.source import read_config
 from rlpipe.engines.client import EngineUnavailable
 from rlpipe.engines.commands import EngineAddress, argv_of
 from rlpipe.engines.protocols import client_of
-from rlpipe.engines.weights import Probe, Weights
+from rlpipe.engines.weights import Probe, Weights, reading_s
 from rlpipe.processes.gpus import gpu_gib
 from rlpipe.report.plan import GIB, ModelSizes, memory_lines
 from rlpipe.services.calls import new_session
@@ -220,7 +220,7 @@ async def test_memory_is_not_given_back_under_a_rollout(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def played_server(status: dict[str, int]) -> AsyncIterator[tuple[str, list[tuple[str, str, Any]]]]:
+async def played_server(status: dict[str, int], answer_s: float = 0.0) -> AsyncIterator[tuple[str, list[tuple[str, str, Any]]]]:
     """A server that answers everything, and what it was asked: path, key, body. `status`: of paths that are refused."""
     calls: list[tuple[str, str, Any]] = []
 
@@ -228,6 +228,8 @@ async def played_server(status: dict[str, int]) -> AsyncIterator[tuple[str, list
         body = await request.read()
         key = request.headers["Authorization"].removeprefix("Bearer ")
         calls.append((request.path_qs, key, json.loads(body) if body else None))
+        if request.path in LOADS:
+            await asyncio.sleep(answer_s)
         return web.json_response({"success": True}, status=status.get(request.path, 200))
 
     app = web.Application()
@@ -242,6 +244,7 @@ async def played_server(status: dict[str, int]) -> AsyncIterator[tuple[str, list
         await runner.cleanup()
 
 
+LOADS = {"/update_weights_from_disk", "/collective_rpc"}
 CALLS = {
     "sglang": [
         ("/abort_request", "admin", {"abort_all": True}),
@@ -276,7 +279,21 @@ async def test_an_engine_that_was_woken_samples_nothing_before_it_has_weights(ki
         await client.resume()
         await client.load("/weights", 3)
         paths = [path.split("?")[0] for path, *_ in calls]
-        loaded = min(number for number, path in enumerate(paths) if path in ("/update_weights_from_disk", "/collective_rpc"))
+        loaded = min(number for number, path in enumerate(paths) if path in LOADS)
         sampling = {"/health", "/health_generate", "/generate", "/inference/v1/generate"}
         assert loaded and not sampling & {*paths[: loaded + 1]}, paths
         assert kind == "vllm" or paths[1] == "/server_info", "what a hung scheduler does not answer"
+
+
+@pytest.mark.parametrize("kind", [*CALLS, "local"])
+async def test_the_time_to_load_follows_the_bytes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, num_bytes in (("model-00001-of-00002", 200e9), ("model-00002-of-00002", 270e9)):
+        with (tmp_path / f"{name}.safetensors").open("wb") as file:
+            file.truncate(int(num_bytes))  # takes nothing of the disk
+    assert reading_s(tmp_path) == 2350
+    monkeypatch.setattr("rlpipe.engines.protocols.LOAD_TIMEOUT_S", 0.2)
+    async with played_server({}, answer_s=1.0) as (url, _), new_session() as session:
+        client = client_of(kind, "engine-0", url, session, ("api", "admin"))
+        await client.load(str(tmp_path), 3)
+        with pytest.raises(EngineUnavailable):
+            await client.load(str(tmp_path / "small"), 3)

@@ -16,8 +16,9 @@ import pytest
 import pytest_asyncio
 
 from rlpipe.engines.client import Completion, EngineUnavailable
-from rlpipe.engines.weights import check_compatible
+from rlpipe.engines.weights import check_compatible, reading_s
 from rlpipe.models.folder import tensor_shapes
+from rlpipe.processes.launch import READY_TIMEOUT_S
 from rlpipe.types import EngineError, StoreError
 from tests.engine_fixtures import ENGINE_KIND, tiny_model
 from tests.engine_world import GROUP_SIZE, GROUPS, SEEDED, World, probe, requests, tokens, unavailable, versions, world
@@ -63,6 +64,8 @@ async def test_groups_are_spread_and_follow_the_weights(two: World) -> None:
     check_whole(before, 6)
     assert all(len(engines_of([group])) == 1 for group in before) and engines_of(before) == BOTH
     assert versions(before) == {version}
+    assert two.host.weights is not None and reading_s(two.host.weights.folder) > 0
+    assert two.engine(0).service.ready_timeout_s == READY_TIMEOUT_S + reading_s(two.host.weights.folder)
     await two.serve(two.other)
     after = await two.pool.generate(requests())
     assert versions(after) == {version + 1} and tokens(after) != tokens(before)

@@ -118,6 +118,15 @@ def test_a_service_that_ends_while_starting_shows_the_end_of_its_log(tmp_path: P
         thing.wait_ready()
 
 
+def test_a_service_has_the_time_to_start_that_it_needs(tmp_path: Path) -> None:
+    thing = service(tmp_path, "import time; time.sleep(600)", ready_timeout_s=0.2)
+    thing.ready = lambda: False
+    thing.start()
+    with pytest.raises(RuntimeError, match=r"was not ready after 0\.2 s"):
+        thing.wait_ready()
+    thing.stop()
+
+
 def test_a_process_that_boots_for_long_is_said_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

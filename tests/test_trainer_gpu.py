@@ -41,6 +41,9 @@ def test_step_on_cuda(tmp_path: Path, dtype: str) -> None:
     script = tmp_path / "step.py"
     script.write_text(CODE)
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path])}  # whatever pytest itself has its packages from
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([".", *sys.path]),
+    }  # whatever pytest itself has its packages from
     done = subprocess.run([*argv, dtype], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -25,7 +25,7 @@ from rlpipe.services.calls import http_call, http_stream, json_events
 from rlpipe.types import EngineError
 
 log = logging.getLogger(__name__)
-LOAD_TIMEOUT_S = 300.0  # of large weights
+LOAD_TIMEOUT_S = 300.0  # of weights, beside the time to read them: `reading_s`
 MEMORY_TIMEOUT_S = 120.0  # for memory to be given back, or taken again
 SCORE_TIMEOUT_S = 120.0  # the first request of a new engine may wait for a compiler
 CONTROL_TIMEOUT_S = 10.0  # everything else is answered in milliseconds, or the engine hangs

@@ -30,6 +30,7 @@ COLOCATION_FLAGS = {  # how memory can be given back at all, and what part of a 
     "vllm": ("--enable-sleep-mode", "--gpu-memory-utilization"),
 }
 GRAPHS_MAX = 1024  # requests that SGLang decodes at once in a CUDA graph: each costs 2 MB, and 32 more a graph
+VLLM_READY_S = "86400"  # its own 600 s know nothing of how large the weights are: the host's deadline does
 VLLM_SEQUENCES_MAX = 2048  # vLLM refuses more than the tokens that it batches, 2048 at least
 VLLM_FLAGS = (
     "--served-model-name", "policy", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
@@ -89,7 +90,8 @@ def environment_of(config: PipelineConfig, address: EngineAddress) -> dict[str, 
         if not engines.gpu_ids:
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
     if engines.kind == "vllm":
-        variables |= {"VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        variables |= {"VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+                      "VLLM_ENGINE_READY_TIMEOUT_S": VLLM_READY_S}  # fmt: skip
         if not engines.gpu_ids:
             variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     share = len(engines.gpu_ids) // engines.count  # of the node's, each engine has an equal share

@@ -19,9 +19,9 @@ from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
 from rlpipe.engines.engine import Engine
 from rlpipe.engines.protocols import client_of
-from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, untied
+from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, reading_s, untied
 from rlpipe.models.whole import whole_policy
-from rlpipe.processes.launch import Service, answers, free_port
+from rlpipe.processes.launch import READY_TIMEOUT_S, Service, answers, free_port
 from rlpipe.services.calls import new_session
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
@@ -224,6 +224,7 @@ class EngineHost:
     async def _launch(self, engine: Engine, weights: Weights) -> None:
         """Starts an engine process and proves it. EngineError when it does not come up, another RuntimeError past its budget."""
         engine.move_to(free_port())
+        engine.service.ready_timeout_s = READY_TIMEOUT_S + reading_s(weights.folder)
         engine.service.argv = await asyncio.to_thread(argv_of, self.config, engine.address, weights)
         engine.service.ensure()
         try:

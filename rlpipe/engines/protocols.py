@@ -8,6 +8,7 @@ import json
 import math
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,6 +25,7 @@ from rlpipe.engines.client import (
     RequestRefused,
     SampleRequest,
 )
+from rlpipe.engines.weights import reading_s
 
 UPDATES_MAX = 3
 IDLE_S = 20  # a request that was aborted may take so long to end
@@ -152,6 +154,7 @@ class SglangClient(EngineClient):
 
     async def load(self, model_path: str, version: int) -> None:
         body = {"model_path": model_path, "weight_version": str(version), "flush_cache": True}
+        timeout_s = LOAD_TIMEOUT_S + reading_s(Path(model_path))
         # a hung scheduler lets itself be paused, and would then be waited for as long as large weights may take. This goes through it, and
         # unlike /health samples no token: an engine that was just woken has no weights
         await self.read("/server_info", CONTROL_TIMEOUT_S)
@@ -160,7 +163,7 @@ class SglangClient(EngineClient):
             for attempt in range(UPDATES_MAX):
                 # a refused update may have changed the weights all the same: it is sent again before anything is sampled
                 try:
-                    await self.control("/update_weights_from_disk", body, LOAD_TIMEOUT_S)
+                    await self.control("/update_weights_from_disk", body, timeout_s)
                     break
                 except RequestRefused:
                     if attempt == UPDATES_MAX - 1:
@@ -230,7 +233,7 @@ class VllmClient(EngineClient):
         try:
             await self.control("/pause?mode=keep")
             reload = {"method": "reload_weights", "kwargs": {"weights_path": model_path}}
-            await self.control("/collective_rpc", reload, LOAD_TIMEOUT_S)
+            await self.control("/collective_rpc", reload, LOAD_TIMEOUT_S + reading_s(Path(model_path)))
             await self.adopt(version)
             # what is in flight goes on, its tokens so far computed again with the new weights
             if not json.loads(await self.control("/reset_prefix_cache?reset_running_requests=true"))["success"]:

@@ -16,6 +16,7 @@ from rlpipe.models.folder import INDEX, file_shapes, tensor_shapes
 from rlpipe.store.disk import link
 from rlpipe.types import StoreError
 
+READ_BYTES_S = 200e6  # of the slowest disk that is waited for
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -41,6 +42,11 @@ class Weights:
     version: int
     probe: Probe
     materialised: Path | None = None  # the folder that `folder` was exported from, the next version's base
+
+
+def reading_s(folder: Path) -> float:
+    """Seconds that an engine may take to read a folder's weights, beside all else: 5 a GB, on the slowest disk that is waited for."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / READ_BYTES_S
 
 
 def check_compatible(serving: Path, candidate: Path) -> None:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 PARENT_POLL_S = 0.5
 STOP_GRACE_S = 5.0
 KILL_TIMEOUT_S = 60.0  # the kernel may need a while to free what a process had
-READY_TIMEOUT_S = 600.0  # large weights take minutes to load
+READY_TIMEOUT_S = 600.0  # for compilers, and for what is loaded
 SAY_S = 30.0  # how often it is said that a process is not ready yet
 LOG_LINES = 15
 OPEN_FILES_MAX = 1 << 20
@@ -153,7 +153,7 @@ def wrapped(argv: list[str]) -> list[str]:
 class Service:
     """One child process: started, watched, restarted within `restarts_max`, stopped.
 
-    `ready` returns False until the process can serve; it is asked every 0.1 s up to READY_TIMEOUT_S.
+    `ready` returns False until the process can serve; it is asked every 0.1 s up to `ready_timeout_s`.
     """
 
     name: str
@@ -162,6 +162,7 @@ class Service:
     ready: Callable[[], bool]
     environment: dict[str, str] = field(default_factory=dict)
     restarts_max: int = 5
+    ready_timeout_s: float = READY_TIMEOUT_S
     restarts: int = 0
     process: subprocess.Popen[bytes] | None = None
 
@@ -192,7 +193,7 @@ class Service:
     def wait_ready(self) -> None:
         """Returns when `ready` says so; RuntimeError with the end of the log when it ends or takes too long. Meanwhile it is said every SAY_S."""
         began_at, say_s = time.monotonic(), SAY_S
-        while (waited_s := time.monotonic() - began_at) < READY_TIMEOUT_S:
+        while (waited_s := time.monotonic() - began_at) < self.ready_timeout_s:
             if not self.alive():
                 raise self._fault("ended while starting")
             if self.ready():
@@ -203,11 +204,11 @@ class Service:
                     "%s has been starting for %.0f s (limit %g s); its log: %s",
                     self.name,
                     waited_s,
-                    READY_TIMEOUT_S,
+                    self.ready_timeout_s,
                     self.log_path,
                 )
             time.sleep(0.1)
-        raise self._fault(f"was not ready after {READY_TIMEOUT_S:g} s")
+        raise self._fault(f"was not ready after {self.ready_timeout_s:g} s")
 
     def stop(self) -> None:
         """SIGTERM to the process group, SIGKILL after a grace."""
