@@ -77,7 +77,7 @@ def serve_played(port: int, answers: list[bytes]) -> None:
 class PlayedHost:
     """The played engines as one host."""
 
-    name, progress = "played", 0
+    name, files_url, progress = "played", "", 0
 
     def __init__(self, clients: list[EngineClient]) -> None:
         self.served = clients

@@ -89,7 +89,7 @@ def copy_here(folder: Path) -> Callable[[Path], float]:
 
 @contextlib.contextmanager
 def copier(folder: Path, nodes: dict[str, Node]) -> Iterator[Callable[[Path], float]]:
-    """What copies a file from the trainer's node to both hosts at once; seconds until both have it."""
+    """What copies a file from the trainer's node to all hosts at once; seconds until all have it."""
     port, program = free_port(), [sys.executable, str(Path(__file__).with_name("raw_copy.py"))]
     at = [nodes["trainer"].address, str(port)]
 
@@ -100,7 +100,7 @@ def copier(folder: Path, nodes: dict[str, Node]) -> Iterator[Callable[[Path], fl
         return process
 
     def copy(path: Path) -> float:
-        targets = [folder / f"copy-{node}" for node in ("host-a", "host-b")]
+        targets = [folder / f"copy-{node}" for node in nodes if node.startswith("host-")]
         receivers = [started(target.name[5:], "receive", *at, str(path), str(target)) for target in targets]
         began = time.time()
         for receiver in receivers:

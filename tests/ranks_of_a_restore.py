@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlpipe.store import artifacts
 from rlpipe.store.backend import Store
-from rlpipe.trainer import state
+from rlpipe.trainer import policy_files
 from rlpipe.trainer.gang import Gang, join_gang
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict
@@ -22,7 +22,7 @@ from tests import trainer_world as world
 
 SIZES = (1, 2, 3)
 artifacts.BLOCK_BYTES = 256
-state.FILE_BYTES_MAX = 150_000
+policy_files.FILE_BYTES_MAX = 150_000
 read_bytes = {"documents": 0, "weights": 0}
 
 

@@ -59,7 +59,7 @@ def test_fifty_differences_give_the_bits_of_the_policies_that_were_saved_whole(g
 
 
 def test_a_policy_of_several_files_is_loaded_from_its_difference(gang: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpipe.trainer.state.FILE_BYTES_MAX", 100_000)
+    monkeypatch.setattr("rlpipe.trainer.policy_files.FILE_BYTES_MAX", 100_000)
     trainer, store = Trainer(gang), gang.store
     world.run(trainer, "load", world.load_new())
     data = world.batch(store, "batch", world.rollout_rows(2, 4))

@@ -76,6 +76,7 @@ class Played(EngineClient):
 class PlayedHost:
     engines: list[Any] = field(default_factory=list)
     name: str = "played"
+    files_url: str = ""
     fault: Exception | None = None
     served: list[int] = field(default_factory=list)
     progress: int = 0

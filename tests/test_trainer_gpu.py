@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlpipe.trainer.policy_files import HostCopies
+
 CODE = """
 import sys, math
 from pathlib import Path
@@ -47,3 +49,19 @@ def test_step_on_cuda(tmp_path: Path, dtype: str) -> None:
     }  # whatever pytest itself has its packages from
     done = subprocess.run([*argv, dtype], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_to_main_memory_by_way_of_pinned_memory_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpipe.trainer.policy_files.BUFFER_BYTES", 1 << 16)
+    device = torch.device("cuda", 0)
+    tensors = [torch.randn(shape, device=device) for shape in [(1 << 20,), (300, 700), (), (0, 4), (1 << 14,), (3, 5)]]
+    tensors += [tensors[1].T, tensors[0].bfloat16(), torch.arange(9, device=device)]
+    with HostCopies(device) as copies:
+        copied = []
+        for tensor in tensors:
+            busy = torch.randn(2000, 2000, device=device)
+            copied.append(copies.copy(tensor * (busy @ busy).isfinite().all()))  # made by what still runs when it is asked for
+    for tensor, copy in zip(tensors, copied, strict=True):
+        assert copy.device.type == "cpu" and copy.is_contiguous() and torch.equal(copy, tensor.cpu())

@@ -224,7 +224,7 @@ def test_saved_policy_is_a_transformers_model_with_the_tokenizer_of_another(trai
 def test_a_large_policy_is_split_and_loads_again(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = trainer.gang.store
     whole = world.saved(store, "whole", world.run(trainer, "save", world.save("new", "whole", None))["policy"])
-    monkeypatch.setattr("rlpipe.trainer.state.FILE_BYTES_MAX", 200_000)
+    monkeypatch.setattr("rlpipe.trainer.policy_files.FILE_BYTES_MAX", 200_000)
     split = world.saved(store, "split", world.run(trainer, "save", world.save("new", "split", None))["policy"])
     folder = materialise(store, split, tmp_path / "local")
     names = sorted(path.name for path in folder.glob("model*"))

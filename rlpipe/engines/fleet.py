@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 
 from rlpipe.engines.client import EngineClient, EngineUnavailable
@@ -26,6 +27,7 @@ class Host(Protocol):
     """The engines of one node."""
 
     name: str
+    files_url: str  # where other hosts get the weights that it fetches; empty where they do not
 
     @property
     def progress(self) -> int:
@@ -75,6 +77,8 @@ class Fleet:
         before, self._served = self._served, None
         self.hosts = await self._find_hosts()
         assert self.hosts, "who finds the hosts waits for one"
+        if nearby is not None:
+            nearby = replace(nearby, peers=[host.files_url for host in self.hosts if host.files_url])
         faults = await self._put(self.hosts, (policy, version, probe, nearby))
         if len(faults) == len(self.hosts):
             fault = next((fault for fault in faults if not isinstance(fault, EngineUnavailable)), faults[0])

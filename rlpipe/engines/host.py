@@ -26,6 +26,7 @@ from rlpipe.services.calls import new_session
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.nearby import Nearby, nearer
+from rlpipe.store.relay import Relay
 from rlpipe.types import ArtifactRef, EngineError, UserError
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class EngineHost:
     """Owns `engines.count` engine processes, all on the weights that it was last told to serve.
 
     `address`: where the engines listen. `keys`: API key and admin key of the engines; `nearby_key`: of the trainer
-    where it is on another node.
+    where it is on another node; `relay`: passes weights on to the hosts of other nodes.
     """
 
     config: PipelineConfig
@@ -52,6 +53,8 @@ class EngineHost:
     address: str = "127.0.0.1"
     keys: tuple[str, str] = field(default_factory=lambda: (secrets.token_hex(16), secrets.token_hex(16)))
     nearby_key: str = ""
+    relay: Relay | None = None
+    files_url: str = field(default="", init=False)  # the flow's own host is asked by nobody
     engines: list[Engine] = field(default_factory=list, init=False)
     weights: Weights | None = field(default=None, init=False)
     _served: tuple[ArtifactRef, int] | None = field(default=None, init=False)
@@ -123,7 +126,7 @@ class EngineHost:
     # weights
 
     def _fetch(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> Weights:
-        store = nearer(self.store, nearby, self.nearby_key)
+        store = nearer(self.store, nearby, self.nearby_key, self.relay)
         made = read_manifest(store, policy.folder, policy.sha256).weight_version
         # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
         if made not in (None, max(version, 0)):

@@ -1,6 +1,6 @@
 """Engines on other nodes: `HostService` there, for `rlpipe host` and the deployment serve-engines; `RemoteHost` in the flow.
 
-GET /status; POST /serve (JSON, bearer key). A flow finds the hosts of its run in the store.
+GET /status, /files/KEY; POST /serve (JSON, bearer key). A flow finds the hosts of its run in the store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from rlpipe.services.registration import ENGINES, Registration, ServiceRecord, s
 from rlpipe.store.artifacts import MANIFEST
 from rlpipe.store.backend import Store
 from rlpipe.store.nearby import Nearby
+from rlpipe.store.relay import Relay
 from rlpipe.store.run import Run
+from rlpipe.store.transfer import PART_BYTES
 from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ SERVE_TIMEOUT_S = 20.0  # longer than a host waits for a reload
 COMMIT_WAIT_S = 7200.0  # for an upload
 COMMIT_POLL_S = 1.0
 SHUTDOWN_S = 1.0  # for answers that are still being written
-LOCAL_FAULTS = (StoreError, EngineError, UserError, OSError, AssertionError)
+FILES, FILE_CHUNK = "/files", 1 << 20
+LOCAL_FAULTS = (StoreError, EngineError, ValueError, OSError, AssertionError)
 FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "UserError": UserError}  # all else is an EngineError
 
 
@@ -73,9 +76,9 @@ class HostService:
         self._port = port or free_port()
         record = ServiceRecord(name, f"http://{address}:{self._port}", config.engines.kind)
         self.registration = Registration(store, f"runs/{config.run}", ENGINES, record)
-        self.host = EngineHost(
-            config, store, self.registration.work_dir(config.scratch_folder), name, address, engine_keys(self.key), self.key
-        )
+        work_dir = self.registration.work_dir(config.scratch_folder)
+        self.relay = Relay(work_dir / "relayed", record.url + FILES)
+        self.host = EngineHost(config, store, work_dir, name, address, engine_keys(self.key), self.key, self.relay)
         self.fault: Exception | None = None  # why the newest weights are not served
         self._serving: dict[asyncio.Task[None], ServeRequest] = {}
         self._wanted: ServeRequest | None = None  # the newest
@@ -104,10 +107,12 @@ class HostService:
         await asyncio.gather(*self._serving, return_exceptions=True)
         await self.host.close()
         await asyncio.to_thread(shutil.rmtree, self.host.work_dir / "weights", True)
+        await asyncio.to_thread(self.relay.clear)
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._allowed])
-        app.add_routes([web.get("/status", self.status), web.post("/serve", self.serve)])
+        routes = [web.get("/status", self.status), web.post("/serve", self.serve), web.get(f"{FILES}/{{key:.+}}", self.file)]
+        app.add_routes(routes)
         return app
 
     @web.middleware
@@ -179,6 +184,16 @@ class HostService:
         engines = [{"name": client.name, "url": client.url} for client in clients]
         return web.json_response({"engines": engines, "progress": self.host.progress + self._waited})
 
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        """A part of a file of the weights that this host fetches, or has: hosts of other nodes get it here."""
+        key, part = request.match_info["key"], request.http_range
+        start, end = part.start, part.stop
+        is_part = isinstance(start, int) and isinstance(end, int) and 0 < end - start <= PART_BYTES
+        path = await self.relay.part(key, start) if is_part else None
+        if path is None:
+            return web.json_response({"error": f"{key!r:.200} is not here"}, status=404)
+        return web.FileResponse(path, chunk_size=FILE_CHUNK)
+
     def _raise_fault(self) -> None:
         if self.fault is not None:
             raise self.fault
@@ -189,6 +204,7 @@ class RemoteHost:
 
     def __init__(self, peer: Peer, session: aiohttp.ClientSession) -> None:
         self.name = peer.record.name
+        self.files_url = peer.record.url + FILES
         self.peer = peer
         self.session = session
         self.progress = 0  # as the host said last

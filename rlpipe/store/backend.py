@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -123,14 +123,22 @@ class Store:
 
     def get_file(self, key: str, target: Path) -> FileContent:
         """Downloads `key` to `target`, and says what it wrote there, hashed meanwhile (not atomic: callers compare the hash and rename)."""
-        size = self.size(key)
+        return self._get_parts(key, self.size(key), target)
+
+    def _get_parts(
+        self, key: str, size: int, target: Path, order: Sequence[int] = (), landed: Callable[[int], None] | None = None
+    ) -> FileContent:
+        """As `get_file`, of a file of `size` bytes. `order`: the starts of the parts as they are begun; `landed` is told the start of each that is there."""
 
         def fetch_part(start: int, end: int) -> None:
             if self.objects.copy_part(key, start, end, file.fileno()) != end:
                 raise StoreError(f"{self.address(key)} is torn: it ends before byte {end}")
+            if landed is not None:
+                landed(start)
 
         with target.open("w+b", buffering=0) as file, self._missing(key):
-            return content_of_parts(file, size, fetch_part, self.objects.parts_at_once)
+            file.truncate(size)
+            return content_of_parts(file, size, fetch_part, self.objects.parts_at_once, order)
 
     def list(self, prefix: str) -> list[str]:
         """All keys below the folder `prefix`, sorted; empty when there is none."""

@@ -17,7 +17,7 @@ from rlpipe.store.transfer import PART_BYTES, FileContent
 from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError
 
 log = logging.getLogger(__name__)
-SMALL_FILES = 8  # of at most a part, that are fetched at the same time
+FILES = 8  # that are fetched at the same time
 
 
 def way_to_remake(manifest: Manifest) -> str:
@@ -138,20 +138,21 @@ def _whole_folder(store: Store, ref: ArtifactRef, manifest: Manifest, scratch: P
 def fetch(store: Store, folder: str, records: list[FileRecord], local_dir: Path) -> None:
     """Puts files under their plain names into a local folder, verified; StoreError naming one that is not what its record says.
 
-    The small ones come several at a time, while the large ones come one after the other, each in parts.
+    FILES come at a time, small ones first; each large one in parts, and hashed by a thread of its own.
     """
-
     assert len({record.plain_name for record in records}) == len(records), f"{folder}: two files of one name"
 
-    def small(record: FileRecord) -> None:
-        (local_dir / record.plain_name).write_bytes(read_file(store, folder, record))
+    def get(record: FileRecord) -> None:
+        key, target = f"{folder}/{record.name}", local_dir / record.plain_name
+        if record.bytes <= PART_BYTES:
+            target.write_bytes(read_file(store, folder, record))
+        elif store.get_file(key, target) != FileContent(record.bytes, record.sha256):
+            raise StoreError(f"{store.address(key)} does not have the sha256 of its manifest")
 
-    with ThreadPoolExecutor(SMALL_FILES, "fetching") as threads:
-        fetches = [threads.submit(small, record) for record in records if record.bytes <= PART_BYTES]
-        for record in records:
-            if record.bytes > PART_BYTES:
-                key = f"{folder}/{record.name}"
-                if store.get_file(key, local_dir / record.plain_name) != FileContent(record.bytes, record.sha256):
-                    raise StoreError(f"{store.address(key)} does not have the sha256 of its manifest")
-        for fetch in fetches:
-            fetch.result()
+    with ThreadPoolExecutor(FILES, "fetching") as threads:
+        fetches = [threads.submit(get, record) for record in sorted(records, key=lambda record: record.bytes)]
+        try:
+            for fetched in fetches:
+                fetched.result()
+        finally:
+            threads.shutdown(cancel_futures=True)

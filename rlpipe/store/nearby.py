@@ -1,4 +1,5 @@
-"""An artifact that the store does not have yet, or that is nearer than the store: on this node's disk, or on that of the node which made it.
+"""An artifact that the store does not have yet, or that is nearer than the store: on this node's disk, on that of the node which made it, or on
+those of the nodes that fetch it too.
 
 Who reads it reads the nearest copy, and the store where there is none any more.
 """
@@ -9,14 +10,15 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rlpipe.store.artifacts import MANIFEST, parse_manifest
 from rlpipe.store.backend import Objects, Store
 from rlpipe.store.disk import Disk, link
-from rlpipe.store.transfer import FileContent, Part
+from rlpipe.store.relay import Relay, order_of_parts, owner_of
+from rlpipe.store.transfer import PART_BYTES, FileContent, Part
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -27,26 +29,31 @@ class Nearby:
     """Where the files of an artifact are beside the store.
 
     `folder`: of the artifact in the store; `manifest`: its document, as it is committed; `disk`: a folder of the node that made the files,
-    which has them under their keys of the store; `url`: of a server with the same files at `url`/key, empty without one.
+    which has them under their keys of the store; `url`: of a server with the same files at `url`/key, empty without one; `peers`: such servers of
+    the nodes that fetch them at the same time, in the same order for all.
     """
 
     folder: str
     manifest: str
     disk: str
     url: str
+    peers: list[str] = field(default_factory=list)
 
 
-def nearer(store: Store, nearby: Nearby | None, key: str = "") -> Store:
-    """`store`, which reads one artifact from nearby, as far as it is there. `key`: the bearer key of the server."""
-    return NearStore(store, nearby, key) if nearby else store
+def nearer(store: Store, nearby: Nearby | None, key: str = "", relay: Relay | None = None) -> Store:
+    """`store`, which reads one artifact from nearby, as far as it is there. `key`: the bearer key of the servers; `relay`: passes on what is read."""
+    if relay is not None:
+        relay.clear()
+    return NearStore(store, nearby, key, relay) if nearby else store
 
 
 class NearStore(Store):
     """A store of which one artifact's files are read from nearby where they are there."""
 
-    def __init__(self, store: Store, nearby: Nearby, key: str) -> None:
+    def __init__(self, store: Store, nearby: Nearby, key: str, relay: Relay | None) -> None:
         self.local, self.url = store.local, store.url
-        self._near = NearObjects(store.objects, nearby, key)
+        self._near = NearObjects(store.objects, nearby, key, relay.url if relay else "")
+        self._relay = relay
         self.objects = cast("Objects", self._near)
 
     def get_file(self, key: str, target: Path) -> FileContent:
@@ -60,26 +67,42 @@ class NearStore(Store):
         if (source := self._near.on_disk(key)) is not None:
             try:
                 link(source, target)
-                return wanted
             except OSError as error:  # the next save has deleted it meanwhile
                 log.warning("%s: %s", source, error)
-        content = super().get_file(key, target)
+            else:
+                if self._relay is not None:
+                    self._relay.has(key, target)
+                return wanted
+        content = self._get(key, record.bytes, target)
         if content != wanted and self._near.leave(f"{key} is damaged there"):
-            content = super().get_file(key, target)
+            content = self._get(key, record.bytes, target)
         return content
+
+    def _get(self, key: str, size: int, target: Path) -> FileContent:
+        """From the servers, or the store; what has landed is passed on."""
+        order, own = self._near.order(size)
+        if self._relay is None:
+            return self._get_parts(key, size, target, order)
+        target.unlink(missing_ok=True)  # of a damaged one parts may still be on their way to others
+        target.touch()
+        with self._relay.landing(key, target, own) as landed:
+            return self._get_parts(key, size, target, order, landed)
 
 
 class NearObjects:
-    """Reads of the files of one artifact; all else is the store's own."""
+    """Reads of the files of one artifact; all else is the store's own. `own_url`: of this node among the peers."""
 
-    def __init__(self, objects: Objects, nearby: Nearby, key: str) -> None:
-        self._disk = Path(nearby.disk)
+    def __init__(self, objects: Objects, nearby: Nearby, key: str, own_url: str) -> None:
+        self._disk, self._key = Path(nearby.disk), key
         address, document = f"{nearby.folder}/{MANIFEST}", nearby.manifest.encode()
         self.records = {f"{nearby.folder}/{record.name}": record for record in parse_manifest(address, document).files}
         self._documents = {address: document}
         self._store, self._node = objects, cast("Objects", Disk(self._disk))
         self._server: Objects | None = file_server(nearby.url, key) if nearby.url else None
         self._left = False
+        self._peers, self._own_url = nearby.peers, own_url
+        self._peer_files: dict[str, Objects] = {}  # of those peers that were asked
+        self._peers_left: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -104,7 +127,28 @@ class NearObjects:
     def read_part(self, key: str, start: int, end: int) -> Part:
         return self._nearest(key, lambda objects: objects.read_part(key, start, end), lambda part: len(part) == end - start)
 
+    def order(self, size: int) -> tuple[list[int], list[int]]:
+        """The starts of a file's parts as this node begins them, and of those that it is to get before other nodes."""
+        starts, num_nodes = range(0, size, PART_BYTES), len(self._peers)
+        if self._own_url not in self._peers:
+            return [*starts], []
+        place = self._peers.index(self._own_url)
+        return order_of_parts(size, place, num_nodes), [start for start in starts if owner_of(start, num_nodes) == place]
+
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
+        """From the node that gets this part first, where that is another one, else from the nearest copy."""
+        peer = self._peers[owner_of(start, len(self._peers))] if self._peers and key in self.records else self._own_url
+        if peer != self._own_url and peer not in self._peers_left and not self._left and self.on_disk(key) is None:
+            files = self._peer_files.get(peer) or self._peer_files.setdefault(peer, file_server(peer, self._key))
+            try:
+                if files.copy_part(key, start, end, descriptor) == end:
+                    return end
+                why = f"{key} is not whole there"
+            except OSError as error:
+                why = str(error)
+            if peer not in self._peers_left:
+                log.warning("a node that fetches the same weights passes nothing on: %s", why)
+            self._peers_left.add(peer)
         return self._nearest(key, lambda objects: objects.copy_part(key, start, end, descriptor), lambda last: last == end)
 
     def on_disk(self, key: str) -> Path | None:

@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -90,15 +90,20 @@ def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int, at_
                 part.cancel()
 
 
-def content_of_parts(file: io.FileIO, size: int, fetch_part: Callable[[int, int], None], at_once: int) -> FileContent:
-    """What `file` holds after `fetch_part(start, end)` wrote every part of its `size` bytes, some `at_once`: hashed as they land, in order."""
+def content_of_parts(
+    file: io.FileIO, size: int, fetch_part: Callable[[int, int], None], at_once: int, order: Sequence[int] = ()
+) -> FileContent:
+    """What `file` holds after `fetch_part(start, end)` wrote every part of its `size` bytes, some `at_once`: hashed as they land.
+
+    `order`: the starts of the parts as they are to be begun; that of the file without it.
+    """
     digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
     starts = range(0, size, PART_BYTES)
     with ThreadPoolExecutor(max(1, min(at_once, len(starts))), "fetching") as threads:
-        landed = [threads.submit(fetch_part, at, min(at + PART_BYTES, size)) for at in starts]
+        landed = {at: threads.submit(fetch_part, at, min(at + PART_BYTES, size)) for at in order or starts}
         try:
-            for at, part in zip(starts, landed, strict=True):
-                part.result()
+            for at in starts:
+                landed[at].result()
                 while file.tell() < min(at + PART_BYTES, size) and (count := file.readinto(piece)):
                     digest.update(piece[:count])
         finally:

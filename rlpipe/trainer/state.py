@@ -13,21 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from rlpipe.models.adapter import is_adapter
 from rlpipe.models.adapter_files import ADAPTED, Adapted
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
-from rlpipe.models.checkpoint import FILE_BYTES_MAX, TensorFile, block_of, hub_tensors, tensors_of
-from rlpipe.models.folder import INDEX
+from rlpipe.models.checkpoint import TensorFile, tensors_of
 from rlpipe.store.artifacts import Blocks, read_file, read_manifest
-from rlpipe.trainer.adapted import save_adapter
 from rlpipe.trainer.batches import collate
-from rlpipe.trainer.documents import config_files, json_bytes, tokenizer_files
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.gap import save_gaps
 from rlpipe.trainer.jobs import JobResult, LoadJob, SaveJob
@@ -45,8 +40,8 @@ from rlpipe.trainer.model import (
     with_adapter,
 )
 from rlpipe.trainer.packing import TrainSequence
+from rlpipe.trainer.policy_files import save_policy
 from rlpipe.trainer.publishing import publish_bytes, published_in_blocks
-from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.selftest import proven_rows
 from rlpipe.trainer.step import MOMENTS, Resident, frozen_logprobs, make_resident
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError
@@ -187,55 +182,6 @@ def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[fl
     sequence = TrainSequence(np.array(tokens), scored, np.zeros(len(scored), dtype=np.float32))
     microbatch = collate([[sequence]], [[0]]).to(gang.device)
     return frozen_logprobs(resident.policy, [microbatch], temperature=1.0)[0].flatten().tolist()
-
-
-def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> JobResult:
-    """HF files: weights in the dtype of the forward pass, gathered block by block, config, tokenizer; of an adapter its own files. Rank 0 gets records and metrics."""
-    if resident.policy.adapted is not None:
-        target, documents = gang.published / folder / job.attempt, config_files(gang, resident, job.stop_token_ids)
-        return JobResult(policy=save_adapter(gang, resident, target, documents))
-    dtype = getattr(torch, gang.options.dtype)
-    tensors = tensors_of(resident.policy.lm)
-    blocks: dict[str, list[str]] = {}
-    for name in tensors:
-        blocks.setdefault(block_of(name), []).append(name)
-    bytes_of = {name: tensor.numel() * _saved_as(tensor, dtype).itemsize for name, tensor in tensors.items()}
-    sizes = {block: sum(bytes_of[name] for name in names) for block, names in blocks.items()}
-    split = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
-    )
-    writer = PolicyWriter(gang, job, folder)
-    files = [*split.filename_to_tensors.items()]
-    for first in range(0, len(files), gang.first_node):  # each of its ranks has one file in memory at a time
-        own: tuple[str, dict[str, Tensor]] | None = None
-        for rank, (file_name, in_file) in enumerate(files[first : first + gang.first_node]):
-            gathered = ((name, _whole(tensors[name], dtype)) for block in in_file for name in blocks[block])  # by all ranks
-            # cpu() of a one-rank gang is a view of the live weights, and safetensors refuses shared memory
-            whole = {name: full.cpu().contiguous() for name, full in gathered if gang.rank == rank}
-            own = (file_name, whole) if gang.rank == rank else own
-        with gang.together():
-            if own is not None:
-                path, stored = writer.whole / own[0], hub_tensors(resident.policy.lm, own[1])
-                save_file(stored, path, metadata={"format": "pt"})
-                writer.weights(path, stored, dtype.itemsize)
-    index, saved = writer.together(), JobResult()
-    with gang.together():
-        if gang.rank == 0:
-            beside = config_files(gang, resident, job.stop_token_ids) | tokenizer_files(gang, job.tokenizer)
-            if split.is_sharded:
-                beside[INDEX] = json_bytes({"metadata": split.metadata, "weight_map": index})
-            saved = writer.documents(beside)
-    return saved
-
-
-def _saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """A parameter is saved in the number type of the forward pass; a buffer in its own, in which the model uses it."""
-    return dtype if isinstance(tensor, DTensor) else tensor.dtype
-
-
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().to(_saved_as(tensor, dtype))
 
 
 def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> list[FileRecord]:

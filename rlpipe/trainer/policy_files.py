@@ -1,0 +1,143 @@
+"""How the policy leaves the ranks as files: gathered tensor by tensor, each file by another rank, whose GPU copies beside the others."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
+from types import TracebackType
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlpipe.models.checkpoint import FILE_BYTES_MAX, block_of, hub_tensors, tensors_of
+from rlpipe.models.folder import INDEX
+from rlpipe.trainer.adapted import save_adapter
+from rlpipe.trainer.documents import config_files, json_bytes, tokenizer_files
+from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.jobs import JobResult, SaveJob
+from rlpipe.trainer.saving import PolicyWriter
+from rlpipe.trainer.step import Resident
+
+BUFFERS, BUFFER_BYTES = 2, 64 << 20  # of pinned memory, a rank
+
+
+def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> JobResult:
+    """HF files: weights in the dtype of the forward pass, gathered tensor by tensor, config, tokenizer; of an adapter its own files. Rank 0 gets records and metrics."""
+    if resident.policy.adapted is not None:
+        target, documents = gang.published / folder / job.attempt, config_files(gang, resident, job.stop_token_ids)
+        return JobResult(policy=save_adapter(gang, resident, target, documents))
+    dtype = getattr(torch, gang.options.dtype)
+    tensors = tensors_of(resident.policy.lm)
+    blocks: dict[str, list[str]] = {}
+    for name in tensors:
+        blocks.setdefault(block_of(name), []).append(name)
+    bytes_of = {name: tensor.numel() * _saved_as(tensor, dtype).itemsize for name, tensor in tensors.items()}
+    sizes = {block: sum(bytes_of[name] for name in names) for block, names in blocks.items()}
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
+    )
+    writer = PolicyWriter(gang, job, folder)
+    files = [
+        (file, [name for block in in_file for name in blocks[block]]) for file, in_file in split.filename_to_tensors.items()
+    ]
+    for first in range(0, len(files), gang.first_node):  # each of its ranks has one file in memory at a time
+        at_once = files[first : first + gang.first_node]
+        whole = _gathered(gang, tensors, [names for _, names in at_once], dtype)
+        with gang.together():
+            if gang.rank < len(at_once):
+                path, stored = writer.whole / at_once[gang.rank][0], hub_tensors(resident.policy.lm, whole)
+                save_file(stored, path, metadata={"format": "pt"})
+                writer.weights(path, stored, dtype.itemsize)
+    index, saved = writer.together(), JobResult()
+    with gang.together():
+        if gang.rank == 0:
+            beside = config_files(gang, resident, job.stop_token_ids) | tokenizer_files(gang, job.tokenizer)
+            if split.is_sharded:
+                beside[INDEX] = json_bytes({"metadata": split.metadata, "weight_map": index})
+            saved = writer.documents(beside)
+    return saved
+
+
+def _saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """A parameter is saved in the number type of the forward pass; a buffer in its own, in which the model uses it."""
+    return dtype if isinstance(tensor, DTensor) else tensor.dtype
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to(_saved_as(tensor, dtype))
+
+
+def _gathered(gang: Gang, tensors: dict[str, Tensor], files: list[list[str]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of this rank's file, whole, in main memory. `files`: the names in the file of each rank.
+
+    All ranks gather them, one of each file in turn: while a GPU copies its own, the others' are gathered and copied.
+    """
+    own: dict[str, Tensor] = {}
+    with HostCopies(gang.device) as copies:
+        for turn in zip_longest(*files):
+            for rank, name in enumerate(turn):
+                if name is not None:
+                    whole = _whole(tensors[name], dtype)
+                    if rank == gang.rank:
+                        own[name] = copies.copy(whole)
+    return own
+
+
+class HostCopies:
+    """Copies of tensors in main memory, through pinned memory and beside what the device does; all are there when the block ends.
+
+    One is on its way at a time, and with it the tensor stays on the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cpu = device.type == "cpu"
+        self._last: Future[None] | None = None
+        if not self._on_cpu:
+            self._stream = torch.cuda.Stream(device)
+            self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
+        self._thread = ThreadPoolExecutor(1, "copies")
+
+    def __enter__(self) -> HostCopies:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._thread.shutdown()
+        if error is None and self._last is not None:
+            self._last.result()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Contiguous; of a CPU's tensor itself, where that is: a one-rank gang gets views of the live weights."""
+        if self._on_cpu:
+            return tensor.contiguous()
+        if self._last is not None:
+            self._last.result()
+        made = torch.cuda.Event()
+        made.record()
+        target = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._last = self._thread.submit(self._copy, tensor.contiguous(), target, made)
+        return target
+
+    def _copy(self, tensor: Tensor, target: Tensor, made: torch.cuda.Event) -> None:
+        pieces, places = (flat.reshape(-1).view(torch.uint8).split(BUFFER_BYTES) for flat in (tensor, target))
+        going: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(made)
+            for index, (piece, place) in enumerate(zip(pieces, places, strict=True)):
+                if len(going) == BUFFERS:
+                    _land(*going.popleft())
+                buffer, copied = self._buffers[index % BUFFERS][: len(piece)], torch.cuda.Event()
+                buffer.copy_(piece, non_blocking=True)
+                copied.record()
+                going.append((copied, buffer, place))
+            for landing in going:
+                _land(*landing)
+
+
+def _land(copied: torch.cuda.Event, buffer: Tensor, place: Tensor) -> None:
+    copied.synchronize()
+    place.copy_(buffer)
