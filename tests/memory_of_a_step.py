@@ -1,6 +1,6 @@
 """What one optimizer step really takes, in a process of its own: prints the bytes of resident memory that it adds at its peak.
 
-Arguments: a folder, whether activations are recomputed (0 or 1), and the model's config as JSON.
+Arguments: a folder, whether activations are recomputed (0 or 1), `trainer.offload`, and the model's config as JSON.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def main(folder: str, recomputed: str, model: str) -> None:
-    gang = world.solo_gang(Path(folder), tokens_max=TOKENS, activation_checkpointing=recomputed == "1")
+def main(folder: str, recomputed: str, offload: str, model: str) -> None:
+    how_held = {"activation_checkpointing": recomputed == "1", "offload": offload}
+    gang = world.solo_gang(Path(folder), tokens_max=TOKENS, **how_held)
     before = resident("VmRSS")
     job = job_of("load", json.dumps(world.load_new(model=json.loads(model))).encode())
     assert isinstance(job, LoadJob)

@@ -14,13 +14,14 @@ import torch
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import empty_model, hf_config
-from rlpipe.report.plan import GIB, ModelSizes, memory_lines, training_bytes
+from rlpipe.report.plan import GIB, ModelSizes, memory_lines, peak_bytes
 from rlpipe.stages import content as content_room
 from rlpipe.stages.base import TriedModel, new_config
 from rlpipe.stages.content import Content
 from rlpipe.stages.model_source import place_of_model
 from rlpipe.trainer import trial
 from rlpipe.types import UserError
+from scripts.fits_table import GANGS, SHAPES, in_page, row
 from tests.memory_of_a_step import LENGTH, TOKENS
 
 ROOT = Path(__file__).parent.parent
@@ -91,14 +92,23 @@ def test_ranks_that_share_rows_are_counted_with_their_share() -> None:
         trial.microbatch_bytes(few, torch.bfloat16, 1, 16384, True, 3)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_the_estimate_is_near_to_what_a_step_takes(recomputed: bool, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.memory_of_a_step", str(tmp_path), str(int(recomputed)), json.dumps(MEASURED)]
+@pytest.mark.parametrize(("recomputed", "offload"), [(False, "none"), (True, "none"), (True, "optimizer")])
+def test_the_estimate_is_near_to_what_a_step_takes(recomputed: bool, offload: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.memory_of_a_step",
+        str(tmp_path),
+        str(int(recomputed)),
+        offload,
+        json.dumps(MEASURED),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     measured = int(done.stdout.split()[-1])
     counted = sizes(MEASURED, dtype="float32", tokens_max=TOKENS, activation_checkpointing=recomputed)
-    estimated = sum(training_bytes(read_config("tiny", [f"trainer.tokens_max={TOKENS}"], PRESETS), counted))
+    sets = [f"trainer.tokens_max={TOKENS}", f'trainer.offload="{offload}"']
+    estimated = peak_bytes(read_config("tiny", sets, PRESETS), counted)
     print(f"estimated {estimated / 2**20:.0f} MiB, measured {measured / 2**20:.0f} MiB")
     assert measured / FACTOR < estimated < measured * FACTOR
 
@@ -117,7 +127,22 @@ def test_the_lines_of_a_plan_add_up() -> None:
         "a microbatch of 16384 tokens of rows that 2 ranks share 3.00"
         in memory_lines(sharing, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB))[1]
     )
+    away = read_config("multi-node", ["trainer.offload=optimizer"], PRESETS)
+    _, training, host, _ = memory_lines(away, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB, largest=GIB))
+    assert "gradients and optimizer 8.00 + gathered layers 10.00" in training and training.endswith("= 21.00 GiB")
+    assert host == (
+        "  and 8.00 GiB a rank of AdamW's moments in memory of the host; an update fetches them, at most 1.00 GiB at once"
+    )
+    _, training, host, _ = memory_lines(away, ModelSizes(16 * GIB, GIB, GIB, 2**10, 0, largest=16 * GIB))
+    assert "at most 8.00 GiB" in host and training.endswith("= 18.00 GiB"), "what an update fetches takes less than the layers"
     assert "tokens not known" in memory_lines(config, ModelSizes(16, 1, 1, 1, None))[1]
+
+
+def test_the_page_says_what_fits_as_a_plan_counts_it() -> None:
+    """A row of it, and that all are there; `scripts/fits_table.py --write` makes it."""
+    head, _, *rows = in_page()
+    assert [line.split("|")[1].strip() for line in rows] == [*SHAPES] and all(gang in head for gang in GANGS)
+    assert row("Qwen3-0.6B") in rows
 
 
 def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

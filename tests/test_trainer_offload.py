@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch import nn
 
+from rlpipe.processes.memory import collect, trim
+from rlpipe.trainer import moments as moments_room
 from rlpipe.trainer import offload as offload_room
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, JsonDict, StoreError
+from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError
 from tests import trainer_world as world
 from tests.test_trainer_jobs import policy_sha
 
@@ -72,6 +77,71 @@ def test_between_two_steps_of_an_iteration_too(trainer: Trainer, data: ArtifactR
             world.run(trainer, "train", world.train("a", "b", "rl", data, {"step": step, "first_step": step}))
         shas.append(policy_sha(trainer, f"final-{offloads}"))
     assert shas[0] == shas[1]
+
+
+def trained(folder: Path, offload: str, parks: bool = False) -> list[dict[str, str]]:
+    """What two jobs of RL and one of SFT come to, with a restore between them, by a trainer with `trainer.offload`."""
+    trainer = Trainer(world.solo_gang(folder, tokens_max=512, offload=offload))
+    store, digests = trainer.gang.store, list[dict[str, str]]()
+    world.run(trainer, "load", world.load_new())
+    rollouts = world.batch(store, "batch", world.rollout_rows(6, 4))
+    world.run(trainer, "train", job(rollouts, 0, {}))
+    saved = world.run(trainer, "save", world.save("b", "first", "first-state"))
+    world.run(trainer, "load", world.load_ref("b", "state", world.saved(store, "first-state", saved["state"])))
+    for position, (kind, data) in enumerate([("rl", rollouts), ("sft", world.conversations(store, "conversations", 40))]):
+        if parks:
+            world.run(trainer, "offload", OFFLOAD)
+        world.run(trainer, "train", world.train("b", "c", kind, data, {"first_step": 2 * position}))
+    last = world.run(trainer, "save", world.save("c", "last", "last-state"))
+    for kind in ("policy", "state"):
+        digests += [world.digests(saved[kind]), world.digests(last[kind])]
+    return digests
+
+
+def test_moments_on_the_host_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one part, and in many: parts of several parameters, and parameters with more than a part. Parked meanwhile, too."""
+    expected = trained(tmp_path / "none", "none")
+    assert trained(tmp_path / "one", "optimizer") == expected
+    monkeypatch.setattr(moments_room, "PART_BYTES", 40_000)
+    assert trained(tmp_path / "many", "optimizer") == expected
+    assert trained(tmp_path / "parked", "optimizer", parks=True) == expected
+
+
+def test_no_part_is_larger_than_it_must_be_and_every_parameter_is_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments_room, "PART_BYTES", 10 * 2 * 4 * moments_room.ALIGNED)
+    shards = [nn.Parameter(torch.zeros(rows, 16)) for rows in (3, 0, 8, 70, 500, 1, 1, 80, 79)]
+    parts = moments_room.parts_of(shards)
+    assert [shard for part in parts for shard in part] == shards
+    assert [[len(shard) for shard in part] for part in parts] == [[3, 0, 8], [70], [500], [1, 1], [80], [79]]
+
+
+def test_no_room_for_moments_is_said_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    trainer = Trainer(world.solo_gang(tmp_path, offload="optimizer"))
+    with pytest.raises(UserError, match=r"trainer\.offload='optimizer': a rank has no room for .* No space left .*'none'"):
+        world.run(trainer, "load", world.load_new())
+
+
+def test_moments_on_the_host_are_not_in_memory_between_updates(tmp_path: Path) -> None:
+    """On a CPU, whose host is itself, they are in a file: after the step as before it."""
+    held: dict[str, int] = {}
+    for offload in ("none", "optimizer"):
+        collect()
+        trainer = Trainer(world.solo_gang(tmp_path / offload, tokens_max=512, offload=offload))
+        world.run(trainer, "load", world.load_new(model=LARGE))
+        data = world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
+        world.run(trainer, "train", job(data, 0, {}))
+        collect()
+        trim()
+        held[offload] = psutil.Process().memory_info().rss
+        assert trainer.resident is not None
+        assert sum(tensor.nbytes for tensor in trainer.resident.held()) > 0
+        del trainer
+    print(f"resident: {held}")
+    assert held["none"] - held["optimizer"] > 0.9 * 2 * WEIGHTS_BYTES, "two moments"
 
 
 def test_the_memory_really_goes(trainer: Trainer, data: ArtifactRef) -> None:

@@ -39,6 +39,8 @@ STRICT = ConfigDict(  # unknown fields are refused, and numbers that JSON cannot
     field_title_generator=_title,
 )
 TOKENS_MAX = 1 << 24  # of one context
+PART_BYTES = 2**27  # of moments that come and go at once (`trainer.offload`); a parameter is never split
+PARTS_HERE = 2  # of these on the device in an update: one is updated, and goes, while the next comes
 Bound = Annotated[float, Field(ge=0)]
 Timeout = Annotated[float, Field(gt=0, le=10_000_000)]  # seconds; at most some months, which every timer can wait
 
@@ -98,6 +100,11 @@ class TrainerConfig(ServiceConfig):
         description="Ranks of one node that share each row, for rows longer than one holds: a row may have context_ranks x tokens_max tokens",
     )
     activation_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass: less memory")
+    offload: Literal["none", "optimizer"] = Field(
+        default="none",
+        description="Where AdamW's moments are while passes run. optimizer: in memory of the host, 8 bytes a parameter less on the GPUs; "
+        "every update fetches them",
+    )
     split_over: Literal["gang", "node"] = Field(
         default="gang",
         description="Over what weights, gradients and moments are split. node: every node holds a whole copy, and only gradients cross between nodes",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rlpipe.algorithms.steps import step_ranges
 from rlpipe.config.colocation import ENGINE_REST_GIB, engine_fraction, trainer_rest_gib
+from rlpipe.config.operational import PART_BYTES, PARTS_HERE
 from rlpipe.config.overlap import broken_overlap
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
@@ -14,6 +15,7 @@ GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 CPU_TOKENS_MAX = 32768  # of the local engine, in all places of a bucket
 SHARDED_BYTES = 16  # a parameter: fp32 weight and gradient, and AdamW's two moments, each rank its rows
+MOMENTS_BYTES = 8  # of these, which trainer.offload keeps on the host
 OFFLOADED_BYTES = 12  # of these: weight and moments, which colocated engines send to the host
 GPUS_GIB = (24, 48, 80, 141)  # that people have
 GATHERED_LAYERS = 2  # the one that computes and the one that comes next
@@ -29,6 +31,7 @@ class ModelSizes:
     kv_token: int  # numbers that an engine keeps for a token
     microbatch: int | None  # bytes that one takes beside weights, at the most; None where shapes alone do not say it
     adapter: int = 0  # parameters of the adapter that is trained beside the model; none: all of the model is trained
+    largest: int = 0  # numbers of the largest parameter
 
 
 def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
@@ -43,7 +46,8 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
         *adapter_lines(sizes, BYTES[dtype]),
         f"model: {sizes.parameters / 1e6:,.1f}M parameters, {dtype}",
         f"memory per training rank, estimated: its rows of weights, gradients and optimizer{reference} {sharded:.2f} + gathered layers {gathered:.2f}"
-        f" + a microbatch of {trainer.tokens_max} tokens{slices} {activations} (activations are {how}) = {sharded + gathered + microbatch:.2f} GiB",
+        f" + a microbatch of {trainer.tokens_max} tokens{slices} {activations} (activations are {how}) = {peak_bytes(config, sizes) / GIB:.2f} GiB",
+        *_offload_lines(config, sizes),
         *([_engine_line(config, sizes), *_colocated_lines(config, sizes)] if config.samples else []),
     ]
 
@@ -56,6 +60,39 @@ def adapter_lines(sizes: ModelSizes, width: int) -> list[str]:
     return [f"adapter: {sizes.adapter / 1e6:,.2f}M parameters; a policy takes {size:,.1f} MiB, {share:.2%} of the base model"]
 
 
+def peak_bytes(config: PipelineConfig, sizes: ModelSizes) -> float:
+    """The most that a training rank takes: in a pass, or in an update that fetches moments."""
+    sharded, gathered, microbatch = training_bytes(config, sizes)
+    return sharded + max(gathered + microbatch, _fetched_bytes(config, sizes))
+
+
+def share_of_rank(config: PipelineConfig) -> float:
+    """The part of a copy of the model that a rank has."""
+    return config.trainer.copies / (config.trainer.ranks * config.trainer.nodes)
+
+
+def host_bytes(config: PipelineConfig, sizes: ModelSizes) -> float:
+    """What `trainer.offload` keeps on the host for a rank."""
+    trained = sizes.adapter or sizes.parameters
+    return trained * MOMENTS_BYTES * share_of_rank(config) if config.trainer.offload == "optimizer" else 0.0
+
+
+def _fetched_bytes(config: PipelineConfig, sizes: ModelSizes) -> float:
+    """The parts of the moments that are on the device in an update: a parameter is never split."""
+    of_largest = 0 if sizes.adapter else sizes.largest * MOMENTS_BYTES * share_of_rank(config)
+    return min(PARTS_HERE * max(PART_BYTES, of_largest), host_bytes(config, sizes))
+
+
+def _offload_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
+    if config.trainer.offload == "none":
+        return []
+    place = "in memory of the host" if config.trainer.gpu_ids else "in a file of its scratch, as a CPU has no other memory"
+    on_host, fetched = host_bytes(config, sizes) / GIB, _fetched_bytes(config, sizes) / GIB
+    return [
+        f"  and {on_host:.2f} GiB a rank of AdamW's moments {place}; an update fetches them, at most {fetched:.2f} GiB at once"
+    ]
+
+
 def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, int, int]:
     """What a training rank takes for its rows, for layers that are gathered, and for a microbatch."""
     width = BYTES[config.model.dtype]
@@ -63,7 +100,7 @@ def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, in
     reference = config.rl.kl != "none" and (not sizes.adapter or bool(config.rl.reference))
     frozen, trained = (sizes.parameters, sizes.adapter) if sizes.adapter else (0, sizes.parameters)
     total = (frozen + (sizes.parameters if reference else 0)) * width + trained * SHARDED_BYTES
-    sharded = total * config.trainer.copies / (config.trainer.ranks * config.trainer.nodes)
+    sharded = total * share_of_rank(config) - host_bytes(config, sizes)
     # a layer's gradient is whole, and in fp32, until it is reduced
     gradient = 0 if sizes.adapter else sizes.layer * BYTES["float32"]
     gathered = (sizes.rest + GATHERED_LAYERS * sizes.layer) * width + gradient
@@ -92,7 +129,7 @@ def _colocated_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
         return [
             "colocated: trainer and engines take turns in this memory; what a trainer on a CPU holds goes to disk meanwhile, for tests"
         ]
-    peak, rest = sum(training_bytes(config, sizes)) / GIB, ENGINE_REST_GIB[engines.kind]
+    peak, rest = peak_bytes(config, sizes) / GIB, ENGINE_REST_GIB[engines.kind]
     away = sizes.parameters * (OFFLOADED_BYTES + (width if config.rl.kl != "none" else 0)) / trainer.nodes / GIB
     share = len(engines.gpu_ids) // engines.count
     weights, token = (part * width / share / GIB for part in (sizes.parameters, sizes.kv_token))

@@ -39,11 +39,12 @@ from rlpipe.trainer.model import (
     whole_weights,
     with_adapter,
 )
+from rlpipe.trainer.moments import MOMENTS
 from rlpipe.trainer.packing import TrainSequence
 from rlpipe.trainer.policy_files import save_policy
 from rlpipe.trainer.publishing import publish_bytes, published_in_blocks
 from rlpipe.trainer.selftest import proven_rows
-from rlpipe.trainer.step import MOMENTS, Resident, frozen_logprobs, make_resident
+from rlpipe.trainer.step import Resident, frozen_logprobs, make_resident
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError
 
 STATE_SCHEMA = 1
@@ -62,7 +63,7 @@ def load(gang: Gang, job: LoadJob) -> tuple[Resident, str]:
 
 
 def _resident(gang: Gang, policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict) -> Resident:
-    return make_resident(policy, config, generation_config, proven_rows(gang, policy))
+    return make_resident(gang, policy, config, generation_config, proven_rows(gang, policy))
 
 
 def state_file(rank: int, size: int) -> str:

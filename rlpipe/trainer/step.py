@@ -6,7 +6,7 @@ Legend: B sequences of a microbatch, T their scored tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,10 +20,9 @@ from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.flops import Work, flex_tokens, work_of
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.moments import MOMENTS, AwayMoments
 from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
 from rlpipe.types import JsonDict, Metrics, StepRefused
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # (microbatch, logprobs_BT, entropy_BT) -> (this microbatch's part of the loss, sums by name, the same names every time)
 LossPart = Callable[[Microbatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -56,7 +55,7 @@ class StepsTaken:
 class Resident:
     """A policy in training. `shards` are this rank's rows of every parameter that is trained: what the optimizer updates, in place.
 
-    `rows`: how its sequences may be put into them.
+    `rows`: how its sequences may be put into them. `away`: what has the moments while passes run, where the device has not.
     """
 
     policy: PolicyModel
@@ -65,6 +64,7 @@ class Resident:
     shards: dict[str, nn.Parameter]
     optimizer: torch.optim.AdamW
     rows: Rows
+    away: AwayMoments | None
     taken: StepsTaken = field(default_factory=StepsTaken)  # of the iteration at work
 
     @torch.no_grad()
@@ -92,28 +92,41 @@ class Resident:
 
     def apply(self, gradients: list[Tensor], rate: float, settings: OptimizerConfig) -> None:
         """One AdamW update with these gradients, which are then forgotten."""
-        for (name, parameter), shard, gradient in zip(self.policy.trained(), self.shards.values(), gradients, strict=True):
+        for (name, parameter), shard in zip(self.policy.trained(), self.shards.values(), strict=True):
             assert parameter.to_local().data_ptr() == shard.data_ptr(), f"{name}: the optimizer holds other memory than FSDP"
-            shard.grad = gradient
         betas = (BETA1, settings.beta2)
         self.optimizer.param_groups[0].update(lr=rate, betas=betas, weight_decay=settings.weight_decay)
-        self.optimizer.step()
+        if self.away is not None:
+            self.away.update(self.optimizer, dict(zip(self.shards.values(), gradients, strict=True)))
+        else:
+            for shard, gradient in zip(self.shards.values(), gradients, strict=True):
+                shard.grad = gradient
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.policy.zero_grad(set_to_none=True)
+
+    def held(self) -> Iterator[Tensor]:
+        """What the optimizer holds of the device's memory."""
+        for entry in self.optimizer.state.values():
+            yield from (tensor for name, tensor in entry.items() if self.away is None or name not in MOMENTS)
 
     @property
     def optimizer_step(self) -> int:
         return int(next(iter(self.optimizer.state.values()))["step"])
 
 
-def make_resident(policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict, rows: Rows) -> Resident:
-    """A policy with a fresh optimizer (AdamW step 0)."""
+def make_resident(
+    gang: Gang, policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict, rows: Rows
+) -> Resident:
+    """A policy with a fresh optimizer (AdamW step 0), whose moments are where `trainer.offload` says."""
     shards = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in policy.trained()}
     adamw = torch.optim.AdamW(list(shards.values()), lr=0.0, fused=True)
+    away = AwayMoments(gang, [*shards.values()]) if gang.options.trainer.offload == "optimizer" else None
+    kept = away.entries() if away else {}
     for shard in shards.values():
-        moments = {moment: torch.zeros_like(shard, requires_grad=False) for moment in MOMENTS}
+        moments = kept.get(shard) or {moment: torch.zeros_like(shard, requires_grad=False) for moment in MOMENTS}
         adamw.state[shard] = {"step": torch.zeros((), dtype=torch.float32, device=shard.device), **moments}
-    return Resident(policy, config, generation_config, shards, adamw, rows)
+    return Resident(policy, config, generation_config, shards, adamw, rows, away)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Trainer:
             yield from (parameter.to_local() for _, parameter in policy.shards())
             yield from policy.buffers()
         if self.resident is not None:
-            yield from (tensor for entry in self.resident.optimizer.state.values() for tensor in entry.values())
+            yield from self.resident.held()
             yield from self.resident.taken.start
 
     def _bring_back(self, job: GangJob) -> None:

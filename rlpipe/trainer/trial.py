@@ -155,6 +155,7 @@ def sizes_of(lm: Any, context_tokens_max: int, training: Mapping[str, Any]) -> M
         rest=total - sum(of_layers),
         kv_token=2 * text.num_hidden_layers * heads * head_dim,
         microbatch=None if taken is None else round(taken * slots / (rows * length)),
+        largest=max(parameter.numel() for parameter in lm.parameters()),
     )
 
 
