@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -35,7 +36,6 @@ from torch._C._distributed_c10d import HashStore
 from transformers import AutoModelForCausalLM
 
 from rlpipe.models.causal import hf_config
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import JsonDict
 from tests import trainer_world as world
@@ -153,18 +153,33 @@ def long_rows(vocab_size: int, prompt: int, completion: int) -> list[JsonDict]:
     ]  # fmt: skip
 
 
-def shape_line(gang: Gang, model: JsonDict, turns: int, prompt: int = SHAPE_PROMPT, completion: int = SHAPE_COMPLETION) -> str:
-    """Trains a new model of this shape; the first turn, in which kernels are compiled, does not count."""
-    trainer = Trainer(gang)
-    batch = world.batch(gang.store, "long", long_rows(model["vocab_size"], prompt, completion))
-    world.run(trainer, "load", world.load_new("0", model=model))
+@dataclass(frozen=True)
+class Figures:
+    """What a trainer of some shape did, in its best of several iterations."""
+
+    tokens_per_s: float
+    mfu: float | None  # None for a device whose peak is not known
+    peak_gib: float  # the most that it ever held
+    first_s: float  # of the first iteration, in which kernels are compiled
+
+    def __str__(self) -> str:
+        mfu = "not known here" if self.mfu is None else f"{self.mfu:.1%}"
+        return f"{self.tokens_per_s:,.0f} tokens/s, MFU {mfu}, peak memory {self.peak_gib:.2f} GiB, the first iteration {self.first_s:.0f} s"
+
+
+def measure_rows(trainer: Trainer, turns: int, prompt: int, completion: int) -> Figures:
+    """Trains what is resident on two steps of two rollouts of that length, and once more, which does not count."""
+    assert trainer.resident is not None, "nothing is loaded"
+    vocab_size = trainer.resident.policy.lm.config.vocab_size
+    batch = world.batch(trainer.gang.store, f"rows-{prompt}-{completion}", long_rows(vocab_size, prompt, completion))
     settings = {"num_steps": SHAPE_GROUPS, "learning_rate": 1e-6, "completion_tokens_max": completion}
-    jobs = [world.train(str(turn), str(turn + 1), "rl", batch, settings) for turn in range(turns + 1)]
-    trained = [world.run(trainer, "train", job)["metrics"] for job in jobs][1:]
-    per_s = statistics.median(metrics["train/num_tokens_processed"] / metrics["train_s"] for metrics in trained)
-    mfus = [metrics["train/mfu"] for metrics in trained if "train/mfu" in metrics]
-    mfu = f"{statistics.median(mfus):.1%}" if mfus else "not known here"
-    return f"{per_s:,.0f} tokens/s, MFU {mfu}, peak memory {trained[-1]['train/peak_memory_gib']:.2f} GiB"
+    trained = []
+    for turn in range(turns + 1):
+        position = f"{prompt}-{completion}-{turn}"
+        trained.append(world.run(trainer, "train", world.train(position, position, "rl", batch, settings))["metrics"])
+    best = min(trained[1:], key=lambda metrics: metrics["train_s"])
+    per_s = best["train/num_tokens_processed"] / best["train_s"]
+    return Figures(per_s, best.get("train/mfu"), best["train/peak_memory_gib"], trained[0]["train_s"])
 
 
 def measure_shape(name: str, turns: int, folder: Path) -> None:
@@ -176,8 +191,10 @@ def measure_shape(name: str, turns: int, folder: Path) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     tokens_max = SHAPE_PROMPT + SHAPE_COMPLETION
     of_gpu = {"gpu_ids": [0], "dtype": "bfloat16", "tokens_max": tokens_max, "activation_checkpointing": True}
-    gang = world.solo_gang(folder, **of_gpu)
-    print(f"{name} on {torch.cuda.get_device_name(gang.device)}: {shape_line(gang, SHAPES[name], turns)}")
+    trainer = Trainer(world.solo_gang(folder, **of_gpu))
+    world.run(trainer, "load", world.load_new("0", model=SHAPES[name]))
+    figures = measure_rows(trainer, turns, SHAPE_PROMPT, SHAPE_COMPLETION)
+    print(f"{name} on {torch.cuda.get_device_name(trainer.gang.device)}: {figures}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The first run on a machine with GPUs: SFT and RL of a small model, killed in the middle, resumed, verified, and measured.
 
-usage: .venv/bin/python scripts/gpu_smoke.py [--gpus 1 2] [--engines-python VENV/bin/python] [--preset smollm2|tiny] [--device cpu]
+usage: .venv/bin/python scripts/gpu_smoke.py --first [PART ...] [--device cpu]        the first ten minutes: scripts/gpu_first.py
+       .venv/bin/python scripts/gpu_smoke.py [--gpus 1 2] [--engines-python VENV/bin/python] [--preset smollm2|tiny] [--device cpu]
 
 On every number of GPUs, trainer and engines share them (`engines.place = "elsewhere"`, a host that this script starts). `--device cpu` does
 the same with so many ranks and engines on this processor. Prints a table to paste. See docs/gpu.md.
@@ -10,22 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from rlpipe.store.backend import open_store
 from rlpipe.store.run import Run, open_existing
+from scripts.gpu_commands import DEADLINE_S, Commands, kill
+from scripts.gpu_first import PARTS, first
 
-ROOT = Path(__file__).parent.parent
-DEADLINE_S = 3600.0
 ITERATIONS = 4
 SMALL = [
     "sft.num_steps=8", "sft.segment_steps=4", "sft.decay_steps=8", "sft.warmup_steps=2", f"rl.num_iterations={ITERATIONS}", "rl.num_steps=2",
@@ -71,54 +68,20 @@ class Smoke:
             sets += ['engines.flags=["--mem-fraction-static", "0.4"]'] if self.device == "gpu" else []
         return sets
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """`rlpipe ARGUMENTS` in a process group of its own."""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PREFECT_HOME": str(self.folder / "prefect")}
-        with (self.folder / "output.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "flows.cli", *arguments],
-                cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-
-    def fail(self, what: str) -> SystemExit:
-        return SystemExit(
-            f"gpu_smoke: {what}; the log: {self.folder}/output.log\n{(self.folder / 'output.log').read_text()[-3000:]}"
-        )
-
-    @contextmanager
-    def running(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A process that is killed with all that it started, however this ends."""
-        process = self.start(*arguments)
-        try:
-            yield process
-        finally:
-            kill(process)
-
     def row(self, count: int) -> dict[str, str]:
         """Runs with so many devices; what the table says of it."""
-        run, store = f"smoke-{self.device}-{count}", f"{self.folder}/store"
+        run, rlpipe = f"smoke-{self.device}-{count}", Commands(self.folder)
         arguments = ["run", self.preset, "--run", run, *[part for entry in self.sets(count) for part in ("--set", entry)]]
-        with self.running("host", "--run", run, "--store", store):
-            with self.running(*arguments) as flow:
-                self._until_committed(flow, f"runs/{run}/rl/00001/iteration.json")
+        with rlpipe.running("host", "--run", run, "--store", rlpipe.store):
+            with rlpipe.running(*arguments) as flow:
+                rlpipe.until_committed(flow, f"runs/{run}/rl/00001/iteration.json")
                 kill(flow)
-            began = time.monotonic()
-            with self.running(*arguments) as flow:
-                if flow.wait(timeout=DEADLINE_S) != 0:
-                    raise self.fail(f"the resumed run {run} failed")
-        resumed_s = time.monotonic() - began
-        with self.running("verify", run, "--store", store) as verify:
+            resumed_s = rlpipe.complete(*arguments)
+        with rlpipe.running("verify", run, "--store", rlpipe.store) as verify:
             verified = "0 faults" if verify.wait(timeout=DEADLINE_S) == 0 else "FAULTS"
-        return self._measured(open_existing(open_store(store), run), count) | {
+        return self._measured(open_existing(open_store(rlpipe.store), run), count) | {
             "killed after": "iteration 1", "resumed in s": f"{resumed_s:.0f}", "verify": verified
         }  # fmt: skip
-
-    def _until_committed(self, flow: subprocess.Popen[bytes], key: str) -> None:
-        store, deadline = open_store(f"{self.folder}/store"), time.monotonic() + DEADLINE_S
-        while not store.exists(key):
-            if flow.poll() is not None or time.monotonic() > deadline:
-                raise self.fail(f"{key} was not committed")
-            time.sleep(0.2)
 
     def _measured(self, run: Run, count: int) -> dict[str, str]:
         records = [record for index in range(ITERATIONS) if (record := run.iteration(index)) is not None]
@@ -142,13 +105,6 @@ class Smoke:
         }
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a process and its group, as a machine that loses its power."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def gpus_here() -> list[str]:
     """The names of this machine's GPUs."""
     import torch
@@ -166,6 +122,7 @@ def main() -> None:
         "--engines-python", default="", help="of a virtual environment with SGLang; without it the local engine samples"
     )
     parser.add_argument("--folder", type=Path, help="for store and logs; a new one without it")
+    parser.add_argument("--first", nargs="*", metavar="PART", help=f"one GPU, no download, no SGLang: {', '.join(PARTS)}; all without a name")
     asked = parser.parse_args()
     names = gpus_here() if asked.device == "gpu" else []
     counts = asked.gpus or [count for count in (1, 2) if asked.device == "cpu" or count <= max(len(names), 1)]
@@ -177,6 +134,8 @@ def main() -> None:
         raise SystemExit(2)
     folder = (asked.folder or Path(tempfile.mkdtemp(prefix="gpu-smoke-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    if asked.first is not None:
+        raise SystemExit(first(asked.first or [*PARTS], asked.device, folder))
     smoke = Smoke(asked.preset, asked.device, asked.engines_python, folder)
     print(
         f"{names[0] if names else 'CPU'}, preset {smoke.preset}, engines: {'SGLang' if smoke.engines_python else 'local'}; store and logs: {folder}",

@@ -3,9 +3,10 @@ And the name of a run, which is its folder."""
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from rlpipe.config.pipeline import STORED, PipelineConfig, from_stored, stored_tree
@@ -80,7 +81,12 @@ def record_start(store: Store, config: PipelineConfig) -> None:
 
 
 def _libraries() -> dict[str, str]:
-    return {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()}
+    """Versions by name, of those that are installed: without tracking a run needs no MLflow."""
+    installed = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed | {"python": platform.python_version()}
 
 
 def read_record(store: Store, name: str) -> tuple[PipelineConfig, ForkRecord | None]:
