@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._inductor import config as inductor
-from torch._inductor.utils import fresh_cache
 from torch.nn.attention import flex_attention as torchs
 from transformers import AutoConfig
 
@@ -191,7 +188,6 @@ def test_a_text_of_many_blocks_names_whole_ones() -> None:
     assert int((named | whole).sum(-1).max()) == 1024 // BLOCK + 1
 
 
-@torch._dynamo.config.patch(specialize_float=False)  # as before, behind this test
 def test_lengths_do_not_make_new_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers with and without windows, capped scores: traced as for a GPU, both passes, and computed without kernels."""
     policy = small_policy("gemma2")
@@ -212,23 +208,6 @@ def test_lengths_do_not_make_new_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
         leave_flex(policy.lm)
         made.append(counters["stats"]["unique_graphs"])
     assert 0 < made[-1] == made[-2] <= 8, f"kernels after more lengths: {made}"
-
-
-@torch._dynamo.config.patch(specialize_float=False)  # as before, behind this test
-@inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False})  # half the time
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_inductor_makes_a_kernel_of_it() -> None:
-    """What runs on a GPU, on a CPU: warnings of inductor are errors here. It has no backward pass and no lse for a CPU."""
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 2 * BLOCK, 16, generator=generator) for heads in (4, 2, 2))
-    positions_RL = torch.arange(2 * BLOCK)[None].repeat(2, 1) % 150
-    text_RL = texts_of(positions_RL)
-    mask = block_mask(text_RL, text_RL, positions_RL, positions_RL - 100 + 1)
-    how = {"block_mask": mask, "scale": 0.25, "enable_gqa": True}
-    with torch.no_grad(), fresh_cache():
-        assert torch.allclose(
-            flex.compiled()(query, key, value, **how), torchs.flex_attention(query, key, value, **how), atol=1e-5
-        )
 
 
 @pytest.mark.parametrize(("dtype", "far"), [("float32", 1e-4), ("bfloat16", 0.1)])

@@ -128,10 +128,15 @@ def _listed(chosen_RQK: Tensor) -> tuple[Tensor, Tensor]:
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """flex_attention, made once for all lengths of rows. One kernel too many is an error: uncompiled it would make L x L numbers."""
-    torch._dynamo.config.specialize_float = True  # the scale of scores and what caps them are part of a kernel
-    torch._dynamo.config.recompile_limit = KERNELS_MAX  # nothing else of rlpipe is compiled
     whole: Any = flex_attention
-    return torch.compile(whole, dynamic=True, fullgraph=True, backend=backend)
+    kernels = torch.compile(whole, dynamic=True, fullgraph=True, backend=backend)
+
+    def call(*given: Any, **named: Any) -> Any:
+        # the scale of scores and what caps them are part of a kernel; a thread does not see what another has set
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=KERNELS_MAX):
+            return kernels(*given, **named)
+
+    return call
 
 
 def attend(
