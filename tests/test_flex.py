@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from rlpipe.trainer.packing import BRANCHES, Row, Rows, Text, TrainSequence, pla
 from rlpipe.trainer.selftest import PROMPT, behind, own_logprobs, row_logprobs, sequence
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.trial import LiveBytes
+from rlpipe.types import UserError
 from tests import trainer_world as world
 
 LONG = (140, 90, 33, 29, 17, 5, 3)  # more than a block, and less
@@ -252,6 +254,54 @@ def test_flex_that_computes_something_else_is_not_used(tmp_path: Path, monkeypat
     policy = small_policy("mistral")
     monkeypatch.setattr(Masks, "_first", lambda _masks, _kind, positions: torch.zeros_like(positions))  # windows are forgotten
     assert selftest.flex_rows(world.solo_gang(tmp_path), policy) is None and not uses_flex(policy.lm)
+
+
+class NoRoom(torch.autograd.Function):
+    """What triton says of a backward kernel that takes more shared memory than a card has: heads of 256 on sm_89 and sm_120."""
+
+    @staticmethod
+    def forward(ctx: object, out: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grad_outputs: Tensor) -> Tensor:
+        raise RuntimeError("No valid triton configs. OutOfResources: shared memory, Required: 163840, Hardware limit: 101376")
+
+
+def test_a_backward_pass_without_a_kernel_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The policy is then trained as if flex_attention had never been tried, to the bit: in a backward pass of sharded weights, gradients stayed."""
+    caplog.set_level(logging.INFO, "rlpipe")
+    real: Callable[..., Any] = flex.flex_attention
+    shas: list[str] = []
+
+    def without_backward(*given: object, **how: object) -> object:
+        out, aux = real(*given, **how)
+        return NoRoom.apply(out), aux
+
+    for tried in (False, True):
+        if tried:
+            monkeypatch.setattr(selftest, "FLEX_DEVICES", ("cpu",))
+            monkeypatch.setattr(flex, "flex_attention", without_backward)
+        trainer = Trainer(world.solo_gang(tmp_path))
+        world.run(trainer, "load", world.load_new())
+        assert trainer.resident is not None and not uses_flex(trainer.resident.policy.lm)
+        data = world.batch(trainer.gang.store, f"batch-{tried}", world.rollout_rows(6, 4))
+        world.run(trainer, "train", world.train("a", "b", "rl", data))
+        saved = world.run(trainer, "save", world.save("b", f"policy-{tried}", None))
+        shas.append(world.digests(saved["policy"])["model.safetensors"])
+    assert shas[0] == shas[1]
+    assert "has no kernel for heads of 16 in float32 (No valid triton configs. OutOfResources: shared memory" in caplog.text
+
+
+def test_a_gradient_that_fails_all_the_same_ends_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "FLEX_DEVICES", ("cpu",))
+    monkeypatch.setattr(selftest, "try_kernels", lambda *_: None)
+    real: Callable[..., Any] = flex.flex_attention
+    monkeypatch.setattr(flex, "flex_attention", lambda *given, **how: (NoRoom.apply((made := real(*given, **how))[0]), made[1]))
+    with pytest.raises(UserError, match=r"qwen3 has no gradient here .*OutOfResources"):
+        world.run(Trainer(world.solo_gang(tmp_path)), "load", world.load_new())
 
 
 def test_flex_whose_gradient_is_another_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,31 @@ def _listed(chosen_RQK: Tensor) -> tuple[Tensor, Tensor]:
     return chosen_RQK.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
 
 
+def try_kernels(lm: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Computes the attention of one block both ways, with as many heads as `lm` has, and as large. UserError naming what the device makes no kernel for:
+    in a backward pass of sharded weights it would leave gradients behind."""
+    text = lm.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    if not isinstance(heads, int) or not isinstance(key_heads, int) or not heads:
+        return
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    positions_RL = torch.arange(BLOCK, device=device)[None]
+    text_RL = texts_of(positions_RL)
+    mask = block_mask(text_RL, text_RL, positions_RL, torch.zeros_like(positions_RL))
+    query, key, value = (
+        torch.zeros((1, count, BLOCK, head_dim), device=device, dtype=dtype, requires_grad=True)
+        for count in (heads, key_heads, key_heads)
+    )
+    try:
+        attend(lm, query, key, value, mask, scaling=head_dim**-0.5)[0].float().sum().backward()
+    except RuntimeError as error:  # of torch's compiler, too
+        place = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise UserError(
+            f"{place} has no kernel for heads of {head_dim} in {str(dtype).split('.')[-1]} ({error!s:.300})"
+        ) from error
+
+
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """flex_attention, made once for all lengths of rows. One kernel too many is an error: uncompiled it would make L x L numbers."""

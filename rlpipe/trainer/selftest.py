@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlpipe.models.causal import MODEL_FAULTS, WINDOW_TESTED, other_windows, small_windows
-from rlpipe.models.flex import leave_flex, own_attention, use_flex, uses_flex
+from rlpipe.models.flex import leave_flex, own_attention, try_kernels, use_flex, uses_flex
 from rlpipe.models.team import uses_team
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gang import Gang
@@ -90,10 +90,7 @@ def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
         log.warning(
             "%s: sequences are trained one a row: packed ones would see each other (%.2g per token)", family, proof.leak
         )
-    try:
-        far = gradient_distance(gang, policy, Rows.SINGLE) if gang.team else 0.0
-    except MODEL_FAULTS as error:
-        raise UserError(f"model: {family} has no gradient here ({error!s:.300}){_alone(gang)}") from error
+    far = gradient_distance(gang, policy, Rows.SINGLE) if gang.team else 0.0
     if not far <= FAR_GRADIENT[gang.options.dtype]:
         raise UserError(f"model: {family} cannot be trained here: its gradients differ by {far:.2g}{_alone(gang)}")
     # packed rows take a mask of L x L, which keeps a GPU from its fast kernels; on a CPU padding costs more than the mask
@@ -106,13 +103,15 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
     try:
         if own := other_windows(lm.config):
             raise UserError(f"its own code bounds attention ({', '.join(own)})")
+        with gang.together():
+            try_kernels(lm, gang.device, getattr(torch, gang.options.dtype))
         use_flex(lm)
         rows = _of_ranks(gang, policy).rows(lm.config.model_type, gang.options.dtype)
-        far = gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED) if rows >= Rows.PACKED else 0.0
-        if rows is Rows.SINGLE or not far <= FAR_GRADIENT[gang.options.dtype]:
-            fault = f"its gradients differ by {far:.2g}" if rows else "packed sequences see each other"
+        fault = "" if rows >= Rows.PACKED else "packed sequences see each other"
     except MODEL_FAULTS as error:
         fault = f"{error!s:.300}"
+    if not fault and not (far := gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED)) <= FAR_GRADIENT[gang.options.dtype]:
+        fault = f"its gradients differ by {far:.2g}"
     if fault:
         leave_flex(lm)
         _settle(policy, gang.device)
@@ -149,11 +148,11 @@ def gradient_distance(gang: Gang, policy: PolicyModel, *kinds: Rows) -> float:
         return 0.0
     with small_windows(policy.lm.config):
         with own_attention(policy.lm):
-            own = _gradients(policy, texts, Rows.SINGLE, gang.device)
+            own = _gradients(gang, policy, texts, Rows.SINGLE)
         whole = gang.sum(_square(own)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
         distances: list[float] = []
         for rows in kinds:
-            apart = [one - other for one, other in zip(_gradients(policy, texts, rows, gang.device), own, strict=True)]
+            apart = [one - other for one, other in zip(_gradients(gang, policy, texts, rows), own, strict=True)]
             distances.append(float(gang.sum(_square(apart)).sqrt() / whole))
     return float(np.max(distances))
 
@@ -162,11 +161,14 @@ def _square(parts: list[Tensor]) -> Tensor:
     return torch.stack([part.double().square().sum() for part in parts]).sum()[None].cpu()
 
 
-def _gradients(policy: PolicyModel, texts: list[TrainSequence], rows: Rows, device: torch.device) -> list[Tensor]:
+def _gradients(gang: Gang, policy: PolicyModel, texts: list[TrainSequence], rows: Rows) -> list[Tensor]:
     """Of the mean logprob, this rank's rows of every parameter; zeros where it does not reach."""
-    logprobs = row_logprobs(policy, texts, rows, device, gradient=True)
     # FSDP takes the mean over ranks, and each of a team has a part of the gradient
-    (torch.cat(logprobs).mean() * (policy.team.ranks if policy.team and uses_team(policy.lm) else 1)).backward()
+    parts = policy.team.ranks if policy.team and uses_team(policy.lm) else 1
+    try:
+        (torch.cat(row_logprobs(policy, texts, rows, gang.device, gradient=True)).mean() * parts).backward()
+    except MODEL_FAULTS as error:  # nothing goes on from here: FSDP would add what is left of this pass to the next gradient
+        raise UserError(f"model: {policy.lm.config.model_type} has no gradient here ({error!s:.300}){_alone(gang)}") from error
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
     policy.zero_grad(set_to_none=True)
