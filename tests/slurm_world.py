@@ -109,6 +109,21 @@ class Slurm:
         told = self.run("squeue", "--all", "--states=all", "--noheader", "--format=%j %T")
         return dict(line.split() for line in told.splitlines())
 
+    def ids(self, *names: str) -> list[str]:
+        """The jobs of these names, whatever became of them."""
+        return self.run(
+            "squeue", "--all", "--states=all", "--noheader", f"--name={','.join(names)}", "--format=%A", "--sort=i"
+        ).split()
+
+    def hold_gpus(self) -> str:
+        """The id of a job that has all GPUs until it is cancelled, and runs."""
+        job = self.run(
+            "sbatch", "--parsable", "--job-name=other", f"--nodes={NODES}", "--gpus-per-node=8", "--wrap=sleep 86400"
+        ).strip()
+        while self.states()["other"] != "RUNNING":
+            time.sleep(1)
+        return job
+
     def close(self) -> None:
         subprocess.run(self._inside("scancel", "--user=root"), capture_output=True, timeout=60)
         end = time.monotonic() + 30

@@ -110,10 +110,11 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
     sets = ["run=old", *AS_THEN, "trainer.tokens_max=4096", "engines.count=1"]  # the preset has others by now
     config = read_config("tiny", sets, PRESETS)
     stored = stored_tree(config)
+    waits = {"queue_timeout_s": 86_400.0, "lost_timeout_s": 600.0}
     newer: dict[str, JsonDict] = {  # what came since
         "tracking": {"project": "rlpipe", "view_url": ""},
-        "trainer": {"deployment": "", "split_over": "gang", "context_ranks": 1, "offload": "none"},
-        "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False},
+        "trainer": {"deployment": "", "split_over": "gang", "context_ranks": 1, "offload": "none"} | waits,
+        "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False} | waits,
         "rl": {
             "reference": "",
             "overlap": "none",

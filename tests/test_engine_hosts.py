@@ -39,7 +39,9 @@ async def one(tmp_path: Path) -> AsyncIterator[World]:
 
 @pytest.fixture
 def run(one: World) -> Run:
-    return create_or_continue(config("engines.count=1", "engines.progress_timeout_s=5", f"store={one.store.url}"))
+    return create_or_continue(
+        config("engines.count=1", "engines.progress_timeout_s=5", "engines.lost_timeout_s=5", f"store={one.store.url}")
+    )
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import resource
 import sys
 import time
@@ -24,6 +25,7 @@ from rlpipe.config.source import read_config
 from rlpipe.engines import fleet as fleet_module
 from rlpipe.engines.fleet import Fleet
 from rlpipe.processes.launch import free_port
+from rlpipe.services import batch_job
 from rlpipe.services import finder as finding_module
 from rlpipe.services.finder import Peer, ServiceFinder, nobody_starts
 from rlpipe.services.registration import (
@@ -205,7 +207,7 @@ async def test_missing_nodes_are_started_until_one_answers_and_dismissed_at_the_
 ) -> None:
     starts, (_, url) = Starts(), neighbour
     finder = ServiceFinder(run_with(store, f"{kind}.place=deployment", f"{kind}.nodes=2"), kind, starts.start)
-    finding = asyncio.create_task(finder.find(0))  # a deployment is waited for however short the wait
+    finding = asyncio.create_task(finder.find())
     await asyncio.sleep(0.1)
     await Registration(store, ROOT, kind, ServiceRecord("node-0", url)).enter()
     (peer,) = await asyncio.wait_for(finding, DEADLINE_S)
@@ -225,7 +227,7 @@ async def test_a_lost_service_is_replaced_once(store: Store, monkeypatch: pytest
     finder = ServiceFinder(run_with(store, f"{kind}.place=deployment"), kind, starts.start)
     await Registration(store, ROOT, kind, ServiceRecord("node-0", f"http://127.0.0.1:{free_port()}")).enter()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(finder.find(0), 1.0)
+        await asyncio.wait_for(finder.find(), 1.0)
     lost = [entry[2] for entry in starts]
     assert lost[0] is False and any(lost) and not any(first and second for first, second in itertools.pairwise(lost))
 
@@ -237,7 +239,7 @@ async def test_a_gang_that_is_only_starting_is_not_lost(store: Store, monkeypatc
     finder = ServiceFinder(run_with(store, "trainer.place=deployment"), TRAINER, starts.start)
     await Registration(store, ROOT, TRAINER, ServiceRecord("node-0", "", rendezvous="127.0.0.1:1")).enter()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(finder.find(0), 0.5)
+        await asyncio.wait_for(finder.find(), 0.5)
     assert starts and not any(lost for _, _, lost in starts)
 
 
@@ -245,10 +247,10 @@ async def test_a_gang_that_is_only_starting_is_not_lost(store: Store, monkeypatc
 async def test_nobody_there_is_said_with_the_command_that_helps(
     store: Store, monkeypatch: pytest.MonkeyPatch, kind: str, fault: type[Exception]
 ) -> None:
-    monkeypatch.setattr(finding_module, "QUEUE_WAIT_S", 0.0)
-    finder = ServiceFinder(run_with(store, f"{kind}.place=elsewhere"), kind, nobody_starts)
+    monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.01)
+    finder = ServiceFinder(run_with(store, f"{kind}.place=elsewhere", f"{kind}.queue_timeout_s=0.01"), kind, nobody_starts)
     with pytest.raises(fault, match=r"within 0 s; on .* run `rlpipe (host|trainer) --store .* --run a`"):
-        await finder.find(0)
+        await finder.find()
 
 
 @pytest.mark.parametrize("kind", [ENGINES, TRAINER])
@@ -262,8 +264,8 @@ async def test_the_first_of_a_kind_is_waited_for_like_room_in_a_queue_and_later_
     """Two jobs of a batch system may start hours apart; a service that was there and is gone is nobody's to start again."""
     monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(finding_module, "SAY_S", 0.02)
-    finder = ServiceFinder(run_with(store, f"{kind}.place=elsewhere"), kind, nobody_starts)
-    finding = asyncio.create_task(finder.find(0.0))
+    finder = ServiceFinder(run_with(store, f"{kind}.place=elsewhere", f"{kind}.lost_timeout_s=0.01"), kind, nobody_starts)
+    finding = asyncio.create_task(finder.find())
     async with asyncio.timeout(DEADLINE_S):
         while "; on " not in caplog.text:  # the command that helps, while it waits
             await asyncio.sleep(0.01)
@@ -274,7 +276,65 @@ async def test_the_first_of_a_kind_is_waited_for_like_room_in_a_queue_and_later_
     assert peer.record.name == "node-0"
     await one.leave()
     with pytest.raises((EngineError, TrainerError), match="within"):
-        await asyncio.wait_for(finder.find(0.0), DEADLINE_S)
+        await asyncio.wait_for(finder.find(), DEADLINE_S)
+
+
+def slurm_says(folder: Path, answer: str, code: int = 0) -> None:
+    """Puts a `squeue` into the folder that answers so."""
+    (folder / "answer").write_text(answer)
+    script = folder / "squeue"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *--name=rlpipe-a-*) cat {folder}/answer; exit {code};; esac\n')
+    script.chmod(0o755)
+
+
+@pytest.mark.parametrize("kind", [ENGINES, TRAINER])
+@pytest.mark.parametrize("killed_before", [False, True])
+async def test_a_queued_job_is_waited_for_as_long_as_it_is_queued_and_one_that_ended_is_not(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    killed_before: bool,
+) -> None:
+    """However long that is, and whoever left a record when it was killed."""
+    monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(finding_module, "SAY_S", 0.1)
+    monkeypatch.setattr(batch_job, "ASK_S", 0.0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv(f"RLPIPE_{kind.upper()}_JOB", f"rlpipe-a-{kind}")
+    slurm_says(tmp_path, "12 PENDING (Resources)\n")
+    if killed_before:
+        await Registration(store, ROOT, kind, ServiceRecord("node-0", f"http://127.0.0.1:{free_port()}")).enter()
+    waits = [f"{kind}.place=elsewhere", f"{kind}.queue_timeout_s=0.05", f"{kind}.lost_timeout_s=0.05"]
+    finder = ServiceFinder(run_with(store, *waits), kind, nobody_starts)
+    finding = asyncio.create_task(finder.find())
+    async with asyncio.timeout(DEADLINE_S):
+        while caplog.text.count(f"Slurm job rlpipe-a-{kind}: 12 PENDING (Resources)") < 3:
+            await asyncio.sleep(0.01)
+    assert not finding.done()
+    slurm_says(tmp_path, "slurm_load_jobs error: Unable to contact slurm controller\n", 1)
+    while "is not known" not in caplog.text:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert not finding.done(), "what it said last holds"
+    slurm_says(tmp_path, "")
+    with pytest.raises((EngineError, TrainerError), match=rf"Slurm job rlpipe-a-{kind}: none; its log says why it ended"):
+        await asyncio.wait_for(finding, DEADLINE_S)
+
+
+@pytest.mark.parametrize("told", ["12 RUNNING (None)", "12 RUNNING (None)\n13 PENDING (Dependency)"])
+async def test_a_job_that_runs_and_does_not_join_is_waited_for_as_one_that_is_lost(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("RLPIPE_TRAINER_JOB", "rlpipe-a-trainer")
+    slurm_says(tmp_path, told)
+    await Registration(store, ROOT, TRAINER, ServiceRecord("node-0", f"http://127.0.0.1:{free_port()}")).enter()
+    finder = ServiceFinder(run_with(store, "trainer.place=elsewhere", "trainer.lost_timeout_s=0.1"), TRAINER, nobody_starts)
+    with pytest.raises(TrainerError, match=r"within 0 s; Slurm job rlpipe-a-trainer: 12 RUNNING"):
+        await asyncio.wait_for(finder.find(), DEADLINE_S)
 
 
 async def test_a_service_that_is_reached_again_is_said_to_be_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -82,6 +82,14 @@ class ServiceConfig(BaseModel, **STRICT):
         description="GPUs of a node, numbers into its CUDA_VISIBLE_DEVICES where set: one a rank, an equal share an engine; empty: a CPU",
     )
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads per rank or engine")
+    queue_timeout_s: Timeout = Field(
+        default=86_400,
+        description="Longest wait for nodes that a work pool has no room for, or of which none has joined yet, s; one whose Slurm job is "
+        "queued is waited for as long as it is",
+    )
+    lost_timeout_s: Timeout = Field(
+        default=600, description="Longest wait for nodes elsewhere that have joined and do not answer, s"
+    )
 
     def deployment_of(self, kind: str) -> str:
         """The name of the deployment. `kind`: trainer or engines."""

@@ -52,7 +52,7 @@ FindHosts = Callable[[], Awaitable[list[Host]]]
 
 class Fleet:
     """All hosts, on the same weights. `clients`: the engines that may sample, as last looked up; `well_at`: when one was last there,
-    or was on its way."""
+    or was on its way, or hosts were waited for (whoever finds them knows for how long)."""
 
     def __init__(self, find_hosts: FindHosts) -> None:
         self.hosts: list[Host] = []
@@ -66,6 +66,7 @@ class Fleet:
         self._looked_at = self._silent_at = 0.0  # when it was last asked who may sample; since when none may
         self._say_s = SAY_S
         self._finding = asyncio.Lock()
+        self._awaiting = False  # hosts are waited for
 
     @property
     def version(self) -> int | None:
@@ -97,7 +98,7 @@ class Fleet:
             raise lasting[0]
         self.clients = [client for outcome in outcomes if isinstance(outcome, list) for client in outcome]
         before, self._progress = self._progress, [host.progress for host in self.hosts]
-        if self.clients or self._progress != before:
+        if self.clients or self._progress != before or self._awaiting:
             self.well_at = time.monotonic()
         self._say()
 
@@ -139,6 +140,7 @@ class Fleet:
         await asyncio.gather(*(host.close() for host in self.hosts))
 
     async def _take_in(self) -> None:
+        self._awaiting = True
         try:
             hosts = await self._find_hosts()
         except (OSError, StoreError, EngineError) as error:
@@ -146,6 +148,8 @@ class Fleet:
                 raise
             log.warning("hosts that join or leave are not seen for a while: %s", error)
             return
+        finally:
+            self._awaiting = False
         self.hosts, served = hosts, self._served
         waiting = [host for host in hosts if host not in self._serving or not self.clients]
         if waiting and served is not None:  # what faults there are says the next look-up

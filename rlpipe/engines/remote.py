@@ -244,14 +244,13 @@ class HostFinder:
 
     def __init__(self, run: Run, work_dir: Path, start_service: StartService) -> None:
         self._own: list[Host] = [EngineHost(run.config, run.store, work_dir)] if run.config.engines_here else []
-        self._wait_s = run.config.engines.progress_timeout_s
         self._services = ServiceFinder(run, ENGINES, start_service)
         self._session: aiohttp.ClientSession | None = None
         self._remote: dict[Peer, RemoteHost] = {}  # a host is the same one at each look
 
     async def find(self) -> list[Host]:
         """At least one host that can be reached, waiting for it where none is this process's own. EngineError past the wait."""
-        peers = await (self._services.current() if self._own else self._services.find(self._wait_s))
+        peers = await (self._services.current() if self._own else self._services.find())
         self._session = session = self._session or new_session()
         self._remote = {peer: self._remote.get(peer) or RemoteHost(peer, session) for peer in peers}
         return [*self._own, *self._remote.values()]

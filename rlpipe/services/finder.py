@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from rlpipe.services.batch_job import batch_job
 from rlpipe.services.calls import http_call, json_of, new_session
 from rlpipe.services.registration import ENGINES, TRAINER, ServiceRecord, dismiss, node_name, registered, service_key
 from rlpipe.store.run import Run
@@ -15,8 +16,6 @@ from rlpipe.types import EngineError, JsonDict, TrainerError, UserError
 
 log = logging.getLogger(__name__)
 LOST_S = 45.0  # what is registered and cannot be reached for so long is lost: a restart on its own node is quicker
-# a work pool or a batch system may be full for a night; who wants to wait less sets a timeout of the flow
-QUEUE_WAIT_S = 24 * 3600.0
 SAY_S = 60.0  # how often it is said that nobody has come yet
 LOOK_AGAIN_S = 1.0
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 3.0, 5.0
@@ -96,6 +95,7 @@ class ServiceFinder:
         self._peers: dict[str, Peer] = {}  # by the start of the service
         self._unreached: set[str] = set()  # the starts of those of whom that was said
         self._awaited = True  # none has joined yet since this process began
+        self._job = None if self._started_here else batch_job(kind)
 
     async def current(self) -> list[Peer]:
         """Those that have joined and not left."""
@@ -115,29 +115,42 @@ class ServiceFinder:
                 log.warning("%s: %s at %s %s", self._kind, peer.record.name, peer.record.url, now)
         return list(self._peers.values())
 
-    async def find(self, wait_s: float) -> list[Peer]:
+    async def find(self) -> list[Peer]:
         """Those that are registered, as soon as one of them answers. A run that starts its services has missing and lost ones started.
 
-        EngineError or TrainerError past `wait_s`, past QUEUE_WAIT_S where they are started, or none has joined yet: whoever is to start
-        them elsewhere may wait for room, too. Meanwhile it is said, a line a minute.
+        EngineError or TrainerError when none answers: for `lost_timeout_s`, for `queue_timeout_s` where they are started or none has
+        joined yet (whoever is to start them elsewhere may wait for room, too), at once where their batch job has ended, and never while
+        it is queued. Meanwhile it is said, a line a minute.
         """
-        began_at, say_s = time.monotonic(), SAY_S
+        began_at = since = time.monotonic()
+        say_s = SAY_S
         while True:
             peers = await self.current()
             if peers and self._awaited:
-                self._awaited, began_at, say_s = False, time.monotonic(), SAY_S
+                self._awaited, since = False, time.monotonic()
             answers = await asyncio.gather(*(peer.answers() for peer in peers))
             if self._started_here:
                 await self._start_missing({peer.record.name for peer, answered in zip(peers, answers, strict=True) if answered})
             if any(answers):
                 return peers
-            waited_s = time.monotonic() - began_at
-            if waited_s > (QUEUE_WAIT_S if self._started_here or self._awaited else wait_s):
-                raise self._fault(waited_s)
-            if waited_s >= say_s:
+            now = time.monotonic()
+            if await self._is_queued():
+                since = now
+            settings = self._settings
+            patience_s = settings.queue_timeout_s if self._started_here or self._awaited else settings.lost_timeout_s
+            if now - since > patience_s or (self._job and self._job.ended):
+                raise self._fault(now - began_at)
+            if now - began_at >= say_s:
                 say_s += SAY_S
-                log.warning("%s", self._fault(waited_s))
+                log.warning("%s", self._fault(now - began_at))
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _is_queued(self) -> bool:
+        """Whether a batch system has yet to start them, and says so."""
+        if self._job is None:
+            return False
+        await self._job.ask()
+        return self._job.queued
 
     async def close(self) -> None:
         """Dismisses those that were started for the run."""
@@ -157,6 +170,8 @@ class ServiceFinder:
     def _fault(self, waited_s: float) -> Exception:
         fault, what, command = WANTED[self._kind]
         advice = f"{command} --store {self._run.store.url} --run {self._run.name}`"
-        if self._started_here:
+        if self._job and self._job.lines is not None:
+            advice = f"{self._job}{'; its log says why it ended' if self._job.ended else ''}"
+        elif self._started_here:
             advice = f"does a worker serve the pool of {self._kind}.deployment={self._settings.deployment_of(self._kind)!r}?"
         return fault(f"{what} within {waited_s:.0f} s; {advice}")

@@ -42,7 +42,6 @@ from rlpipe.types import TrainerError
 
 log = logging.getLogger(__name__)
 RESTARTS_MAX = 5  # of a service's gang
-WAIT_S = 600.0  # for a gang that somebody else is to start
 DYING_S = 60.0
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # whoever sets one chooses for himself
 ANSWER_TIMEOUT_S = 5.0
@@ -172,8 +171,8 @@ class RegisteredGang:
         self._services = ServiceFinder(run, TRAINER, start_service)
 
     async def start(self) -> str:
-        """The URL of node 0, once it answers; TrainerError when it does not within WAIT_S."""
-        peers = await self._services.find(WAIT_S)
+        """The URL of node 0, once it answers; TrainerError when nobody is to be waited for any longer."""
+        peers = await self._services.find()
         return next(peer.record.url for peer in peers if peer.record.name == node_name(0))
 
     bring_back = start

@@ -1,0 +1,74 @@
+"""What the batch system says of the jobs that bring a run's services: `infra/slurm/flow.sbatch` queues them, and names them to its flow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+VARIABLE = "RLPIPE_{}_JOB"  # of TRAINER, of ENGINES: the name of a Slurm job
+ASK_S = 15.0  # a controller has many to answer
+ANSWER_TIMEOUT_S = 30.0
+STARTED = ("RUNNING", "SUSPENDED", "STOPPED")
+
+
+@dataclass
+class BatchJob:
+    """The jobs of one name, one of which is to bring a service. As Slurm said last, at most ASK_S ago; `lines`: a job each, None: not known."""
+
+    name: str
+    lines: list[str] | None = None
+    _asked_at: float = field(default=float("-inf"), init=False)
+
+    async def ask(self) -> None:
+        """Asks Slurm, unless it was asked a moment ago. While it does not answer, what it said last holds."""
+        if time.monotonic() - self._asked_at < ASK_S:
+            return
+        self._asked_at = time.monotonic()
+        try:
+            self.lines = await _squeue(self.name)
+        except OSError as error:
+            log.warning("what became of the Slurm job %s is not known: %s", self.name, error)
+
+    @property
+    def queued(self) -> bool:
+        """Whether it has not begun, or will begin again: none of its name runs."""
+        return bool(self.lines) and not any(line.split()[1] in STARTED for line in self.lines or ())
+
+    @property
+    def ended(self) -> bool:
+        """Whether no job of this name waits or runs any more."""
+        return self.lines == []
+
+    def __str__(self) -> str:
+        """Example: `Slurm job rlpipe-a-trainer: 12 PENDING (Resources)`."""
+        return f"Slurm job {self.name}: {', '.join(self.lines or ()) or 'none'}"
+
+
+def batch_job(kind: str) -> BatchJob | None:
+    """The job that is to bring the services of a kind to this flow; None: no batch system is known to."""
+    name = os.environ.get(VARIABLE.format(kind.upper()), "")
+    return BatchJob(name) if name else None
+
+
+async def _squeue(name: str) -> list[str]:
+    """`ID STATE (REASON)` of each job of that name which has not ended. OSError when Slurm does not say."""
+    command = ("squeue", "--me", "--noheader", f"--name={name}", "--format=%A %T (%r)")
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            output, errors = await process.communicate()
+    except TimeoutError as error:
+        raise OSError(f"squeue did not answer within {ANSWER_TIMEOUT_S:g} s") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise OSError(f"squeue: {errors.decode(errors='replace').strip()}")
+    return [line.strip() for line in output.decode().splitlines() if line.strip()]
