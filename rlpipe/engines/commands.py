@@ -10,6 +10,7 @@ from pathlib import Path
 from rlpipe.config.colocation import GPU_GIB_SMALLEST, engine_fraction
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.engines.toolkit import toolkit_environment
 from rlpipe.engines.weights import Weights
 from rlpipe.processes.gpus import gpu_environment, gpu_gib
 from rlpipe.processes.launch import wrapped
@@ -96,6 +97,8 @@ def environment_of(config: PipelineConfig, address: EngineAddress) -> dict[str, 
             variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     share = len(engines.gpu_ids) // engines.count  # of the node's, each engine has an equal share
     gpu_ids = engines.gpu_ids[address.index * share : (address.index + 1) * share]
+    if gpu_ids and engines.kind != "local":
+        variables |= toolkit_environment(Path(engines.python or sys.executable))
     return variables | gpu_environment("engines.gpu_ids", gpu_ids) | engines.environment
 
 
