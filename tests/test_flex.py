@@ -244,10 +244,15 @@ def test_a_family_that_flex_does_not_fit_keeps_its_own_attention(
 ) -> None:
     caplog.set_level(logging.INFO, "rlpipe")
     policy = small_policy(family)
-    before = policy.lm.config._attn_implementation
-    assert selftest.flex_rows(world.solo_gang(tmp_path), policy) is None
-    assert policy.lm.config._attn_implementation == before and "attention is computed as its own code has it" in caplog.text
-    assert why in caplog.text
+    before, gang = policy.lm.config._attn_implementation, world.solo_gang(tmp_path)
+    assert selftest.flex_rows(gang, policy) is None
+    assert policy.lm.config._attn_implementation == before
+    (record,) = [record for record in caplog.records if record.name == "rlpipe.trainer.gang"]
+    assert (
+        record.levelno == logging.WARNING
+        and "attention is computed as its own code has it, not by flex_attention" in caplog.text
+    )
+    assert why in caplog.text and gang.told_users() == [record.getMessage()] and gang.told_users() == []
 
 
 def test_flex_that_computes_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,22 @@ def test_jobs_on_gpus_ask_for_gpus_and_shared_memory(pool: str) -> None:
     assert pod["nodeSelector"] == {"gpu": "h200"} and pod["tolerations"][0]["key"] == "nvidia.com/gpu"
 
 
+@pytest.mark.parametrize("pool", ["train-gpu", "rollout-gpu"])
+def test_jobs_on_gpus_may_lock_memory_and_have_rdma_devices(pool: str) -> None:
+    """Where nobody asks for them they are not in the Job at all: the namespace refuses the one, no node offers the other."""
+    rdma, efa = "rdma/rdma_shared_device_a", "vpc.amazonaws.com/efa"
+    made = job(pool, capabilities=["IPC_LOCK"], rdma_devices=1)
+    container = made["spec"]["template"]["spec"]["containers"][0]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    for part in ("requests", "limits"):
+        assert container["resources"][part][rdma] == 1 and efa not in container["resources"][part]
+        assert job(pool, efa_devices=32)["spec"]["template"]["spec"]["containers"][0]["resources"][part][efa] == 32
+        assert not {rdma, efa} & job(pool)["spec"]["template"]["spec"]["containers"][0]["resources"][part].keys()
+    for field in ("parallelism", "completions"):
+        del made["spec"]["template"]["spec"][field]
+    kubernetes_validate.validate(made, KUBERNETES, strict=True)
+
+
 @pytest.mark.parametrize("pool", POOLS)
 def test_jobs_get_secrets_from_the_secret_and_their_address_from_the_pod(pool: str) -> None:
     found = {each["name"]: each for each in job(pool, env={"EXTRA": "1"})["spec"]["template"]["spec"]["containers"][0]["env"]}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -197,3 +199,33 @@ def test_a_run_is_refused_and_a_plan_warns(devices: Path, tmp_path: Path, monkey
     assert planned.faults == [] and any(line.startswith("trainer.gpu_ids=[2]: ") for line in planned.warnings)
     with pytest.raises(UserError, match=r"^trainer\.gpu_ids=\[2\]: "):
         preflight.preflight(config)
+
+
+def test_a_gpu_trainer_without_a_c_compiler_or_headers_is_refused_before_it_starts(
+    devices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton wants both, and training would fall to one sequence a row without them."""
+    config = read_config("tiny", ["model.dtype=bfloat16", "trainer.gpu_ids=[1]", "run=a"], PRESETS)
+    look = Content(config, True).trainer
+    (tmp_path / "bin").mkdir()
+    monkeypatch.delenv("CC", raising=False)
+    assert look() == ""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(UserError, match=r"^trainer\.gpu_ids: no C compiler \(gcc, clang\).*apt-get install gcc"):
+        look()
+    with pytest.raises(UserError, match=r"^trainer\.gpu_ids: no C compiler"):  # on whichever node it is
+        asyncio.run(GangProcess(config, tmp_path / "work", "key").start())
+    assert not (tmp_path / "work").exists(), "nothing was started"
+    (tmp_path / "bin" / "clang").touch(mode=0o755)
+    assert look() == ""
+    monkeypatch.setenv("CC", "icx")
+    with pytest.raises(UserError, match="CC=icx is no program"):
+        look()
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(tmp_path / "include"))
+    with pytest.raises(UserError, match=r"^trainer\.gpu_ids: no Python\.h in .*/include.*apt-get install python3\.\d+-dev"):
+        look()
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path}")
+    assert look() == ""
+    assert Content(read_config("tiny", ["run=a"], PRESETS), True).trainer() == "", "on a CPU nothing is compiled"

@@ -114,20 +114,20 @@ def test_the_estimate_is_near_to_what_a_step_takes(recomputed: bool, offload: st
 
 
 def test_the_lines_of_a_plan_add_up() -> None:
-    config = read_config("multi-node", [], PRESETS)
+    config = read_config("multi-node", ["trainer.split_over=gang"], PRESETS)
     _, training, engine = memory_lines(config, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB))
     assert "gradients and optimizer 16.00 + gathered layers 10.00 + a microbatch of 16384 tokens 3.00" in training
     assert "(activations are recomputed) = 29.00 GiB" in training
     assert "weights 16.00 GiB, the rest is KV cache, 1.0 KiB a token" in engine
-    with_kl = read_config("multi-node", ["rl.kl=loss", "rl.kl_coef=0.01"], PRESETS)
+    with_kl = read_config("multi-node", ["trainer.split_over=gang", "rl.kl=loss", "rl.kl_coef=0.01"], PRESETS)
     _, training, _ = memory_lines(with_kl, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB))
     assert "gradients and optimizer, and of the reference, 18.00 + gathered" in training  # 2 bytes a parameter, of 16 ranks
-    sharing = read_config("multi-node", ["trainer.context_ranks=2"], PRESETS)
+    sharing = read_config("multi-node", ["trainer.split_over=gang", "trainer.context_ranks=2"], PRESETS)
     assert (
         "a microbatch of 16384 tokens of rows that 2 ranks share 3.00"
         in memory_lines(sharing, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB))[1]
     )
-    away = read_config("multi-node", ["trainer.offload=optimizer"], PRESETS)
+    away = read_config("multi-node", ["trainer.split_over=gang", "trainer.offload=optimizer"], PRESETS)
     _, training, host, _ = memory_lines(away, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB, largest=GIB))
     assert "gradients and optimizer 8.00 + gathered layers 10.00" in training and training.endswith("= 21.00 GiB")
     assert host == (

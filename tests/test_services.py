@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import resource
 import sys
@@ -43,6 +44,7 @@ from rlpipe.services.registration import (
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer import process as process_module
+from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import ALLOCATOR, GangProcess, GangService, TrainerOptions, torchrun_argv
 from rlpipe.types import EngineError, TrainerError, UserError
 
@@ -480,6 +482,37 @@ def test_a_gang_on_gpus_grows_its_segments_unless_somebody_chose_otherwise(
         with monkeypatch.context() as chosen:
             chosen.setenv(name, "max_split_size_mb:512")
             assert not ALLOCATOR & environment("trainer.gpu_ids=[2]").keys()
+
+
+async def test_what_a_gang_warns_of_is_said_by_the_flow(caplog: pytest.LogCaptureFixture) -> None:
+    """Its own log is on another machine."""
+
+    async def load(_request: web.Request) -> web.Response:
+        return web.json_response(
+            {"result": {"differs": "", "warnings": ["qwen3: attention is computed as its own code has it"]}}
+        )
+
+    app = web.Application()
+    app.router.add_post("/load", load)
+    async with TestServer(app) as server:
+
+        class Place:
+            key = "key"
+
+            async def start(self) -> str:
+                return f"http://127.0.0.1:{server.port}"
+
+            async def close(self) -> None: ...
+
+        client = TrainerClient(Place())  # type: ignore[arg-type]
+        await client.start()
+        await client.run("load", {})
+        await client.close()
+    assert (
+        "rlpipe.trainer.client",
+        logging.WARNING,
+        "trainer: qwen3: attention is computed as its own code has it",
+    ) in caplog.record_tuples
 
 
 async def test_engines_that_take_long_to_come_are_said_to_and_that_one_is_there(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import weakref
 from pathlib import Path
 
@@ -38,6 +39,20 @@ def trainer(gang: Gang) -> Trainer:
     trainer = Trainer(gang)
     world.run(trainer, "load", world.load_new())
     return trainer
+
+
+@pytest.mark.parametrize(
+    ("field", "environment", "chosen"),
+    [("Ring", None, "Ring"), ("", None, None), ("Tree", None, "Tree"), ("Ring", "NVLS", "NVLS")],
+)
+def test_how_nccl_adds_up_is_the_configs_unless_the_environment_says_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, environment: str | None, chosen: str | None
+) -> None:
+    monkeypatch.setenv("NCCL_ALGO", environment or "")
+    if environment is None:
+        monkeypatch.delenv("NCCL_ALGO")
+    world.solo_gang(tmp_path, nccl_algo=field)
+    assert os.environ.get("NCCL_ALGO") == chosen
 
 
 def policy_sha(trainer: Trainer, folder: str = "final") -> str:

@@ -117,6 +117,13 @@ class TrainerConfig(ServiceConfig):
         default="gang",
         description="Over what weights, gradients and moments are split. node: every node holds a whole copy, and only gradients cross between nodes",
     )
+    nccl_algo: str = Field(
+        default="Ring",
+        pattern=r"^[A-Za-z0-9,:;^/-]*$",
+        max_length=200,
+        description="NCCL_ALGO of the gang, by which GPUs add up, unless its environment has one; empty: NCCL chooses by size and network, and two runs may "
+        "end with other bits (docs/gpu.md)",
+    )
 
     @property
     def row_tokens_max(self) -> int:

@@ -17,6 +17,7 @@ from rlpipe.data.sources import fitting, load_conversations, load_prompts, quest
 from rlpipe.data.trial import TokenizerTrial
 from rlpipe.engines.commands import check_python
 from rlpipe.environments.pool import check_environment
+from rlpipe.processes.compiler import check_compiler
 from rlpipe.processes.gpus import check_gpus
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt, Talk
@@ -113,10 +114,12 @@ class Content:
         return "\n".join([*lines, *([_stands_in_line(model.hidden_size * self.vocab_size)] if stands_in else [])])
 
     def trainer(self) -> str:
-        """The GPUs that child processes would train on are here."""
+        """The GPUs that child processes would train on are here, and a compiler for them."""
         trainer = self.config.trainer
         if trainer.place == "process":
             check_gpus("trainer.gpu_ids", trainer.gpu_ids)
+            if trainer.gpu_ids:
+                check_compiler("trainer.gpu_ids")
         return ""
 
     def engines(self) -> str:

@@ -67,6 +67,8 @@ class TrainerClient:
             status, answer = await self._post(job, body, times_lost)
             message = str(answer.get("error"))
             if status == 200:
+                for line in answer["result"].get("warnings", ()):
+                    log.warning("trainer: %s", line)
                 return answer["result"]
             if status == 422:
                 raise StepRefused(message)

@@ -56,6 +56,7 @@ class Gang:
     store: Store
     team: Team | None = None  # the ranks that share every row with this one; None where none are shared
     report: Callable[[int, int], None] = field(default=lambda done, total: None)
+    _warnings: list[str] = field(default_factory=list)
 
     @property
     def parts(self) -> int:
@@ -119,10 +120,22 @@ class Gang:
             device, library = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}", "none"
         else:
             device, library = torch.cuda.get_device_name(self.device), ".".join(map(str, nccl.version()))
+            if (chosen := os.environ.get("NCCL_ALGO", "")) != "Ring":
+                library = f"{library} by {chosen or 'its own choice'}"
         cuda, threads = str(torch.version.cuda).lower(), self.options.trainer.threads
         of_gang = {"torch": torch.__version__, "cuda": cuda, "nccl": library, "device": device}
         shape = {"ranks": self.size, "copies": self.copies, "context_ranks": self.context_ranks, "threads": threads}
         return of_gang | {name: str(count) for name, count in shape.items()}
+
+    def warn(self, text: str) -> None:
+        """Says it in this rank's log, and, from the first rank, to the flow with the result of the job that is being done."""
+        log.warning("%s", text)
+        self._warnings.append(text)
+
+    def told_users(self) -> list[str]:
+        """What was warned of since the last call."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     def peak_memory_gib(self) -> float:
         """The most that a rank has held since it started: of its GPU, else of main memory."""
@@ -167,8 +180,8 @@ def _keep_to_interface(address: str) -> None:
 def join_gang(options: TrainerOptions) -> Gang:
     """Joins the gang that torchrun started (or that the caller initialised), with reproducible arithmetic."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # left to itself NCCL chooses by size and network how it adds up, and other choices give other bits
-    os.environ.setdefault("NCCL_ALGO", "Ring")
+    if options.trainer.nccl_algo:
+        os.environ.setdefault("NCCL_ALGO", options.trainer.nccl_algo)
     torch.set_num_threads(options.trainer.threads)
     torch.use_deterministic_algorithms(True)
     # a debugging aid that would fill every new tensor

@@ -184,7 +184,8 @@ def check_place(job: GangJob, run: str) -> None:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job came to. A training has `metrics`, a load `differs`, a save the rest, and of a policy `metrics` too."""
+    """What a job came to. A training has `metrics`, a load `differs`, a save the rest, and of a policy `metrics` too. `warnings`: what a user
+    should know of how it was done; the gang's own log is on another machine, or nobody looks there."""
 
     metrics: JsonDict = field(default_factory=dict)  # as the manifest of the policy will have them
     differs: str = ""  # in what this gang is another than the one that saved the state
@@ -192,6 +193,7 @@ class JobResult:
     state: list[FileRecord] = field(default_factory=list)
     gap: list[FileRecord] = field(default_factory=list)
     probe: dict[str, Sequence[float]] = field(default_factory=dict)  # tokens, and the logprobs of the last of them
+    warnings: list[str] = field(default_factory=list)
     published: str = ""  # the folder of the first node's disk where a save's files lie, under their keys in the store
 
 

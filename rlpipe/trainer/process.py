@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.processes.compiler import check_compiler
 from rlpipe.processes.gpus import gpu_environment
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.services.finder import Peer, ServiceFinder, StartService
@@ -94,9 +95,11 @@ class GangProcess:
     _service: Service | None = field(default=None, init=False)
 
     async def start(self) -> str:
-        """Starts it; returns `url` once node 0 answers. TrainerError when it does not come up."""
+        """Starts it; returns `url` once node 0 answers. TrainerError when it does not come up, UserError where this node cannot train."""
         assert self._service is None, "the gang runs already"
         trainer, port = self.config.trainer, free_port()
+        if trainer.gpu_ids:
+            check_compiler("trainer.gpu_ids")
         options = TrainerOptions(
             store=self.config.store,
             run=self.config.run,

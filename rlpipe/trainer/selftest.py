@@ -112,13 +112,14 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
         fault = f"{error!s:.300}"
     if not fault and not (far := gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED)) <= FAR_GRADIENT[gang.options.dtype]:
         fault = f"its gradients differ by {far:.2g}"
-    if fault:
-        leave_flex(lm)
-        _settle(policy, gang.device)
-    if gang.rank == 0:
-        how = f"as its own code has it ({fault})" if fault else f"by flex_attention, rows are {rows.name.lower()}"
-        log.info("%s: attention is computed %s", lm.config.model_type, how)
-    return None if fault else rows
+    if not fault:
+        log.info("%s: attention is computed by flex_attention, rows are %s", lm.config.model_type, rows.name.lower())
+        return rows
+    leave_flex(lm)
+    _settle(policy, gang.device)
+    how = "attention is computed as its own code has it, not by flex_attention: one sequence a row, several times slower"
+    gang.warn(f"{lm.config.model_type}: {how} ({fault})")
+    return None
 
 
 def _alone(gang: Gang) -> str:

@@ -82,7 +82,8 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
 
 def _outcome(trainer: Trainer, job: GangJob) -> tuple[int, dict[str, object]]:
     try:
-        return STATUS_OK, {"result": dataclasses.asdict(trainer.run(job))}
+        result = dataclasses.replace(trainer.run(job), warnings=trainer.gang.told_users())
+        return STATUS_OK, {"result": dataclasses.asdict(result)}
     except tuple(STATUS_OF) as error:
         log.warning("%s refused: %s", type(job).__name__, error)
         return STATUS_OF[type(error)], {"error": " ".join(str(error).split())}  # transformers writes several lines

@@ -1,0 +1,28 @@
+"""Whether this machine can build what Triton launches kernels with: it compiles a small C extension where it has none cached, also where all kernels are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+from rlpipe.types import UserError
+
+SEARCHED = ("CPATH", "C_INCLUDE_PATH")  # where a C compiler looks for headers besides
+
+
+def check_compiler(field: str) -> None:
+    """UserError naming `field` where training on GPUs would find no C compiler, or no headers of this Python."""
+    named = os.environ.get("CC", "")
+    if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
+        missing = f"CC={named} is no program" if named else "no C compiler (gcc, clang)"
+        raise UserError(f"{field}: {missing}, without which no kernel of Triton runs; apt-get install gcc, or name one in CC")
+    own = sysconfig.get_path("include")
+    folders = [own, *(folder for name in SEARCHED for folder in os.environ.get(name, "").split(os.pathsep) if folder)]
+    if not any((Path(folder) / "Python.h").is_file() for folder in folders):
+        version = sysconfig.get_python_version()
+        raise UserError(
+            f"{field}: no Python.h in {own}, without which no kernel of Triton runs; apt-get install python{version}-dev, "
+            "or a Python that brings its headers"
+        )
