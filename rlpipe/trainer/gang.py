@@ -114,6 +114,12 @@ class Gang:
         dist.all_reduce(values)
         return values
 
+    def join(self, values: torch.Tensor) -> torch.Tensor:
+        """A float32 host tensor of which one rank has each number, and the others 0: whole, on all ranks. As a sum of one number it is exact."""
+        assert values.dtype == torch.float32 and values.device.type == "cpu", f"{values.dtype} on {values.device}"
+        dist.all_reduce(values)
+        return values
+
     def fingerprint(self) -> dict[str, str]:
         """What the bits of a result depend on, beside the code: equal on one kind of machine with equal libraries."""
         if self.device.type == "cpu":

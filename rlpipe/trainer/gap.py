@@ -20,12 +20,12 @@ from rlpipe.types import FileRecord
 
 
 def of_whole_batch(gang: Gang, num_tokens: int, parts: Iterable[tuple[Microbatch, Tensor]]) -> Tensor:
-    """Values_BT of every microbatch of every rank as [N], float64 on the host: each team of ranks fills in its own, the sum is exact."""
-    values_N = torch.zeros(num_tokens, dtype=torch.float64)
+    """Values_BT of every microbatch of every rank as [N], float32 on the host, on all ranks: each team of ranks fills in its own."""
+    values_N = torch.zeros(num_tokens)
     for microbatch, values_BT in parts:
         scored_N = microbatch.mask_BT.flatten()[microbatch.slot_N]  # none in a microbatch of padding
-        values_N[microbatch.place_N[scored_N].cpu()] = values_BT.flatten()[microbatch.slot_N][scored_N].double().cpu()
-    return gang.sum(gang.once(values_N))
+        values_N[microbatch.place_N[scored_N].cpu()] = values_BT.flatten()[microbatch.slot_N][scored_N].cpu()
+    return gang.join(gang.once(values_N))
 
 
 class Gaps:

@@ -214,7 +214,7 @@ def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimato
         return kl(proximal_BT, reference_BT, estimator=estimator)
 
     parts = ((microbatch, of(microbatch)) for batch in batches for microbatch in batch.microbatches)
-    return of_whole_batch(gang, int(rollouts.lengths_B.sum()), parts).numpy()
+    return of_whole_batch(gang, int(rollouts.lengths_B.sum()), parts).double().numpy()
 
 
 def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) -> LossPart:
