@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/trainer.py [--pairs 5] [--threads 1 2] [--steps 4]
     .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b [--pairs 5]          one GPU: tokens/s, MFU and peak memory of a shape
+    .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b --offload optimizer  the same with AdamW's moments on the host
 
 512 rollouts of the preset `tiny`'s shape. Both compute proximal logprobs of every step, then forward, backward, gradient norm and AdamW per step, with
 the clipped loss over all tokens, the entropy and deterministic kernels, in float32. The plain loop pads its batch to the longest sequence and
@@ -182,7 +183,7 @@ def measure_rows(trainer: Trainer, turns: int, prompt: int, completion: int) -> 
     return Figures(per_s, best.get("train/mfu"), best["train/peak_memory_gib"], trained[0]["train_s"])
 
 
-def measure_shape(name: str, turns: int, folder: Path) -> None:
+def measure_shape(name: str, turns: int, offload: str, folder: Path) -> None:
     if not torch.cuda.is_available():
         print(
             "trainer: --shape needs a GPU that torch sees, and there is none; without --shape it runs on a CPU", file=sys.stderr
@@ -190,11 +191,11 @@ def measure_shape(name: str, turns: int, folder: Path) -> None:
         raise SystemExit(2)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     tokens_max = SHAPE_PROMPT + SHAPE_COMPLETION
-    of_gpu = {"gpu_ids": [0], "dtype": "bfloat16", "tokens_max": tokens_max, "activation_checkpointing": True}
+    of_gpu = {"gpu_ids": [0], "dtype": "bfloat16", "tokens_max": tokens_max, "activation_checkpointing": True, "offload": offload}
     trainer = Trainer(world.solo_gang(folder, **of_gpu))
     world.run(trainer, "load", world.load_new("0", model=SHAPES[name]))
     figures = measure_rows(trainer, turns, SHAPE_PROMPT, SHAPE_COMPLETION)
-    print(f"{name} on {torch.cuda.get_device_name(trainer.gang.device)}: {figures}")
+    print(f"{name}, offload {offload}, on {torch.cuda.get_device_name(trainer.gang.device)}: {figures}")
 
 
 if __name__ == "__main__":
@@ -203,11 +204,12 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--shape", choices=SHAPES, help="a model of this shape on a GPU instead")
+    parser.add_argument("--offload", choices=["none", "optimizer"], default="none", help="with --shape: trainer.offload")
     arguments = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.shape:
-            measure_shape(arguments.shape, arguments.pairs, Path(scratch))
+            measure_shape(arguments.shape, arguments.pairs, arguments.offload, Path(scratch))
             raise SystemExit
         for threads in arguments.threads:
             for mixed in (False, True):
