@@ -90,10 +90,13 @@ def test_a_base_model_learns_to_end_its_turns_and_a_killed_engine_loses_nothing(
 
 
 @pytest.mark.skipif(ENGINE_KIND == "local", reason="test_e2e_lora.py")
-def test_an_adapter_merged_on_the_node_is_served_and_proved(folder: Folder, base: Path) -> None:
-    """The first version is the base as it is, the next ones are reloaded; each is served once its probe holds."""
+def test_an_adapter_is_loaded_beside_its_base_and_proved(folder: Folder, base: Path) -> None:
+    """The first version is the base as it is, the next one an adapter beside it; each is served once its probe holds."""
     lora = ["model.adapter=lora", "model.adapter_rank=4", "sft.num_steps=0", "rl.num_iterations=2", "engines.count=1"]
     folder.complete("a", *SETS, *KINDS[ENGINE_KIND], f"model.path={base}", *lora, timeout_s=TIMEOUT_S)
     run = open_existing(folder.open_store(), "a")
     assert [record.metrics["train/mismatch_abs_mean"] < 1e-4 for record in run.iterations(2)] == [True, True]
     assert run.policy(2)[1].file("adapter_model.safetensors").bytes < 0.1 * run.policy(0)[1].file("model.safetensors").bytes
+    (log,) = folder.path.rglob("engine-0.log")
+    loaded = [line for line in log.read_text().splitlines() if "/load_lora_adapter" in line and "200" in line]
+    assert loaded and "/update_weights_from_disk" not in log.read_text() and "reload_weights" not in log.read_text(), loaded

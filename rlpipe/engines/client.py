@@ -15,7 +15,6 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import itemgetter
 from typing import Any, ClassVar
 
 import aiohttp
@@ -87,7 +86,7 @@ class Completion:
 
     def then(self, rest: Completion) -> Completion:
         """This one, and how it went on."""
-        runs = groupby(self.spans + rest.spans, key=itemgetter(0))
+        runs = groupby(self.spans + rest.spans, key=lambda span: span[0])
         spans = [(version, sum(count for _, count in run)) for version, run in runs]
         engine = rest.engine if rest.tokens else self.engine or rest.engine
         logprobs = self.rollout_logprobs + rest.rollout_logprobs
@@ -140,6 +139,7 @@ class EngineClient(ABC):
     api_key: str
     admin_api_key: str
     exact: bool = False
+    adapted: bool = False  # what is asked for is asked of the adapter that was loaded last
     health_path: ClassVar[str]  # answers 200 only when the scheduler works; may sample a token, so weights have to be loaded
     ready_path: ClassVar[str]  # answers 200 once a new engine may be asked for tokens; samples none, and takes no key
 
@@ -157,6 +157,10 @@ class EngineClient(ABC):
 
         An answer of 200 proves nothing: the caller reads the version back and scores a probe. After a fault: restart the engine.
         """
+
+    async def load_adapter(self, path: str, version: int) -> None:
+        """As `load`: puts an adapter in place of the one before, beside the weights that the engine was started on; an empty path: none."""
+        raise NotImplementedError(f"{self.name} loads no adapters: {path} is merged")
 
     @abstractmethod
     async def release(self) -> None:

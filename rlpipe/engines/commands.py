@@ -10,6 +10,7 @@ from pathlib import Path
 from rlpipe.config.colocation import GPU_GIB_SMALLEST, engine_fraction
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.engines.adapters import adapter_flags
 from rlpipe.engines.toolkit import toolkit_environment
 from rlpipe.engines.weights import Weights
 from rlpipe.processes.gpus import gpu_environment, gpu_gib
@@ -93,6 +94,8 @@ def environment_of(config: PipelineConfig, address: EngineAddress) -> dict[str, 
     if engines.kind == "vllm":
         variables |= {"VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
                       "VLLM_ENGINE_READY_TIMEOUT_S": VLLM_READY_S}  # fmt: skip
+        if config.model.adapter != "none":
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if not engines.gpu_ids:
             variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     share = len(engines.gpu_ids) // engines.count  # of the node's, each engine has an equal share
@@ -114,6 +117,7 @@ def argv_of(config: PipelineConfig, address: EngineAddress, weights: Weights) ->
         *parallel,
         *seats_flags(engines),
         *memory_flags(config),
+        *adapter_flags(config, weights.folder),
         *engines.flags,
     ]  # of a flag that is there twice, the last one counts
     return wrapped([python, *command(config, weights), *listen, "--dtype", config.model.dtype, *flags])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress
+from rlpipe.engines.weights import Weights
 from rlpipe.processes.launch import Service
 from rlpipe.types import EngineError
 
@@ -26,6 +27,7 @@ class Engine:
     # the weight version that it was proved to serve; None: it may not sample, and only a restart helps
     proved: int | None = None
     released: bool = False  # it has given its memory back, or has ended: nobody restarts it before it is woken
+    base: Path | None = None  # the weights that it was started on, beside which it may load adapters
     restarting_on: Path | None = None  # the weights that a restart under way reads
     unwell_since: float | None = None
     given_up: str = ""  # why it is not restarted any more
@@ -48,6 +50,22 @@ class Engine:
                 log.warning("%s could not give its memory back (%s): it is ended until it is to serve", self.client.name, error)
                 await asyncio.to_thread(self.service.stop)
             self.released, self.unwell_since = True, None
+
+    async def load(self, weights: Weights) -> None:
+        """Puts a policy in place of the one before; EngineError when only a restart can. The caller holds `control`."""
+        if weights.adapter is None:
+            await self.client.load(str(weights.folder), weights.version)
+        elif weights.folder == self.base:
+            await self.client.load_adapter(weights.adapter, weights.version)
+        else:
+            raise EngineError(f"{self.client.name} was started on {self.base}, and the adapter is of {weights.folder}")
+
+    async def started_on(self, weights: Weights) -> None:
+        """It was just started on a policy's folder: it is told the version, and loads the adapter."""
+        self.base, self.client.adapted = weights.folder, False
+        await self.client.adopt(weights.version)
+        if weights.adapter:
+            await self.client.load_adapter(weights.adapter, weights.version)
 
     async def wake(self) -> None:
         """Has its memory again, whatever the weights in it are worth. EngineError when it ended meanwhile. The caller holds `control`."""

@@ -15,12 +15,13 @@ from statistics import fmean
 import aiohttp
 
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.engines.adapters import loads_adapters
 from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
 from rlpipe.engines.engine import Engine
 from rlpipe.engines.protocols import client_of
 from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, reading_s, untied
-from rlpipe.models.whole import whole_policy
+from rlpipe.models.whole import base_and_adapter, whole_policy
 from rlpipe.processes.launch import READY_TIMEOUT_S, Service, answers, free_port
 from rlpipe.services.calls import new_session
 from rlpipe.store.artifacts import read_manifest
@@ -132,13 +133,16 @@ class EngineHost:
         if made not in (None, max(version, 0)):
             raise UserError(f"version={version}: {policy.folder} is weight version {made}")
         local = self.work_dir / "weights"
-        folder = materialised = whole_policy(
-            store, policy, local, local / BASES if self.config.model.adapter != "none" else None
-        )
+        bases = local / BASES if self.config.model.adapter != "none" else None
+        if bases is not None:
+            base, adapter = base_and_adapter(store, policy, local, bases)
+            if loads_adapters(self.config, base):
+                return Weights(base, version, probe, str(adapter or ""), adapter)
+        folder = materialised = whole_policy(store, policy, local, bases)
         assert (folder / "config.json").is_file(), f"{folder} is no policy"
         if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
             folder = untied(folder)
-        return Weights(folder, version, probe, materialised)
+        return Weights(folder, version, probe, materialised=materialised)
 
     async def _reload(self, weights: Weights) -> None:
         """The first engine that reloads is the canary. When none can, one is restarted: if that fails, the weights are at fault."""
@@ -172,7 +176,7 @@ class EngineHost:
             engine.proved = None
             try:
                 await engine.wake()
-                await engine.client.load(str(weights.folder), weights.version)
+                await engine.load(weights)
                 await self._prove(engine, weights)
             except EngineError as error:
                 log.warning("%s could not reload (%s): it is restarted", engine.client.name, error)
@@ -234,7 +238,7 @@ class EngineHost:
             await asyncio.to_thread(engine.service.wait_ready)
         except RuntimeError as error:
             raise EngineError(str(error)) from error
-        await engine.client.adopt(weights.version)
+        await engine.started_on(weights)
         await self._prove(engine, weights)
 
     async def _restart(self, engine: Engine) -> None:

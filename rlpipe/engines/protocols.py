@@ -1,18 +1,17 @@
-"""The HTTP protocols behind `EngineClient`: SGLang's, spoken by SGLang and by rlpipe's local engine, and vLLM's."""
+"""The HTTP protocol behind `EngineClient` that SGLang and rlpipe's local engine speak, and which client is whose."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import math
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from rlpipe.engines.adapters import ADAPTER
 from rlpipe.engines.client import (
     CONTROL_TIMEOUT_S,
     LOAD_TIMEOUT_S,
@@ -25,13 +24,12 @@ from rlpipe.engines.client import (
     RequestRefused,
     SampleRequest,
 )
+from rlpipe.engines.vllm import VllmClient, number_of
 from rlpipe.engines.weights import reading_s
 
 UPDATES_MAX = 3
 IDLE_S = 20  # a request that was aborted may take so long to end
 BATCH_MAX = 64  # requests of one call: an engine takes bodies of at most 64 MiB
-GENERATE = "/inference/v1/generate"
-VLLM_ID_PREFIX = "generate-tokens-"  # what vLLM puts before our request ids; an abort of an id without it does nothing
 
 
 def client_of(kind: str, name: str, url: str, session: aiohttp.ClientSession, keys: tuple[str, str]) -> EngineClient:
@@ -39,11 +37,6 @@ def client_of(kind: str, name: str, url: str, session: aiohttp.ClientSession, ke
     if kind == "vllm":
         return VllmClient(name, url, session, keys[0], keys[0])  # it has one key
     return SglangClient(name, url, session, *keys, exact=kind == "local")
-
-
-def _number(logprob: float | None) -> float:
-    """A NaN comes as null."""
-    return math.nan if logprob is None else logprob
 
 
 @dataclass(eq=False)
@@ -115,6 +108,7 @@ class SglangClient(EngineClient):
             "sampling_params": [{"sampling_seed": fields.pop("seed"), **fields} for fields in params],
             "return_logprob": True,
             "stream": True,
+            **self._adapted,
         }
 
     def _hear(self, event: Any, heard: Heard) -> Completion | None:
@@ -144,13 +138,14 @@ class SglangClient(EngineClient):
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": len(tokens) - num_scored - 1,
+            **self._adapted,
         }
         answer = json.loads(await self.call("POST", "/generate", self.api_key, body, SCORE_TIMEOUT_S))
         scored = answer["meta_info"]["input_token_logprobs"][-num_scored:]
         # the token ids beside them are no proof: SGLang reports the last token of the vocabulary as 0
         if len(scored) != num_scored:
             raise EngineUnavailable(f"{self.url} scored {len(scored)} of {num_scored} tokens")
-        return [_number(triple[0]) for triple in scored]
+        return [number_of(triple[0]) for triple in scored]
 
     async def load(self, model_path: str, version: int) -> None:
         body = {"model_path": model_path, "weight_version": str(version), "flush_cache": True}
@@ -171,6 +166,27 @@ class SglangClient(EngineClient):
         finally:
             await self.control("/continue_generation", {})
 
+    @property
+    def _adapted(self) -> dict[str, object]:
+        """What a request asks for beside the weights that the engine was started on."""
+        return {"lora_path": ADAPTER} if self.adapted else {}
+
+    async def load_adapter(self, path: str, version: int) -> None:
+        await self.read("/server_info", CONTROL_TIMEOUT_S)
+        # what runs keeps the adapter that it began with, and SGLang takes none away that something runs with
+        await self.control("/pause_generation", {"mode": "abort"}, IDLE_S)
+        try:
+            if self.adapted:
+                await self.control("/unload_lora_adapter", {"lora_name": ADAPTER}, IDLE_S)
+            self.adapted = bool(path)
+            if path:
+                body = {"lora_name": ADAPTER, "lora_path": path}
+                await self.control("/load_lora_adapter", body, LOAD_TIMEOUT_S + reading_s(Path(path)))
+            await self.control("/flush_cache")
+            await self.control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        finally:
+            await self.control("/continue_generation", {})
+
     async def release(self) -> None:
         # with a request left in it SGLang dies of a release: a flush is refused until there is none
         await self.control("/abort_request", {"abort_all": True})
@@ -185,88 +201,3 @@ class SglangClient(EngineClient):
 
     async def abort(self, request_ids: list[str]) -> None:
         await asyncio.gather(*(self.control("/abort_request", {"rid": request_id}) for request_id in request_ids))
-
-
-class VllmClient(EngineClient):
-    """vLLM 0.32, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1. It has no call for several prompts. Seeds are honoured.
-
-    Its one key guards only /inference and /v1: the control calls answer anyone who reaches the port. A tied model reloads without an
-    error and with a stale lm_head: give `load` what `rlpipe.engines.weights.untied` makes.
-    """
-
-    health_path = "/weight_info"  # /health says 200 while the scheduler hangs; this has to go through it
-    ready_path = "/health"
-
-    async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
-        fields, tokens_max = {**vars(request.params)}, request.params.max_new_tokens
-        params = {"max_tokens": fields.pop("max_new_tokens"), **fields, "logprobs": 0}
-        body = {**_body(request.request_id, request.tokens, params), "stream": True}
-        choice: Any = {}
-        async with contextlib.aclosing(self.events(GENERATE, body)) as parts:
-            async for events in parts:
-                for event in events:
-                    choice = event["choices"][0]
-                    tokens, scored = choice["token_ids"] or [], (choice["logprobs"] or {"content": []})["content"]
-                    assert [entry["token_id"] for entry in scored] == tokens, f"{self.url}: logprobs and tokens differ"
-                    heard.add(tokens, [entry["logprob"] for entry in scored])
-        num_tokens, reason = len(heard.tokens), choice.get("finish_reason")
-        if reason is None:
-            raise EngineUnavailable(f"{self.url} ended its answer too early")
-        assert reason in ("stop", "length", "abort"), f"{self.url}: finish reason {reason}"
-        if reason == "length" and num_tokens < tokens_max:
-            raise RequestRefused(
-                f"{self.url} cut max_new_tokens={tokens_max} to {num_tokens} after {len(request.tokens)} tokens: "
-                "together they are more than the engine's --max-model-len"
-            )
-        spans = [(self._version(span["version"]), span["end"] - span["start"]) for span in choice["weight_versions"] or []]
-        assert sum(count for _, count in spans) == num_tokens, f"spans {spans} of {num_tokens} tokens"
-        return heard.completion(reason, spans, self.name)
-
-    async def score(self, tokens: list[int], num_scored: int) -> list[float]:
-        # one token has to be sampled; prompt_logprobs are never taken from the prefix cache
-        body = _body(f"score-{uuid.uuid4().hex}", tokens, {"max_tokens": 1, "prompt_logprobs": 0})
-        answer = json.loads(await self.call("POST", GENERATE, self.api_key, body, SCORE_TIMEOUT_S))
-        entries = answer["prompt_logprobs"][-num_scored:]
-        return [_number(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens[-num_scored:], strict=True)]
-
-    async def load(self, model_path: str, version: int) -> None:
-        try:
-            await self.control("/pause?mode=keep")
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": model_path}}
-            await self.control("/collective_rpc", reload, LOAD_TIMEOUT_S + reading_s(Path(model_path)))
-            await self.adopt(version)
-            # what is in flight goes on, its tokens so far computed again with the new weights
-            if not json.loads(await self.control("/reset_prefix_cache?reset_running_requests=true"))["success"]:
-                raise EngineUnavailable(f"{self.url} keeps a cache of the old weights after a reload to {version}")
-        finally:
-            try:
-                await self.control("/resume")
-            except EngineUnavailable:  # vLLM closes the connection after a 500, and this call may have been given that one
-                await self.control("/resume")
-
-    async def release(self) -> None:
-        # level 1 would keep a copy of the weights on the host, and others come before anything is sampled
-        await self.control("/sleep?level=2&mode=abort", timeout_s=MEMORY_TIMEOUT_S)
-
-    async def resume(self) -> None:
-        await self.control("/wake_up", timeout_s=MEMORY_TIMEOUT_S)
-
-    async def adopt(self, version: int) -> None:
-        await self.control("/update_weight_version", {"new_version": str(version)})
-
-    async def weight_version(self) -> int:
-        return self._version(json.loads(await self.read("/weight_info"))["weight_version"])
-
-    async def abort(self, request_ids: list[str]) -> None:
-        ids = [VLLM_ID_PREFIX + request_id for request_id in request_ids]
-        await self.control("/inference/v1/abort_requests", {"request_ids": ids})
-
-    def _version(self, label: str) -> int:
-        if not label.isdecimal():
-            raise EngineUnavailable(f"{self.url} reports weight version {label!r}: nobody told it, it was started just now")
-        return int(label)
-
-
-def _body(request_id: str, tokens: list[int], params: dict[str, Any]) -> dict[str, object]:
-    """What vLLM's /inference/v1/generate takes."""
-    return {"request_id": request_id, "token_ids": tokens, "sampling_params": {**params, "detokenize": False}}

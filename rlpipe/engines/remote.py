@@ -181,7 +181,7 @@ class HostService:
         if not re.fullmatch(r"-?\d{1,9}", version):
             raise UserError(f"/status?version={version:.20}: a weight version is a number")
         clients = await self.host.clients(int(version))
-        engines = [{"name": client.name, "url": client.url} for client in clients]
+        engines = [{"name": client.name, "url": client.url, "adapted": client.adapted} for client in clients]
         return web.json_response({"engines": engines, "progress": self.host.progress + self._waited})
 
     async def file(self, request: web.Request) -> web.StreamResponse:
@@ -222,7 +222,10 @@ class RemoteHost:
         answer = await self._call("GET", f"/status?version={version}", None, ANSWER_TIMEOUT_S)
         self.progress = answer.get("progress", 0)
         kind, keys = self.peer.record.engine, engine_keys(self.peer.key)
-        return [client_of(kind, engine["name"], engine["url"], self.session, keys) for engine in answer["engines"]]
+        clients = [client_of(kind, engine["name"], engine["url"], self.session, keys) for engine in answer["engines"]]
+        for client, engine in zip(clients, answer["engines"], strict=True):
+            client.adapted = engine["adapted"]
+        return clients
 
     async def close(self) -> None: ...
 

@@ -36,11 +36,15 @@ class Probe:
 
 @dataclass(frozen=True)
 class Weights:
-    """A policy that an engine can load: a local folder in HF format, its weight version, and how to prove that it is served."""
+    """A policy that an engine can load: a local folder in HF format, its weight version, and how to prove that it is served.
+
+    `adapter`: where engines load adapters, the folder of the one beside `folder`, empty for none; None where `folder` is the whole policy.
+    """
 
     folder: Path
     version: int
     probe: Probe
+    adapter: str | None = None
     materialised: Path | None = None  # the folder that `folder` was exported from, the next version's base
 
 

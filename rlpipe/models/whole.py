@@ -21,6 +21,13 @@ def base_of(store: Store, ref: ArtifactRef) -> ArtifactRef | None:
     return parse_document(store.address(f"{ref.folder}/{records[0].name}"), data, AdapterBase).policy
 
 
+def base_and_adapter(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Path) -> tuple[Path, Path | None]:
+    """The local folders of a policy's base, below `bases_dir`, and of the adapter; of a whole policy itself, and None."""
+    base = base_of(store, ref)
+    whole = materialise(store, base or ref, bases_dir)
+    return whole, materialise(store, ref, local_dir) if base else None
+
+
 def whole_policy(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Path | None = None) -> Path:
     """A policy as a whole model in HF format in a local folder below `local_dir`: its files, or an adapter merged into its base.
 
