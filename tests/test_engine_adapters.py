@@ -18,9 +18,12 @@ from rlpipe.engines.client import EngineClient, Heard, RequestRefused, SampleReq
 from rlpipe.engines.commands import EngineAddress
 from rlpipe.engines.engine import Engine
 from rlpipe.engines.protocols import client_of
+from rlpipe.engines.remote import RemoteHost
 from rlpipe.engines.weights import Probe, Weights
 from rlpipe.processes.launch import free_port
 from rlpipe.services.calls import new_session
+from rlpipe.services.finder import Peer
+from rlpipe.services.registration import ServiceRecord
 from rlpipe.types import EngineError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -176,3 +179,16 @@ async def test_what_an_engine_is_told_of_each_policy(tmp_path: Path) -> None:
     assert told == [
         ("adopt", 0), ("adapter", "a1", 1), ("adapter", "", 0), ("adopt", 2), ("adapter", "a2", 2), ("load", str(one), 3),
     ]  # fmt: skip
+
+
+async def test_the_engines_of_another_node_are_asked_for_the_adapter_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = RemoteHost(Peer(ServiceRecord("far", "http://far", "vllm"), "key"), SimpleNamespace())  # type: ignore[arg-type]
+
+    async def told(*_: object) -> dict[str, object]:
+        engines = [
+            {"name": f"far-{index}", "url": "http://far", "adapted": adapted} for index, adapted in enumerate((True, False))
+        ]
+        return {"engines": engines, "progress": 0}
+
+    monkeypatch.setattr(host, "_call", told)
+    assert [client.adapted for client in await host.clients(3)] == [True, False]
