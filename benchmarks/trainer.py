@@ -191,7 +191,13 @@ def measure_shape(name: str, turns: int, offload: str, folder: Path) -> None:
         raise SystemExit(2)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     tokens_max = SHAPE_PROMPT + SHAPE_COMPLETION
-    of_gpu = {"gpu_ids": [0], "dtype": "bfloat16", "tokens_max": tokens_max, "activation_checkpointing": True, "offload": offload}
+    of_gpu = {
+        "gpu_ids": [0],
+        "dtype": "bfloat16",
+        "tokens_max": tokens_max,
+        "activation_checkpointing": True,
+        "offload": offload,
+    }
     trainer = Trainer(world.solo_gang(folder, **of_gpu))
     world.run(trainer, "load", world.load_new("0", model=SHAPES[name]))
     figures = measure_rows(trainer, turns, SHAPE_PROMPT, SHAPE_COMPLETION)
