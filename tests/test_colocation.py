@@ -291,7 +291,8 @@ async def test_the_time_to_load_follows_the_bytes(kind: str, tmp_path: Path, mon
         with (tmp_path / f"{name}.safetensors").open("wb") as file:
             file.truncate(int(num_bytes))  # takes nothing of the disk
     assert reading_s(tmp_path) == 2350
-    monkeypatch.setattr("rlpipe.engines.protocols.LOAD_TIMEOUT_S", 0.2)
+    for module in ("protocols", "vllm"):
+        monkeypatch.setattr(f"rlpipe.engines.{module}.LOAD_TIMEOUT_S", 0.2)
     async with played_server({}, answer_s=1.0) as (url, _), new_session() as session:
         client = client_of(kind, "engine-0", url, session, ("api", "admin"))
         await client.load(str(tmp_path), 3)

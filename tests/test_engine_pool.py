@@ -11,16 +11,18 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import pytest_asyncio
 
 from rlpipe.engines.client import Completion, EngineUnavailable
+from rlpipe.engines.proof import TOLERANCE
 from rlpipe.engines.weights import check_compatible, reading_s
 from rlpipe.models.folder import tensor_shapes
 from rlpipe.processes.launch import READY_TIMEOUT_S
 from rlpipe.types import EngineError, StoreError
-from tests.engine_fixtures import ENGINE_KIND, tiny_model
+from tests.engine_fixtures import ENGINE_KIND, reference_logprobs, tiny_model
 from tests.engine_world import GROUP_SIZE, GROUPS, SEEDED, World, probe, requests, tokens, unavailable, versions, world
 
 # processes that import torch, restarted on purpose
@@ -158,6 +160,57 @@ async def test_a_reload_that_did_nothing_but_says_it_did_is_caught_by_the_probe(
     assert versions(await two.pool.generate(requests())) == {two.version}
     await two.until_back()
     assert two.restarts() == [restarts[0] + 1, restarts[1]]
+
+
+@pytest.mark.parametrize("by", ["checksum", "answer"])
+async def test_an_engine_that_kept_its_weights_is_caught_however_small_the_step(
+    two: World, by: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The old answer is within the tolerance of the new one: as it is in bfloat16 after any step."""
+
+    def step(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(folder / "model.safetensors")
+        save_file(
+            tensors | {"model.norm.weight": tensors["model.norm.weight"] * (1 + 2e-6)},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
+
+    if two.serving != 0:
+        await two.serve(0)
+    policy = two.policy(0, f"a-step-{by}", step)
+    trained = Path(two.store.url.removeprefix("file://")).parent / f"source-a-step-{by}"
+    old, new = (
+        probe(0),
+        replace(probe(0), logprobs=reference_logprobs(trained, probe(0).tokens[:1], probe(0).tokens[1:]).tolist()),
+    )
+    assert 0 < fmean(abs(one - other) for one, other in zip(old.logprobs, new.logprobs, strict=True)) < TOLERANCE["float32"] / 2
+    client, restarts = two.engine(0).client, two.restarts()
+    load, kept = client.load, str(tiny_model(0))
+
+    async def nothing(model_path: str, version: int) -> None:
+        await load(kept, version)
+
+    async def none() -> str:
+        return ""
+
+    monkeypatch.setattr(client, "load", nothing)
+    if by == "answer" or ENGINE_KIND == "vllm":
+        monkeypatch.setattr(client, "checksum", none)
+    await two.pool.serve(policy, two.version + 1, new)
+    two.version += 1
+    await two.until_back()
+    assert two.restarts() == [restarts[0] + 1, restarts[1]]
+    why = "did not load" if by == "checksum" and ENGINE_KIND != "vllm" else "it has the old weights"
+    assert sum(why in message for message in caplog.messages) == 1, caplog.messages
+    monkeypatch.undo()
+    # the same bytes again: nothing can differ, and nothing is wrong
+    await two.pool.serve(policy, two.version + 1, new)
+    two.version += 1
+    assert two.restarts() == [restarts[0] + 1, restarts[1]] and len(await two.host.clients(two.version)) == 2
+    await two.serve(1)
 
 
 async def test_a_failed_reload_quarantines_one_engine_while_the_other_samples(

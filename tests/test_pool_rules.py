@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlpipe.engines.asking import cut_short
 from rlpipe.engines.client import (
     NOTHING_YET,
     Completion,
@@ -18,7 +19,6 @@ from rlpipe.engines.client import (
     RequestRefused,
     SampleRequest,
     Sampling,
-    cut_short,
     logprobs_of,
     tokens_of,
 )
@@ -292,3 +292,78 @@ async def test_without_engines_a_fault_of_the_search_ends_the_wait() -> None:
     async with asyncio.timeout(30):
         with pytest.raises(EngineError, match="no host answered"):
             await pending
+
+
+class Repeating(Played):
+    """Computes a prompt for each request that comes before one with the same prompt has a token. `begun`: prompts, in the order in which they came."""
+
+    def __init__(self, name: str, repeats: bool = True) -> None:
+        super().__init__(name)
+        self.exact = False
+        self.repeats = repeats
+        self.begun: list[int] = []
+        self.computed: set[int] = set()
+        self.repeated = 0
+        self.failing = 0  # so many requests are lost before they have a token
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    @property
+    def repeats_prompts(self) -> bool:
+        return self.repeats
+
+    async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
+        prompt = request.tokens[0]
+        self.begun.append(prompt)
+        self.repeated += self.begun.count(prompt) > 1 and prompt not in self.computed
+        await asyncio.sleep(0.01)
+        if self.failing:
+            self.failing -= 1
+            raise EngineUnavailable(f"{self.name} lost it")
+        self.computed.add(prompt)
+        heard.add([7], [-0.5])
+        await self.go_on.wait()
+        heard.add([8], [-0.5])
+        return heard.completion("length", [(1, 2)], self.name)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.go_on.set()
+
+
+def of_tokens(prompt_tokens: int, count: int = 6, size: int = 4) -> list[GroupRequest]:
+    params, prior = [Sampling(2)] * size, [NOTHING_YET] * size
+    return [GroupRequest(f"p/{index}", [index] * prompt_tokens, params, prior) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("repeats", "prompt_tokens", "waits"), [(True, 512, True), (True, 511, False), (False, 6000, False)]
+)  # a short prompt is computed sooner than it is waited for; other engines compute a long one once as it is
+async def test_the_first_request_of_a_group_computes_its_long_prompt(repeats: bool, prompt_tokens: int, waits: bool) -> None:
+    engines = [Repeating("a", repeats), Repeating("b", repeats)]
+    pool = await pool_of(PlayedHost([*engines]), in_flight_max=6)  # more than a group: some are split over both engines
+    done = await pool.generate(of_tokens(prompt_tokens))
+    assert [[completion.tokens.tolist() for completion in group] for group in done] == [[[7, 8]] * 4] * 6
+    assert sum(len(engine.begun) for engine in engines) == 24
+    assert (sum(engine.repeated for engine in engines) == 0) is waits
+
+
+async def test_a_first_request_that_is_lost_keeps_nobody_waiting() -> None:
+    engines = [Repeating("a"), Repeating("b")]
+    engines[0].failing = 3
+    pool = await pool_of(PlayedHost([*engines]), in_flight_max=6)
+    done = await pool.generate(of_tokens(600))
+    assert all(completion.tokens.tolist() == [7, 8] for group in done for completion in group)
+
+
+async def test_those_that_wait_for_a_first_request_end_when_there_is_enough() -> None:
+    engine, enough = Repeating("a"), asyncio.Event()
+    engine.go_on.clear()
+    pool = await pool_of(PlayedHost([engine]), in_flight_max=6)
+    pending = asyncio.create_task(pool.generate(of_tokens(600), enough=enough))
+    while not engine.begun:
+        await asyncio.sleep(0)
+    enough.set()  # the first request has no token yet, the others of its group wait for one
+    done = await asyncio.wait_for(pending, 10)
+    assert [len(group) for group in done] == [4] * 6
+    assert len(engine.begun) <= 2, "nothing was begun after there was enough"
+    assert not any(load.in_flight for load in pool._loads.values())

@@ -6,10 +6,7 @@ Tokens go in and tokens come out; nothing is decoded here.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -30,8 +27,6 @@ SCORE_TIMEOUT_S = 120.0  # the first request of a new engine may wait for a comp
 CONTROL_TIMEOUT_S = 10.0  # everything else is answered in milliseconds, or the engine hangs
 INFO_TIMEOUT_S = 5.0
 MESSAGE_CHARS_MAX = 1000
-ABORT_ANSWER_S = 5.0  # for what a request that is given up has
-ABORT_AGAIN_S = 0.2  # a request may reach the engine after the abort: it is repeated until it has answered
 
 
 class EngineUnavailable(EngineError):
@@ -143,6 +138,11 @@ class EngineClient(ABC):
     health_path: ClassVar[str]  # answers 200 only when the scheduler works; may sample a token, so weights have to be loaded
     ready_path: ClassVar[str]  # answers 200 once a new engine may be asked for tokens; samples none, and takes no key
 
+    @property
+    def repeats_prompts(self) -> bool:
+        """Whether it computes a prompt that comes several times at once for each of them, and only one that it has computed before once."""
+        return False
+
     @abstractmethod
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
         """The completion of a request; its tokens are in `heard` as they come. How long to wait for the next is the caller's to say."""
@@ -176,6 +176,10 @@ class EngineClient(ABC):
     @abstractmethod
     async def weight_version(self) -> int:
         """The version that the engine says it serves."""
+
+    async def checksum(self) -> str:
+        """Of the weights in its memory, another one for others; empty where it has none."""
+        return ""
 
     @abstractmethod
     async def abort(self, request_ids: list[str]) -> None:
@@ -226,75 +230,3 @@ class EngineClient(ABC):
     def _fault(self, path: str, status: int, answer: str) -> EngineError:
         message = f"{self.url}{path} answered {status}: {answer[:MESSAGE_CHARS_MAX]}"
         return EngineUnavailable(message) if status >= 500 else RequestRefused(message)
-
-
-@dataclass
-class EngineLoad:
-    """What the pool remembers of one engine."""
-
-    in_flight: int = 0
-    faults: int = 0  # in a row
-    rest_until: float = 0.0
-    heard_at: float = 0.0  # when a token came last, of any request; where none was in flight, when the first was sent
-
-
-async def ask(
-    client: EngineClient,
-    request: SampleRequest,
-    version: int,
-    load: EngineLoad,
-    progress_timeout_s: float,
-    enough: asyncio.Event,
-) -> tuple[Completion, EngineUnavailable | None]:
-    """What one engine sampled: all, what there was when there was enough, or what there is of it and the fault that ended it.
-
-    The fault may be that the engine had no token for `progress_timeout_s`, of no request of ours: one that waits is no fault.
-    """
-
-    def on_tokens() -> None:
-        load.heard_at = time.monotonic()
-
-    heard, fault = Heard(on_tokens), None
-    asking = asyncio.create_task(client.sample(request, heard))
-    cutting = asyncio.create_task(cut_short(client, request.request_id, enough))
-    try:
-        while not asking.done() and (left := load.heard_at + progress_timeout_s - time.monotonic()) > 0:
-            await asyncio.wait({asking}, timeout=left)
-        if not asking.done():
-            fault = EngineUnavailable(f"{client.name} had no token for {progress_timeout_s:g} s")
-            with contextlib.suppress(EngineError):
-                await client.abort([request.request_id])
-            await asyncio.wait({asking}, timeout=ABORT_ANSWER_S)
-        if asking.done():
-            completion = await asking
-            if labels := {label for label, _ in completion.spans} - {version}:
-                heard = Heard()  # tokens of other weights than it was proved to serve
-                fault = EngineUnavailable(f"{client.name} sampled with weight versions {sorted(labels)}, expected {version}")
-            elif completion.finished or enough.is_set():
-                return completion, None
-            fault = fault or EngineUnavailable(f"{client.name} aborted a request that nobody asked it to abort")
-    except EngineUnavailable as error:
-        fault = error
-    finally:
-        cutting.cancel()
-        asking.cancel()
-    assert fault is not None
-    if client.exact or not heard.tokens:
-        return NOTHING_YET, fault
-    # it was proved to serve this version before it was asked
-    spans = [(version, len(heard.tokens))]
-    return heard.completion("abort", spans, client.name), fault
-
-
-async def cut_short(client: EngineClient, request_id: str, enough: asyncio.Event) -> None:
-    """Ends a request once there is enough, until this is cancelled."""
-    await enough.wait()
-    while True:
-        try:
-            await client.abort([request_id])
-        except RequestRefused as error:
-            log.warning("%s: %s; what it runs for nothing goes on to its end", client.url, error)
-            return
-        except EngineError:  # then the request fails as well, or runs to its end
-            pass
-        await asyncio.sleep(ABORT_AGAIN_S)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress
+from rlpipe.engines.proof import ProbeAnswer
 from rlpipe.engines.weights import Weights
 from rlpipe.processes.launch import Service
 from rlpipe.types import EngineError
@@ -26,6 +27,7 @@ class Engine:
     control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time; no repair during a reload
     # the weight version that it was proved to serve; None: it may not sample, and only a restart helps
     proved: int | None = None
+    answered: ProbeAnswer | None = None  # when it was proved last; None since a start, and while it has no weights
     released: bool = False  # it has given its memory back, or has ended: nobody restarts it before it is woken
     base: Path | None = None  # the weights that it was started on, beside which it may load adapters
     restarting_on: Path | None = None  # the weights that a restart under way reads
@@ -43,7 +45,7 @@ class Engine:
         async with self.control:
             if self.released:
                 return
-            self.proved = None
+            self.proved = self.answered = None
             try:
                 await self.client.release()
             except EngineError as error:

@@ -10,7 +10,6 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 
 import aiohttp
 
@@ -19,8 +18,9 @@ from rlpipe.engines.adapters import loads_adapters
 from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
 from rlpipe.engines.engine import Engine
+from rlpipe.engines.proof import prove
 from rlpipe.engines.protocols import client_of
-from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, reading_s, untied
+from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, reading_s, same_weights, untied
 from rlpipe.models.whole import base_and_adapter, whole_policy
 from rlpipe.processes.launch import READY_TIMEOUT_S, Service, answers, free_port
 from rlpipe.services.calls import new_session
@@ -35,8 +35,6 @@ WATCH_S = 0.5
 HEALTH_S = 5.0
 BASES = "bases"  # the folder of what adapters are merged into, beside what they are merged to
 RESTARTS_MAX = 5  # of an engine within one start of a run
-# mean |engine - trainer| of the probe's logprobs. A wrong model is off by 1 or more; two right ones by rounding
-PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
 
 
 @dataclass(eq=False, repr=False)
@@ -142,7 +140,9 @@ class EngineHost:
         assert (folder / "config.json").is_file(), f"{folder} is no policy"
         if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
             folder = untied(folder)
-        return Weights(folder, version, probe, materialised=materialised)
+        before = self.weights
+        differs = before.version if before is not None and not same_weights(before.folder, folder) else None
+        return Weights(folder, version, probe, materialised=materialised, differs_from=differs)
 
     async def _reload(self, weights: Weights) -> None:
         """The first engine that reloads is the canary. When none can, one is restarted: if that fails, the weights are at fault."""
@@ -184,20 +184,8 @@ class EngineHost:
             return True
 
     async def _prove(self, engine: Engine, weights: Weights) -> None:
-        """A version label proves nothing: the engine's logprobs of a fixed text must be the trainer's. EngineError otherwise."""
-        if (reported := await engine.client.weight_version()) != weights.version:
-            raise EngineError(f"{engine.client.name} reports weight version {reported}, not {weights.version}")
-        scored = await engine.client.score(weights.probe.tokens, len(weights.probe.logprobs))
-        pairs = zip(scored, weights.probe.logprobs, strict=True)
-        mean, tolerance = (
-            fmean(abs(logprob - expected) for logprob, expected in pairs),
-            PROBE_TOLERANCE[self.config.model.dtype],
-        )
-        if not mean <= tolerance:  # a NaN is not
-            raise EngineError(
-                f"{engine.client.name} says that it serves weight version {weights.version}, but its logprobs of the probe are "
-                f"{mean:.3g} away from the trainer's (at most {tolerance:g})"
-            )
+        """EngineError where it does not serve them."""
+        engine.answered = await prove(engine.client, weights, self.config.model, engine.answered)
         engine.proved, engine.unwell_since = weights.version, None
 
     # processes
@@ -238,6 +226,7 @@ class EngineHost:
             await asyncio.to_thread(engine.service.wait_ready)
         except RuntimeError as error:
             raise EngineError(str(error)) from error
+        engine.answered = None  # a new process
         await engine.started_on(weights)
         await self._prove(engine, weights)
 

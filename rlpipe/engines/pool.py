@@ -12,9 +12,10 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from rlpipe.engines.client import Completion, EngineClient, EngineLoad, EngineUnavailable, SampleRequest, Sampling, ask
+from rlpipe.engines.asking import EngineLoad, ask
+from rlpipe.engines.client import NOTHING_YET, Completion, EngineClient, EngineUnavailable, SampleRequest, Sampling
 from rlpipe.engines.fleet import FindHosts, Fleet
 from rlpipe.engines.weights import Probe
 from rlpipe.store.nearby import Nearby
@@ -23,6 +24,7 @@ from rlpipe.types import ArtifactRef, EngineError, rollout_seed
 log = logging.getLogger(__name__)
 FAULTS_MAX = 10  # of a rollout, without a token between them
 REST_FIRST_S, REST_MAX_S = 0.2, 30.0  # an engine that failed gets nothing for so long, doubled with each fault in a row
+LONG_PROMPT = 512  # tokens, of which an engine that repeats prompts gets one at first: its computation takes longer than a way there and back
 LOOK_AGAIN_S = 0.5  # how often hosts are asked which engines may sample
 
 
@@ -52,9 +54,12 @@ OnRollout = Callable[[int, int, Completion], Awaitable[NextTurn | None]]
 
 @dataclass
 class Anchor:
-    """Where a rollout's prefix is computed: its group's in the first turn, its own later."""
+    """Where a rollout's prefix is computed: its group's in the first turn, its own later. `computed`: by engine, set once the first request that
+    it got has a token or has ended; the others there wait for it, each in its seat, where the engine would compute the prefix for each."""
 
     engine: str = ""
+    num_tokens: int = 0  # of a prefix that several rollouts share
+    computed: dict[str, asyncio.Event] = field(default_factory=dict)
 
 
 class EnginePool:
@@ -108,7 +113,7 @@ class EnginePool:
                 watchers = [tasks.create_task(self._keep_looking_up(enough)), tasks.create_task(self.fleet.keep_taking_in())]
                 whole = []
                 for number, group in enumerate(groups):
-                    home = Anchor(group.home)
+                    home = Anchor(group.home, len(group.prompt_tokens))
                     rollouts = [
                         tasks.create_task(self._rollout(group, (number, index), home, on_rollout, enough))
                         for index in range(len(group.params))
@@ -164,7 +169,7 @@ class EnginePool:
                 break
             try:
                 request = _request(group, params, prior, completion)
-                sampled, fault = await self._ask(client, request, enough)
+                sampled, fault = await self._ask_in_order(client, request, home, enough)
             finally:
                 self._loads[client.name].in_flight -= 1
                 async with self._changed:
@@ -182,13 +187,29 @@ class EnginePool:
                     )
         return completion
 
+    async def _ask_in_order(
+        self, client: EngineClient, request: SampleRequest, home: Anchor, enough: asyncio.Event
+    ) -> tuple[Completion, EngineUnavailable | None]:
+        """What one engine sampled, behind the first request with this prefix where that spares it the prefix."""
+        computed = home.computed.get(client.name)
+        if computed is None:
+            computed = home.computed[client.name] = asyncio.Event()
+        elif client.repeats_prompts and home.num_tokens >= LONG_PROMPT:
+            await computed.wait()  # when there is enough, the first one ends too
+            if enough.is_set():
+                return NOTHING_YET, None
+        try:
+            return await self._ask(client, request, enough, computed)
+        finally:
+            computed.set()
+
     async def _ask(
-        self, client: EngineClient, request: SampleRequest, enough: asyncio.Event
+        self, client: EngineClient, request: SampleRequest, enough: asyncio.Event, computed: asyncio.Event
     ) -> tuple[Completion, EngineUnavailable | None]:
         """What one engine sampled, and the fault that ended it early; an engine that failed gets nothing more for a while."""
         assert self.version is not None
         load = self._loads[client.name]
-        sampled, fault = await ask(client, request, self.version, load, self.progress_timeout_s, enough)
+        sampled, fault = await ask(client, request, self.version, load, self.progress_timeout_s, enough, computed)
         if fault is None:
             load.faults = 0
         elif time.monotonic() >= load.rest_until:  # all that were in flight fail together: that is one fault

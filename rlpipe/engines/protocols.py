@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rlpipe.engines.client import (
 from rlpipe.engines.vllm import VllmClient, number_of
 from rlpipe.engines.weights import reading_s
 
+log = logging.getLogger(__name__)
 UPDATES_MAX = 3
 IDLE_S = 20  # a request that was aborted may take so long to end
 BATCH_MAX = 64  # requests of one call: an engine takes bodies of at most 64 MiB
@@ -59,6 +61,10 @@ class SglangClient(EngineClient):
     health_path = "/health"
     ready_path = "/ready"
     _gathered: list[Order] = field(default_factory=list)
+
+    @property
+    def repeats_prompts(self) -> bool:
+        return not self.exact  # vLLM has the blocks of a prompt in its cache once they are scheduled
 
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
         loop = asyncio.get_running_loop()
@@ -198,6 +204,14 @@ class SglangClient(EngineClient):
 
     async def weight_version(self) -> int:
         return int(json.loads(await self.read("/model_info"))["weight_version"])
+
+    async def checksum(self) -> str:
+        try:
+            answer = await self.control("/weights_checker", {"action": "checksum"}, SCORE_TIMEOUT_S)
+        except RequestRefused as error:  # of weights that it cannot hash
+            log.warning("%s: %s; its reloads are proved by the probe alone", self.name, error)
+            return ""
+        return json.loads(answer)["per_engine_checksum"]
 
     async def abort(self, request_ids: list[str]) -> None:
         await asyncio.gather(*(self.control("/abort_request", {"rid": request_id}) for request_id in request_ids))

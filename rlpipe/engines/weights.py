@@ -17,6 +17,7 @@ from rlpipe.store.disk import link
 from rlpipe.types import StoreError
 
 READ_BYTES_S = 200e6  # of the slowest disk that is waited for
+BLOCK_BYTES = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -46,11 +47,30 @@ class Weights:
     probe: Probe
     adapter: str | None = None
     materialised: Path | None = None  # the folder that `folder` was exported from, the next version's base
+    differs_from: int | None = None  # the version that was served before, where its weights have other bytes
 
 
 def reading_s(folder: Path) -> float:
     """Seconds that an engine may take to read a folder's weights, beside all else: 5 a GB, on the slowest disk that is waited for."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / READ_BYTES_S
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two folders have the same weights, byte for byte in the same files; reads up to the first difference."""
+    names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (one, other)]
+    return names[0] == names[1] and all(_same_bytes(one / name, other / name) for name in names[0])
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    if one.samefile(other):
+        return True
+    if one.stat().st_size != other.stat().st_size:
+        return False
+    with one.open("rb") as first, other.open("rb") as second:
+        while block := first.read(BLOCK_BYTES):
+            if block != second.read(BLOCK_BYTES):
+                return False
+    return True
 
 
 def check_compatible(serving: Path, candidate: Path) -> None:
