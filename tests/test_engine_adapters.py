@@ -17,6 +17,7 @@ from rlpipe.engines.adapters import ADAPTER, LAYERS, adapter_flags, loads_adapte
 from rlpipe.engines.client import EngineClient, Heard, RequestRefused, SampleRequest, Sampling
 from rlpipe.engines.commands import EngineAddress
 from rlpipe.engines.engine import Engine
+from rlpipe.engines.host import EngineHost
 from rlpipe.engines.protocols import client_of
 from rlpipe.engines.remote import RemoteHost
 from rlpipe.engines.weights import Probe, Weights
@@ -24,7 +25,8 @@ from rlpipe.processes.launch import free_port
 from rlpipe.services.calls import new_session
 from rlpipe.services.finder import Peer
 from rlpipe.services.registration import ServiceRecord
-from rlpipe.types import EngineError
+from rlpipe.types import ArtifactRef, EngineError
+from tests.engine_fixtures import tiny_model
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 PROBE = Probe([1, 2], [-1.0])
@@ -179,6 +181,29 @@ async def test_what_an_engine_is_told_of_each_policy(tmp_path: Path) -> None:
     assert told == [
         ("adopt", 0), ("adapter", "a1", 1), ("adapter", "", 0), ("adopt", 2), ("adapter", "a2", 2), ("load", str(one), 3),
     ]  # fmt: skip
+
+
+async def test_the_adapter_that_a_restart_is_to_load_stays_while_a_newer_one_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the base first, for minutes; behind its back the adapter was removed, and the restart was for nothing."""
+    local = tmp_path / "weights"
+    host = EngineHost(settings("sglang"), SimpleNamespace(), tmp_path)  # type: ignore[arg-type]
+    host.weights, restarted, newest = (
+        Weights(tiny_model(0), version, PROBE, str(local / name), local / name) for version, name in enumerate("abc")
+    )
+    for name in "abc":
+        (local / name).mkdir(parents=True)
+
+    async def nothing(_: Weights) -> None: ...
+
+    monkeypatch.setattr(host, "_fetch", lambda *_: newest)
+    monkeypatch.setattr(host, "_reload", nothing)
+    engine = Engine(EngineAddress(0, "127.0.0.1", 0, ("", "")), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    engine.restarting_on = restarted
+    host.engines = [engine]
+    await host.serve(ArtifactRef("runs/a/policy", "0" * 64), 2, PROBE)
+    assert {entry.name for entry in local.iterdir()} == {"b", "c"}
 
 
 async def test_the_engines_of_another_node_are_asked_for_the_adapter_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -53,6 +54,15 @@ def test_a_checksum_that_stayed_says_it_alone() -> None:
     adapted = ModelConfig(dtype="bfloat16", adapter="lora")
     assert stale(proof(moved, scored), before, adapted) == "", "a small adapter is rounded away when it is merged"
     assert "did not load" in stale(proof(moved, scored, "a"), before, adapted)
+
+
+@pytest.mark.parametrize(("dtype", "flip"), [("float32", 1.5e-5), ("bfloat16", 0.02)])
+def test_a_step_that_rounding_hides_proves_nothing(dtype: Literal["float32", "bfloat16"], flip: float) -> None:
+    """Behind learning rates of 1e-9 to 1e-11 right weights were taken for old ones: a restart each, and the run's end after some."""
+    model, answer = ModelConfig(dtype=dtype), [-3.0] * 32
+    before = proof(answer, answer)
+    assert stale(proof([*answer[:-1], -3.0 + flip], answer), before, model) == ""
+    assert "old weights" in stale(proof([-3.0 + flip] * 32, answer), before, model)
 
 
 @pytest.mark.parametrize(

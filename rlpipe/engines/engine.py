@@ -30,7 +30,7 @@ class Engine:
     answered: ProbeAnswer | None = None  # when it was proved last; None since a start, and while it has no weights
     released: bool = False  # it has given its memory back, or has ended: nobody restarts it before it is woken
     base: Path | None = None  # the weights that it was started on, beside which it may load adapters
-    restarting_on: Path | None = None  # the weights that a restart under way reads
+    restarting_on: Weights | None = None  # what a restart under way reads
     unwell_since: float | None = None
     given_up: str = ""  # why it is not restarted any more
 

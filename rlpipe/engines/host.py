@@ -88,7 +88,8 @@ class EngineHost:
             await self._reload(weights)
             # an engine that is being restarted may still read older ones
             local = self.work_dir / "weights"
-            kept = {local / BASES, weights.folder, weights.materialised, *(engine.restarting_on for engine in self.engines)}
+            read = [weights, *(engine.restarting_on for engine in self.engines if engine.restarting_on)]
+            kept = {local / BASES, *(one.folder for one in read), *(one.materialised for one in read)}
             await asyncio.to_thread(prune, local, kept)
 
     async def release(self) -> None:
@@ -235,10 +236,10 @@ class EngineHost:
         assert engine.control.locked() and self.weights is not None
         engine.proved = None
         while engine.proved is None and not engine.given_up:
-            engine.restarting_on = self.weights.folder
+            engine.restarting_on = weights = self.weights
             try:
                 await asyncio.to_thread(engine.service.stop)
-                await self._launch(engine, self.weights)
+                await self._launch(engine, weights)
             except EngineError as error:
                 log.warning("%s did not come back: %s", engine.client.name, error)
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
