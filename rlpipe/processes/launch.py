@@ -29,13 +29,10 @@ READY_TIMEOUT_S = 600.0  # for compilers, and for what is loaded
 SAY_S = 30.0  # how often it is said that a process is not ready yet
 LOG_LINES = 15
 OPEN_FILES_MAX = 1 << 20
-PORTS = range(10_000, 32_768)  # that are looked through
-CONNECTION_PORTS = Path(
-    "/proc/sys/net/ipv4/ip_local_port_range"
-)  # those that the kernel gives connections: the first and the last
-_turns = itertools.count(
-    random.randrange(len(PORTS))
-)  # another beginning in each process, so that two seldom choose the same port
+# that are looked through: above are those of Kubernetes' services, which it takes to their pods on every address of a node, whoever listens
+PORTS = range(10_000, 30_000)
+CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # that the kernel gives connections: the first and the last
+_turns = itertools.count(random.randrange(len(PORTS)))  # another beginning in each process: two seldom choose the same port
 PARENT_VARIABLE = "RLPIPE_PARENT_PID"
 # How long a thread of a process looks for work before it sleeps: some microseconds bridge the gaps between the operations of a forward pass
 # (two threads train 1.35 times faster on quiet cores); longer, and threads take the cores from each other where these are busy.
