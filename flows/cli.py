@@ -39,6 +39,11 @@ class Commands(TyperGroup):
             fail(RuntimeError(f"stopped{goes_on}"), 143 if isinstance(stop, Terminated) else 130)
         except UserError as error:
             fail(error, 2)
+        except ModuleNotFoundError as error:  # of an installation from parts (docs/gpu.md)
+            name = (error.name or "").partition(".")[0]
+            if not name or name in ("rlpipe", "flows", "tasks"):
+                raise
+            fail(UserError(f"this needs the package {name.replace('_', '-')}, which is not installed here"), 2)
         except (RuntimeError, OSError) as error:  # the store, an engine, the trainer or the Prefect server gave up
             fail(error, 1)
 

@@ -25,6 +25,7 @@ from benchmarks.trainer import SHAPES, TINY, measure_rows
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.models.flex import uses_flex
+from rlpipe.processes.memory import collect
 from rlpipe.report.plan import training_bytes
 from rlpipe.store.backend import open_store
 from rlpipe.store.local_copy import whole_files
@@ -47,9 +48,9 @@ KERNEL_SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layer
 KERNEL_ROWS = (6, 4, 900)  # groups, rollouts of each, the longest
 WORDS, ITERATIONS = 400, 3
 KILLED_AFTER = "rl/00001/iteration.json"
-# the shape of Qwen3-0.6B with a vocabulary of letters; on a CPU a smaller one
+# Qwen3-0.6B's width, eight layers of it, with a vocabulary of letters; on a CPU a smaller one
 RUN_SHAPE = {
-    "gpu": 'dtype = "bfloat16"\nhidden_size = 1024\nintermediate_size = 3072\nnum_layers = 28\nnum_heads = 16\nnum_kv_heads = 8',
+    "gpu": 'dtype = "bfloat16"\nhidden_size = 1024\nintermediate_size = 3072\nnum_layers = 8\nnum_heads = 16\nnum_kv_heads = 8',
     "cpu": "hidden_size = 64\nintermediate_size = 128\nnum_layers = 2\nnum_heads = 4\nnum_kv_heads = 2",
 }
 RUN = """
@@ -69,9 +70,9 @@ use = "rl"
 source = "words.jsonl"
 
 [sft]
-num_steps = 8
+num_steps = 4
 segment_steps = 4
-decay_steps = 8
+decay_steps = 4
 warmup_steps = 2
 batch_size = 32
 
@@ -83,11 +84,13 @@ shard_prompts = 8
 num_steps = 2
 warmup_steps = 2
 completion_tokens_max = 16
-rewards = {{ exact = 1.0 }}
+rewards = {{ length = 1.0 }}    # rollouts differ in it before anything is learned
+reward_args = {{ length = {{ target = 12 }} }}
 filters = {{}}
 
 [evaluation]
 every = 0
+pass_threshold = 0.5
 
 [trainer]
 tokens_max = 4096
@@ -111,11 +114,11 @@ class Where:
     def gpu_ids(self) -> list[int]:
         return [0] if self.device == "gpu" else []
 
-    def trainer(self, name: str, tokens_max: int, dtype: str = "bfloat16") -> Trainer:
+    def trainer(self, name: str, tokens_max: int, dtype: str = "bfloat16", offload: str = "none") -> Trainer:
         """A gang of this process alone."""
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.gpu_ids else "gloo", store=HashStore(), rank=0, world_size=1)
-        how = {"gpu_ids": self.gpu_ids, "tokens_max": tokens_max, "activation_checkpointing": True}
+        how = {"gpu_ids": self.gpu_ids, "tokens_max": tokens_max, "activation_checkpointing": True, "offload": offload}
         return Trainer(world.solo_gang(self.folder / name, dtype=dtype, **how))
 
     def reset_peak(self) -> None:
@@ -133,7 +136,7 @@ def kernels(where: Where) -> Figures:
         data = world.batch(trainer.gang.store, "batch", world.rollout_rows(groups, size, longest=longest))
         bits = []
         for turn in range(2):
-            world.run(trainer, "load", world.load_new(model=world.MODEL | KERNEL_SHAPE))
+            world.run(trainer, "load", world.load_new(model=world.MODEL | (KERNEL_SHAPE if where.gpu_ids else {})))
             world.run(trainer, "train", world.train("new", "b", "rl", data, {"completion_tokens_max": longest}))
             saved = world.run(trainer, "save", world.save("b", f"policy-{turn}", f"state-{turn}"))
             bits.append((world.digests(saved["policy"]), world.digests(saved["state"])))
@@ -185,6 +188,23 @@ def lora(where: Where) -> Figures:
     where.reset_peak()
     measured = measure_rows(trainer, TURNS, length // PROMPT_SHARE, length - length // PROMPT_SHARE)
     return {f"{length} tokens:": f"{measured.tokens_per_s:,.0f} tokens/s, {measured.peak_gib:.1f} GiB"}
+
+
+def offload(where: Where) -> Figures:
+    """AdamW's moments on the host while passes run: what that saves, what it costs, and that it changes no bit."""
+    length, figures, bits = LENGTHS[where.device][0], Figures(), []
+    for kept in ("none", "optimizer"):
+        trainer = where.trainer(f"offload-{kept}", length, offload=kept)
+        world.run(trainer, "load", world.load_new("0", model=SHAPES["qwen3-1.7b"] if where.gpu_ids else TINY))
+        where.reset_peak()
+        measured = measure_rows(trainer, TURNS, length // PROMPT_SHARE, length - length // PROMPT_SHARE)
+        assert trainer.resident is not None
+        bits.append([parameter.to_local().clone() for _, parameter in trainer.resident.policy.shards()])
+        figures[f"{kept}:"] = f"{measured.tokens_per_s:,.0f} tokens/s, {measured.peak_gib:.1f} GiB"
+        del trainer
+        collect()
+    assert all(map(torch.equal, *bits)), "with the moments on the host the weights are others"
+    return figures | {"weights": "the same bits"}
 
 
 def run_of(where: Where, name: str, *sets: str, killed: bool = False, host: bool = False) -> tuple[str, float, Figures]:
@@ -244,6 +264,7 @@ def again(where: Where, name: str, *sets: str, **how: Any) -> Figures:
 PARTS: dict[str, Callable[[Where], Figures]] = {
     "kernels": kernels,
     "lora": lora,
+    "offload": offload,
     **{name: lambda where, name=name: shape(where, name) for name in SHAPES},
     "run": undisturbed,
     "killed": lambda where: again(where, "killed", "engines.colocate=true", killed=True),

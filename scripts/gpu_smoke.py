@@ -122,8 +122,13 @@ def main() -> None:
         "--engines-python", default="", help="of a virtual environment with SGLang; without it the local engine samples"
     )
     parser.add_argument("--folder", type=Path, help="for store and logs; a new one without it")
-    parser.add_argument("--first", nargs="*", metavar="PART", help=f"one GPU, no download, no SGLang: {', '.join(PARTS)}; all without a name")
+    parser.add_argument(
+        "--first", nargs="*", metavar="PART", help=f"one GPU, no download, no SGLang: {', '.join(PARTS)}; all without a name"
+    )
     asked = parser.parse_args()
+    if unknown := sorted({*(asked.first or [])} - {*PARTS}):
+        print(f"gpu_smoke: --first {unknown[0]}: the parts are {', '.join(PARTS)}", file=sys.stderr)
+        raise SystemExit(2)
     names = gpus_here() if asked.device == "gpu" else []
     counts = asked.gpus or [count for count in (1, 2) if asked.device == "cpu" or count <= max(len(names), 1)]
     if min(counts) < 1 or (asked.device == "gpu" and max(counts) > len(names)):

@@ -7,8 +7,9 @@ import os
 import subprocess
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
+
+from rlpipe import __version__
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("rlpipe", "flows", "tasks")  # below ROOT: the code that runs
@@ -41,7 +42,7 @@ def version_of(root: Path) -> str:
     except (OSError, subprocess.SubprocessError):
         files = (path for package in PACKAGES for path in (root / package).rglob("*") if "__pycache__" not in path.parts)
         names = [os.fsencode(path.relative_to(root)) for path in files if path.is_file()]
-        return f"{version('rlpipe')}-files-{_digest(root, names)}"
+        return f"{__version__}-files-{_digest(root, names)}"
     names = [name for name in (edited + added).split(b"\0") if name]
     return f"{commit}-dirty-{_digest(root, names)}" if names else commit
 

@@ -16,13 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from rlpipe import __version__
 from rlpipe.config.operational import LOCAL_THREADS
 from rlpipe.config.secrecy import key_fits
 from rlpipe.engines.local import protocol
@@ -191,7 +191,7 @@ class Routes:
         await self._ask(lambda: None)  # through the scheduler, as in SGLang: a hung one does not answer
         info = {
             "engine": "rlpipe-local",
-            "version": version("rlpipe"),
+            "version": __version__,
             "weight_version": self.scheduler.weight_version,
             "context_length": self.limits.context_tokens_max,
             "enable_deterministic_inference": True,
@@ -199,7 +199,7 @@ class Routes:
         return web.json_response(info)
 
     async def loads(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": version("rlpipe"), "loads": [await self._ask(self.scheduler.load)]})
+        return web.json_response({"version": __version__, "loads": [await self._ask(self.scheduler.load)]})
 
 
 async def _stream(request: web.Request, call: protocol.Call, ended: asyncio.Event) -> web.StreamResponse:
