@@ -48,6 +48,7 @@ def test_a_checksum_that_stayed_says_it_alone() -> None:
     assert "the checksum of version 2" in stale(proof(moved, moved, "a"), before, BF16)
     assert stale(proof(moved, moved, "b"), before, BF16) == ""
     assert "old weights" in stale(proof(moved, scored, "b"), before, BF16), "in memory, and not what answers"
+    assert stale(proof(expected, scored, "a"), before, BF16) == "", "the same weights in other files, as the trainer says"
     # where the trainer's answer did not move either, or is of another text, nothing can be said
     assert stale(proof(expected, scored), before, BF16) == ""
     assert stale(ProbeAnswer(3, Probe([*range(1, 34)], moved), scored, ""), before, BF16) == ""
@@ -95,6 +96,7 @@ def test_how_far_an_answer_may_be_off(dtype: str, experts: bool, distances: list
         ({"moe_num_experts": 64}, True),
         ({"text_config": {"num_local_experts": 16}}, True),
         ({"num_experts": 1}, False),
+        ({"text_config": None}, False),
         ({"num_experts": None, "n_routed_experts": 0}, False),
         ({"hidden_size": 64}, False),
     ],

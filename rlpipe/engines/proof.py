@@ -77,6 +77,10 @@ def stale(answer: ProbeAnswer, before: ProbeAnswer, model: ModelConfig) -> str:
 
     The trainer's answer of an adapter is not asked: an engine has it merged, and rounds away what is too small for the weights.
     """
+    if (
+        answer.probe == before.probe
+    ):  # other files with the same weights: a model from the hub, of which all steps were left out, as the trainer saves it
+        return ""
     if answer.checksum and answer.checksum == before.checksum:
         return f"its weights have the checksum of version {before.version}: it did not load"
     if model.adapter != "none" or answer.probe.tokens != before.probe.tokens:
@@ -95,5 +99,5 @@ def stale(answer: ProbeAnswer, before: ProbeAnswer, model: ModelConfig) -> str:
 def has_experts(folder: Path) -> bool:
     """Whether a model's layers choose among experts."""
     config = json.loads((folder / "config.json").read_text())
-    fields = {**config, **config.get("text_config", {})}
+    fields = {**config, **(config.get("text_config") or {})}
     return any(EXPERTS.fullmatch(name) and isinstance(value, int) and value > 1 for name, value in fields.items())
