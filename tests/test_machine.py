@@ -12,6 +12,7 @@ import pytest
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.commands import EngineAddress, check_python, environment_of
+from rlpipe.engines.toolkit import CUDA_HOMES, toolkit_environment
 from rlpipe.processes import gpus
 from rlpipe.processes.gpus import check_gpus, gpu_environment, gpu_gib
 from rlpipe.stages import preflight
@@ -229,3 +230,20 @@ def test_a_gpu_trainer_without_a_c_compiler_or_headers_is_refused_before_it_star
     monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path}")
     assert look() == ""
     assert Content(read_config("tiny", ["run=a"], PRESETS), True).trainer() == "", "on a CPU nothing is compiled"
+
+
+@pytest.mark.parametrize("named", ["python", "{programs}/python"])
+def test_an_engine_finds_the_compilers_of_its_own_environment(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, cuda = tmp_path / "bin", tmp_path / "lib" / "python3.12" / "site-packages" / "nvidia" / "cu13"
+    for file in (programs / "python", cuda / "bin" / "nvcc"):
+        file.parent.mkdir(parents=True)
+        file.touch(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin")
+    for name in CUDA_HOMES:
+        monkeypatch.delenv(name, raising=False)
+    python = Path(named.format(programs=programs))
+    assert toolkit_environment(python) == {"PATH": f"{programs}:{programs}:/usr/bin", "CUDA_HOME": str(cuda)}
+    monkeypatch.setenv("CUDA_PATH", "/opt/cuda")
+    assert toolkit_environment(python) == {"PATH": f"{programs}:{programs}:/usr/bin"}

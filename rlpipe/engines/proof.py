@@ -77,9 +77,8 @@ def stale(answer: ProbeAnswer, before: ProbeAnswer, model: ModelConfig) -> str:
 
     The trainer's answer of an adapter is not asked: an engine has it merged, and rounds away what is too small for the weights.
     """
-    if (
-        answer.probe == before.probe
-    ):  # other files with the same weights: a model from the hub, of which all steps were left out, as the trainer saves it
+    # other files with the same weights: those of the hub, and what the trainer saved when it left all steps out
+    if answer.probe == before.probe:
         return ""
     if answer.checksum and answer.checksum == before.checksum:
         return f"its weights have the checksum of version {before.version}: it did not load"
