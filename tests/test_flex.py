@@ -89,7 +89,11 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_attention(family: st
     # the product of experts has no float64; logprobs are float32 in any case
     policy = small_policy(family, torch.float32 if family == "qwen3_moe" else torch.float64)
     batch = collate(*rows())
-    expected, expected_gradient = passes(policy, batch)
+    own = batch
+    # with our mask: transformers 5.17 counts chunks from the beginning of the row
+    if family == "llama4_text" and batch.branch_RL is None:
+        own = replace(batch, branch_RL=texts_of(batch.positions_RL) * BRANCHES)
+    expected, expected_gradient = passes(policy, own)
     use_flex(policy.lm)
     logprobs, gradient = passes(policy, batch)
     assert (logprobs - expected).abs().max() / expected.abs().max() < 1e-6

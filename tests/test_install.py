@@ -47,10 +47,10 @@ class Machine:
         self.has("python3", f'case "$*" in *Python.h*) exit {int(not headers)};; *version_info*) echo {version};; '
                  f'*) echo "$*" >>{self.folder}/began; exit 9;; esac')  # fmt: skip
 
-    def install(self, script: str, **environment: str) -> tuple[int, str, str]:
+    def install(self, script: str, *options: str, **environment: str) -> tuple[int, str, str]:
         """Exit code, output and errors of a script here. 9: it had nothing against this machine, and began."""
         ended = subprocess.run(
-            [str(self.bin / "bash"), f"scripts/{script}", *([str(self.folder / "venv")] if script == SGLANG else [])],
+            [str(self.bin / "bash"), f"scripts/{script}", *options, *([str(self.folder / "venv")] if script == SGLANG else [])],
             cwd=self.folder, env={"PATH": str(self.bin), "HOME": str(self.folder), **environment},
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
@@ -176,3 +176,16 @@ def test_engines_on_gpus_find_the_nvcc_and_ninja_of_their_environment(tmp_path: 
     monkeypatch.setenv("CUDA_PATH", "/usr/local/cuda")
     assert "CUDA_HOME" not in environment(on_gpu), "whoever set one chose"
     assert "CUDA_HOME" not in environment("engines.kind=local", on_gpu), "its own are Triton's"
+
+
+def test_the_oldest_and_the_newest_versions_get_an_environment_beside_the_one_of_runs(machine: Machine) -> None:
+    for option in ("--oldest", "--newest"):
+        (machine.folder / "began").unlink(missing_ok=True)
+        assert machine.install(OURS, option)[0] == 9
+        assert (machine.folder / "began").read_text() == f"-m venv .venv-{option[2:]}\n"
+
+
+def test_what_pyproject_promises_is_what_the_oldest_environment_has() -> None:
+    promised = dict(re.findall(r'"(torch|transformers)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+    (line,) = re.findall(r"^--oldest\) (.*)$", (ROOT / "scripts/install.sh").read_text(), re.M)
+    assert dict(re.findall(r'(torch|transformers)="==([\d.]+)\.0"', line)) == promised

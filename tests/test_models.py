@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from rlpipe.engines.local.model import LocalModel
 from rlpipe.models.causal import empty_model, hf_config, probe_tokens, restore_buffers, small_windows
@@ -40,7 +40,9 @@ SAVED = ["qwen3_moe", "gpt_oss", "gemma3_text", "deepseek_v3", "qwen3_next", "gp
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_those_of_the_models_own_forward_pass(family: str) -> None:
     row = try_family(family)
-    assert (row.rows, row.local) == IN_PAGE[family], row
+    # transformers 5.17 counts chunks from the beginning of the row, which the trial notices
+    chunks = family != "llama4_text" or hasattr(masking_utils, "remap_positions_for_packed_sequence")
+    assert (row.rows, row.local) == (IN_PAGE[family] if chunks else ("one a row", True)), row
     if row.rows != "refused":
         assert isinstance(row.largest, float) and row.largest <= 1e-5, row
 

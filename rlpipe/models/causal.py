@@ -140,12 +140,16 @@ def head_of(lm: Any) -> Callable[[Tensor], Tensor]:
     return lambda hidden_NH: head(**{argument: hidden_NH[None]}).logits[0]
 
 
+def expert_layers(lm: Any) -> list[Any]:
+    """The modules whose experts run in one call: (hidden states, which K, their weights), by what transformers sets on every such module."""
+    return [module for module in lm.modules() if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed")]
+
+
 class ExpertUse:
     """Where tokens went in the layers that have experts, added up over forward passes. Legend: N tokens, E experts, K chosen for a token."""
 
     def __init__(self, lm: Any) -> None:
-        # transformers' mark of experts that are run in one call: (hidden states, which K, their weights)
-        self._layers = [module for module in lm.modules() if hasattr(module, "_is_expert_parallel")]
+        self._layers = expert_layers(lm)
         self._places_N: Tensor | None = None
         for index, module in enumerate(self._layers):
             module.register_forward_pre_hook(functools.partial(self._count, index))

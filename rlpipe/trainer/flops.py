@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlpipe.models.causal import expert_layers
 from rlpipe.models.flex import uses_flex
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
@@ -78,7 +79,7 @@ def used_parameters(policy: PolicyModel) -> float | None:
     lm, text = policy.lm, policy.lm.config.get_text_config()
     looked_up, head = (getattr(part, "weight", None) for part in (lm.get_input_embeddings(), lm.get_output_embeddings()))
     parameters = sum(one.numel() for one in lm.parameters() if one is not looked_up and one is not head)
-    for experts in (module for module in lm.modules() if hasattr(module, "_is_expert_parallel")):
+    for experts in expert_layers(lm):
         chosen = next((value for name in CHOSEN if isinstance(value := getattr(text, name, None), int)), None)
         if chosen is None:
             return None
