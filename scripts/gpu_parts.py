@@ -144,8 +144,8 @@ def kernels(where: Where) -> Figures:
         policy, gang = trainer.resident.policy, trainer.gang
         assert uses_flex(policy.lm) or not where.gpu_ids, f"flex_attention is not used: {where.folder}/kernels.log says why"
         proof = prove(policy, gang.device)
-        figures[f"{dtype}: |logprob - the model's own|"] = f"{max(proof.single, proof.packed, proof.shared):.1e}"
-        figures[f"{dtype}: gradient differs by"] = f"{gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED):.1e}"
+        figures[f"{dtype}: logprobs differ from the model's own by"] = f"{max(proof.single, proof.packed, proof.shared):.1e}"
+        figures[f"{dtype}: gradient by"] = f"{gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED):.1e}"
         assert bits[0] == bits[1], f"{dtype}: one job done twice has two results"
     return figures | {"done twice": "the same bits"}
 

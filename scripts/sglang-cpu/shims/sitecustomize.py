@@ -27,7 +27,7 @@ class _DeclareTorchvisionOps(importlib.abc.MetaPathFinder):
             _library = torch.library.Library("torchvision", "FRAGMENT")
             for op in ("nms", "qnms"):
                 _library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            torch.Tensor.pin_memory = lambda tensor, *_: tensor
+            torch.Tensor.pin_memory = lambda tensor, *_: tensor  # pyright: ignore[reportAttributeAccessIssue]
             for name in ("tensor", "empty", "zeros", "arange"):
                 setattr(torch, name, _without_pinned_memory(getattr(torch, name)))
 
