@@ -318,6 +318,9 @@ async def test_a_queued_job_is_waited_for_as_long_as_it_is_queued_and_one_that_e
     slurm_says(tmp_path, "slurm_load_jobs error: Unable to contact slurm controller\n", 1)
     while "is not known" not in caplog.text:
         await asyncio.sleep(0.01)
+    slurm_says(tmp_path, "maintenance\n")
+    while "'maintenance' is no job and its state" not in caplog.text:
+        await asyncio.sleep(0.01)
     await asyncio.sleep(0.2)
     assert not finding.done(), "what it said last holds"
     slurm_says(tmp_path, "")

@@ -52,7 +52,7 @@ class Weights:
 
 def reading_s(folder: Path) -> float:
     """Seconds that an engine may take to read a folder's weights, beside all else: 5 a GB, on the slowest disk that is waited for."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / READ_BYTES_S
+    return round(sum(path.stat().st_size for path in folder.glob("*.safetensors")) / READ_BYTES_S)
 
 
 def same_weights(one: Path, other: Path) -> bool:

@@ -71,4 +71,7 @@ async def _squeue(name: str) -> list[str]:
             await process.wait()
     if process.returncode:
         raise OSError(f"squeue: {errors.decode(errors='replace').strip()}")
-    return [line.strip() for line in output.decode().splitlines() if line.strip()]
+    lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
+    if odd := [line for line in lines if len(line.split()) < 2]:
+        raise OSError(f"squeue: {odd[0]!r:.200} is no job and its state")
+    return lines
