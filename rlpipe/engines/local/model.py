@@ -11,6 +11,7 @@ K kept positions.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
 from dataclasses import dataclass
@@ -121,6 +122,8 @@ class LocalModel:
         self.lm.to(self.device)
         try:
             self.masks = Masks(self.lm)
+            # transformers from 5.24 on warns at the old name
+            self._cache_argument = "cache" if "cache" in inspect.signature(self.lm.forward).parameters else "past_key_values"
             self.kv_shape = self.prefill([(0,)], PROMPT_STEP).kv_N2RHPD.shape
             worst = self._difference()
         except (UserError, *MODEL_FAULTS) as error:
@@ -231,7 +234,7 @@ class LocalModel:
             input_ids=tokens_RP.to(self.device),
             attention_mask=self.masks.of(position_P.expand(rows, padded)[..., None], position_P),
             position_ids=position_P.expand(rows, padded),
-            past_key_values=cache,
+            **{self._cache_argument: cache},
             use_cache=True,
             logits_to_keep=keep,
         )
@@ -255,7 +258,7 @@ class LocalModel:
             input_ids=tokens_S[:, None],
             attention_mask=self.masks.of(position_S[:, None, None], key_L),
             position_ids=position_S[:, None],
-            past_key_values=cache,
+            **{self._cache_argument: cache},
             use_cache=True,
         )
         return output.logits[:, 0].float()
