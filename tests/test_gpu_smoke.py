@@ -45,6 +45,7 @@ def test_sglang_for_gpus_is_refused_without_a_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.nightly  # test_gpu_first.py is killed and resumed in CI, of one rank
 def test_the_form_for_a_cpu_is_killed_resumed_verified_and_measured(tmp_path: Path) -> None:
     ended = smoke("--device", "cpu", "--preset", "tiny", "--gpus", "2", "--folder", str(tmp_path), timeout_s=900)
     assert ended.returncode == 0, ended.stdout + ended.stderr
