@@ -28,6 +28,7 @@ NOT_HERE: dict[str, dict[str, str]] = {
                     "queries",
                     "view",
                     "weights",
+                    "fetching",
                     "environments",
                 )
             ),
