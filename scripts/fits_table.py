@@ -9,16 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.report.plan import GIB, ModelSizes, host_bytes, peak_bytes
 from rlpipe.trainer.trial import sizes_of
+from scripts.page_table import PageTable
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "gpu.md"
-BEGIN, END = "<!-- what fits: scripts/fits_table.py -->", "<!-- end of what fits -->"
+TABLE = PageTable("docs/gpu.md", "<!-- what fits: scripts/fits_table.py -->", "<!-- end of what fits -->")
 TOKENS = 8192  # of a microbatch
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 QWEN3 = {
@@ -79,13 +81,8 @@ def table() -> str:
 
 def in_page() -> list[str]:
     """The lines that the page has."""
-    return PAGE.read_text().split(BEGIN)[1].split(END)[0].strip().splitlines()
+    return TABLE.lines()
 
 
 if __name__ == "__main__":
-    text = table()
-    if sys.argv[1:] == ["--write"]:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
-    else:
-        print(text)
+    TABLE.show(table())

@@ -207,8 +207,8 @@ def offload(where: Where) -> Figures:
     return figures | {"weights": "the same bits"}
 
 
-def run_of(where: Where, name: str, *sets: str, killed: bool = False, host: bool = False) -> tuple[str, float, Figures]:
-    """sha256 of the last policy, seconds, and what the run says of itself. `killed`: the flow ends by SIGKILL in the midst, and goes on."""
+def run_of(where: Where, name: str, *sets: str, killed: bool = False, host: bool = False) -> tuple[str, Figures]:
+    """sha256 of the last policy, and what the run says of itself. `killed`: the flow ends by SIGKILL in the midst, and goes on."""
     rlpipe = Commands(where.folder / "runs")
     rlpipe.folder.mkdir(exist_ok=True)
     rows = [{"prompt": f"Spell {word} backward", "answer": word[::-1]} for word in map(_word, range(WORDS))]
@@ -238,7 +238,7 @@ def run_of(where: Where, name: str, *sets: str, killed: bool = False, host: bool
     assert math.isfinite(mismatch)
     tokens_per_s = max(record.metrics["throughput/rollout_tokens_per_s"] for record in records)
     figures: Figures = {"mismatch": f"{mismatch:.1e}", "rollout tokens/s": round(tokens_per_s), "took s": round(seconds)}
-    return files["model.safetensors"].sha256, seconds, figures
+    return files["model.safetensors"].sha256, figures
 
 
 def _word(index: int) -> str:
@@ -248,14 +248,14 @@ def _word(index: int) -> str:
 
 def undisturbed(where: Where) -> Figures:
     """SFT and three iterations of RL, trainer and engine in turns on one GPU."""
-    sha256, _, figures = run_of(where, "undisturbed", "engines.colocate=true")
+    sha256, figures = run_of(where, "undisturbed", "engines.colocate=true")
     (where.folder / "undisturbed.sha256").write_text(sha256)
     return figures
 
 
 def again(where: Where, name: str, *sets: str, **how: Any) -> Figures:
     """The same run in another way, which must end with the same bits."""
-    sha256, _, figures = run_of(where, name, *sets, **how)
+    sha256, figures = run_of(where, name, *sets, **how)
     before = where.folder / "undisturbed.sha256"
     assert not before.exists() or before.read_text() == sha256, f"{name} ended with other bits than the undisturbed run"
     return figures | {"the undisturbed run's bits": "yes" if before.exists() else "that part did not run"}

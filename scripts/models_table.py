@@ -17,6 +17,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from rlpipe.engines.local.model import LocalModel
 from rlpipe.models.causal import empty_model, restore_buffers, small_windows, takes
 from rlpipe.models.small import VOCABULARY, small_config, small_model
@@ -24,9 +26,9 @@ from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import LENGTHS, own_logprobs, prove, row_logprobs, sequence
 from rlpipe.types import UserError
+from scripts.page_table import PageTable
 
-PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-BEGIN, END = "<!-- families: scripts/models_table.py -->", "<!-- end of families -->"
+TABLE = PageTable("docs/models.md", "<!-- families: scripts/models_table.py -->", "<!-- end of families -->")
 REASONS = ("looks ahead", "has no base model")
 # numbers that go together in a family's own way
 OWN: dict[str, dict[str, Any]] = {
@@ -121,7 +123,7 @@ def table() -> str:
 
 def in_page() -> dict[str, tuple[str, bool]]:
     """How the page says that each family is trained, and whether the local engine serves it."""
-    lines = PAGE.read_text().split(BEGIN)[1].split(END)[0].strip().splitlines()[2:]
+    lines = TABLE.lines()[2:]
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
     return {row[0]: (row[1], row[3] == "yes") for row in rows}
 
@@ -129,9 +131,4 @@ def in_page() -> dict[str, tuple[str, bool]]:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
-    text = table()
-    if sys.argv[1:] == ["--write"]:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
-    else:
-        print(text)
+    TABLE.show(table())
