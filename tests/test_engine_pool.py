@@ -61,15 +61,12 @@ def engines_of(groups: list[list[Completion]]) -> set[str]:
     return {completion.engine for group in groups for completion in group}
 
 
-async def test_groups_are_spread_and_follow_the_weights(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_are_spread_and_follow_the_weights(two: World) -> None:
     before, version = await two.pool.generate(requests()), two.version
     check_whole(before, 6)
     assert all(len(engines_of([group])) == 1 for group in before) and engines_of(before) == BOTH
     assert versions(before) == {version}
-    monkeypatch.setattr("rlpipe.engines.weights.READ_BYTES_S", 1e3)  # as if the small model were a large one
     await two.serve(two.other)
-    assert two.host.weights is not None and reading_s(two.host.weights.folder) > 1
-    assert two.engine(0).service.ready_timeout_s == READY_TIMEOUT_S + reading_s(two.host.weights.folder)
     after = await two.pool.generate(requests())
     assert versions(after) == {version + 1} and tokens(after) != tokens(before)
     assert len(list((two.host.work_dir / "weights").iterdir())) == 1  # old versions are pruned
@@ -95,7 +92,11 @@ async def test_a_lost_engine_costs_its_unfinished_rollouts_and_comes_back(
     assert sum("is back, on weight version" in message for message in caplog.messages) == 1
 
 
-async def test_an_engine_whose_port_is_taken_meanwhile_comes_back_on_another(two: World) -> None:
+async def test_an_engine_whose_port_is_taken_meanwhile_comes_back_on_another(
+    two: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the time to read its weights, too: here as if the small model were a large one."""
+    monkeypatch.setattr("rlpipe.engines.weights.READ_BYTES_S", 1e3)
     engine, restarts = two.engine(0), two.restarts()
     port = engine.address.port
     assert port < 32_768, "the kernel gives none of these to a connection"
@@ -106,6 +107,8 @@ async def test_an_engine_whose_port_is_taken_meanwhile_comes_back_on_another(two
             await two.host._restart(engine)
     await two.until_back()
     assert two.restarts() == [restarts[0] + 1, restarts[1]] and engine.address.port != port
+    assert two.host.weights is not None and (more := reading_s(two.host.weights.folder)) > 1
+    assert engine.service.ready_timeout_s == READY_TIMEOUT_S + more
     assert engines_of(await two.pool.generate(requests())) == BOTH
 
 
