@@ -150,6 +150,11 @@ def test_an_old_run_may_have_used_a_retired_field_and_a_new_one_may_not(tmp_path
     assert read_config("tiny", same, PRESETS) == read_config("tiny", [], PRESETS)
 
 
+def test_a_run_whose_config_would_be_refused_for_a_secret_by_now_is_read(tmp_path: Path) -> None:
+    engines = RECORD["config"]["engines"] | {"environment": {"MY_TOKEN": "in the store already"}}
+    assert open_existing(stored_run(tmp_path, engines=engines), "old").config.engines.environment.keys() == {"MY_TOKEN"}
+
+
 def test_an_old_run_that_computed_something_else_with_a_retired_field_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"this version refuses rl\.top_k=20: this field is gone, it is always -1; remove it"):
         open_existing(stored_run(tmp_path, rl={"top_k": 20}), "old")

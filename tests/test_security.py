@@ -22,7 +22,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.config.secrecy import key_fits, without_passwords
+from rlpipe.config.secrecy import is_secret_variable, key_fits, without_passwords
 from rlpipe.config.source import read_config
 from rlpipe.engines import remote
 from rlpipe.engines.host import EngineHost
@@ -473,6 +473,11 @@ def test_a_key_that_no_header_carries_is_refused_and_not_told(monkeypatch: pytes
          "OPENAI_API_KEY", "Cookie", "access-token", "private_key")),
      "engines.flags=['--api-key', 'planted']", "engines.flags=['--admin-api-key=planted']", "engines.flags=['-e', 'HF_TOKEN=planted']",
      "rl.reward_args={r = {headers = {Authorization = 'planted'}}}", "rl.reward_args={r = {url = 'http://h/x?a=1&token=planted&b=2'}}",
+     *(f"engines.environment={{{name} = 'planted'}}" for name in (
+         "MY_TOKEN", "OPENAI_KEY", "DB_PASS", "passphrase", "SSH_KEY_PASSPHRASE", "MyToken", "apiKey", "KEY", "TOKEN_2", "GH_PAT", "MYSQL_PWD",
+         "AWS_ACCESS_KEY_ID", "HFTOKEN", "SLACK_WEBHOOK_URL", "APP_SECRETS", "GOOGLE_APPLICATION_CREDENTIALS", "'DB.PASS'")),
+     "rl.reward_args={r = {passphrase = 'planted'}}", "rl.reward_args={r = {openai_key = 'planted'}}", "rl.reward_args={r = {accessToken = 'planted'}}",
+     "data.words.args={MY_TOKEN = 'planted'}", "engines.flags=['-e', 'DB_PASS=planted']", "engines.environment={FEED = 'redis://:planted@host'}",
      "tracking.uri=http://h?access_token=planted", "data.words.source=https://h/x.jsonl?X-Amz-Signature=planted"],
 )  # fmt: skip
 def test_a_config_with_a_secret_is_refused_and_does_not_repeat_it(override: str) -> None:
@@ -484,8 +489,25 @@ def test_a_config_with_a_secret_is_refused_and_does_not_repeat_it(override: str)
 def test_a_config_may_name_what_is_no_secret() -> None:
     sets = ["tracking.uri=postgresql://user@host/db", "model.chat_template_args={eos_token = '</s>'}",
             "rl.reward_args={judge = {key_env = 'NAME', url = '$URL'}, r = {tokenizer = 'x', url = 'http://h/x?kind=token'}}",
+            "engines.environment={PWD = '/x', TOKENIZERS_PARALLELISM = 'true', HF_HUB_DISABLE_IMPLICIT_TOKEN = '1', KEYBOARD = 'us', COMPASS = 'n',"
+            " VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE = '8', PYTHONPATH = 'x', MONKEY = 'x', AUTHOR = 'me', BYPASS = 'x', PATH = 'y'}",
+            "data.words.args={answer_key = 'a', id_key = 'id', pass_name = 'x', end_token = 'x', keys = 'a', tokens = 'x', author = 'x'}",
             "engines.flags=['--enable-metrics', '--tokenizer-mode=slow', '--max-prefill-tokens', '8']", "data.words.system_prompt=Write to me@host"]  # fmt: skip
     assert read_config("tiny", sets, PRESETS).tracking.uri.startswith("postgresql")
+
+
+def test_variables_that_are_taken_for_secrets() -> None:
+    """By name, as docs/security.md lists them, or by a URL with a password."""
+    secret = ("RLPIPE_SERVICE_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "MLFLOW_TRACKING_TOKEN", "RLPIPE_VIEW_KEY",
+              "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", "SSH_AUTH_SOCK", "GRADER_KEY", "PGPASSFILE")  # fmt: skip
+    assert [name for name in secret if not is_secret_variable(name)] == []
+    plain = ("PWD", "OLDPWD", "PATH", "HOME", "LANG", "AWS_REGION", "AWS_ENDPOINT_URL", "RLPIPE_ADDRESS", "MLFLOW_TRACKING_URI", "LS_COLORS", "TERM",
+             "CUDA_VISIBLE_DEVICES", "XDG_SESSION_ID", "DBUS_SESSION_BUS_ADDRESS", "HOSTNAME", "PREFECT_API_URL", "TOKENIZERS_PARALLELISM")  # fmt: skip
+    assert [name for name in plain if is_secret_variable(name)] == []
+    assert is_secret_variable("MLFLOW_TRACKING_URI", "http://me:planted@host") and is_secret_variable(
+        "FEED", "https://h/x?sig=planted"
+    )
+    assert not is_secret_variable("MLFLOW_TRACKING_URI", "http://host:5000")
 
 
 def test_passwords_of_urls_are_not_told() -> None:

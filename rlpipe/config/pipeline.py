@@ -157,9 +157,10 @@ class PipelineConfig(BaseModel, **STRICT):
     @model_validator(mode="before")
     @classmethod
     def _can_be_kept(cls, tree: Any, info: ValidationInfo) -> Any:
-        refuse_secrets(tree)
-        if info.context == STORED:
+        if info.context == STORED:  # what a run was begun with is in the store: it is read, whatever is refused by now
             tree = _with_added(tree)
+        else:
+            refuse_secrets(tree)
         return _without_retired(tree)  # what says another thing is left, and refused as a field that is none
 
     @model_validator(mode="after")

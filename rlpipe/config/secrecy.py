@@ -12,12 +12,17 @@ from urllib.parse import unquote, urlsplit
 _USER = re.compile(r"(?<=://)[^/\s@'\"]+@")
 _IN_URL = re.compile(r"https?://[^/\s@]+@|[a-z][a-z0-9+.-]{0,20}://[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
 _QUERY = re.compile(r"[?&]([^=&?]+)=[^&]")
-_TOKENS = "access|auth|bearer|session|tracking|refresh|hf|hub|github|gitlab|api|secret|security|id"  # not eos_token, a model's
-_NAME = re.compile(
-    r"(.*_)?(api_?key|secret|secret_?key|secret_access_key|access_key|private_key|service_key|password|passwd|authorization|cookie|"
-    rf"credentials?|auth_string|({_TOKENS})_token)|pgpassword|token",
-    re.IGNORECASE,
+# What the name of a secret looks like. In a variable of an environment the last table says so too: in a field these are words of data and
+# models (eos_token, answer_key, pass). Names are in lower case here, with underscores between words.
+_WHOSE = "access|admin|auth|bearer|session|tracking|refresh|hf|hub|github|gitlab|openai|anthropic|api|secret|security|private|service"
+_SECRET = (
+    r"[a-z0-9]*(secret|password|passwd|passphrase|credential)s?|passcode|authorization|cookie|auth_string|connection_string|access_key_id"
+    rf"|secret_access_key|id_token|(encryption|signing)_key|({_WHOSE})_?(token|key)s?"
 )
+_SECRET_IN_VARIABLE = r"[a-z0-9]*token|[a-z0-9]*auth|key|keys|pass|(db|my|pg|user|root)pass|pgpassfile|pw|pwd|creds?|cookies|bearer|jwt|pat|sas|dsn|webhook"
+_FIELD = re.compile(rf"(.*_)?({_SECRET})\d*|token|(.*_)?db_?pass|.+_pwd")
+_VARIABLE = re.compile(rf"(.*_)?({_SECRET}|{_SECRET_IN_VARIABLE})_?\d*(_.*)?")
+_SWITCHES = {"", "0", "1", "true", "false"}  # HF_HUB_DISABLE_IMPLICIT_TOKEN=1
 _QUERY_NAME = re.compile(r"key|sig|signature|x_amz_signature|x_amz_security_token|auth", re.IGNORECASE)
 
 
@@ -52,23 +57,42 @@ def refuse_secrets(tree: Any) -> None:
                 "and use the environment: MLFLOW_TRACKING_URI or MLFLOW_TRACKING_TOKEN, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
                 "RLPIPE_SERVICE_KEY, key_env of a reward"
             )
-        named = _QUERY.findall(value) if "://" in value else []
-        if any(_is_secret(name) or _QUERY_NAME.fullmatch(name.replace("-", "_")) for name in named):
+        if _has_key(value):
             raise ValueError(
                 f"{where} is a URL whose query holds a key, which would end up in the store and in Prefect; put the URL into a "
                 "variable of the environment (a reward takes it as url = '$NAME')"
             )
         flag = re.match(r"-*([\w-]+)(=|$)", value) if path[-1].isdecimal() else None  # of a list: --api-key, or NAME=value
-        if value and (_is_secret(path[-1]) or (flag and _is_secret(flag[1]))):
+        name = flag[1] if flag else path[-1]
+        is_variable = name.isupper() or path[:2] == ("engines", "environment")
+        if value.lower() not in _SWITCHES and (is_secret_variable(name) if is_variable else _is_secret(name)):
             raise ValueError(
                 f"{where} looks like a secret, which would end up in the store and in Prefect; set it in the environment of "
                 "the processes that need it (child processes inherit it), or call the field otherwise"
             )
 
 
+def is_secret_variable(name: str, value: str = "") -> bool:
+    """Whether an environment variable is taken for a secret: by its name (MY_TOKEN, OPENAI_KEY, DB_PASS, passphrase), or as a URL with a
+    password or a key. `PWD`, the working directory, is none."""
+    words = _words(name)
+    return (words not in ("pwd", "oldpwd") and _VARIABLE.fullmatch(words) is not None) or _has_key(value)
+
+
 def _is_secret(name: str) -> bool:
-    """Whether what has this name is one."""
-    return _NAME.fullmatch(name.replace("-", "_")) is not None
+    """Whether the field of a config that has this name is one."""
+    return _FIELD.fullmatch(_words(name)) is not None
+
+
+def _has_key(value: str) -> bool:
+    """Whether a text is a URL with a password before its host, or a key in its query."""
+    named = _QUERY.findall(value) if "://" in value else []
+    return bool(_IN_URL.search(value)) or any(_is_secret(name) or _QUERY_NAME.fullmatch(_words(name)) for name in named)
+
+
+def _words(name: str) -> str:
+    """A name in lower case, with underscores between its words: `apiKey`, `api-key` and `API_KEY` are one."""
+    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_")
 
 
 def _strings(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
