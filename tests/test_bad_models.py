@@ -11,13 +11,16 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
+from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.folder import tensor_shapes, weight_files
+from rlpipe.rewards.pool import check_rewards
 from rlpipe.stages.base import base_policy, base_tokenizer
-from rlpipe.stages.model_source import HUB_COPIES, HUB_FILES
+from rlpipe.stages.model_source import HUB_COPIES, HUB_FILES, model_folder
 from rlpipe.stages.preflight import preflight
 from rlpipe.stages.session import Session
+from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import StoreError, UserError
 from tests.fuzz.models import change, make_folder
@@ -95,6 +98,55 @@ def test_weights_are_those_of_the_index(folder: Path) -> None:
         index.write_text(json.dumps(odd))
         with pytest.raises(StoreError, match=r"is no index of weights|has no "):
             weight_files(folder)
+
+
+def in_the_hubs_cache(folder: Path, cache: Path) -> Path:
+    """A folder as huggingface_hub keeps it: links to files that are named after their content."""
+    snapshot, blobs = cache / "models--a--b/snapshots/1234", cache / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in folder.iterdir():
+        (blobs / file_sha256(path)).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{file_sha256(path)}")
+    return snapshot
+
+
+def test_links_lead_into_the_folder_or_the_hubs_cache_and_nowhere_else(folder: Path, tmp_path: Path) -> None:
+    snapshot = in_the_hubs_cache(folder, tmp_path / "elsewhere")
+    (tmp_path / "by_hand").mkdir()  # of files in the cache
+    for path in snapshot.iterdir():
+        (tmp_path / "by_hand" / path.name).symlink_to(path)
+    (tmp_path / "home").symlink_to(tmp_path / "elsewhere")  # HF_HOME
+    (folder / "vocab.json").symlink_to("config.json")
+    (tmp_path / "linked").symlink_to(folder)
+    fine = (snapshot, tmp_path / "by_hand", tmp_path / "home/models--a--b/snapshots/1234", folder, tmp_path / "linked")
+    for each in fine:
+        assert model_folder(ModelConfig(path=str(each))) == each
+    (tmp_path / "credentials").write_text("planted")
+    blobs = tmp_path / "elsewhere/models--a--b/blobs"
+    (blobs / "0123").symlink_to(tmp_path / "credentials")
+    (snapshot / "vocab.json").symlink_to("../../blobs/0123")
+    for each in fine[:3]:
+        if each == tmp_path / "by_hand":
+            (each / "vocab.json").symlink_to(snapshot / "vocab.json")
+        with pytest.raises(UserError, match=r"model\.path=.*: vocab\.json is a link to .*/credentials, outside of that folder"):
+            model_folder(ModelConfig(path=str(each)))
+
+
+async def test_a_link_that_came_since_is_not_copied(folder: Path, tmp_path: Path) -> None:
+    session = Session(create_or_continue(with_model(folder)), tmp_path / "work")
+    (tmp_path / "credentials").write_text("planted")
+    (folder / "vocab.json").symlink_to(tmp_path / "credentials")
+    with pytest.raises(UserError, match=r"vocab\.json is a link to "):
+        await base_tokenizer(session)
+    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file() and b"planted" in path.read_bytes()]
+
+
+def test_a_reward_model_with_a_link_out_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "credentials").write_text("planted")
+    (folder / "vocab.json").symlink_to(tmp_path / "credentials")
+    with pytest.raises(UserError, match=r"vocab\.json is a link to .*/credentials"):
+        check_rewards({f"hf:{folder}": 1.0}, {}, 10.0)
 
 
 def test_of_the_hub_only_what_is_read_is_downloaded() -> None:

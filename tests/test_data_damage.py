@@ -96,6 +96,22 @@ def test_a_bad_value_of_parquet_is_named(name: str, tmp_path: Path) -> None:
     assert refusal(config(path)).startswith(f"{path} {row}: ")
 
 
+@pytest.mark.parametrize("kind", ["", "datasets:"])
+def test_a_link_out_of_a_folder_is_refused_and_one_in_the_hubs_cache_is_read(kind: str, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "datasets--a--b/snapshots/1/data", tmp_path / "datasets--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "0123").write_bytes(GOOD)
+    (snapshot / "rows.jsonl").symlink_to("../../../blobs/0123")
+    folder = snapshot.parent
+    assert len(load_prompts(config(f"{kind}{folder}"), 0)) == 1
+    (tmp_path / "credentials.json").write_text('{"prompt": "a key", "answer": "1"}')
+    (snapshot / "more.jsonl").symlink_to(tmp_path / "credentials.json")
+    assert f"data/more.jsonl is a link to {tmp_path}/credentials.json, outside of" in refusal(config(f"{kind}{folder}"))
+    if not kind:  # what is named is meant
+        assert len(load_prompts(config(snapshot / "more.jsonl"), 0)) == 1
+
+
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(

@@ -236,7 +236,10 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(tmp_pat
             run.store.create(run.iteration_key(iteration), b"{}")
     preflight(config)
     write(fed, [row(0, completion_tokens=[3, 9000])] * 2 + rollouts(1, 2, 3))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/linked.parquet").symlink_to(fed)
     for source, said in (
+        (tmp_path / "folder", r"rl.rollouts_from=.*: linked\.parquet is a link to .*x\.parquet, outside of that folder"),
         ("run:other", "rl.rollouts_from=run:other: that run has another tokenizer"),
         ("run:longer", r"model.context_tokens_max=128: the rollouts of run longer may have 256 tokens; set it to that"),
         (fed, r"x\.parquet row 1: token 9000 is outside the vocabulary of \d+"),

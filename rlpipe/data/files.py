@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlpipe.data.links import check_links
 from rlpipe.processes.user_code import MESSAGE_CHARS_MAX, CodeRaised, user_code
 from rlpipe.types import JsonDict, UserError
 
@@ -51,7 +52,9 @@ def _files(data: DataConfig) -> list[DataFile]:
         if not files:
             raise UserError(f"{field}={data.source}: there is no such file or folder in the bucket")
     elif path.is_dir():
-        files = [*sorted(file for file in path.rglob("*") if file.is_file())]
+        paths = sorted(file for file in path.rglob("*") if file.is_file())
+        check_links(f"{field}={data.source}", path, (file for file in paths if file.name.endswith(SUFFIXES)))
+        files = [*paths]
     elif path.is_file():
         files = [path]
     else:

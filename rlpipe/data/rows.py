@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlpipe.data.files import Row, file_rows, first_cause, names_files
+from rlpipe.data.links import check_links
 from rlpipe.processes.launch import PARENT_VARIABLE, die_with_parent
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
 from rlpipe.processes.user_code import (
@@ -89,6 +90,9 @@ def _datasets_rows(data: DataConfig) -> Iterator[Row]:
     import datasets
 
     path = data.source.removeprefix("datasets:")
+    check_links(
+        f"data.{data.name}.source={data.source}", Path(path), (file for file in Path(path).rglob("*") if file.is_file())
+    )
     arguments: dict[str, Any] = {"split": "train"} | data.args
     saved = any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json"))
     where = f"data.{data.name}.source=datasets:{path}: cannot be loaded with {arguments}"

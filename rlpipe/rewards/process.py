@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from rlpipe.data.links import check_links
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
 from rlpipe.rewards.score import FAILURES_MAX, Item, Score
 from rlpipe.types import JsonDict, UserError
@@ -136,6 +137,7 @@ def _check_folder(folder: Path, output: int) -> None:
     missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).is_file()]
     if missing or not any(folder.glob("*.safetensors")):
         raise ValueError(f"folder {folder} is no model in HF format: {', '.join(missing or ['*.safetensors'])} is missing")
+    check_links(f"folder {folder}", folder, (path for path in folder.rglob("*") if path.is_file()))
     config = json.loads((folder / "config.json").read_text())
     kinds = config.get("architectures") or ["none"]
     if not kinds[0].endswith("ForSequenceClassification"):  # another kind would load, with a random head

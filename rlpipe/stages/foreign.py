@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
 
+from rlpipe.data.links import check_links
 from rlpipe.records.columns import from_table, schema_of
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt
@@ -82,6 +83,8 @@ class ForeignFiles:
             raise UserError(
                 f"rl.rollouts_from={self.name!r}: no Parquet file there; use run:NAME, a .parquet file or a folder of them"
             )
+        if path.is_dir():
+            check_links(f"rl.rollouts_from={self.name!r}", path, paths)
         return paths
 
     def groups(self) -> Iterator[tuple[Prompt, Group]]:

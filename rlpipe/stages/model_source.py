@@ -13,6 +13,7 @@ from typing import Any
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.links import check_links
 from rlpipe.data.template_text import write_template
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
 from rlpipe.models.folder import INDEX, folder_config, tensor_shapes, weight_files
@@ -152,8 +153,10 @@ def _check_names(names: Any, field: str, path: str) -> None:
 
 
 def _checked(folder: Path, field: str, path: str) -> Path:
-    """The folder; UserError unless it holds a model whose files of weights are whole."""
+    """The folder; UserError unless it holds a model of its own files, and those of weights are whole."""
     _check_names([file.name for file in folder.iterdir() if file.is_file()], field, path)
+    named = [folder / name for name in MODEL_FILES | TOKENIZER_FILES]
+    check_links(f"{field}={path!r}", folder, [*named, *folder.glob("*.safetensors")])
     try:
         tensor_shapes(folder)
     except StoreError as error:

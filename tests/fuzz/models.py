@@ -25,7 +25,7 @@ from rlpipe.types import UserError
 from tests.engine_fixtures import tiny_model
 
 PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"
-WEIGHTS = "model.safetensors"
+WEIGHTS, SECRET = "model.safetensors", "../secret"
 RAW: dict[str, bytes] = {
     "empty": b"", "cut": b'{"model_type": "qw', "a list": b"[]", "null": b"null", "text": b'"qwen3"', "binary": b"\xff\xfe\x00",
     "brackets": b"[" * 200_000, "a huge number": b'{"vocab_size": 1' + b"0" * 5000 + b"}", "zeros": b"\0" * 64,
@@ -122,6 +122,20 @@ def _cut(name: str, share: float) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes((data := (folder / name).read_bytes())[: int(len(data) * share)])
 
 
+def _linked(name: str, target: str) -> Callable[[Path], object]:
+    def do(folder: Path) -> None:
+        (folder.parent / "secret").write_text("{}")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return do
+
+
+def _chained(folder: Path) -> None:
+    _linked("first.json", SECRET)(folder)
+    (folder / "vocab.json").symlink_to("first.json")
+
+
 def damages() -> Iterator[Damage]:
     """All of them."""
     for name, words in NAMED.items():
@@ -154,6 +168,12 @@ def damages() -> Iterator[Damage]:
     yield Damage("no tensors", _tensors(dict.clear), "is missing")
     for index in (b"", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"x": 5}}', b'{"weight_map": {}}', b"[" * 200_000):
         yield Damage(f"an index of {index[:30].decode()!r}", _indexed(index), "safetensors")
+    for name in ("vocab.json", "config.json", "chat_template.jinja"):
+        yield Damage(f"{name} is a link out", _linked(name, SECRET), f"{name} is a link to ")
+    yield Damage("a chain of links out", _chained, "vocab.json is a link to ")
+    yield Damage("a link to a folder", _linked("merges.txt", "/"), "merges.txt is a link to /,")
+    yield Damage("weights of a device", _linked(WEIGHTS, "/dev/zero"), "*.safetensors")
+    yield Damage("a link to itself", _linked("tokenizer.json", "tokenizer.json"), "tokenizer.json is missing")
     yield Damage("an index that leads out", _indexed(b'{"weight_map": {"x": "../secret.safetensors"}}'), "secret.safetensors")
     yield Damage("an index of what is gone", _indexed(b'{"weight_map": {"x": "gone.safetensors"}}'), "gone.safetensors")
 
