@@ -236,6 +236,29 @@ async def test_an_agent_that_starts_again_is_answered_with_what_was_kept(pool: S
             assert len(pool.groups) == 3 and pool.groups.pop().params[0].seed != pool.groups[0].params[0].seed
 
 
+@pytest.mark.parametrize(
+    "written", ['{"name": ["t"], "arguments": {}}', r'{"name": "calculator", "arguments": {"a": "\ud800"}}']
+)
+async def test_a_call_of_no_tool_is_text_and_so_it_is_when_it_is_given_again(written: str, pool: SpokenPool) -> None:
+    text = f"<tool_call>{written}</tool_call>"
+    pool.texts, kept = [text, ANSWER], dict[CallKey, list[Completion]]()
+
+    async def keep(call: CallKey, completions: list[Completion]) -> None:
+        kept[call] = completions
+
+    for again in (rollout_of(pool, keep=keep), rollout_of(pool, kept=kept)):  # the second is a process that takes over
+        async with client_of(again) as client:
+            first = await client.chat.completions.create(model="policy", messages=ASKED, tools=[TOOL])
+            message = first.choices[0].message
+            assert message.content == text and not message.tool_calls
+            more: list[Any] = [*ASKED, message, {"role": "user", "content": "more"}]
+            second = await client.chat.completions.create(model="policy", messages=more, tools=[TOOL])
+        assert second.choices[0].message.content == ANSWER and again.failure is None
+        [branch] = again.conversation.branches
+        assert branch.num_turns == 2
+    assert len(pool.groups) == 2
+
+
 async def test_an_address_that_is_not_here_is_said(tokenizer: ChatTokenizer) -> None:
     endpoint = AgentEndpoint(tokenizer)
     with pytest.raises(UserError, match=r"rl\.agent_address='192\.0\.2\.1'"):

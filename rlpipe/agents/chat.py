@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from rlpipe.records.prompt import Message, Messages
 from rlpipe.types import JsonDict, UserError
 
 CHOICES_MAX = 128
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+CALL_BEGINS, CALL_ENDS = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # what would change which tokens are likely, and so be trained on as if the policy had chosen freely
 REFUSED = ("stop", "logit_bias", "functions", "function_call", "audio", "prediction")
@@ -101,10 +101,10 @@ def read_message(message: Any, where: str) -> Message:
 
 def assistant_message(text: str, request: ChatRequest, new_id: Callable[[int], str]) -> Message:
     """What a completion says, in the one form. Text that is no call of a tool of the request stays text."""
-    names = {tool["function"]["name"] for tool in request.tools} if request.calls_tools else set()
+    names = [tool["function"]["name"] for tool in request.tools] if request.calls_tools else []
     calls: list[JsonDict] = []
-    for number, match in enumerate(TOOL_CALL.finditer(text)):
-        call = _parsed(match[1])
+    for number, written in enumerate(_written_calls(text) if names else ()):
+        call = reading.parsed_json(written)
         if not isinstance(call, dict) or call.get("name") not in names or not isinstance(call.get("arguments", {}), dict):
             calls = []
             break
@@ -144,11 +144,15 @@ def _own_call(call: JsonDict) -> JsonDict:
     return {"id": str(call.get("id", "")), "type": "function", "function": named}
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def _written_calls(text: str) -> Iterator[str]:
+    """What stands in each <tool_call>{...}</tool_call>. Every character is looked at once or twice, whatever the text is."""
+    end = 0
+    while begin := CALL_BEGINS.search(text, end):
+        ends = CALL_ENDS.search(text, begin.end())
+        if ends is None:
+            return
+        yield text[begin.end() : ends.start() + 1]
+        end = ends.end()
 
 
 def _is_tool(tool: Any) -> bool:

@@ -80,7 +80,10 @@ class ConversationTree:
             return Context(node, node.prompt_tokens, node.completion.then(said), mask, [*node.added, news])
         tokenizer = self.tokenizer.with_tools(request.tools) if request.tools else self.tokenizer
         messages = request.messages if tokenizer.knows_tool_calls else [*map(as_text, request.messages)]
-        return Context(None, tokenizer.encode_prompt(messages), NOTHING_YET, b"", [request.messages])
+        tokens = tokenizer.encode_prompt(messages)
+        if not tokens:
+            raise UserError("the chat template writes nothing of the conversation, so nothing can follow it")
+        return Context(None, tokens, NOTHING_YET, b"", [request.messages])
 
     def _goes_on(self, node: Node, request: ChatRequest) -> bool:
         """Whether a call is the node's conversation and more. A reply that was cut off has no end that something could come after."""

@@ -6,15 +6,12 @@ import asyncio
 import logging
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlpipe.agents.endpoint import AgentEndpoint, Door
 from rlpipe.agents.rollout import AgentRollout
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.environments.protocol import Step, checked_step
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
-from rlpipe.processes.user_code import InvalidAnswer
 from rlpipe.records.prompt import RewardPrompt
 from rlpipe.types import JsonDict
 
@@ -62,8 +59,10 @@ class Agents:
                 rollout.begin()
                 with self._endpoint.open(rollout) as door:
                     answer = await asyncio.wrap_future(child.thread.submit(self._ask, child, prompt, door))
+                if "reason" in answer:
+                    raise AgentFault(answer["reason"], answer["message"])
                 if "signal" not in answer:
-                    return _outcome(answer)
+                    return AgentOutcome(answer["reward"], answer["metrics"])
                 signals.append(answer["signal"])
                 log.warning("rl.agent, prompt %s: it was killed (%s)", prompt["prompt_id"], signals[-1])
         finally:
@@ -95,15 +94,3 @@ def check_agent(agent: str) -> None:
 
 def _children(agent: str, workers: int) -> ChildPool:
     return ChildPool(f"rl.agent={agent!r}", MODULE, {"agent": agent}, workers=workers)
-
-
-def _outcome(answer: JsonDict) -> AgentOutcome:
-    if "reason" in answer:
-        raise AgentFault(answer["reason"], answer["message"])
-    said: Any = answer["outcome"]
-    said = said if isinstance(said, dict) else {}
-    try:
-        checked = checked_step(Step(done=True, reward=said.get("reward") or 0.0, metrics=said.get("metrics") or {}), [])
-    except InvalidAnswer as error:
-        raise AgentFault("agent_invalid", f"its outcome: {error}") from error
-    return AgentOutcome(None if said.get("reward") is None else checked.reward, checked.metrics)

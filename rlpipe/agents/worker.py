@@ -1,6 +1,6 @@
 """The process that runs an agent: `python -m rlpipe.agents.worker`, one rollout at a time.
 
-First line in: {"agent"}; out: {} or {"error": message}. Then {"prompt", "base_url", "api_key"}, out: {"outcome"} or {"reason", "message"},
+First line in: {"agent"}; out: {} or {"error": message}. Then {"prompt", "base_url", "api_key"}, out: {"reward", "metrics"} or {"reason", "message"},
 or {"signal"} when the command was killed. An agent is a command, run anew for each rollout, or a function that this process keeps.
 """
 
@@ -22,8 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlpipe.environments.protocol import Step, checked_step
 from rlpipe.processes.launch import PARENT_POLL_S
-from rlpipe.processes.user_code import CodeRaised, Loaded, load_function, serve, user_code
+from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, Loaded, load_function, serve, user_code
 from rlpipe.types import JsonDict, UserError
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -71,7 +72,7 @@ def run(argv: list[str], request: JsonDict) -> JsonDict:
         return {"signal": signal.Signals(-done.returncode).name}
     if done.returncode:
         return {"reason": "agent_error", "message": f"exit code {done.returncode}: {done.stderr.strip()[-TAIL_CHARS:]}"}
-    return {"outcome": outcome_of(done.stdout)}
+    return outcome_of(last_line(done.stdout))
 
 
 def call(function: Callable[..., Any], request: JsonDict) -> JsonDict:
@@ -82,13 +83,25 @@ def call(function: Callable[..., Any], request: JsonDict) -> JsonDict:
             value = function(request["prompt"], {"base_url": request["base_url"], "api_key": request["api_key"]})
             if inspect.iscoroutine(value):
                 value = asyncio.run(value)
-            outcome = json.loads(json.dumps(value))
+            said = json.loads(json.dumps(value))
     except CodeRaised as error:
         return {"reason": "agent_error", "message": str(error)}
-    return {"outcome": outcome}
+    return outcome_of(said)
 
 
-def outcome_of(output: str) -> Any:
+def outcome_of(said: Any) -> JsonDict:
+    """What an agent says at its end: {"reward", "metrics"}, reward null where it gives none; or the fault agent_invalid."""
+    said = said if isinstance(said, dict) else {}
+    reward, metrics = (said.get(name) for name in ("reward", "metrics"))
+    given = Step(done=True, reward=0.0 if reward is None else reward, metrics={} if metrics is None else metrics)
+    try:
+        checked = checked_step(given, [])
+    except InvalidAnswer as error:
+        return {"reason": "agent_invalid", "message": f"its outcome: {error}"}
+    return {"reward": None if reward is None else checked.reward, "metrics": checked.metrics}
+
+
+def last_line(output: str) -> Any:
     """The last line of a command's output as JSON; none where that is none."""
     lines = output.strip().splitlines()
     try:

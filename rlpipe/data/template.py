@@ -142,10 +142,10 @@ class ChatTemplate:
         return self._rendered({"messages": messages, "add_generation_prompt": add_generation_prompt})
 
     def _rendered(self, variables: JsonDict) -> tuple[str, list[Span]]:
-        messages = variables["messages"]
-        mark = _unused_mark(messages) if self.has_marks else ""
+        messages, variables = variables["messages"], self._variables | variables
+        mark = _unused_mark(variables) if self.has_marks else ""
         try:
-            text = self._template.render(self._variables | variables | {"generation_mark": mark})
+            text = self._template.render(variables | {"generation_mark": mark})
         except FAULTS as error:
             what = f"{type(error).__name__} {error}".strip()
             raise UserError(f"the chat template refuses a conversation ({what:.300}): {json.dumps(messages)[:300]}") from error
@@ -233,8 +233,8 @@ def _changed(where: str) -> UserError:
     )
 
 
-def _unused_mark(messages: Messages) -> str:
-    text = repr(messages)
+def _unused_mark(variables: JsonDict) -> str:
+    text = repr(variables)
     return next(mark for number in itertools.count() if (mark := f"[generation {number}]") not in text)
 
 

@@ -70,10 +70,17 @@ def checked_step(step: Any, roles: list[str]) -> Step:
     if not isinstance(step.metrics, dict) or not all(map(_is_name, step.metrics)):
         raise InvalidAnswer(f"metrics must be numbers by name (not 'reward'), and are {step.metrics!r:.200}")
     for name, value in {"reward": step.reward, **step.metrics}.items():
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not _is_finite(value):
             raise InvalidAnswer(f"{name} is {value!r:.200}, and must be a finite number")
     metrics = {name: float(value) for name, value in step.metrics.items()}
     return Step(messages, bool(step.done), float(step.reward), metrics)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _is_name(value: Any) -> bool:

@@ -6,12 +6,15 @@ In the form a content is text or not there, the arguments of a tool call are an 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from rlpipe.records.prompt import Message, is_text
 from rlpipe.types import JsonDict, UserError, plain_json
 
+DEPTH_MAX = 100  # levels of lists and objects in a message or a tool: what writes JSON, and templates, end at some
+HOLDERS = (Mapping, list, tuple)
 REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing by three names
 
 
@@ -20,6 +23,7 @@ def read_message(message: Any, where: str) -> Message:
 
     UserError when it is none, or holds more than text.
     """
+    _check_depth(message, where)
     if not isinstance(message, Mapping) or not is_text(message.get("role")):
         raise UserError(f"{where}: needs a 'role' and a 'content', both text, and is {message!r:.200}")
     read: Message = {str(name): plain_json(value) for name, value in message.items() if value is not None}
@@ -37,6 +41,7 @@ def read_message(message: Any, where: str) -> Message:
 
 def read_tools(value: Any, where: str) -> list[JsonDict]:
     """Tools as JSON schemas, of a list of them or of JSON text; empty where there are none. UserError when it is something else."""
+    _check_depth(value, where)
     if isinstance(value, str):
         value = None if value.strip() in ("", "null") else _parsed(value) or value
     tools = [] if value is None else value
@@ -49,6 +54,15 @@ def read_tools(value: Any, where: str) -> list[JsonDict]:
 def content_text(message: Message) -> str:
     """What a message says; empty where it only calls tools."""
     return message.get("content", "")
+
+
+def parsed_json(text: str) -> Any:
+    """The value of JSON text that anybody wrote; None of what is none, or could not be written again: NaN, a number that no float holds,
+    half a surrogate pair, more than DEPTH_MAX levels."""
+    try:
+        return check_text(_parsed(text), "JSON text")
+    except UserError:
+        return None
 
 
 def without_nulls(value: Any) -> Any:
@@ -109,12 +123,30 @@ def _tool(tool: Any, where: str) -> JsonDict:
 
 
 def _parsed(text: str) -> Any:
-    """The value of JSON text; None of what is none."""
+    """The same, in which a text may hold half a surrogate pair."""
     try:
-        return json.loads(text, parse_constant=_refused)
+        value = json.loads(text, parse_constant=_refused, parse_float=_finite)
+        _check_depth(value, "JSON text")
+        return value
     except (ValueError, RecursionError):
         return None
 
 
-def _refused(constant: str) -> None:
+def _check_depth(value: Any, where: str) -> None:
+    """UserError where lists and objects lie deeper in each other than DEPTH_MAX."""
+    level = [value]
+    for _ in range(DEPTH_MAX):
+        held = [outer.values() if isinstance(outer, Mapping) else outer for outer in level if isinstance(outer, HOLDERS)]
+        level = [entry for entries in held for entry in entries]
+        if not level:
+            return
+    raise UserError(f"{where}: its lists and objects are more than {DEPTH_MAX} levels deep")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refused(number)
+
+
+def _refused(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
