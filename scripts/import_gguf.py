@@ -28,6 +28,7 @@ UNREADABLE = (
 # llama.cpp's `tokenizer.ggml.pre` of byte-level BPE, as src/llama-vocab.cpp defines them. transformers 5.23 knows neither kind, and
 # splits both as GPT-2 does; with "smollm" a digit is a word of its own: "\n\n1." is ["\n\n", "1", "."], and not ["\n", "\n", "1", "."]
 GPT2_SPLITS = {"default", "gpt-2", "mpt", "olmo", "jais"}
+BLOCK = re.compile(r"blk\.(\d+)\.")
 DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 
 
@@ -78,9 +79,13 @@ def _write_model(file: Path, folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        both: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except UNREADABLE as error:
         raise UserError(f"{file}: transformers cannot load it ({type(error).__name__}: {error})") from error
+    loaded, told = both
+    _check_whole(file, told)
     config = loaded.config
     del config.quantization_config  # the weights are not quantized any more
     # the loaded model cannot be saved; on the meta device nothing is initialised, and rotary frequencies are in no file
@@ -94,6 +99,28 @@ def _write_model(file: Path, folder: Path) -> Any:
     fresh.generation_config = loaded.generation_config
     fresh.save_pretrained(folder)
     return config
+
+
+def _check_whole(file: Path, told: dict[str, Any]) -> None:
+    """UserError naming the tensors of a model that are not the file's, which transformers fills with random numbers, or the file's that are
+    not the model's. A file without an output layer is one whose layer is that of the embeddings: nobody can tell."""
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+
+    metadata, named = read_gguf_metadata(str(file))
+    blocks = int(metadata[f"{metadata['general.architecture']}.block_count"])
+    faults = [f"{name} is missing" for name in sorted(told["missing_keys"])]
+    faults += [
+        f"{name} has the shape {[*there]}, the model's has {[*own]}" for name, there, own in sorted(told["mismatched_keys"])
+    ]
+    faults += [f"{name} is unknown" for name in sorted(told["unexpected_keys"])]
+    faults += [
+        f"{name} is beyond its {blocks} blocks" for name in named if (block := BLOCK.match(name)) and int(block[1]) >= blocks
+    ]
+    if faults:
+        raise UserError(
+            f"{file}: {len(faults)} tensors are not as its model has them: {'; '.join(faults[:3])}; get the whole file, of several parts all "
+            "in one"
+        )
 
 
 def _write_tokenizer(file: Path, folder: Path, config: Any) -> None:
@@ -143,6 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from transformers.utils import logging
 
+    logging.set_verbosity_error()  # what is missing is said by us
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:

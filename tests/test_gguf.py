@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,16 @@ def rotated(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(path: Path, lm: Any, pre: str = "smollm") -> Path:
-    """`lm` as llama.cpp's converter writes it."""
+Tensors = list[tuple[str, np.ndarray]]
+Odd = Callable[[str, np.ndarray], Tensors]
+
+
+def same(name: str, values: np.ndarray) -> Tensors:
+    return [(name, values)]
+
+
+def write(path: Path, lm: Any, pre: str = "smollm", odd: Odd = same) -> Path:
+    """`lm` as llama.cpp's converter writes it; `odd`: what becomes of a tensor."""
     config, writer = lm.config, gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -82,7 +91,8 @@ def write(path: Path, lm: Any, pre: str = "smollm") -> Path:
         values = rotated(values, HEADS) if "q_proj" in name else rotated(values, KV_HEADS) if "k_proj" in name else values
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
-        writer.add_tensor("output.weight" if name == "lm_head.weight" else name, np.ascontiguousarray(values))
+        for written, tensor in odd("output.weight" if name == "lm_head.weight" else name, values):
+            writer.add_tensor(written, np.ascontiguousarray(tensor))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -139,6 +149,33 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
         import_gguf(tmp_path / "m.gguf", tmp_path / "made")
 
 
+def only(chosen: str, *instead: tuple[str, Callable[[np.ndarray], np.ndarray]]) -> Odd:
+    """In place of the tensors that begin so: others, made of each."""
+    return lambda name, values: (
+        [(other or name, make(values)) for other, make in instead] if name.startswith(chosen) else same(name, values)
+    )
+
+
+INCOMPLETE: dict[str, tuple[Odd, str]] = {
+    "a tensor less": (only("blk.0.ffn_up"), r"1 tensors .*: model\.layers\.0\.mlp\.up_proj\.weight is missing"),
+    "a block less": (only("blk.1."), r"9 tensors .*: model\.layers\.1\.input_layernorm\.weight is missing; "),
+    "no embeddings": (only("token_embd"), r"model\.embed_tokens\.weight is missing"),
+    "another shape": (only("blk.0.ffn_up", ("", lambda v: v[:-8])), r"up_proj\.weight has the shape \[40, 32\], the model's has \[48, 32\]"),
+    "a block more": (only("blk.1.ffn_up", ("", lambda v: v), ("blk.2.ffn_up.weight", lambda v: v)), r"blk\.2\.ffn_up\.weight is beyond its 2 blocks"),
+    "no numbers": (only("blk.1.ffn_up", ("", lambda v: v * np.nan)), r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite"),
+    "infinite": (only("output_norm", ("", lambda v: v * np.inf)), r"model\.norm\.weight holds values that are not finite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_what_an_incomplete_file_lacks_is_named_and_nothing_is_made(name: str, tmp_path: Path) -> None:
+    odd, said = INCOMPLETE[name]
+    file = write(tmp_path / "m.gguf", tiny_llama(False), odd=odd)
+    with pytest.raises(UserError, match=said):
+        import_gguf(file, tmp_path / "made")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
 def test_a_model_path_that_is_no_folder_says_what_makes_one(tmp_path: Path) -> None:
     for name, hint in (("m.gguf", "scripts/import_gguf\\.py"), ("none", "make smollm2")):
         with pytest.raises(UserError, match=hint):
@@ -165,6 +202,10 @@ def test_the_script_has_help_and_says_what_is_wrong(tmp_path: Path) -> None:
     assert "a .gguf file" in script("--help").stdout
     refused = script(f"{tmp_path}/none.gguf", f"{tmp_path}/made")
     assert refused.returncode == 2 and "there is no such file" in refused.stderr, refused
+    part = script(str(write(tmp_path / "part.gguf", tiny_llama(True), odd=only("blk.1."))), f"{tmp_path}/made")
+    said = part.stderr.splitlines()[-1]  # after what shows how far it is
+    assert part.returncode == 2 and said.startswith(f"import_gguf: {tmp_path}/part.gguf: 9 tensors"), part
+    assert "initialized" not in part.stderr and "Traceback" not in part.stderr and not (tmp_path / "made").exists(), part.stderr
     made = script(str(write(tmp_path / "m.gguf", tiny_llama(True))), f"{tmp_path}/made")
     assert made.returncode == 0 and made.stdout == f"{tmp_path}/made: a model in HF format\n", made
     assert (tmp_path / "made" / "model.safetensors").is_file()

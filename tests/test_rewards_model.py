@@ -1,11 +1,11 @@
 """`hf:<folder>` with a real (tiny, random) reward model in its own process: it scores what transformers does, and outlives its deaths."""
 
-import json
 import os
 import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -23,6 +24,7 @@ from transformers import (
 
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.rewards import process as process_module
+from rlpipe.rewards import worker
 from rlpipe.rewards.pool import RewardPool, check_rewards
 from rlpipe.types import EngineError, UserError
 
@@ -144,26 +146,57 @@ def test_a_close_while_it_scores_ends_the_scoring(folder: Path) -> None:
             scoring.result(timeout=60)
 
 
-def test_numbers_that_are_none_and_weights_that_are_missing(folder: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
-    model = LlamaForSequenceClassification.from_pretrained(broken)
-    with torch.no_grad():
-        model.score.weight.fill_(float("nan"))
-    model.save_pretrained(broken)
-    with RewardPool({f"hf:{broken}": 1.0}, workers=1, timeout_s=20.0) as pool:
-        assert [score.reason for score in pool.score([item("5"), item("4")])] == ["reward_invalid"] * 2
-        assert pool.last_error and "broken is nan" in pool.last_error
+def changed(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    """The name of the reward whose weights are those of `folder`, changed."""
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    return f"hf:{to}"
 
+
+WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "no head": (lambda tensors: tensors.pop("score.weight"), r"score\.weight is missing"),
+    "a tensor less": (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), r"1 of its tensors .*layers\.1\.mlp\.up_proj\.weight is missing"),
+    "another shape": (lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}), r"model\.norm\.weight has the shape \[7\]"),
+    "a block more": (lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.ones(7)}), r"model\.layers\.2\.mlp\.up_proj\.weight is unknown"),
+    "no number": (lambda tensors: tensors["score.weight"].fill_(torch.nan), r"score\.weight of model\.safetensors holds values that are NaN or infinite"),
+}  # fmt: skip
+
+
+def test_weights_that_are_not_the_models_are_named(folder: Path, tmp_path: Path) -> None:
+    for wrong, (change, said) in WRONG.items():
+        with pytest.raises(UserError, match=said):
+            worker.check_reward_model(changed(folder, tmp_path / wrong, change).removeprefix("hf:"))
+    other_head = changed(folder, tmp_path / "head", lambda tensors: tensors.update({"lm_head.weight": torch.ones(7)}))
+    worker.check_reward_model(other_head.removeprefix("hf:"))
+
+
+def test_they_are_named_before_a_run_begins_and_where_it_scores(folder: Path, tmp_path: Path) -> None:
+    change, said = WRONG["a tensor less"]
+    name = changed(folder, tmp_path / "m", change)
+    with pytest.raises(UserError, match=f"{name}: {said}"):
+        check_rewards({name: 1.0}, {}, 10.0)
+    with pytest.raises(UserError, match=f"{name}: {said}"):
+        RewardPool({name: 1.0}, workers=1, timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    "config", [b"[]", b"{", b'{"architectures": [5]}', b'{"architectures": "x"}', b'{"architectures": {}, "id2label": [1]}']
+)
+def test_an_odd_config_is_one_line(config: bytes, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_bytes(config)
+    with pytest.raises(UserError, match=f"rl.reward_args.hf:{tmp_path}/m: folder {tmp_path}/m"):
+        check_rewards({f"hf:{tmp_path}/m": 1.0}, {}, 10.0)
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path: Path, folder: Path) -> None:
     headless = tmp_path / "headless"
     shutil.copytree(folder, headless)
     LlamaForCausalLM(tiny_config()).save_pretrained(headless)
     with pytest.raises(UserError, match="holds a LlamaForCausalLM"):
         check_rewards({f"hf:{headless}": 1.0}, {}, 10.0)
-    config = json.loads((headless / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
-    (headless / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"lack \['score.weight'\]"):
-        RewardPool({f"hf:{headless}": 1.0}, workers=1, timeout_s=1.0)
 
 
 def test_a_folder_and_an_output_are_checked_without_loading(folder: Path) -> None:

@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from rlpipe.models.folder import file_shapes, weight_files
-from rlpipe.types import StoreError
+from rlpipe.types import StoreError, UserError
 
 BLOCK = re.compile(r"(.*?\.\d+)\..*")
 LENGTH_BYTES = 8  # before the header of a safetensors file: how long it is
@@ -55,6 +55,36 @@ def local_files(folder: Path) -> list[TensorFile]:
 def _read_local(path: Path, name: str, rows: tuple[int, int] | None) -> Tensor:
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(name) if rows is None else file.get_slice(name)[slice(*rows)]
+
+
+def check_weights(folder: Path, lm: Any) -> None:
+    """UserError naming what a folder's weights lack of those of `lm`, have in another shape or besides, or a value of theirs that is none.
+
+    All bytes are read once: 0.2 to 0.3 s a GB in memory, else as long as the disk takes.
+    """
+    if faults := Checkpoint(str(folder), local_files(folder), lm).faults():
+        raise UserError(
+            f"{len(faults)} of its tensors are not as config.json says ({type(lm).__name__}): {'; '.join(faults[:3])}"
+        )
+    for path in weight_files(folder):
+        if name := not_finite(path):
+            raise UserError(
+                f"{name} of {path.name} holds values that are NaN or infinite, which no model has; get that file again"
+            )
+
+
+def not_finite(path: Path) -> str:
+    """The first tensor of a file with a value that is no finite number of 32 bits; empty where there is none."""
+    largest = torch.finfo(torch.float32).max
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and tensor.numel():
+                tensor = tensor.float() if tensor.itemsize == 1 else tensor  # of eight bits nothing is counted
+                # it takes no memory of the tensor's size, and NaN comes out of it
+                if not all(abs(edge.item()) <= largest for edge in tensor.aminmax()):
+                    return name
+    return ""
 
 
 @dataclass(frozen=True)

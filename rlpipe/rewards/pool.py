@@ -16,7 +16,7 @@ from rlpipe.processes.pool import ChildPool
 from rlpipe.records.prompt import Prompt, RewardPrompt
 from rlpipe.rewards.code import TOTAL_S
 from rlpipe.rewards.http import HttpScorer, Judge, RewardService
-from rlpipe.rewards.process import ProcessScorer, model
+from rlpipe.rewards.process import ProcessScorer, model, try_model
 from rlpipe.rewards.registry import RewardArgs, built, can_be_refused, check_names, is_service
 from rlpipe.rewards.sandbox import runner
 from rlpipe.rewards.score import Item, RolloutFacts, Score, combined, unsampled_facts
@@ -133,6 +133,9 @@ def check_rewards(
     is down when it is needed is a fault of the rollouts, `reward_unavailable`.
     """
     _scorers(rewards, args, workers=1, timeout_s=timeout_s)
+    for name in rewards:
+        if name.startswith("hf:"):
+            try_model(name)
     # without prompts not those that cannot be refused: loading their libraries would take seconds
     names = [name for name in rewards if not is_service(name) and (prompts or can_be_refused(name, args))]
     if not names:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from rlpipe.data.links import check_links
+from rlpipe.models.folder import folder_config
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
 from rlpipe.rewards.score import FAILURES_MAX, Item, Score
 from rlpipe.types import JsonDict, UserError
@@ -133,15 +134,27 @@ def model(
     return ProcessScorer(name, processes, timeout_s, batch_size=batch_size, losses_max=LOSSES_MAX)
 
 
+def try_model(name: str) -> None:
+    """UserError naming what keeps the weights in a reward model's folder from being that model; read once, in a process of its own."""
+    hello = {"name": name, "tried": str(Path(name.removeprefix("hf:")).expanduser())}
+    with closing(ChildPool(f"rl.rewards.{name}", "rlpipe.rewards.worker", hello, start_timeout_s=LOAD_TIMEOUT_S)) as trial:
+        trial.on_all(Child.start)
+
+
 def _check_folder(folder: Path, output: int) -> None:
     missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).is_file()]
     if missing or not any(folder.glob("*.safetensors")):
         raise ValueError(f"folder {folder} is no model in HF format: {', '.join(missing or ['*.safetensors'])} is missing")
     check_links(f"folder {folder}", folder, (path for path in folder.rglob("*") if path.is_file()))
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = folder_config(folder)
+    except UserError as error:
+        raise UserError(f"folder {folder}: {error}") from error
     kinds = config.get("architectures") or ["none"]
-    if not kinds[0].endswith("ForSequenceClassification"):  # another kind would load, with a random head
-        raise ValueError(f"folder {folder} holds a {kinds[0]}; a reward model is some ...ForSequenceClassification")
-    num_outputs = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
-    if output >= num_outputs:
+    kind = str(kinds[0] if isinstance(kinds, list) else kinds)
+    if not kind.endswith("ForSequenceClassification"):  # another kind would load, with a random head
+        raise ValueError(f"folder {folder} holds a {kind:.80}; a reward model is some ...ForSequenceClassification")
+    labels = config.get("id2label")
+    num_outputs = len(labels) if isinstance(labels, dict) and labels else config.get("num_labels", 2)
+    if type(num_outputs) is not int or output >= num_outputs:
         raise ValueError(f"output={output}: the model in {folder} has the outputs 0 to {num_outputs - 1}")

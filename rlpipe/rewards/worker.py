@@ -1,14 +1,18 @@
 """The process that scores, with functions or with one reward model: `python -m rlpipe.rewards.worker`.
 
-First line in: {"rewards": {name: weight}, "args": {name: arguments}}, or {"name", "weight", "model": the arguments of RewardModel}.
+First line in: {"rewards": {name: weight}, "args": {name: arguments}}, or {"name", "weight", "model": the arguments of RewardModel},
+or {"name", "tried": a folder whose weights are looked at, and nothing is scored}.
 Then {"items": [Item]}, out: {"scores": [the fields of a Score], "warning"} or {"error": message}.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from rlpipe.processes.user_code import CodeRaised, Loaded, Record, serve, user_code
+from rlpipe.processes.user_code import CodeRaised, Loaded, Record, cause_of, serve, user_code
 from rlpipe.rewards.registry import resolve, wants_rollout
 from rlpipe.rewards.score import Item, Score, combined, scored
 from rlpipe.types import JsonDict, UserError
@@ -16,23 +20,37 @@ from rlpipe.types import JsonDict, UserError
 CHARS_PER_TOKEN = 16  # a completion is cut to so many characters a token before it is tokenised: few tokens are longer
 
 
+def check_reward_model(folder: str) -> None:
+    """UserError naming what a folder's weights lack, or where they are no numbers: transformers would warn, and use random ones."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from rlpipe.models.checkpoint import check_weights
+
+    config = AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None):
+        return  # such weights have other names and shapes than the model
+    with torch.device("meta"):
+        lm: Any = AutoModelForSequenceClassification.from_config(config)
+    lm._keys_to_ignore_on_load_unexpected = [r"^(?!.*\.\d+\.)"]  # outside of blocks: of other heads, which nothing asks
+    check_weights(Path(folder), lm)
+
+
 class RewardModel:
     """The model and its tokenizer."""
 
     def __init__(self, folder: str, tokens_max: int, output: int, device: str) -> None:
-        """ValueError when the folder's weights lack some of the model's."""
+        """UserError when the folder's weights are not the model's."""
         import torch  # takes seconds, for which functions do not wait
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        check_reward_model(folder)
 
         self.tokens_max = tokens_max
         self.output = output
         self.without_gradients = torch.inference_mode
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model, loading = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, output_loading_info=True
-        )
-        if loading["missing_keys"]:  # transformers would only warn, and use random numbers
-            raise ValueError(f"the weights in {folder} lack {sorted(loading['missing_keys'])[:3]}")
+        self.model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto", use_safetensors=True)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.tokenizer.padding_side = "right"
@@ -62,6 +80,10 @@ class RewardModel:
 
 def load(hello: JsonDict) -> Loaded:
     """What answers with the scores of rollouts; UserError for a reward that cannot be loaded."""
+    if "tried" in hello:
+        with _naming(hello["name"]):
+            check_reward_model(hello["tried"])
+        return {}, lambda request: request
     if "model" in hello:
         return _loaded_model(**hello)
     args = hello["args"]
@@ -80,12 +102,19 @@ def _function_scorer(name: str, weight: float, args: JsonDict) -> Callable[[Item
     return score
 
 
-def _loaded_model(name: str, weight: float, model: JsonDict) -> Loaded:
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """UserError for whatever a folder raises, which may be broken in any way."""
     try:
-        with user_code():  # a folder may be broken in any way
-            loaded = RewardModel(**model)
+        with user_code():
+            yield
     except CodeRaised as error:
-        raise UserError(f"{name}: {error}") from error
+        raise UserError(f"{name}: {cause_of(error, 'it is no model that loads')}") from error
+
+
+def _loaded_model(name: str, weight: float, model: JsonDict) -> Loaded:
+    with _naming(name):
+        loaded = RewardModel(**model)
 
     def answer(request: JsonDict) -> Record:
         items: list[Item] = request["items"]

@@ -17,6 +17,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
+from rlpipe.engines.weights import reading_s
 from rlpipe.models.folder import weight_files
 from rlpipe.models.whole import base_of
 from rlpipe.processes.pool import Child, ChildPool
@@ -43,7 +44,7 @@ from rlpipe.trainer.jobs import LoadJob, NewModel
 from rlpipe.types import ArtifactRef, FileRecord, UserError
 
 TOKENIZER_TEXTS_MAX = 2000
-TRIAL_TIMEOUT_S = 120.0  # of a model's config, most of it to import torch
+TRIAL_TIMEOUT_S = 120.0  # of a model, most of it to import torch, besides the time to read its weights
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: boo
             engine = {"places": places(config), "engine_threads": config.engines.threads}
             hello["timed"] = {"tokens_max": trainer.tokens_max, "threads": trainer.threads, **engine}
     field = str(named["where"])
-    with closing(ChildPool(field, "rlpipe.trainer.trial", hello, start_timeout_s=TRIAL_TIMEOUT_S)) as trial:
+    timeout_s = TRIAL_TIMEOUT_S + (reading_s(Path(str(named["folder"]))) if "folder" in named else 0)
+    with closing(ChildPool(field, "rlpipe.trainer.trial", hello, start_timeout_s=timeout_s)) as trial:
         (ready,) = trial.on_all(Child.start)
     assert ready["num_parameters"] > 0, "a model without parameters"
     sizes = ModelSizes(**ready["sizes"]) if ready["sizes"] else None

@@ -83,7 +83,7 @@ class Content:
         if (run is None and not all(folder.is_dir() for folder in folders)) or not (config.model.path or self.prompts):
             return f"reference: {name}, not tried"
         label = name
-        if not name.startswith(RUN):
+        if run is not None or not name.startswith(RUN):
             folder = source_of(config, "rl.reference", name).folder
             label = _tried_line(folder, self._tried("rl.reference", folder, sized=False))
         with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""A model's config and its tensors' names and shapes, tried without its weights (`python -m rlpipe.trainer.trial`) before a run depends
+"""A model's config and its tensors' names, shapes and values, tried without the model in memory (`python -m rlpipe.trainer.trial`) before a run depends
 on them.
 
 First line in: {"where", "folder" or "config", "context_tokens_max", "context_ranks", "training": {"dtype", "tokens_max",
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from rlpipe.models.adapter import is_adapter, put_adapter
 from rlpipe.models.adapter_files import ADAPTER
 from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config
-from rlpipe.models.checkpoint import Checkpoint, local_files
+from rlpipe.models.checkpoint import check_weights
 from rlpipe.models.folder import check_generation_config, folder_config
 from rlpipe.models.small import small_config, small_model
 from rlpipe.models.team import Team, check_team, use_team
@@ -61,10 +61,7 @@ def try_model(hello: JsonDict) -> JsonDict:
     _try_shapes(config)
     if "folder" in hello:
         check_generation_config(folder)
-        if faults := Checkpoint(str(folder), local_files(folder), lm).faults():
-            raise UserError(
-                f"{len(faults)} of its tensors are not as config.json says ({type(lm).__name__}): {'; '.join(faults[:3])}"
-            )
+        check_weights(folder, lm)
     num_parameters, num_adapted = sum(parameter.numel() for parameter in lm.parameters()), 0
     sizes = sizes_of(lm, context_tokens_max, hello["training"]) if "training" in hello else None
     if "adapter" in hello:

@@ -110,6 +110,13 @@ def _tensors(how: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path
     return do
 
 
+def _valued(name: str, value: float) -> Callable[[Path], object]:
+    def change_last(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    return _tensors(change_last)
+
+
 def _indexed(index: bytes) -> Callable[[Path], object]:
     def do(folder: Path) -> None:
         (folder / WEIGHTS).rename(folder / "model-1.safetensors")
@@ -165,6 +172,9 @@ def damages() -> Iterator[Damage]:
         _tensors(lambda tensors: tensors.update({norm: torch.zeros(7)})),
         f"{norm} has the shape [7]",
     )
+    for odd in (torch.nan, torch.inf, -torch.inf):
+        for name in (norm, "model.embed_tokens.weight"):
+            yield Damage(f"{name} with {odd}", _valued(name, odd), f"{name} of {WEIGHTS} holds values that are NaN or infinite")
     yield Damage("no tensors", _tensors(dict.clear), "is missing")
     for index in (b"", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"x": 5}}', b'{"weight_map": {}}', b"[" * 200_000):
         yield Damage(f"an index of {index[:30].decode()!r}", _indexed(index), "safetensors")
@@ -180,9 +190,6 @@ def damages() -> Iterator[Damage]:
 
 def harmless() -> Iterator[Damage]:
     """What is taken, and why that does no harm."""
-    nan = {"model.norm.weight": torch.full((128,), torch.nan)}
-    # to see it all weights would have to be read; the trainer refuses it with its first forward pass, before a step
-    yield Damage("weights that are no numbers", _tensors(lambda tensors: tensors.update(nan)), "")
     # transformers reads neither
     yield Damage("odd fields", _changed("config.json", {"no_such": [1], "architectures": "x"}), "")
     # no token has that number, so none of them ends a text; those of the chat template do
