@@ -32,7 +32,7 @@ async def evaluate(changes: JsonDict | None = None, version: int | None = None, 
         raise UserError(f"run={config.run!r}: name a run that exists in {config.store}")
     newest = await asyncio.to_thread(version_to_evaluate, run, version)
     async with open_session(config) as session:
-        policy, _ = session.run.policy(newest)
+        policy, _ = await asyncio.to_thread(session.run.policy, newest)
         if await asyncio.to_thread(is_missing_to_evaluate, session.run, newest):
             await restore_policy(session, version=newest)
         evaluated = await evaluate_task(session, policy=policy, version=newest)

@@ -39,7 +39,7 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
             begin(f"RL: engines and trainer start where they are not up (logs: {session.work_dir}), {first}a line an iteration")
             if config.trainer.place == "deployment":
                 await session.gang()  # before the engines: of two runs that each hold one of two full pools, both would wait
-            policy, _ = session.run.policy(iteration)
+            policy, _ = await asyncio.to_thread(session.run.policy, iteration)
             if not config.rl.rollouts_from:  # else they are needed to evaluate only
                 for version in await asyncio.to_thread(pruned_versions, session.run, iteration):
                     await restore_policy(session, version=version)
@@ -54,4 +54,5 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
                 session.behind.then(partial(committed, record))
                 reason = await reason_to_end(session, "rl", iteration)
             await session.behind.landed()
-        return await ended(session, ("rl",), session.run.policy(iteration)[0].as_json(), reason)
+        policy, _ = await asyncio.to_thread(session.run.policy, iteration)
+        return await ended(session, ("rl",), policy.as_json(), reason)

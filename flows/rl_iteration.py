@@ -60,7 +60,7 @@ async def take_batch(session: Session, iteration: int) -> Sampled:
         return await redo_batch(session, iteration)
     if session.config.rl.rollouts_from:
         return await import_batch(session, iteration)
-    return await sample_batch(session, iteration, committed_before(session, iteration))
+    return await sample_batch(session, iteration, await asyncio.to_thread(committed_before, session, iteration))
 
 
 async def sample_batch(session: Session, iteration: int, earlier: Before) -> Sampled:
@@ -68,7 +68,7 @@ async def sample_batch(session: Session, iteration: int, earlier: Before) -> Sam
 
     The first round takes up what the iteration before had to cut short.
     """
-    policy, _ = session.run.policy(session.config.rl.sampled_by(iteration))
+    policy, _ = await asyncio.to_thread(session.run.policy, session.config.rl.sampled_by(iteration))
     before, carried = earlier
     pass_rates = carried if session.config.rl.curriculum != "none" else None  # they lie beside the batch
     rounds: list[ArtifactRef] = []
@@ -115,6 +115,7 @@ async def redo_batch(session: Session, iteration: int) -> Sampled:
         )
         for index, stored in enumerate(rounds)
     ]
+    curriculum = session.config.rl.curriculum != "none"
     batch = await stages.filter_groups(
         session,
         iteration=iteration,
@@ -122,7 +123,7 @@ async def redo_batch(session: Session, iteration: int) -> Sampled:
         prompts=[stored.prompts.ref for stored in rounds],
         scores=[scored.ref for scored in scores],
         branches=shards_with_branches(session.config, [ref for stored in rounds for ref in stored.rollouts]),
-        pass_rates=committed_before(session, iteration).batch if session.config.rl.curriculum != "none" else None,
+        pass_rates=(await asyncio.to_thread(committed_before, session, iteration)).batch if curriculum else None,
         last=True,
     )
     return Sampled(rounds[-1].prompts, scores, batch)
@@ -130,9 +131,9 @@ async def redo_batch(session: Session, iteration: int) -> Sampled:
 
 async def train_batch(session: Session, iteration: int, sampled: Sampled, steps: list[ArtifactRef] | None = None) -> Trained:
     """The policy that a batch makes of version `iteration`, committed. `steps`: the same batch by step, where steps were taken already."""
-    batch, (previous, _) = sampled.batch.ref, session.run.policy(iteration)
+    batch, (previous, _) = sampled.batch.ref, await asyncio.to_thread(session.run.policy, iteration)
     training = await stages.train(session, iteration=iteration, batch=batch, steps=steps)
-    reference = other_reference(session.run, iteration)
+    reference = await asyncio.to_thread(other_reference, session.run, iteration)
     policy = await stages.checkpoint(
         session, iteration=iteration, batch=batch, previous=previous, reference=reference, metrics=training.metrics
     )

@@ -43,19 +43,19 @@ async def rl_overlap_iteration(config: PipelineConfig, iteration: int) -> Iterat
 
 async def sample_and_train(session: Session, iteration: int) -> tuple[Sampled, list[ArtifactRef]]:
     """The whole batch of an iteration, and that of each step, all of which are taken."""
-    earlier, at = committed_before(session, iteration), {"iteration": iteration, "round_index": 0}
+    earlier, at = await asyncio.to_thread(committed_before, session, iteration), {"iteration": iteration, "round_index": 0}
+    policy, _ = await asyncio.to_thread(session.run.policy, iteration)
     pass_rates = earlier.batch if session.config.rl.curriculum != "none" else None
     prompts = await stages.sample_prompts(session, before=earlier.prompts, carried=earlier.batch, pass_rates=pass_rates, **at)
-    steps = start_steps(session, iteration, prompts)
+    steps = start_steps(session, iteration, prompts, policy)
     whole = asyncio.create_task(whole_batch(session, iteration, prompts, steps, pass_rates))
     await all_ended([*steps, whole, take_steps(session, iteration, steps)])
     return whole.result(), [step.result()[1].ref for step in steps]
 
 
-def start_steps(session: Session, iteration: int, prompts: StageResult) -> list[asyncio.Task[Step]]:
+def start_steps(session: Session, iteration: int, prompts: StageResult, policy: ArtifactRef) -> list[asyncio.Task[Step]]:
     """Begins to sample all groups, those of the first step first; a step is done when they are sampled and scored."""
     scoring = asyncio.Lock()  # the scorers are shared
-    policy, _ = session.run.policy(iteration)
     part = {"iteration": iteration, "round_index": 0, "prompts": prompts.ref, "policy": policy}
 
     async def batch_of(step: int, shards: list[asyncio.Task[StageResult]]) -> Step:

@@ -183,11 +183,11 @@ async def begin_rl(session: stages.Session) -> int:
     """Prepares the phase; the first iteration that is to do. UserError when the SFT before it is not complete."""
     run = session.run
     session.tracker.begin("rl")
-    if not run.sft_complete:
+    if not await asyncio.to_thread(lambda: run.sft_complete):
         raise UserError(f"the SFT of run {run.name} is not complete: start post-train or sft first, or set sft.num_steps = 0")
     await prepare(session)
     session.retention.prune()
-    return session.num_committed("rl")
+    return await asyncio.to_thread(session.num_committed, "rl")
 
 
 async def reason_to_end(session: stages.Session, phase: str, num_committed: int) -> str:

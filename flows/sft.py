@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prefect import flow
 
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
@@ -25,9 +27,10 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
     """
     config = await requested(config, changes)
     async with open_session(config) as session:
-        if not session.run.sft_complete:
+        is_complete, has_base = await asyncio.to_thread(lambda: (session.run.sft_complete, session.run.has_base))
+        if not is_complete:
             session.tracker.begin("sft")
-        if not session.run.has_base:
+        if not has_base:
             maker = "is copied" if config.model.path else "is made by the trainer, which starts"
             begin(
                 f"tokenizer, base model and SFT data come into the store: the model {maker} (seconds, minutes for a large one)"
@@ -36,10 +39,10 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
         data = await prepare_sft_data(session, tokenizer=base.ref)
         session.track_data("sft")
         run, total = session.run, session.run.num_segments
-        first = session.num_committed("sft")
+        first = await asyncio.to_thread(session.num_committed, "sft")
         session.tracker.committed("sft", first)
         steps = config.sft.segment_steps
-        losses = validation_losses(run, first)
+        losses = await asyncio.to_thread(validation_losses, run, first)
         if first < total:
             slow = f"some ten seconds, minutes for a large model; log: {session.work_dir}/trainer.log"
             begin(f"SFT: the trainer starts where it is not up ({slow}), then a line every {steps} steps")
@@ -55,7 +58,7 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
                     progress.n = segment * steps + done["done"]
                     progress.refresh()
 
-                previous = previous_policy(run, segment)
+                previous = await asyncio.to_thread(previous_policy, run, segment)
                 trained = await train_segment(
                     session, segment=segment, data=data.ref, tokenizer=base.ref, previous=previous, on_progress=show
                 )
@@ -64,10 +67,11 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
                 say(progress, segment_line(segment, progress.n, trained.metrics))
                 losses += [trained.metrics[LOSS]] if config.sft.validated else []
         if config.sft.validated:
-            done = session.num_committed("sft")
-            await select_segment(session, last=previous_policy(run, done), num_segments=done)
+            done = await asyncio.to_thread(session.num_committed, "sft")
+            await select_segment(session, last=await asyncio.to_thread(previous_policy, run, done), num_segments=done)
         await evaluate_sft(session)
-        return await ended(session, ("sft",), run.policy(0)[0].as_json())
+        policy, _ = await asyncio.to_thread(run.policy, 0)
+        return await ended(session, ("sft",), policy.as_json())
 
 
 async def evaluate_sft(session: Session) -> None:
@@ -76,6 +80,7 @@ async def evaluate_sft(session: Session) -> None:
     if config.rl.num_iterations or not config.sets("evaluation") or run.owner(*run.policy_place(0), "evaluation") is not run:
         return
     for version in ([BEFORE_SFT] if run.num_segments else []) + [0]:
-        await evaluate(session, policy=run.policy(version)[0], version=version)
+        policy, _ = await asyncio.to_thread(run.policy, version)
+        await evaluate(session, policy=policy, version=version)
         session.tracker.evaluated(version)
     session.track_data("evaluation")

@@ -173,11 +173,11 @@ async def publish_report(session: Session, total: int) -> RunReport:
     skipped = await asyncio.to_thread(untrained_so_far, run, total)
     curve = Path.cwd() / f"{run.name}-curves.png"
     await asyncio.to_thread(draw_curves, run, total, curve)
-    ref, manifest = run.policy(total)
+    ref, manifest = await asyncio.to_thread(run.policy, total)
     if await asyncio.to_thread(is_pruned, run.store, ref.folder):  # fewer iterations are planned now than were done
         await restore_policy(session, version=total)
     folder = run.store.address(f"{ref.folder}/{manifest.files[0].name.split('/')[0]}")
-    compared, evaluated = before_after(run, total), evaluations(run, total)
+    compared, evaluated = await asyncio.to_thread(lambda: (before_after(run, total), evaluations(run, total)))
     lineage = await asyncio.to_thread(policy_tags, run, total)
     here = contextvars.copy_context()  # of the flow run, for the tracker's thread
     said = partial(tell, run.name, "policy.registered", f"{folder} is registered", policy=folder, weight_version=total)

@@ -22,11 +22,12 @@ from rlpipe.engines.client import RequestRefused
 from rlpipe.services.finder import StartService
 from rlpipe.stages import base, evaluation, filtering, generation, importing, policy, remaking, sampling, scoring, sft, steps
 from rlpipe.stages.session import Session
+from rlpipe.store.patience import Away
 from rlpipe.types import StageResult, StepRefused, StoreError, UserError
 
 RETRIES = 2
 RETRY_DELAY_S = 2.0
-FINAL = (UserError, StoreError, StepRefused, RequestRefused, AssertionError)  # asking again changes nothing
+FINAL = (UserError, StoreError, StepRefused, RequestRefused, AssertionError, Away)  # asking again changes nothing
 
 UNDER_WAY = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 

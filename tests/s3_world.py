@@ -6,6 +6,8 @@ import contextlib
 import http.client
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from rlpipe.store.backend import open_store
 from tests.network_world import Node
 
 START_TIMEOUT_S = 60
+HANG_S = 1.0
 HELD_MAX_S = 600  # longer than any client waits
 HERE = Node((), "127.0.0.1")
 
@@ -113,6 +116,8 @@ class S3Proxy:
     `loses`: whether the answer to a request is lost: the server has done it, and the client sees a closed connection.
     `holds`: whether a request, by its method and its path with the query, waits before it reaches the server, until `release` is set;
     `drops`: whether it is thrown away then, as one of a process that is gone.
+    `faults`: what is done to a request instead, by its method and its path with the query: a status to answer, `reset`, or `hang`
+    (nothing is answered for HANG_S, then the connection is closed). Empty: nothing.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -120,6 +125,8 @@ class S3Proxy:
         self.loses: Callable[[S3Request], bool] = lambda request: False
         self.holds: Callable[[str, str], bool] = lambda method, target: False
         self.drops = False
+        self.faults: Callable[[str, str], str] = lambda method, target: ""
+        self.num_faults = 0
         self.held, self.release = threading.Event(), threading.Event()
         self.most_at_once = 0
         self._at_once = 0
@@ -134,7 +141,7 @@ class S3Proxy:
             def forward(self) -> None:
                 proxy.forward(self)
 
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_PATCH = forward
 
             def log_message(self, format: str, *args: object) -> None:
                 return
@@ -152,6 +159,10 @@ class S3Proxy:
     def forward(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         path, _, query = handler.path.partition("?")
+        if fault := self.faults(handler.command, handler.path):
+            self.num_faults += 1
+            _do_fault(handler, fault)
+            return
         if self.holds(handler.command, handler.path):
             self.held.set()
             self.release.wait(timeout=HELD_MAX_S)
@@ -194,3 +205,20 @@ class S3Proxy:
             return answer.status, answer.getheaders(), answer.read()
         finally:
             connection.close()
+
+
+def _do_fault(handler: BaseHTTPRequestHandler, fault: str) -> None:
+    handler.close_connection = True
+    if fault == "hang":
+        time.sleep(HANG_S)
+    elif fault == "reset":
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        os.close(handler.connection.detach())
+    else:
+        answer = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+        handler.send_response_only(int(fault))
+        for name, value in (("Content-Type", "application/xml"), ("Content-Length", str(len(answer))), ("Connection", "close")):
+            handler.send_header(name, value)
+        handler.end_headers()
+        if handler.command != "HEAD":
+            handler.wfile.write(answer)

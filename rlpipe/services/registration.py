@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.processes.launch import raise_file_limit
 from rlpipe.services.run_watch import RunWatch
+from rlpipe.store import patience
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.run import open_existing
@@ -167,6 +168,11 @@ async def serve(service: RunService, is_over: IsOver, ended: asyncio.Event) -> s
     """Serves a run until that is over, leaves the run, and returns why: told to end, dismissed, or without work for too long
     (`past`, or `RunWatch.is_over` for a service that nobody starts again). A fault that ends the work is raised."""
     raise_file_limit()
+    with patience.working() as work:
+        return await _served(service, is_over, ended, work)
+
+
+async def _served(service: RunService, is_over: IsOver, ended: asyncio.Event, work: patience.Errand) -> str:
     registration = service.registration
     await registration.enter()  # before there is anything to change in it: two writes at once would have no order
     working, ending = asyncio.create_task(service.work()), asyncio.create_task(ended.wait())
@@ -177,14 +183,16 @@ async def serve(service: RunService, is_over: IsOver, ended: asyncio.Event) -> s
                 await working
             if ended.is_set():
                 return "it was told to end"
-            try:
-                if not await registration.stands():
-                    return "the run dismissed it"
-            except (OSError, StoreError) as error:
-                log.warning("the store does not answer: %s", error)  # who is asked for work goes on working
-            if await is_over(idle_s := await service.idle_s()):
-                return f"it had no work for {idle_s:.0f} s"
+            with patience.hurrying():  # it is asked again anyway
+                try:
+                    if not await registration.stands():
+                        return "the run dismissed it"
+                except (OSError, StoreError) as error:
+                    log.warning("the store does not answer: %s", error)  # who is asked for work goes on working
+                if await is_over(idle_s := await service.idle_s()):
+                    return f"it had no work for {idle_s:.0f} s"
     finally:
+        work.end()
         working.cancel()
         ending.cancel()
         await asyncio.gather(working, ending, return_exceptions=True)

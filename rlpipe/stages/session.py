@@ -38,6 +38,7 @@ from rlpipe.stages.colocation import MemoryTurns
 from rlpipe.stages.scratch import remove_copies, work_dir_of
 from rlpipe.store import lease
 from rlpipe.store.local_copy import materialise
+from rlpipe.store.patience import working
 from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
@@ -273,12 +274,14 @@ async def open_session(
     if (key := (config.store, config.run)) in _open:
         yield _open[key]
         return
-    run = await asyncio.to_thread(create_or_continue, config)
     async with contextlib.AsyncExitStack() as stack:
+        work = stack.enter_context(working())
+        run = await asyncio.to_thread(create_or_continue, config)
         held = await asyncio.to_thread(lease.acquire, run.store, run.root, flow_run)
         stack.push_async_callback(asyncio.to_thread, held.release)
         session = _open[key] = await asyncio.to_thread(_begin, run, start_service)
         stack.push_async_exit(session.end)
+        stack.push(lambda kind, *_: work.end() if kind else None)  # who still waits for the store holds up no end
         stack.callback(_open.pop, key)
         yield session
 

@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,11 +56,11 @@ class Disk:
         return start
 
     def put(self, key: str, data: bytes) -> None:
-        self.put_parts(key, len(data), [data])
+        self.put_parts(key, len(data), lambda: [data])
 
-    def put_parts(self, key: str, size: int, pieces: Iterable[bytes]) -> None:
+    def put_parts(self, key: str, size: int, pieces: Callable[[], Iterable[bytes]]) -> None:
         path = self._root / key
-        with _temporary(path, pieces) as temporary:
+        with _temporary(path, pieces()) as temporary:
             os.replace(temporary, path)
         _sync_folder(path.parent)
 

@@ -8,15 +8,17 @@ import functools
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import obstore
-from botocore.exceptions import BotoCoreError
+from botocore.exceptions import BotoCoreError, HTTPClientError, MetadataRetrievalError
+from botocore.exceptions import ConnectionError as NoConnection
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import HTTPStore
 
+from rlpipe.store.patience import Answer, Passing
 from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, write_at
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 CONNECT, SILENCE, RETRY = timedelta(seconds=3), timedelta(seconds=20), timedelta(seconds=5)  # of a node that serves files
 PART = timedelta(minutes=5)
 
+PASSING = {408, 429, 500, 502, 503, 504, 509, *range(520, 531)}  # answers of a server, or of what stands before it
+NO_ANSWER = NoConnection, HTTPClientError, MetadataRetrievalError  # of who has the keys
+_NOISE = re.compile(r"^Generic S3 error: | in [\d.]+\S*s(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)?(?=\s+-)")
 _used_by: int | None = None  # the process in which the threads of obstore run
 
 
@@ -54,17 +59,18 @@ class RemoteObjects(ABC):
         """The client that reads."""
 
     def read(self, key: str) -> bytes:
-        with self._faults(key):
+        def ask() -> tuple[int, bytes | None]:
             result = obstore.get(self._reader(), self._path(key))
-            if result.meta["size"] <= PART_BYTES:
-                return bytes(result.bytes())
-        return b"".join(parts_ahead(functools.partial(self.read_part, key), 0, result.meta["size"], PARTS))
+            size = result.meta["size"]
+            return size, bytes(result.bytes()) if size <= PART_BYTES else None
+
+        size, data = self._ask(key, ask)
+        return b"".join(parts_ahead(functools.partial(self.read_part, key), 0, size, PARTS)) if data is None else data
 
     def read_part(self, key: str, start: int, end: int) -> memoryview:
         """Fewer bytes when the object ends before."""
         try:
-            with self._faults(key):
-                return memoryview(obstore.get_range(self._reader(), self._path(key), start=start, end=end))
+            return self._ask(key, lambda: memoryview(obstore.get_range(self._reader(), self._path(key), start=start, end=end)))
         except OSError as error:
             if " 416 " in str(error.strerror):  # it ends before `start`
                 return memoryview(b"")
@@ -72,11 +78,19 @@ class RemoteObjects(ABC):
 
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
         """Writes a part to the same place of an open file, as it comes. Where it ended, which is before `end` when the object does."""
-        with self._faults(key):
-            result = obstore.get(self._reader(), self._path(key), options={"range": (start, end)})
+
+        def ask() -> int:
+            at, result = start, obstore.get(self._reader(), self._path(key), options={"range": (start, end)})
             for piece in result.stream(min_chunk_size=PIECE_BYTES):
-                start = write_at(descriptor, piece, start)
-        return start
+                at = write_at(descriptor, piece, at)
+            return at
+
+        return self._ask(key, ask)
+
+    def _ask(self, key: str, ask: Callable[[], Answer]) -> Answer:
+        """What a call of obstore answers: every call is made here. Passing for a fault that another try may not have."""
+        with self._faults(key):
+            return ask()
 
     @contextlib.contextmanager
     def _faults(self, key: str) -> Iterator[None]:
@@ -84,14 +98,17 @@ class RemoteObjects(ABC):
         try:
             yield
         except (BaseError, BotoCoreError, FileNotFoundError, ValueError) as error:  # ValueError: no key of S3
+            if isinstance(error, OSError) and error.errno:  # it is one of ours
+                raise
             raise _as_oserror(error, self._address(key)) from None
 
 
 def _as_oserror(error: Exception, address: str) -> OSError:
     """The same fault. Its kind is that of the server's answer, which is only in the text when it was to a listing."""
     text, _, debug = str(error).partition("\n\nDebug source")
+    status = re.search(r"status code: (\d{3})", text)
     causes = re.findall(r'message: "([^"]+)"', debug) or re.findall(r"HttpError {\s+kind: (\w+)", debug)
-    reason = " ".join([*text.split(), *(f"({cause})" for cause in causes[-1:])])
+    reason = " ".join([*_NOISE.sub("", text).split(), *(f"({cause})" for cause in causes[-1:])])
     if "NoSuchBucket" in reason:
         return OSError(errno.EIO, "this bucket does not exist", address)
     if isinstance(error, FileNotFoundError):
@@ -100,7 +117,10 @@ def _as_oserror(error: Exception, address: str) -> OSError:
         return FileExistsError(errno.EEXIST, reason, address)
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or " 403 " in reason:
         return PermissionError(errno.EACCES, reason, address)
-    return OSError(errno.EIO, reason, address)
+    passes = isinstance(error, NO_ANSWER) or "HttpError {" in debug or "Server returned error response" in text
+    if status is not None:
+        passes = int(status[1]) in PASSING or (int(status[1]) == 400 and "RequestTimeout" in reason)  # as S3 says 408
+    return (Passing if passes and "builder error" not in text else OSError)(errno.EIO, reason, address)
 
 
 class FileServer(RemoteObjects):

@@ -5,11 +5,10 @@ Endpoint, region and keys are found as every AWS tool finds them: in the environ
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ import obstore
 from botocore.session import Session
 from obstore.store import S3Store
 
+from rlpipe.store.patience import Answer, Passing, persistently
 from rlpipe.store.remote import RemoteObjects, check_process
 from rlpipe.store.transfer import PART_BYTES, PARTS
 
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 1024 * 1024
 PARTS_MAX = 10_000  # of an upload, by S3's own rule
-CREATE_TRIES = 3
 CONNECT = timedelta(seconds=5)
 SILENCE = timedelta(seconds=20)  # nothing comes from the server, or a small request is not answered
 PART = timedelta(minutes=5)  # to send one part of an upload, or to read one: 8 MiB
+# by obstore itself, of a page of a listing or a part of an upload, so that it need not begin anew; the rest is rlpipe/store/patience.py
 RETRY: RetryConfig = {
-    "max_retries": 6,  # of a refused connection, in about 8 s
-    "retry_timeout": timedelta(seconds=30),
-    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 3},
+    "max_retries": 3,
+    "retry_timeout": timedelta(seconds=5),
+    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=2), "base": 3},
 }
+RETRY_PARTS: RetryConfig = RETRY | {"max_retries": 12, "retry_timeout": timedelta(seconds=15)}
 KEYS = timedelta(minutes=10)  # obstore asks for keys again five minutes before they end
 
 
@@ -59,7 +60,7 @@ class Entry(NamedTuple):
 class Bucket(RemoteObjects):
     """The objects below a prefix of a bucket, as a flat map of keys to bytes.
 
-    Every fault is an OSError, within a minute but for the transfer of parts; FileNotFoundError for an object that is not there.
+    Every fault is an OSError, as late as rlpipe/store/patience.py says; FileNotFoundError for an object that is not there.
     """
 
     def __init__(self, bucket: str, prefix: str) -> None:
@@ -75,18 +76,15 @@ class Bucket(RemoteObjects):
         return True
 
     def size(self, key: str) -> int:
-        with self._faults(key):
-            return obstore.head(self._clients().quick, self._path(key))["size"]
+        return self._ask(key, lambda: obstore.head(self._clients().quick, self._path(key))["size"])
 
     def entry(self, key: str) -> Entry:
-        with self._faults(key):
-            return self._entry(obstore.head(self._clients().quick, self._path(key)))
+        return self._entry(self._ask(key, lambda: obstore.head(self._clients().quick, self._path(key))))
 
     def entries(self, prefix: str) -> list[Entry]:
         """All objects below a prefix, in any order; an empty one: of the bucket."""
-        with self._faults(prefix):
-            listed = obstore.list(self._clients().quick, self._path(prefix) if prefix else self._prefix or None).collect()
-        return [self._entry(meta) for meta in listed]
+        below = self._path(prefix) if prefix else self._prefix or None
+        return [self._entry(meta) for meta in self._ask(prefix, lambda: obstore.list(self._clients().quick, below).collect())]
 
     def _entry(self, meta: ObjectMeta) -> Entry:
         return Entry(self._key(meta["path"]), meta["size"], meta["e_tag"] or str(meta["last_modified"]))
@@ -94,21 +92,24 @@ class Bucket(RemoteObjects):
     def put(self, key: str, data: bytes) -> None:
         if len(data) > PART_BYTES:
             view = memoryview(data)
-            self.put_parts(key, len(data), (view[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)))
+            pieces = [view[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)]
+            self.put_parts(key, len(data), lambda: pieces)
             return
-        with self._faults(key):
-            obstore.put(self._client_for(data), self._path(key), data, use_multipart=False)
+        self._ask(key, lambda: obstore.put(self._client_for(data), self._path(key), data, use_multipart=False))
 
-    def put_parts(self, key: str, size: int, pieces: Iterable[bytes | memoryview]) -> None:
-        """Sends pieces of any size in parts, PARTS at the same time. The object becomes visible whole, when the last part has landed."""
+    def put_parts(self, key: str, size: int, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
+        """Sends pieces of any size in parts, PARTS at the same time; `pieces` gives them at each try, from the first on. The object becomes visible whole, when the last part has landed."""
         part_bytes = max(PART_BYTES, -(-size // PARTS_MAX))
         assert part_bytes * PARTS_MAX >= size, f"{key}: {size} bytes"
+
+        def ask() -> None:
+            obstore.put(
+                self._clients().patient, self._path(key), iter(pieces()),
+                use_multipart=True, chunk_size=part_bytes, max_concurrency=PARTS,
+            )  # fmt: skip
+
         try:
-            with self._faults(key):
-                obstore.put(
-                    self._clients().patient, self._path(key), iter(pieces),
-                    use_multipart=True, chunk_size=part_bytes, max_concurrency=PARTS,
-                )  # fmt: skip
+            self._ask(key, ask)
         except FileNotFoundError:
             # the upload is over, though nobody answered so: a first request to complete it did, and its answer was lost
             if not self.exists(key) or self.size(key) != size:
@@ -116,39 +117,40 @@ class Bucket(RemoteObjects):
 
     def create(self, key: str, data: bytes) -> bool:
         """Whether this call created `key`, or a try of it whose answer was lost: such a try loses against itself, so equal bytes are ours."""
-        fault: OSError | None = None
-        for _ in range(CREATE_TRIES):
+
+        def ask() -> bool:
             try:
                 with self._faults(key):
                     obstore.put(self._client_for(data), self._path(key), data, mode="create", use_multipart=False)
                 return True
-            except PermissionError:
-                raise
-            except OSError as error:  # it is there; or nobody answered; or another creator was refused at the same moment
-                fault = error
-            with contextlib.suppress(FileNotFoundError):
+            except FileExistsError as error:
+                refused = error
+            try:
                 return self.read(key) == data
-        assert fault is not None, "every try failed"
-        raise fault
+            except FileNotFoundError:  # another creator was refused at the same moment
+                raise Passing(refused.errno, refused.strerror, refused.filename) from None
+
+        return self._ask(key, ask)
 
     def list(self, prefix: str) -> list[str]:
-        with self._faults(prefix):
-            entries = obstore.list(self._clients().quick, self._path(prefix)).collect()
+        entries = self._ask(prefix, lambda: obstore.list(self._clients().quick, self._path(prefix)).collect())
         return [self._key(entry["path"]) for entry in entries]
 
     def folders(self, prefix: str) -> list[str]:
-        with self._faults(prefix):
-            entries = obstore.list_with_delimiter(self._clients().quick, self._path(prefix))
+        entries = self._ask(prefix, lambda: obstore.list_with_delimiter(self._clients().quick, self._path(prefix)))
         return [path.rsplit("/", 1)[-1] for path in entries["common_prefixes"]]
 
     def delete(self, key: str) -> None:
-        with self._faults(key):
-            obstore.delete(self._clients().quick, self._path(key))
+        self._ask(key, lambda: obstore.delete(self._clients().quick, self._path(key)))
 
     def check_writable(self, key: str) -> None:
         """OSError when `key` could not be created. Writes nothing that stays."""
         self.put(key, b"probe")
         self.delete(key)
+
+    def _ask(self, key: str, ask: Callable[[], Answer]) -> Answer:
+        """As that of all objects, and as patient as this process is."""
+        return persistently(self._address(key), lambda: super(Bucket, self)._ask(key, ask))
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
@@ -208,10 +210,10 @@ def _open(bucket: str) -> _Clients:
     if endpoint:
         config["endpoint"] = endpoint
 
-    def client(options: ClientConfig) -> S3Store:
-        return S3Store(bucket, config=config, client_options=options, retry_config=RETRY, credential_provider=keys)
+    def client(options: ClientConfig, retries: RetryConfig) -> S3Store:
+        return S3Store(bucket, config=config, client_options=options, retry_config=retries, credential_provider=keys)
 
-    return _Clients(quick=client({**options, "read_timeout": SILENCE}), patient=client(options))
+    return _Clients(quick=client({**options, "read_timeout": SILENCE}, RETRY), patient=client(options, RETRY_PARTS))
 
 
 def _endpoint(session: Session) -> str | None:

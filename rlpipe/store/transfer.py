@@ -34,7 +34,10 @@ class Hashing:
         self._pending: deque[Future[None]] = deque()
 
     def passing(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """The same pieces, of which the hash is taken."""
+        """The same pieces, of which the hash is taken; of those that passed before no more."""
+        while self._pending:
+            self._pending.popleft().result()
+        self._sha256, self._bytes = hashlib.sha256(), 0
         for piece in pieces:
             if len(self._pending) == WAITING:
                 self._pending.popleft().result()

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from rlpipe.store.artifacts import Blocks, blocks_of, file_sha256
 from rlpipe.store.backend import Store
+from rlpipe.store.patience import Away
 from rlpipe.store.transfer import PART_BYTES, FileContent
 from rlpipe.trainer.jobs import JobResult, SaveJob
 from rlpipe.types import FileRecord, StoreError
 
 log = logging.getLogger(__name__)
 SMALL_FILES = 8  # of at most a part, that are sent at the same time
-TRIES = 6  # of an upload, beside those that the store's client makes of each request
+TRIES = 6  # of an upload, to a disk that fails in passing; S3 is tried by each call
 WAIT_FIRST_S = 1.0  # before the second one, doubled each time
 BEGIN_S = 1.0  # after a save other nodes have begun to fetch it, if they do
 QUIET_S = 0.3  # between two fetches of one node
@@ -159,7 +160,7 @@ class Uploads:
                 upload(self._store, self.disk, publication)
                 return
             except OSError as error:
-                if not left or self.of(publication.attempt) is None:
+                if isinstance(error, Away) or not left or self.of(publication.attempt) is None:
                     raise
                 log.warning("the upload failed, it is tried again (%d more): %s", left, error)
                 time.sleep(WAIT_FIRST_S * 2 ** (TRIES - 1 - left))

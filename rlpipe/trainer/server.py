@@ -26,6 +26,7 @@ from rlpipe.config.secrecy import key_fits
 from rlpipe.processes.launch import die_with_parent
 from rlpipe.processes.memory import settle_heap
 from rlpipe.services.registration import LOOPBACK, service_key
+from rlpipe.store.patience import working
 from rlpipe.trainer.gang import Pulse, join_gang
 from rlpipe.trainer.jobs import (
     ANY_JOB,
@@ -228,6 +229,11 @@ http_log.addFilter(_is_our_fault)
 def main(argument: str) -> None:
     """Joins the gang and serves until the parent ends."""
     die_with_parent()
+    with working():
+        _work(argument)
+
+
+def _work(argument: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = TrainerOptions.model_validate_json(argument)
     clear_scratch(options)

@@ -1,0 +1,148 @@
+"""How long a call of a store on a server is tried again: minutes where a process works for a run, seconds where a person waits for an answer.
+
+What passes by itself (5xx, throttling, a reset, a refused connection, no answer) is tried again, whatever call it was; what another try
+answers alike (no such bucket, wrong keys) is not. One line says that the process waits, one that it is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TypeVar
+
+log = logging.getLogger(__name__)
+WORK_S = 300.0  # after the first fault of a call, of a process that works for a run
+FIRST_S = 8.0  # of any other: a server that is down is named
+# between two tries, doubled each time; half of it is chance, so that many do not come back at once
+PAUSE_FIRST_S, PAUSE_MAX_S = 0.3, 8.0
+SAID_AFTER_S = 3.0  # shorter faults are nobody's business
+LOOK_S = 0.2  # how soon one that waits sees that the work has ended
+
+Answer = TypeVar("Answer")
+
+
+class Passing(OSError):
+    """A fault that another try may not have."""
+
+
+class Away(OSError):
+    """A server was asked for as long as it is worth: asking again at once changes nothing. Its text names the first fault."""
+
+
+class Errand:
+    """A reason to be patient; `end` takes it away, also from those who wait then."""
+
+    def end(self) -> None:
+        _works.discard(self)
+
+
+_works: set[Errand] = set()
+_hurries: ContextVar[bool] = ContextVar("hurries", default=False)
+
+
+@contextlib.contextmanager
+def working() -> Iterator[Errand]:
+    """In the body this process works for a run: it waits for a server for WORK_S."""
+    work = Errand()
+    _works.add(work)
+    try:
+        yield work
+    finally:
+        work.end()
+
+
+@contextlib.contextmanager
+def hurrying() -> Iterator[None]:
+    """The calls of the body give up after FIRST_S whatever this process does: of a heartbeat, which is worth nothing when it is late."""
+    token = _hurries.set(True)
+    try:
+        yield
+    finally:
+        _hurries.reset(token)
+
+
+def is_hurried() -> bool:
+    """Whether whoever calls is to end soon: in `hurrying`, or in a task of an event loop that was cancelled."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop in this thread
+        task = None
+    return _hurries.get() or (task is not None and task.cancelling() > 0)
+
+
+class Wait:
+    """The tries of one call after its first fault, for `bound_s` at most, which may change meanwhile. Of all that wait for one `server` at
+    once one line says that they do, and one that it is over."""
+
+    _lock, _said = threading.Lock(), Counter[str]()  # how many wait for a server, of those that have lasted
+
+    def __init__(self, server: str, what: str, fault: str, bound_s: Callable[[], float]) -> None:
+        self._server, self._what, self._fault, self.bound_s = server, what, fault, bound_s
+        self._since, self._pause_s, self._is_said, self._is_answered = time.monotonic(), PAUSE_FIRST_S, False, True
+
+    @property
+    def lasted_s(self) -> float:
+        """Since the first fault: it may have taken minutes to be noticed."""
+        return time.monotonic() - self._since
+
+    def is_over(self) -> bool:
+        return self.lasted_s >= self.bound_s()
+
+    def next_pause_s(self) -> float:
+        """How long to wait for the next try. Says that it waits, once it has lasted."""
+        if not self._is_said and self.lasted_s >= SAID_AFTER_S:
+            self._is_said = True
+            with Wait._lock:
+                Wait._said[self._server] += 1
+                if Wait._said[self._server] == 1:
+                    log.warning("%s: %s; it is tried again, for %g s at most", self._what, self._fault, self.bound_s())
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_MAX_S)
+        return pause_s * random.uniform(0.5, 1.0)
+
+    def given_up(self) -> str:
+        """What is said of a call that nobody answered."""
+        self._is_answered = False
+        return f"{self._fault} (the first fault of {self.lasted_s:.0f} s of tries)"
+
+    def __enter__(self) -> Wait:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_answered = self._is_answered and (kind is None or issubclass(kind, Exception))  # also "it is not there" is an answer
+        with Wait._lock:
+            Wait._said[self._server] -= self._is_said
+            if self._is_said and is_answered and not Wait._said[self._server]:
+                log.warning("%s: answered, after %.0f s", self._what, self.lasted_s)
+
+
+def persistently(address: str, ask: Callable[[], Answer]) -> Answer:
+    """What `ask` answers, asked again while it raises Passing; Away, with the first fault, when the time is up or the work has ended."""
+    try:
+        return ask()
+    except Passing as fault:
+        first = str(fault.strerror)
+    with Wait("store", address, first, _bound_s) as wait:
+        while not wait.is_over():
+            _pause(wait)
+            with contextlib.suppress(Passing):
+                return ask()
+        raise Away(errno.EIO, wait.given_up(), address)
+
+
+def _bound_s() -> float:
+    return FIRST_S if is_hurried() or not _works else WORK_S
+
+
+def _pause(wait: Wait) -> None:
+    """Until the next try; less when the bound changes before: the work has ended."""
+    end, bound_s = time.monotonic() + wait.next_pause_s(), wait.bound_s()
+    while (left := end - time.monotonic()) > 0 and wait.bound_s() == bound_s:
+        time.sleep(min(left, LOOK_S))
