@@ -18,6 +18,7 @@ import psutil
 from rlpipe.types import UserError
 
 NEEDED = ("gguf", "accelerate")
+BLOCK = re.compile(r"blk\.(\d+)\.")
 UNREADABLE = (
     ValueError,
     LookupError,
@@ -28,7 +29,6 @@ UNREADABLE = (
 # llama.cpp's `tokenizer.ggml.pre` of byte-level BPE, as src/llama-vocab.cpp defines them. transformers 5.23 knows neither kind, and
 # splits both as GPT-2 does; with "smollm" a digit is a word of its own: "\n\n1." is ["\n\n", "1", "."], and not ["\n", "\n", "1", "."]
 GPT2_SPLITS = {"default", "gpt-2", "mpt", "olmo", "jais"}
-BLOCK = re.compile(r"blk\.(\d+)\.")
 DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 
 
@@ -107,7 +107,7 @@ def _check_whole(file: Path, told: dict[str, Any]) -> None:
     from transformers.integrations.gguf.reader import read_gguf_metadata
 
     metadata, named = read_gguf_metadata(str(file))
-    blocks = int(metadata[f"{metadata['general.architecture']}.block_count"])
+    blocks = int(metadata.get(f"{metadata.get('general.architecture')}.block_count", len(named)))
     faults = [f"{name} is missing" for name in sorted(told["missing_keys"])]
     faults += [
         f"{name} has the shape {[*there]}, the model's has {[*own]}" for name, there, own in sorted(told["mismatched_keys"])

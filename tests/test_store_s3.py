@@ -24,6 +24,7 @@ from rlpipe.models.checkpoint import ranged_file
 from rlpipe.processes.launch import free_port
 from rlpipe.store import artifacts, local_copy, s3
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
+from rlpipe.store.outside import outside_files
 from rlpipe.store.transfer import PART_BYTES, PARTS
 from rlpipe.types import StoreError, UserError
 from tests.s3_world import S3Proxy, S3Request, S3Server
@@ -323,3 +324,47 @@ def test_two_ranks_read_each_byte_of_a_state_once(s3_proxy: S3Proxy, s3_server: 
     assert record.bytes <= read <= record.bytes + (spans + 2 * 2) * MIB
     ranges = [request.headers.get("range", request.headers.get("Range", "")) for request in s3_proxy.requests]
     assert all(re.fullmatch(r"bytes=\d+-\d+", span) for span in ranges), json.dumps(ranges)
+
+
+NOWHERE = {  # an endpoint and a bucket -> what is said
+    ("http://127.0.0.1:99999", "b"): "Port out of range", ("http://127.0.0.1:0", "b"): "no address", ("http://127.0.0.1:-1", "b"): "no address",
+    ("http://", "b"): "no address", ("nonsense", "b"): "begin with http", ("ftp://x", "b"): "begin with http", ("http://[::1", "b"): "no address",
+    ("http://a b", "b"): "no address", ("http://x\n", "b"): "no address", ("http://\udcff", "b"): "no address", ("http://é", "b"): "no address",
+    ("http://h?x", "b"): "no address", ("http://me:secret@h:99999", "b"): "no address", ("https://me:secret@h", "b"): "holds a user", ("http://h", "b u"): "'b u' is no name",
+    ("http://h", "é"): "'é' is no name", ("http://h", "b%zz"): "is no name", ("http://h", ".."): "is no name", ("http://h", "a@b"): "is no name", ("http://h", "x" * 300): "is no name",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("endpoint", "bucket"), NOWHERE)
+def test_what_is_no_address_is_refused_before_anything_panics(
+    endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("AWS_ENDPOINT_URL", endpoint), ("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "b")):
+        monkeypatch.setenv(name, value)
+    for act in (
+        lambda: check_access(open_store(f"s3://{bucket}/x")),
+        lambda: outside_files("data.w.source", f"s3://{bucket}/x"),
+    ):
+        with pytest.raises(UserError) as refused:
+            act()
+        assert (
+            NOWHERE[endpoint, bucket] in str(refused.value)
+            and "\n" not in str(refused.value)
+            and "secret" not in str(refused.value)
+        )
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AWS_REGION", "x y"), ("AWS_REGION", "\udcff"), ("AWS_ACCESS_KEY_ID", "a\n"), ("AWS_SESSION_TOKEN", "a\nb")],
+)
+def test_a_region_or_key_that_is_no_header_is_refused(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    set_to = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", name: value}
+    for variable, text in set_to.items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(UserError, match=name):
+        check_access(open_store("s3://b/x"))
+    assert capfd.readouterr().err == ""

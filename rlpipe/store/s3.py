@@ -20,6 +20,7 @@ from obstore.store import S3Store
 
 from rlpipe.store.patience import Answer, Passing, persistently
 from rlpipe.store.remote import RemoteObjects, check_process
+from rlpipe.store.s3_address import check_address, check_key
 from rlpipe.store.transfer import PART_BYTES, PARTS
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class _Keys:
 
     def __call__(self) -> S3Credential:
         keys = self._credentials.get_frozen_credentials()
+        check_key(keys.access_key, keys.token or "")
         return {
             "access_key_id": keys.access_key,
             "secret_access_key": keys.secret_key,
@@ -201,6 +203,7 @@ def _open(bucket: str) -> _Clients:
     session = Session()
     keys, endpoint = _Keys(session), _endpoint(session)
     region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
+    check_address(bucket, endpoint, region)
     plain = endpoint is not None and endpoint.startswith("http://")
     options: ClientConfig = {"connect_timeout": CONNECT, "timeout": PART, "allow_http": plain}
     if certificates := session.get_config_variable("ca_bundle"):
