@@ -433,9 +433,9 @@ def enter_container() -> None:
     kept = (words[:4] * 2 + bytes(4)) + (words[4:] * 2 + bytes(4))
     for bit in set(range(41)) - set(DOCKER_CAPABILITIES):
         confinement.prctl(24, bit)  # PR_CAPBSET_DROP
-    confinement._call("capset", struct.pack("=Ii", 0x20080522, 0), kept)
+    confinement.call("capset", struct.pack("=Ii", 0x20080522, 0), kept)
     try:
-        confinement._call("unshare", confinement.CLONE_NEWNS)
+        confinement.call("unshare", confinement.CLONE_NEWNS)
     except PermissionError:
         return
     raise AssertionError("this is no container")

@@ -162,6 +162,6 @@ child.ask({"prompt": {}, "base_url": "x", "api_key": "x"}, 100.0)
 )
 def test_what_cannot_be_loaded_is_said_before_a_run(agent: str, said: str, folder: Path) -> None:
     with pytest.raises(UserError, match=said):
-        check_agent(agent)
-    check_agent(COMMAND)
-    check_agent(FUNCTION)
+        check_agent(RlConfig(agent=agent))
+    check_agent(RlConfig(agent=COMMAND))
+    check_agent(RlConfig(agent=FUNCTION))

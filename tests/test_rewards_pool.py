@@ -1,6 +1,7 @@
 """The pool: whatever a reward function does, every rollout gets a score or a reason, and nothing hangs or stays behind."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -49,12 +50,9 @@ def behave(prompt, completion):
         os.system("sleep 600 & echo $! > child.pid")
         os.kill(os.getpid(), signal.SIGKILL)
     if completion == "stop the owner":
-        owner = os.getppid()
-        if os.fork() == 0:
-            time.sleep(1.5)
-            os.kill(owner, signal.SIGCONT)
-            os._exit(0)
-        os.kill(owner, signal.SIGSTOP)
+        open("asked", "w").close()
+        while not os.path.exists("stopped"):
+            time.sleep(0.01)
         return 1.0
     return float(completion)
 
@@ -238,8 +236,16 @@ def test_an_answer_in_time_counts_when_the_owner_was_stopped(folder: Path) -> No
         "print(pool.score([{'prompt': prompt, 'completion': 'stop the owner', 'rollout': {}}])[0])\n"
         "pool.close()\n"
     )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert told.stdout.startswith("Score(reward=1.0"), told
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
+        while not (folder / "asked").exists():
+            assert owner.poll() is None
+            time.sleep(0.01)
+        owner.send_signal(signal.SIGSTOP)
+        (folder / "stopped").touch()
+        time.sleep(1.5)
+        owner.send_signal(signal.SIGCONT)
+        said, _ = owner.communicate(timeout=60)
+    assert said.startswith("Score(reward=1.0"), said
 
 
 @pytest.mark.parametrize("completion", ["1", "spin"])

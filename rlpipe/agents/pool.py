@@ -11,7 +11,7 @@ from rlpipe.agents.endpoint import AgentEndpoint, Door
 from rlpipe.agents.rollout import AgentRollout
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
+from rlpipe.processes.pool import Child, ChildPool, ProcessEnded, code_environment
 from rlpipe.records.prompt import RewardPrompt
 from rlpipe.types import JsonDict
 
@@ -43,7 +43,7 @@ class Agents:
         self._rl = rl
         self._endpoint = AgentEndpoint(tokenizer)
         self._starting: asyncio.Task[None] | None = None
-        self._children = _children(rl.agent, rl.agents_max)
+        self._children = _children(rl, rl.agents_max)
         self._idle: asyncio.LifoQueue[Child] = asyncio.LifoQueue()
         for child in self._children.children:
             self._idle.put_nowait(child)
@@ -86,11 +86,12 @@ class Agents:
         await self._endpoint.close()
 
 
-def check_agent(agent: str) -> None:
+def check_agent(rl: RlConfig) -> None:
     """UserError when the agent cannot be loaded. In a process of its own, which imports it."""
-    with closing(_children(agent, 1)) as children:
+    with closing(_children(rl, 1)) as children:
         children.on_all(Child.start)
 
 
-def _children(agent: str, workers: int) -> ChildPool:
-    return ChildPool(f"rl.agent={agent!r}", MODULE, {"agent": agent}, workers=workers)
+def _children(rl: RlConfig, workers: int) -> ChildPool:
+    hello, environment = {"agent": rl.agent}, code_environment(rl.secrets)
+    return ChildPool(f"rl.agent={rl.agent!r}", MODULE, hello, workers=workers, environment=environment)

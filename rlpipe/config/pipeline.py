@@ -30,11 +30,12 @@ OPERATIONAL_FIELDS = {
     "rl.agent_timeout_s",
     "rl.agents_max",
     "rl.agent_address",
+    "rl.pass_environment",
     "rl.on_mismatch",
     "rl.mismatch_max",
 }
 ADDED = {
-    "rl": {"proximal": "trainer"},
+    "rl": {"proximal": "trainer", "pass_environment": []},
     "model": {"control_tokens": "as_written"},
 }  # fields of newer versions, by section, with the value that older runs worked with
 ADAPTER_FIELDS = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hmac
 import os
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 _USER = re.compile(r"(?<=://)[^/\s@'\"]+@")
@@ -77,6 +77,26 @@ def is_secret_variable(name: str, value: str = "") -> bool:
     password or a key. `PWD`, the working directory, is none."""
     words = _words(name)
     return (words not in ("pwd", "oldpwd") and _VARIABLE.fullmatch(words) is not None) or _has_key(value)
+
+
+class Secrets(NamedTuple):
+    """Variables of the environment that users' code gets though they look like secrets, and others that it does not get though they do not."""
+
+    passed: Collection[str] = ()
+    withheld: Collection[str] = ()
+
+    def without(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """The variables of an environment that are no secrets, and those that are passed."""
+        return {name: value for name, value in variables.items() if name in self.passed or not self._is_secret(name, value)}
+
+    def _is_secret(self, name: str, value: str) -> bool:
+        return name in self.withheld or (value.lower() not in _SWITCHES and is_secret_variable(name, value))
+
+
+def named_variables(args: Any) -> set[str]:
+    """The variables of the environment that arguments of rewards name: `key_env = "NAME"`, and any text that is `$NAME`."""
+    texts = [(path[-1], value) for path, value in _strings({"args": args}, ())]
+    return {value.removeprefix("$") for name, value in texts if name == "key_env" or value.startswith("$")} - {""}
 
 
 def _is_secret(name: str) -> bool:

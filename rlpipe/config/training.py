@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import BaseModel, Field, StringConstraints, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from rlpipe.config.operational import STRICT, TOKENS_MAX, Timeout
+from rlpipe.config.secrecy import Secrets, named_variables
 
 BETA1 = 0.9  # of AdamW
 STEPS_MAX = 10**8
@@ -124,6 +125,10 @@ class RlConfig(OptimizerConfig):
     agent_timeout_s: Timeout = Field(default=600.0, description="Longest rollout of an agent, s")
     agents_max: int = Field(default=8, ge=1, le=4096, description="Agents at work at once, each in a process")
     agent_address: str = Field(default="127.0.0.1", min_length=1, description="Address that the endpoint of agents listens on")
+    pass_environment: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
+        default_factory=list,
+        description="Secret variables that agents, environments and reward functions get, who may print them; others they do not see",
+    )
     branches: Literal["last", "all"] = Field(
         default="last",
         description="Where an agent has rewritten its history: whether the last branch of its conversation is trained, or all of them",
@@ -190,6 +195,11 @@ class RlConfig(OptimizerConfig):
             return checked(value)
         except ValidationError:  # one line, where each part of the choice would have its own
             raise ValueError("use left_out, a finite number, or none") from None
+
+    @property
+    def secrets(self) -> Secrets:
+        """What agents, environments and reward functions see of the variables that are secret; those that services are called with are."""
+        return Secrets(self.pass_environment, named_variables(self.reward_args))
 
     @property
     def world(self) -> str:

@@ -119,7 +119,7 @@ def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
     field = f"data.{data.name}.source={data.source}"
     args = json.loads(json.dumps(data.args, default=str))  # as the run's own record has them
     hello = {"call": FunctionCall(data.name, data.source, args, seed, data.rows_max, data.answer_field), "path": sys.path}
-    children = ChildPool(field, "rlpipe.data.rows", hello, environment={PARENT_VARIABLE: str(os.getpid())})
+    children = ChildPool(field, "rlpipe.data.rows", hello, environment={**os.environ, PARENT_VARIABLE: str(os.getpid())})
     row_index, is_last = 0, False
     try:
         children.on_all(Child.start)

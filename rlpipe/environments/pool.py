@@ -10,13 +10,13 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 
 from rlpipe.environments.process import EnvironmentCall, EnvironmentFault, EnvironmentProcess
 from rlpipe.environments.protocol import Message, Step
-from rlpipe.processes.pool import Child, ChildPool
+from rlpipe.processes.pool import Child, ChildPool, code_environment
 from rlpipe.records.prompt import RewardPrompt
 from rlpipe.types import JsonDict, UserError
 
@@ -29,14 +29,17 @@ NAMED = {"calculator": "rlpipe.environments.calculator:Calculator"}
 class EnvironmentPool:
     """`workers` processes, started when first needed, from here to `close`. Belongs to one event loop."""
 
-    def __init__(self, name: str, args: JsonDict, workers: int, timeout_s: float, total_s: float | None = None) -> None:
-        """A call of a method has `timeout_s`, all steps of one rollout together have `total_s`."""
+    def __init__(
+        self, name: str, args: JsonDict, workers: int, timeout_s: float, total_s: float | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """A call of a method has `timeout_s`, all steps of one rollout together have `total_s`. `environment`: the variables of the processes."""
         assert timeout_s > 0 and workers > 0
         self._total_s = total_s
         self.num_losses = 0  # in a row
         self._name = name
-        hello = _hello(name, args)
-        self._processes = [EnvironmentProcess(_field(name), hello, timeout_s, self._lost) for _ in range(workers)]
+        given = _field(name), _hello(name, args), timeout_s, self._lost, environment or code_environment()
+        self._processes = [EnvironmentProcess(*given) for _ in range(workers)]
         self._keys = itertools.count()
         self._num_answered = 0  # when a process was lost last
 
@@ -127,9 +130,11 @@ class RemoteEnvironment:
         }
 
 
-def check_environment(name: str, args: JsonDict) -> list[str]:
+def check_environment(name: str, args: JsonDict, environment: Mapping[str, str] | None = None) -> list[str]:
     """The roles of an environment's messages; UserError when it cannot be loaded. In a process of its own, which imports it."""
-    with closing(ChildPool(_field(name), "rlpipe.environments.worker", _hello(name, args))) as children:
+    with closing(
+        ChildPool(_field(name), "rlpipe.environments.worker", _hello(name, args), environment=environment)
+    ) as children:
         (ready,) = children.on_all(Child.start)
     return ready["roles"]
 

@@ -13,7 +13,7 @@ import selectors
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rlpipe.processes.lines import LineReader, line_of
 from rlpipe.processes.pool import LATE_S, LOADS_MAX, POLL_S, START_TIMEOUT_S, has_ended, kill, spawned
@@ -57,7 +57,9 @@ class EnvironmentProcess:
     Environments whose methods are ordinary functions are asked one call at a time, `async` ones all that there is.
     """
 
-    def __init__(self, field: str, hello: JsonDict, timeout_s: float, on_loss: Callable[[str], None]) -> None:
+    def __init__(
+        self, field: str, hello: JsonDict, timeout_s: float, on_loss: Callable[[str], None], environment: Mapping[str, str]
+    ) -> None:
         """`field` is what errors name; `on_loss` hears of every process that was lost with calls, and may raise UserError."""
         self.num_environments = 0
         self.hello = hello
@@ -66,6 +68,7 @@ class EnvironmentProcess:
         self._field = field
         self.timeout_s = timeout_s
         self._on_loss = on_loss
+        self._environment = environment
         self._waiting: deque[EnvironmentCall] = deque()
         self._in_flight: dict[int, EnvironmentCall] = {}
         self._room = 0  # for calls in flight; 0 until it is known
@@ -133,7 +136,7 @@ class EnvironmentProcess:
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._process = process = spawned("rlpipe.environments.worker")
+        self._process = process = spawned("rlpipe.environments.worker", self._environment)
         self.num_started += 1
         self._started_s = self._heard_s = loop.time()
         self._ended: asyncio.Future[None] = loop.create_future()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from rlpipe.config.secrecy import Secrets
 from rlpipe.processes.launch import signal_group
 from rlpipe.processes.user_code import Record
 from rlpipe.types import EngineError, JsonDict, UserError
@@ -39,11 +40,13 @@ class ChildPool:
 
     def __init__(
         self, field: str, module: str, hello: Record, *, workers: int = 1, start_timeout_s: float = START_TIMEOUT_S,
-        environment: Mapping[str, str] = ONE_THREAD,
+        environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """`field` is what errors name. The module calls `serve`; `hello` is the first request, which says what to load."""
+        """`field` is what errors name. The module calls `serve`; `hello` is the first request, which says what to load. `environment`: the
+        variables of the processes; none: those of `code_environment`."""
         assert workers > 0
-        self.children = [Child(field, module, hello, start_timeout_s, environment) for _ in range(workers)]
+        variables = code_environment() if environment is None else environment
+        self.children = [Child(field, module, hello, start_timeout_s, variables) for _ in range(workers)]
 
     def on_all(self, function: Callable[[Child], T]) -> list[T]:
         """Calls the function with every child, each in the child's thread; the first error once all have ended."""
@@ -135,14 +138,25 @@ class Child:
             raise EngineError(f"{self._field}: its processes were closed")
 
 
-def spawned(module: str, environment: Mapping[str, str] = ONE_THREAD) -> subprocess.Popen[bytes]:
-    """A new process, `python -m <module>`, with pipes to it and from it."""
+def code_environment(secrets: Secrets = Secrets()) -> dict[str, str]:  # noqa: B008 (it cannot be changed)
+    """The environment of a process that runs a user's code, where a policy may have it printed: ours without secrets but those passed.
+
+    UserError where one of these is not set.
+    """
+    unset = next((name for name in secrets.passed if name not in os.environ), None)
+    if unset is not None:
+        raise UserError(f"rl.pass_environment: {unset} is not set in the environment; set it, or leave it out")
+    return {**secrets.without(os.environ), **ONE_THREAD}
+
+
+def spawned(module: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A new process with this environment, `python -m <module>`, with pipes to it and from it."""
     return subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
-        env={**os.environ, **environment},
+        env=environment,
         start_new_session=True,  # a kill takes the code's own children too
     )
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, TypeVar
 
+from rlpipe.processes.kernel import leave_rights, seclude
 from rlpipe.types import JsonDict, UserError
 
 MESSAGE_CHARS_MAX = 1000
@@ -163,7 +164,9 @@ def serve(load: Callable[[JsonDict], Loaded]) -> None:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes (from, to) the owner, out of reach of code that prints or reads: it gets stderr and an empty stdin."""
+    """The pipes (from, to) the owner, out of reach of code that prints or reads: it gets stderr and an empty stdin. From here on the code
+    cannot read what other processes have in their environment, where the kernel can see to that (`kernel.seclude`)."""
+    seclude()
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -175,8 +178,11 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 def greeted(requests: BinaryIO, answers: BinaryIO, load: Callable[[JsonDict], tuple[Record, T]]) -> T | None:
     """What `load` makes of the owner's first request, and tells the owner; None, and an error told, when it cannot load that."""
+    hello = json.loads(requests.readline())["request"]
+    if not hello.get("may_mount"):
+        leave_rights()
     try:
-        ready, loaded = load(json.loads(requests.readline())["request"])
+        ready, loaded = load(hello)
     except UserError as error:
         _send(answers, {"error": str(error)})
         return None

@@ -52,7 +52,7 @@ def rescored(history: History, reward: str) -> Rescored:
         for group in groups
         for rollout in group.rollouts
     ]
-    with RewardPool({reward: 1.0}, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s) as pool:
+    with RewardPool({reward: 1.0}, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s, secrets=rl.secrets) as pool:
         scores = pool.score(items)
         if all(score.reward is None for score in scores):
             raise UserError(f"--second {reward}: it scored none of {len(items)} rollouts; the first error: {pool.last_error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -12,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
-from rlpipe.processes.pool import ChildPool
+from rlpipe.config.secrecy import Secrets, named_variables
+from rlpipe.processes.pool import ChildPool, code_environment
 from rlpipe.records.prompt import Prompt, RewardPrompt
 from rlpipe.rewards.code import TOTAL_S
 from rlpipe.rewards.http import HttpScorer, Judge, RewardService
@@ -31,12 +33,21 @@ logger = logging.getLogger(__name__)
 class RewardPool:
     """Every reward loaded, from here to `close`."""
 
-    def __init__(self, rewards: dict[str, float], args: RewardArgs | None = None, *, workers: int, timeout_s: float) -> None:
-        """`rewards` maps a name, or package.module:function, to its weight. UserError for a reward that cannot be loaded."""
+    def __init__(
+        self,
+        rewards: dict[str, float],
+        args: RewardArgs | None = None,
+        *,
+        workers: int,
+        timeout_s: float,
+        secrets: Secrets = Secrets(),  # noqa: B008
+    ) -> None:
+        """`rewards` maps a name, or package.module:function, to its weight; `secrets` are those that functions
+        do not see, but for what their own arguments name. UserError for a reward that cannot be loaded."""
         self.last_error: str | None = None  # the first fault of the newest `score`, for the log
         self._closed = False
         self._lock = threading.Lock()
-        self._scorers = _scorers(rewards, args or {}, workers, timeout_s)
+        self._scorers = _scorers(rewards, args or {}, workers, timeout_s, secrets)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             for scorer in self._scorers:
@@ -96,13 +107,20 @@ def score(
         return pool.score(items)
 
 
-def _scorers(rewards: dict[str, float], args: RewardArgs, workers: int, timeout_s: float) -> list[ProcessScorer | HttpScorer]:
+def _scorers(
+    rewards: dict[str, float], args: RewardArgs, workers: int, timeout_s: float, secrets: Secrets
+) -> list[ProcessScorer | HttpScorer]:
     check_names(rewards, args)
     scorers: list[ProcessScorer | HttpScorer] = []
     functions = {name: weight for name, weight in rewards.items() if not is_service(name)}
     if functions:
+        own = named_variables({name: args[name] for name in functions if name in args})
+        environment = code_environment(
+            Secrets({*secrets.passed, *own.intersection(os.environ)}, {*secrets.withheld, *named_variables(args)})
+        )
+        hello = {"rewards": functions, "args": args, "may_mount": "code" in functions}  # its sandbox does
         processes = ChildPool(
-            f"rl.rewards={[*functions]}", "rlpipe.rewards.worker", {"rewards": functions, "args": args}, workers=workers
+            f"rl.rewards={[*functions]}", "rlpipe.rewards.worker", hello, workers=workers, environment=environment
         )
         scorers.append(ProcessScorer("+".join(functions), processes, timeout_s))
     for name, weight in rewards.items():
@@ -122,6 +140,7 @@ def check_rewards(
     written: Sequence[str] = (),
     passing: float = -math.inf,
     heard: Mapping[str, str] | None = None,
+    secrets: Secrets = Secrets(),  # noqa: B008
 ) -> float | None:
     """The best reward of the trial rollouts, which are tried until one has `passing`; None where there are none, or they cannot tell: of
     services, which are not called, and of `code`, as no row has a program.
@@ -132,7 +151,7 @@ def check_rewards(
     which SFT teaches, and `heard` what is left of completions that were tokens. Functions are tried in a process of their own, so that this one imports none. Services are not called: one that
     is down when it is needed is a fault of the rollouts, `reward_unavailable`.
     """
-    _scorers(rewards, args, workers=1, timeout_s=timeout_s)
+    _scorers(rewards, args, 1, timeout_s, secrets)
     for name in rewards:
         if name.startswith("hf:"):
             try_model(name)
@@ -141,7 +160,8 @@ def check_rewards(
     if not names:
         return None
     functions = {name: rewards[name] for name in names}
-    with RewardPool(functions, {name: args[name] for name in names if name in args}, workers=1, timeout_s=timeout_s) as pool:
+    own_args = {name: args[name] for name in names if name in args}
+    with RewardPool(functions, own_args, workers=1, timeout_s=timeout_s, secrets=secrets) as pool:
         if "code" in rewards:  # it is loaded: its arguments have the right types
             check_time(args.get("code", {}), timeout_s)
         tried = {label: _tried(pool, rows, written, passing, heard or {}) for label, rows in (prompts or {}).items()}

@@ -19,6 +19,7 @@ from rlpipe.engines.commands import check_python
 from rlpipe.environments.pool import check_environment
 from rlpipe.processes.compiler import check_compiler
 from rlpipe.processes.gpus import check_gpus
+from rlpipe.processes.pool import code_environment
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt, Talk
 from rlpipe.report.plan import memory_lines
@@ -221,12 +222,12 @@ class Content:
     def environment(self) -> str:
         """The environment loads; whether the chat template can put its messages is tried with the tokenizer."""
         rl = self.config.rl
-        self.roles = check_environment(rl.environment, rl.environment_args)
+        self.roles = check_environment(rl.environment, rl.environment_args, code_environment(rl.secrets))
         return f"environment: {rl.environment}"
 
     def agent(self) -> str:
         """The agent's program is there, or its function loads."""
-        check_agent(self.config.rl.agent)
+        check_agent(self.config.rl)
         return f"agent: {self.config.rl.agent}"
 
     def rewards(self, uses: list[str], tried: bool) -> str:
@@ -235,7 +236,9 @@ class Content:
         rows, written = (self._trial_rows(uses), self._shown()) if tried else ({}, [])
         rewards, args = config.rewards(uses[0]), config.reward_args(uses[0])
         try:
-            best = check_rewards(rewards, args, rl.reward_timeout_s, rows, written, passing_reward(config, uses[0]), self.heard)
+            best = check_rewards(
+                rewards, args, rl.reward_timeout_s, rows, written, passing_reward(config, uses[0]), self.heard, rl.secrets
+            )
         except UserError as error:
             own = uses[0] == "evaluation" and config.evaluation.rewards
             raise UserError(str(error).replace("rl.rewards", "evaluation.rewards")) if own else error from error

@@ -27,6 +27,7 @@ from rlpipe.engines.remote import HostFinder
 from rlpipe.engines.weights import Probe
 from rlpipe.environments.pool import EnvironmentPool
 from rlpipe.processes.launch import raise_file_limit
+from rlpipe.processes.pool import code_environment
 from rlpipe.records.prompt import Prompt
 from rlpipe.report.curves import DataSet, fetch_points
 from rlpipe.report.tracking import Tracker, status_of
@@ -156,7 +157,7 @@ class Session:
     def _reward_pool(self, use: str) -> RewardPool:
         config, rl = self.config, self.config.rl
         rewards, args = config.rewards(use), config.reward_args(use)
-        pool = RewardPool(rewards, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s)
+        pool = RewardPool(rewards, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s, secrets=rl.secrets)
         self._closing.callback(pool.close)
         return pool
 
@@ -165,7 +166,7 @@ class Session:
         self.check_open()
         rl = self.config.rl
         limits = rl.environment_timeout_s, rl.environment_total_s
-        pool = EnvironmentPool(rl.environment, rl.environment_args, rl.reward_workers, *limits)
+        pool = EnvironmentPool(rl.environment, rl.environment_args, rl.reward_workers, *limits, code_environment(rl.secrets))
         self._closing.push_async_callback(pool.close)
         return pool
 

@@ -13,6 +13,21 @@ import struct
 from contextlib import suppress
 from typing import NamedTuple
 
+from rlpipe.processes.kernel import (
+    LANDLOCK_SIGNALS,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    PR_SET_SECCOMP,
+    SCOPED_SIGNALS,
+    SCOPED_SOCKETS,
+    call,
+    landlock,
+    landlock_version,
+    prctl,
+)
+
 MB = 1 << 20
 OPEN_FILES = 64
 STACK_MB = 64  # deep recursion
@@ -21,15 +36,10 @@ SYSTEM = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"
 DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 
-# Landlock. Its system calls have the same numbers on every architecture
-LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
-LANDLOCK_SIGNALS = 6  # the first version in which a process signals nobody outside its domain
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many rights on files a version knows; 16 from version 5 on
 READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, list a folder
-OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the few rights that a file has
-TCP, SIGNALS_AND_ABSTRACT_SOCKETS = 3, 3
+TCP = 3
 
 # seccomp. name: (x86_64, aarch64) from the kernel's tables of system calls, -1 where there is none
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, AUDIT_ARCH
@@ -66,8 +76,6 @@ ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 class ProgramLimits(NamedTuple):
     """Of one program, with all the processes it starts except `memory_mb`, which is for each."""
@@ -100,13 +108,6 @@ def free_uids() -> range:
     return range(first, first + highest // 32) if os.geteuid() == 0 else range(0)
 
 
-def landlock_version() -> int:
-    """The kernel's Landlock ABI; 0 when it has none or a container refuses it."""
-    with suppress(OSError):
-        return _call("syscall", LANDLOCK_CREATE, None, 0, 1)
-    return 0
-
-
 def missing() -> str:
     """What this system lacks for the confinement, and the way out; empty when nothing."""
     system = os.uname()
@@ -132,7 +133,7 @@ def enter_supervisor(parent: int, uid: int) -> None:
     prctl(PR_SET_DUMPABLE, 0)  # no process of the same user reads its memory or its files
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     if landlock_version() >= LANDLOCK_SIGNALS:
-        _landlock(0, 0, {})
+        landlock(0, 0, SCOPED_SOCKETS | SCOPED_SIGNALS, {})
     if uid == os.getuid():
         with suppress(PermissionError, ProcessLookupError):  # in a namespace it is not even seen
             os.kill(parent, 0)
@@ -144,27 +145,27 @@ def enter_namespaces(folder: str, files_mb: int, readable: list[str]) -> None:
     interpreter below /root) an empty one is seen, with what is `readable` in it. The next child is process 1 of a process
     namespace. Elsewhere nothing is changed."""
     try:
-        _call("unshare", CLONE_NEWNS)
-        _call("mount", "none", "/", None, MS_REC | MS_PRIVATE, None)
-        _call("mount", "tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=711,size={files_mb}m,nr_inodes={TMPFS_INODES}")
+        call("unshare", CLONE_NEWNS)
+        call("mount", "none", "/", None, MS_REC | MS_PRIVATE, None)
+        call("mount", "tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=711,size={files_mb}m,nr_inodes={TMPFS_INODES}")
     except PermissionError:  # a container's root, a user: the limits of each process bound each file
         return
     closed = {path: parent for path in readable if (parent := _closed_parent(path))}
     opened = [(path, os.open(path, os.O_PATH)) for path in sorted(closed)]
     for parent in sorted(set(closed.values())):
-        _call("mount", "tmpfs", parent, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
+        call("mount", "tmpfs", parent, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
     for path, fd in opened:
         if not os.path.exists(path):  # else a folder above it is seen already
             os.makedirs(path)
-            _call("mount", f"/proc/self/fd/{fd}", path, None, MS_BIND | MS_REC, None)
+            call("mount", f"/proc/self/fd/{fd}", path, None, MS_BIND | MS_REC, None)
         os.close(fd)
-    _call("unshare", CLONE_NEWPID)
+    call("unshare", CLONE_NEWPID)
 
 
 def leave_mounts(folder: str) -> None:
     """Takes the disk from `folder`, if it has one."""
     with suppress(OSError):
-        _call("umount2", folder, MNT_DETACH)
+        call("umount2", folder, MNT_DETACH)
 
 
 def confine(limits: ProgramLimits, readable: list[str], uid: int, num_others: int) -> None:
@@ -183,35 +184,19 @@ def confine(limits: ProgramLimits, readable: list[str], uid: int, num_others: in
         # programs raise their stack before they recurse; RLIMIT_AS counts it
         resource.setrlimit(what, (value, hard if what == resource.RLIMIT_STACK else value))
     rules = {path: READ for path in readable if os.path.exists(path)} | dict.fromkeys([os.getcwd(), *DEVICES], -1)
-    _landlock((1 << FILE_RIGHTS.get(landlock_version(), 16)) - 1, TCP, rules)
+    landlock((1 << FILE_RIGHTS.get(landlock_version(), 16)) - 1, TCP, SCOPED_SOCKETS | SCOPED_SIGNALS, rules)
     has_own_uid = uid != os.getuid()
     if has_own_uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     assert os.getresuid() == (uid, uid, uid), "a program would run under a uid that is not its own"
-    _call("capset", struct.pack("=Ii", 0x20080522, 0), bytes(24))  # no capability; with no_new_privs, for good
+    call("capset", struct.pack("=Ii", 0x20080522, 0), bytes(24))  # no capability; with no_new_privs, for good
     prctl(PR_SET_DUMPABLE, 0)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of uid clears it, so last
     code = _filter_program(has_own_uid)
     address = ctypes.create_string_buffer(code, len(code))
     prctl(PR_SET_SECCOMP, 2, struct.pack("=H6xQ", len(code) // 8, ctypes.addressof(address)))
-
-
-def _landlock(rights: int, ports: int, rules: dict[str, int]) -> None:
-    """From now on this process and its children have of `rights` on files only those of `rules`, open no TCP port (version 4) and
-    signal only each other (version 6)."""
-    version = landlock_version()
-    scoped = SIGNALS_AND_ABSTRACT_SOCKETS if version >= LANDLOCK_SIGNALS else 0
-    attributes = struct.pack("=3Q", rights, ports if version >= 4 else 0, scoped)
-    ruleset = _call("syscall", LANDLOCK_CREATE, attributes, len(attributes), 0)
-    for path, allowed in rules.items():
-        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        kept = allowed & rights & (-1 if os.path.isdir(path) else OF_FILES)
-        _call("syscall", LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", kept, opened), 0)
-        os.close(opened)
-    _call("syscall", LANDLOCK_RESTRICT, ruleset, 0)
-    os.close(ruleset)
 
 
 def _filter_program(has_own_uid: bool) -> bytes:
@@ -246,18 +231,3 @@ def _closed_parent(path: str) -> str | None:
     """The outermost folder above `path` that others may not enter."""
     parents = [path[:end] for end in range(1, len(path)) if path[end] == "/"]
     return next((parent for parent in parents if not os.stat(parent).st_mode & 0o001), None)
-
-
-def prctl(option: int, value: int, pointer: bytes | int = 0) -> None:
-    _call("prctl", option, value, pointer, 0, 0)
-
-
-def _call(name: str, *arguments: int | bytes | str | None) -> int:
-    """The C library's function `name`; OSError when it fails."""
-    encoded = [os.fsencode(value) if isinstance(value, str) else value for value in arguments]
-    words = [ctypes.c_long(value) if isinstance(value, int) else value for value in encoded]
-    result = int(getattr(_libc, name)(*words))
-    if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"{name}{arguments[:3]}: {os.strerror(error)}")
-    return result

@@ -1,0 +1,94 @@
+"""Calls of Linux that Python has no function for, and what a process does to itself with them. Standard library only, and little of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+from contextlib import suppress
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+
+PR_CAPBSET_DROP, CAPABILITY_VERSION, CAP_SYS_ADMIN, CAP_PERFMON = 24, 0x20080522, 21, 38
+
+# Landlock. Its system calls have the same numbers on every architecture
+LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
+LANDLOCK_SIGNALS = 6  # the first version in which a process signals nobody outside its domain
+OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the few rights that a file has
+SCOPED_SOCKETS, SCOPED_SIGNALS = 1, 2  # abstract sockets, and signals
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def landlock_version() -> int:
+    """The kernel's Landlock ABI; 0 when it has none or a container refuses it."""
+    with suppress(OSError):
+        return call("syscall", LANDLOCK_CREATE, None, 0, 1)
+    return 0
+
+
+def landlock(rights: int, ports: int, scoped: int, rules: dict[str, int]) -> None:
+    """From now on this process and its children have of `rights` on files only those of `rules`, open no TCP port (version 4), and reach
+    only each other by what is `scoped` (version 6). No process outside can be traced, or its memory and environment read."""
+    version = landlock_version()
+    scoped = scoped if version >= LANDLOCK_SIGNALS else 0
+    attributes = struct.pack("=3Q", rights, ports if version >= 4 else 0, scoped)
+    ruleset = call("syscall", LANDLOCK_CREATE, attributes, len(attributes), 0)
+    try:
+        for path, allowed in rules.items():
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            kept = allowed & rights & (-1 if os.path.isdir(path) else OF_FILES)
+            call("syscall", LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", kept, opened), 0)
+            os.close(opened)
+        call("syscall", LANDLOCK_RESTRICT, ruleset, 0)
+    finally:
+        os.close(ruleset)
+
+
+def seclude() -> bool:
+    """Whether from now on this process, and all that it starts, can neither read the environment and the memory of a process outside, of
+    the same user, nor signal it: from Linux 6.12 on. Elsewhere nothing changes. Of root's see `leave_rights`.
+
+    A process that is not root becomes nobody else any more (sudo): the kernel wants that.
+    """
+    if landlock_version() < LANDLOCK_SIGNALS:
+        return False
+    try:
+        landlock(0, 0, SCOPED_SIGNALS, {})
+    except PermissionError:
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        landlock(0, 0, SCOPED_SIGNALS, {})
+    return True
+
+
+def leave_rights() -> None:
+    """Root's rights to read the memory map of any process, which Landlock does not take: this process, and all that it starts, loses them
+    for good, and with them the right to mount."""
+    if sys.platform != "linux":
+        return
+    header, sets = struct.pack("=Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
+    call("capget", header, sets)
+    held = list(struct.unpack("=6I", sets.raw))  # effective, permitted, inheritable: the low halves, then the high ones
+    for number in (CAP_SYS_ADMIN, CAP_PERFMON):
+        half, bit = 3 * (number // 32), 1 << number % 32
+        if held[half + 1] & bit:
+            prctl(PR_CAPBSET_DROP, number)  # root has no other after an exec
+        held[half : half + 3] = [word & ~bit for word in held[half : half + 3]]
+    call("capset", header, struct.pack("=6I", *held))
+
+
+def prctl(option: int, value: int, pointer: bytes | int = 0) -> None:
+    """OSError when it fails."""
+    call("prctl", option, value, pointer, 0, 0)
+
+
+def call(name: str, *arguments: int | bytes | str | ctypes.Array[ctypes.c_char] | None) -> int:
+    """The C library's function `name`; OSError when it fails."""
+    encoded = [os.fsencode(value) if isinstance(value, str) else value for value in arguments]
+    words = [ctypes.c_long(value) if isinstance(value, int) else value for value in encoded]
+    result = int(getattr(_libc, name)(*words))
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}{arguments[:3]}: {os.strerror(error)}")
+    return result
