@@ -11,9 +11,10 @@ from typer.core import TyperGroup
 
 from flows.cli_queries import sql
 from flows.cli_services import STORE, Sets, StoreUrl, add_service_commands, readable_store
-from flows.cli_start import Source, config_of, echo, fail, fork_command, resume_command, run_command
+from flows.cli_start import Source, config_of, fork_command, resume_command, run_command
 from flows.cli_view import view
 from flows.cli_why import why
+from flows.printing import echo, echo_all, fail
 from flows.server import Terminated, apply_automations, terminable
 from rlpipe.config.fields import field_lines
 from rlpipe.report.plan import plan_lines
@@ -68,11 +69,11 @@ def plan(source: Source, sets: Sets = None) -> None:
     from rlpipe.stages.preflight import look_at
 
     config = config_of(source, sets)
-    echo(plan_lines(config))
+    echo_all(plan_lines(config))
     findings = look_at(config)
-    echo(findings.lines)
-    echo(f"WARNING {warning}" for warning in findings.warnings)
-    echo(f"FAULT {fault}" for fault in findings.faults)
+    echo_all(findings.lines)
+    echo_all(f"WARNING {warning}" for warning in findings.warnings)
+    echo_all(f"FAULT {fault}" for fault in findings.faults)
     if findings.faults:
         raise typer.Exit(2)
 
@@ -80,13 +81,13 @@ def plan(source: Source, sets: Sets = None) -> None:
 @app.command()
 def fields(prefix: Annotated[str, typer.Argument(help="only the fields whose names begin so: rl, rl.clip")] = "") -> None:
     """Every field of the config: what it is, its default and bounds, and whether it may change between two starts."""
-    echo(field_lines(prefix))
+    echo_all(field_lines(prefix))
 
 
 @app.command()
 def runs(store: StoreUrl = STORE) -> None:
     """What is in the store: each run's state, how far it is, its newest reward and when that was committed."""
-    echo(run_lines(readable_store(store)))
+    echo_all(run_lines(readable_store(store)))
 
 
 @app.command()
@@ -98,21 +99,21 @@ def show(
 ) -> None:
     """A run's iterations, or the metrics and rollouts of one."""
     shown = open_existing(readable_store(store), run)
-    echo(show_lines(shown) if iteration is None else iteration_lines(shown, iteration, rows))
+    echo_all(show_lines(shown) if iteration is None else iteration_lines(shown, iteration, rows))
 
 
 @app.command()
 def compare(a: str, b: str, store: StoreUrl = STORE) -> None:
     """Two runs side by side: the settings that differ, their newest metrics, evaluations before and after RL."""
     opened = readable_store(store)
-    echo(compare_lines(open_existing(opened, a), open_existing(opened, b)))
+    echo_all(compare_lines(open_existing(opened, a), open_existing(opened, b)))
 
 
 @app.command()
 def files(run: str, kind: Kind, store: StoreUrl = STORE) -> None:
     """Where every committed file of one kind is, one path or s3:// address a line, in order; for scripts."""
     opened = readable_store(store)
-    echo(opened.address(key) for key in audit.files(open_existing(opened, run), kind))
+    echo_all(opened.address(key) for key in audit.files(open_existing(opened, run), kind))
 
 
 @app.command()
@@ -122,8 +123,8 @@ def verify(run: str, store: StoreUrl = STORE) -> None:
         count, faults = audit.verify(open_existing(readable_store(store), run))
     except (ConfigRefused, StoreError) as error:  # of its record, without which nothing of it can be found
         count, faults = 0, str(error).splitlines()
-    echo(f"FAULT {fault}" for fault in faults)
-    typer.echo(f"{run}: {count} artifacts, {len(faults)} faults")
+    echo_all(f"FAULT {fault}" for fault in faults)
+    echo(f"{run}: {count} artifacts, {len(faults)} faults")
     if faults:
         raise typer.Exit(1)
 
@@ -136,8 +137,8 @@ def gc(run: str, delete: Delete = False, store: StoreUrl = STORE) -> None:
         if delete:
             stack.callback(acquire(swept.store, swept.root).release)
         keys = audit.sweep(swept) if delete else audit.unreferenced(swept)
-    echo(f"{'deleted' if delete else 'unreferenced'} {key}" for key in keys)
-    typer.echo(f"{run}: {len(keys)} files no manifest names" + ("" if delete or not keys else "; delete them with --delete"))
+    echo_all(f"{'deleted' if delete else 'unreferenced'} {key}" for key in keys)
+    echo(f"{run}: {len(keys)} files no manifest names" + ("" if delete or not keys else "; delete them with --delete"))
 
 
 @app.command()
@@ -145,7 +146,7 @@ def automations(
     notify: Annotated[str, typer.Option(metavar="TYPE/NAME", help="the notification block that is used")] = "",
 ) -> None:
     """Create or update what the Prefect server does by itself: find dead flow runs, retry crashed ones, notify."""
-    echo(asyncio.run(apply_automations(notify)))
+    echo_all(asyncio.run(apply_automations(notify)))
 
 
 for command in (sql, view, why):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from flows.cli_services import STORE, StoreUrl, readable_store
+from flows.printing import echo
 from rlpipe.types import StoreError
 
 Query = Annotated[
@@ -28,8 +29,8 @@ def sql(
 
     queries = Queries(readable_store(store), run or [])
     for line in answer_lines(queries.ask(query), kind, rows):
-        typer.echo(line)
+        echo(line)
     for fault in queries.faults:
-        typer.echo(f"FAULT {fault}", err=True)
+        echo(f"FAULT {fault}", err=True)
     if queries.faults:
         raise StoreError(f"the answer is without what is damaged: {len(queries.faults)} faults; --run leaves other runs out")

@@ -22,6 +22,7 @@ from typing import Annotated
 import typer
 
 from flows.database import environment_of, existing_database, own_database
+from flows.printing import echo
 from flows.server import SERVER, running_server, set_defaults
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
@@ -83,10 +84,10 @@ def evaluate(
     with running_server(logs, own_database(config)) as url:
         from flows.evaluate import evaluate as evaluate_flow
 
-        typer.echo(f"run {run}: store {store}, logs {logs}, Prefect {url}", err=True)
+        echo(f"run {run}: store {store}, logs {logs}, Prefect {url}", err=True)
         metrics = asyncio.run(evaluate_flow(version=version, config=config))
     for name in sorted(metrics, key=by_number):
-        typer.echo(f"{name:40s} {metrics[name]:.6g}")
+        echo(f"{name:40s} {metrics[name]:.6g}")
 
 
 def export(
@@ -105,7 +106,7 @@ def export(
     from rlpipe.stages.remaking import export_policy
 
     number = asyncio.run(export_policy(config, version, to))
-    typer.echo(f"version {number} of run {run} is in {to}")
+    echo(f"version {number} of run {run} is in {to}")
 
 
 def host(
@@ -179,4 +180,4 @@ def _serve(section: str, store: str, run: str, sets: list[str] | None, idle_time
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
         return await serve(service, watch.is_over, ended)
 
-    typer.echo(f"ended: {asyncio.run(until_over())}")
+    echo(f"ended: {asyncio.run(until_over())}")

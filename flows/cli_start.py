@@ -7,16 +7,16 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
 
 from flows import PRESETS
 from flows.cli_services import STORE, Sets, StoreUrl, checked_store
 from flows.database import own_database
+from flows.printing import echo, echo_all, fail
 from flows.server import run_flow, running_server, set_defaults
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
@@ -38,17 +38,6 @@ At = Annotated[
 Redo = Annotated[
     Literal["score", "filter", "train"] | None, typer.Option(help="redo iteration K from this stage on; samples nothing")
 ]
-
-
-def echo(lines: Iterable[str]) -> None:
-    for line in lines:
-        typer.echo(line)
-
-
-def fail(error: Exception, code: int) -> NoReturn:
-    """Says what is wrong and ends with `code`: 2 for the user's fault, 1 for what gave up."""
-    typer.echo(f"rlpipe: {error}", err=True)
-    raise typer.Exit(code)
 
 
 def config_of(source: str, sets: list[str] | None, run: str | None = None) -> PipelineConfig:
@@ -85,7 +74,7 @@ def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None
     assert standing is not None, f"run {run} was opened just now"
     if standing.has_base and standing.sft_complete and standing.num_iterations >= config.rl.num_iterations:
         done = f"all {config.rl.num_iterations} iterations" if config.rl.num_iterations else "all of its SFT"
-        typer.echo(f"run {run} has {done}; more: {way_to_resume(config)} --set rl.num_iterations=N")
+        echo(f"run {run} has {done}; more: {way_to_resume(config)} --set rl.num_iterations=N")
     preflight_of(config)
     run_to_end(config)
 
@@ -116,10 +105,10 @@ def fork_command(
         check_redo(parent, newest, config, redo)
     preflight_of(config, planned)
     forked = fork(parent, newest, config, redo or "")
-    typer.echo(f"run {new} is forked from {forked.forked_from}")
+    echo(f"run {new} is forked from {forked.forked_from}")
     run_to_end(config)
     if redo:
-        echo(changes(forked))
+        echo_all(changes(forked))
 
 
 def iteration_of(at: str) -> int:
@@ -133,7 +122,7 @@ def iteration_of(at: str) -> int:
 
 def preflight_of(config: PipelineConfig, planned: Run | None = None) -> None:
     """Ends the command where the run cannot work, or another process holds it."""
-    typer.echo(f"run {config.run}: reading its data, trying its rewards and its model (large data sets take minutes)")
+    echo(f"run {config.run}: reading its data, trying its rewards and its model (large data sets take minutes)")
     from rlpipe.stages.preflight import preflight
 
     announce(open_store(config.store), f"runs/{config.run}")  # until the flow holds the run, or this process ends
@@ -155,22 +144,22 @@ def run_to_end(config: PipelineConfig) -> None:
     log_to(logs)
     if not configured:
         first = database is not None and not database.exists()
-        typer.echo(
+        echo(
             f"starting Prefect's server ({'up to a minute the first time, to make its database' if first else 'some seconds'})"
         )
     with running_server(logs, database) as url:
         page = f"{url.removesuffix('/api')}{'' if PREFECT_API_URL.value() == configured else ' (until the run ends)'}"
-        typer.echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
+        echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
         from flows.post_train import post_train
 
         result = run_flow(post_train(config=config))
     reason = result.get("stopped", "")
     state = f"was stopped: {reason}" if reason else "trained nothing" if result.get("trained_nothing") else "is complete"
-    typer.echo("\n" + ": ".join([f"run {config.run} {state}", *([result["untrained"]] if "untrained" in result else [])]))
-    echo(result.get("before_after", []))
+    echo("\n" + ": ".join([f"run {config.run} {state}", *([result["untrained"]] if "untrained" in result else [])]))
+    echo_all(result.get("before_after", []))
     if curves := result.get("curves"):
-        typer.echo(f"  curves  {curves}\n  policy  {result.get('policy')}")
-    echo(["  look at it with", *(f"    {command}" for command in look_commands(config, database))])
+        echo(f"  curves  {curves}\n  policy  {result.get('policy')}")
+    echo_all(["  look at it with", *(f"    {command}" for command in look_commands(config, database))])
     if reason or result.get("trained_nothing"):
         raise typer.Exit(STOPPED if reason else TRAINED_NOTHING)
 

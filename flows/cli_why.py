@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flows.cli_services import STORE, StoreUrl, readable_store
+from flows.printing import echo_all
 from rlpipe.store.run import open_existing
 from rlpipe.types import UserError
 
@@ -39,11 +39,11 @@ def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second =
         if prove or at is not None:
             raise UserError("--second compares two rewards over the whole run: leave --at and --prove away")
         both = rescored(history, second)
-        _echo(second_lines(both, second))
+        echo_all(second_lines(both, second))
         is_named = parts_ways(parting(both)[1])
     else:
         verdict = judged(history, at)
-        _echo([*why_lines(verdict), *proof_lines(verdict)])
+        echo_all([*why_lines(verdict), *proof_lines(verdict)])
         is_named = bool(verdict.findings)
         if prove and is_named:
             _prove(verdict)
@@ -62,9 +62,4 @@ def _prove(verdict: Verdict) -> None:
     if code := subprocess.run(command, check=False).returncode:
         raise RuntimeError(f"--prove: the fork ended with exit code {code}")
     fork = open_existing(verdict.around.run.store, fork_name(verdict, finding))
-    _echo(["", f"proof of {finding.suspect}", *(f"   {line}" for line in proved_lines(verdict, proof, fork))])
-
-
-def _echo(lines: Iterable[str]) -> None:
-    for line in lines:
-        typer.echo(line)
+    echo_all(["", f"proof of {finding.suspect}", *(f"   {line}" for line in proved_lines(verdict, proof, fork))])

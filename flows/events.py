@@ -11,7 +11,7 @@ from prefect.events import emit_event
 
 from flows.terminal import iteration_line
 from rlpipe.report.reward import fall
-from rlpipe.types import IterationRecord, JsonDict
+from rlpipe.types import IterationRecord, JsonDict, printable
 
 Event = Literal["iteration.committed", "policy.registered", "reward.fell", "run.stopped"]
 
@@ -19,7 +19,7 @@ Event = Literal["iteration.committed", "policy.registered", "reward.fell", "run.
 def tell(run: str, event: Event, message: str, **facts: Any) -> None:
     """Emits `rlpipe.<event>` of a run; Prefect adds the flow run, its deployment and its tags."""
     resource = {"prefect.resource.id": f"rlpipe.run.{run}", "prefect.resource.name": run}
-    payload: JsonDict = {"run": run, "message": message, **facts}
+    payload: JsonDict = {"run": run, "message": printable(message), **facts}
     emit_event(event=f"rlpipe.{event}", resource=resource, payload=payload)  # sent by a thread of Prefect's, which fails open
 
 

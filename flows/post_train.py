@@ -12,6 +12,7 @@ from prefect.flow_runs import apause_flow_run, asuspend_flow_run
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
+from flows.printing import echo
 from flows.rl import rl
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
 from flows.sft import evaluate_sft, sft
@@ -99,8 +100,8 @@ async def _wait_for_approval(needed: ApprovalNeeded) -> None:
     if of_deployment():
         await asuspend_flow_run(timeout=APPROVAL_TIMEOUT_S, key=gate)
     else:
-        print(f"\nrun {needed.run.name} waits for your approval before {BEFORE[gate]}.", *needed.lines,
+        echo(f"\nrun {needed.run.name} waits for your approval before {BEFORE[gate]}.", *needed.lines,
               f"  Look at it, then press Resume: {url_for('flow-run', flow_run.id)}",
-              "  Or stop here (Ctrl-C): nothing is lost, and the same command asks again", sep="\n", flush=True)  # fmt: skip
+              "  Or stop here (Ctrl-C): nothing is lost, and the same command asks again")  # fmt: skip
         await apause_flow_run(timeout=APPROVAL_TIMEOUT_S, key=gate)
     await asyncio.to_thread(approve, needed.run, gate, str(flow_run.id))

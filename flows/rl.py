@@ -11,7 +11,7 @@ from flows.rl_async import rl_async_iteration
 from flows.rl_iteration import rl_iteration
 from flows.rl_overlap import rl_overlap_iteration
 from flows.session import begin_rl, open_session, reason_to_end, requested, run_name
-from flows.terminal import begin
+from flows.terminal import say
 from flows.ui import ended, watch
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.processes.memory import settled_heap
@@ -36,7 +36,7 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
         reason = await reason_to_end(session, "rl", iteration)
         if iteration < config.rl.num_iterations and not reason and not session.run.redoes(iteration):
             first = "the policy is evaluated, then " if iteration == 0 and config.sets("evaluation") else ""
-            begin(f"RL: engines and trainer start where they are not up (logs: {session.work_dir}), {first}a line an iteration")
+            say(f"RL: engines and trainer start where they are not up (logs: {session.work_dir}), {first}a line an iteration")
             if config.trainer.place == "deployment":
                 await session.gang()  # before the engines: of two runs that each hold one of two full pools, both would wait
             policy, _ = await asyncio.to_thread(session.run.policy, iteration)

@@ -7,7 +7,7 @@ import asyncio
 from prefect import flow
 
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
-from flows.terminal import bar, begin, say, segment_line
+from flows.terminal import bar, say, segment_line
 from flows.ui import ended
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.session import Session
@@ -32,9 +32,7 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
             session.tracker.begin("sft")
         if not has_base:
             maker = "is copied" if config.model.path else "is made by the trainer, which starts"
-            begin(
-                f"tokenizer, base model and SFT data come into the store: the model {maker} (seconds, minutes for a large one)"
-            )
+            say(f"tokenizer, base model and SFT data come into the store: the model {maker} (seconds, minutes for a large one)")
         base = await prepare(session)
         data = await prepare_sft_data(session, tokenizer=base.ref)
         session.track_data("sft")
@@ -45,11 +43,11 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
         losses = await asyncio.to_thread(validation_losses, run, first)
         if first < total:
             slow = f"some ten seconds, minutes for a large model; log: {session.work_dir}/trainer.log"
-            begin(f"SFT: the trainer starts where it is not up ({slow}), then a line every {steps} steps")
+            say(f"SFT: the trainer starts where it is not up ({slow}), then a line every {steps} steps")
         with bar("SFT", config.sft.num_steps, min(first * steps, config.sft.num_steps), "step") as progress:
             for segment in range(first, total):
                 if out_of_patience(config.sft, losses):
-                    say(progress, f"SFT ends: {config.sft.patience} segments without a better validation loss")
+                    say(f"SFT ends: {config.sft.patience} segments without a better validation loss")
                     break
                 if reason := await reason_to_end(session, "sft", segment):
                     return await ended(session, ("sft",), {}, reason)
@@ -64,7 +62,7 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
                 )
                 session.tracker.committed("sft", segment + 1)
                 progress.n = min((segment + 1) * steps, config.sft.num_steps)
-                say(progress, segment_line(segment, progress.n, trained.metrics))
+                say(segment_line(segment, progress.n, trained.metrics))
                 losses += [trained.metrics[LOSS]] if config.sft.validated else []
         if config.sft.validated:
             done = await asyncio.to_thread(session.num_committed, "sft")

@@ -12,6 +12,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import deployment
 from tqdm import tqdm
 
+from flows.printing import echo_above
 from rlpipe.types import IterationRecord, Metrics
 
 LOG_NAME = "flows.log"
@@ -47,17 +48,10 @@ def bar(title: str, total: int, done: int, unit: str) -> tqdm[Any]:
     return tqdm(total=total, initial=done, desc=title, unit=unit, disable=None, leave=False, dynamic_ncols=True)
 
 
-def say(progress: tqdm[Any], line: str) -> None:
-    """A line above the bar, and in the log of the flow run; a worker's terminal has it from the log."""
+def say(line: str) -> None:
+    """A line above the bars, and in the log of the flow run; a worker's terminal has it from the log."""
     if not of_deployment():
-        progress.write(line)
-    get_run_logger().info(line)
-
-
-def begin(line: str) -> None:
-    """Says what is begun, where it may take a while before the first line of results: as `say`."""
-    if not of_deployment():
-        tqdm.write(line)
+        echo_above(line)
     get_run_logger().info(line)
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 from uuid import UUID
 
 import httpx
+import prefect.states
 from prefect import get_client
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 from prefect.client.schemas.actions import ArtifactUpdate
@@ -34,7 +35,7 @@ from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.limits import Untrained, untrained
 from rlpipe.store.run import Run
-from rlpipe.types import IterationRecord
+from rlpipe.types import IterationRecord, printable
 
 NOTHING_TRAINED = (
     "{skipped}: the policy is the one that RL started from, and is not registered. rlpipe show says which groups were dropped; "
@@ -44,6 +45,17 @@ ROLLOUTS_SHOWN = 16
 TEXT_MAX = 2000  # characters of a prompt or completion; the whole is in the store
 PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # all that a backslash before it makes literal
 CONTROL = {code: chr(0x2400 + code) for code in range(32)} | {ord("\n"): " ⏎ "}  # NUL, which Postgres refuses, reads ␀
+
+
+format_exception = prefect.states.format_exception
+
+
+def printable_exception(error: BaseException, traceback: Any = None) -> str:
+    """What the state of a run that failed says. With a lone surrogate in it no state could be set: the run would be shown as running."""
+    return printable(format_exception(error, traceback))
+
+
+prefect.states.format_exception = printable_exception
 
 
 @contextlib.contextmanager
@@ -95,7 +107,7 @@ def watch(session: Session, num_committed: int) -> Iterator[Callable[[IterationR
             for source in ("rl", ROLLOUTS):
                 session.tracker.committed(source, record.iteration + 1)
             tell_iteration(record)
-            say(progress, iteration_line(record))
+            say(iteration_line(record))
             progress.update()
             lines = [f"# {run.name}, {record.iteration + 1} of {total} iterations", "", _curve(record)]
             artifact = await _show(f"{_key(session)}-reward", lines, "Reward so far", artifact)
@@ -105,7 +117,7 @@ def watch(session: Session, num_committed: int) -> Iterator[Callable[[IterationR
 
 async def _show(key: str, markdown: list[str], description: str, before: UUID | None = None) -> UUID | None:
     """The id of an artifact of the flow run: `before`, drawn again, or a new one; None where the server did not take it."""
-    text = "\n".join(markdown)
+    text = printable("\n".join(markdown))
     with only_shown():
         if before is None:
             return await acreate_markdown_artifact(text, key=key, description=description)

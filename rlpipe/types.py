@@ -16,25 +16,43 @@ JsonDict = dict[str, Any]
 Metrics = dict[str, float]
 SHA256 = re.compile("[0-9a-f]{64}")
 ROUND_DIGITS_MAX = 4
+# what a terminal obeys, what turns the order of letters around, and what no encoding holds
+_NOT_PRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-class UserError(ValueError):
+def printable(text: str) -> str:
+    """A text as it may be shown to a person, whoever wrote it: control characters but for line breaks and tabs, and lone surrogates, are
+    escapes. Whatever shows text calls it: the terminal (`flows/printing.py`), logs (`rlpipe/__init__.py`), errors, Prefect, MLflow, the view.
+
+    Example: printable("\x1b[2Jok") == "\\x1b[2Jok".
+    """
+    return _NOT_PRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+class _Said:
+    """An error whose message people read."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class UserError(_Said, ValueError):
     """Bad input: the message names the field, file or row, its value and the fix. Exit code 2."""
 
 
-class StoreError(RuntimeError):
+class StoreError(_Said, RuntimeError):
     """The store refuses or contradicts itself (wrong hash, missing file, no access); the message names the file."""
 
 
-class EngineError(RuntimeError):
+class EngineError(_Said, RuntimeError):
     """No engine could answer within its bounds."""
 
 
-class TrainerError(RuntimeError):
+class TrainerError(_Said, RuntimeError):
     """The trainer gang could not do its job within its bounds."""
 
 
-class RunWaits(Exception):
+class RunWaits(_Said, Exception):
     """The run was given back and goes on later: no failure."""
 
 

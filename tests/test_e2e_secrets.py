@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import itertools
 import json
 import sqlite3
 import subprocess
@@ -11,12 +13,16 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psutil
 import pytest
+from starlette.testclient import TestClient
 
 from rlpipe.config.source import read_config
 from rlpipe.processes.launch import free_port
+from rlpipe.records.columns import read_table
+from rlpipe.view.server import view_app
 from tests.conftest import S3Server
 from tests.pipeline import BIN, MINI, Folder
 from tests.prefect_stand import Stand, kill_tree, running_stand
@@ -24,6 +30,7 @@ from tests.prefect_stand import Stand, kill_tree, running_stand
 pytestmark = pytest.mark.e2e
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 PLANTED = {name: f"planted-{name}-4711" for name in ("service", "token", "mlflow", "prefect", "reward", "path")}
+ECHO_EVERY = 5
 AUTH = f"admin:{PLANTED['prefect']}"
 REWARDS = "rl.rewards={format = 1.0, remote = 1.0}"
 REWARD_ARGS = 'rl.reward_args={remote = {url = "$GRADER_URL", key_env = "GRADER_KEY"}}'
@@ -45,15 +52,20 @@ sys.addaudithook(_hook)
 
 
 class Grader(BaseHTTPRequestHandler):
-    """Answers with what it was asked with, as unkind services do, when it fails."""
+    """Answers with what it was asked with, as unkind services do, when it fails: also every ECHO_EVERYth time, each time in another form."""
+
+    numbers = itertools.count(1)
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         right = self.headers["Authorization"] == f"Bearer {PLANTED['reward']}" and PLANTED["path"] in self.path
-        data = json.dumps({"reward": 0.5} if right else {"headers": str(self.headers), "path": self.path}).encode()
+        number, asked = next(self.numbers), f"{self.headers} {self.path}"
+        echoes = [{"reward": {self.headers["Authorization"]: 1.0}}, {"reward": {"a": self.path}}, {"reward": {PLANTED["reward"]: 1.0}}, asked,
+                  base64.b64encode(asked.encode()).decode(), quote(asked, safe=""), {"said": json.dumps(asked)}, asked.upper()]  # fmt: skip
+        echoed = not right or self.server.broken or number % ECHO_EVERY == 0  # pyright: ignore[reportAttributeAccessIssue]
+        answer = echoes[number // ECHO_EVERY % len(echoes)] if echoed else {"reward": 0.5}
         self.send_response(200 if right and not self.server.broken else 400)  # pyright: ignore[reportAttributeAccessIssue]
-        if self.server.broken:  # pyright: ignore[reportAttributeAccessIssue]
-            data = f"{self.headers} {self.path}".encode()
+        data = json.dumps(answer).encode()
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -164,7 +176,14 @@ def secrets(environment: dict[str, str]) -> list[str]:
 
 
 def found_in(data: bytes, environment: dict[str, str]) -> list[str]:
-    return [secret for secret in secrets(environment) if secret.encode() in data]
+    """Which secrets are in a file, whatever their case, as they are or in base64."""
+    if data[:4] == b"PAR1":  # compressed
+        data = str(read_table(data).to_pylist()).encode(errors="replace")
+    lower = data.lower()
+    in_base64 = {
+        secret: [base64.b64encode(secret.encode()[skipped:])[:-4] for skipped in range(3)] for secret in secrets(environment)
+    }
+    return [secret for secret, forms in in_base64.items() if any(form.lower() in lower for form in (secret.encode(), *forms))]
 
 
 def traces(stand: Stand, environment: dict[str, str], *folders: Path) -> dict[str, list[str]]:
@@ -198,6 +217,11 @@ def test_a_run_leaves_no_secret_listens_on_loopback_only_and_unpickles_nothing(
     keys = store.list("runs/kept")
     assert {key: found_in(store.read(key), environment) for key in keys if found_in(store.read(key), environment)} == {}
     assert traces(stand, environment, *work_dirs(stand), Path(environment["HOOKS"])) == {}
+    told = dumped(stand.path / "home" / "prefect.db")
+    assert b" at $GRADER_URL: " in told and b"***" in told  # what was echoed was told, without them
+    pages = TestClient(view_app(store), base_url="http://127.0.0.1")
+    for path in ("/", "/runs/kept", "/runs/kept/iterations/0", "/runs/kept/iterations/0/groups/0"):
+        assert (answer := pages.get(path)).status_code == 200 and found_in(answer.content, environment) == [], path
     for database in (stand.path / "home" / "prefect.db", Path(environment["HOOKS"]) / "mlflow.db"):
         assert found_in(dumped(database), environment) == [], database
     assert b"kept" in dumped(Path(environment["HOOKS"]) / "mlflow.db")  # MLflow was reached with its password

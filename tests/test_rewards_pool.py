@@ -17,7 +17,7 @@ import pytest
 from rlpipe.rewards import process as process_module
 from rlpipe.rewards.pool import RewardPool, check_rewards, score
 from rlpipe.rewards.process import RewardLost
-from rlpipe.rewards.score import Score
+from rlpipe.rewards.score import Score, score_of, scored
 from rlpipe.types import EngineError, UserError
 
 REWARDS = '''
@@ -336,6 +336,13 @@ def test_a_reward_gets_the_turns_of_a_row_that_says_none(folder: Path) -> None:
     turns = [{"role": "assistant", "content": "xy"}, {"role": "tool", "content": "z"}]
     rows = [{"prompt": "?", "completion": "xyz"}, {"prompt": "?", "completion": "xyz", "rollout": {"turns": turns}}]
     assert [scored.reward for scored in score({"speaking:turns": 1.0}, rows)] == [4.0, 4.0]
+
+
+def test_the_parts_of_a_functions_reward_have_names_that_a_person_can_read() -> None:
+    names = {"a": 1.0, "pass@1 é": 1.0, 7: 1.0, "x\x1b[2J\ud800\n": 1.0}
+    assert list(score_of("my:f", names, 1.0).parts) == ["f_a", "f_pass@1 é", "f_7", r"f_x\x1b[2J\ud800\n"]
+    fault = scored("my:f", 1.0, lambda: {"x" * 201: 1.0})
+    assert fault.reason == "reward_invalid" and "has more than 200 characters" in fault.message
 
 
 def test_rows_are_scored_outside_of_a_run() -> None:

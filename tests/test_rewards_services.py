@@ -1,11 +1,14 @@
 """`remote` and `judge` against real servers that are well, down, slow or mad: every rollout gets a score or a reason, in bounded time."""
 
 import asyncio
+import base64
+import html
 import json
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from urllib.parse import quote, unquote, unquote_plus
 
 import pytest
 from aiohttp import web
@@ -227,6 +230,76 @@ async def test_a_fault_tells_where_the_service_is_and_no_secret_of_its_url(
     scores, error = await scored({"remote": 1.0}, {"remote": {"url": "$REWARD_URL"}}, completion)
     assert scores[0].reward is None and "reward 'remote' at $REWARD_URL: " in error and place not in error
     assert "a-secret" not in error + caplog.text
+
+
+KEY = 'sk-Ab+/=9"x7&<Zz-4711-qwertyuiop'
+URL_SECRETS = ("hook-B00DFEED-4711", "q+sig/4711 qwertyuiop")
+ECHOES: dict[str, Callable[[str, str], str]] = {  # of the key and the path as the service got them
+    "as it is": lambda key, path: f"no {key} at {path}",
+    "a dump of headers": lambda key, path: str({"Authorization": f"Bearer {key}", ":path": path}),
+    "JSON": lambda key, path: json.dumps({"key": key, "path": path}),
+    "JSON in JSON": lambda key, path: json.dumps(json.dumps({"key": key, "path": path})),
+    "JSON of .NET": lambda key, path: json.dumps({"key": key}).replace("+", "\\u002B").replace("&", "\\u0026").replace("<", "\\u003C"),
+    "JSON of PHP": lambda key, path: json.dumps({"key": key, "path": path}).replace("/", "\\/"),
+    "a URL": lambda key, path: f"/login?next={quote(path, safe='')}&key={quote(key, safe='').lower()}",
+    "HTML": lambda key, path: f"<b>{html.escape(key)}</b> {html.escape(path)} {html.escape(unquote(path))}",
+    "capitals": lambda key, path: f"{key} {path}".upper(),
+    "base64": lambda key, path: base64.b64encode(f"Bearer {key} {unquote_plus(path)}".encode()).decode(),
+    "base64 for URLs": lambda key, path: base64.urlsafe_b64encode(f"xBearer {key} {unquote_plus(path)}".encode()).decode(),
+    "hex": lambda key, path: f"xx{key}".encode().hex(),
+    "cut": lambda key, path: f"no {key[:14]}... at {path}",
+    "behind much text": lambda key, path: "x" * 280 + f" no {key} at {path}",
+}  # fmt: skip
+WRAPS: dict[str, Callable[[str], web.Response]] = {
+    "400": lambda text: web.Response(status=400, text=text),
+    "500": lambda text: web.Response(status=500, text=text),
+    "no JSON": lambda text: web.Response(text=text),
+    "no reward": lambda text: web.json_response({"error": {"seen": [text]}}),
+    "a reward": lambda text: web.json_response({"reward": text}),
+    "a part's name": lambda text: web.json_response({"reward": {text: 1.0}}),
+    "a part": lambda text: web.json_response({"reward": {"a": text}}),
+    "a verdict": lambda text: web.json_response({"choices": [{"message": {"content": text}}]}),
+    "a message": lambda text: web.json_response({"choices": [{"message": {"content": {text: 1}}}]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reward", ["remote", "judge"])
+async def test_what_a_service_echoes_is_told_without_the_key_and_without_a_hidden_url(
+    serve: Serve, reward: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def echo(request: web.Request) -> web.Response:
+        asked = json.dumps(await request.json())
+        (how, wrap) = next((how, wrap) for how in ECHOES for wrap in WRAPS if f"<{how}|{wrap}>" in asked)
+        return WRAPS[wrap](ECHOES[how](request.headers["Authorization"].removeprefix("Bearer "), request.raw_path))
+
+    monkeypatch.setattr(http, "TRIES_MAX", 1)
+    monkeypatch.setattr(http, "FAILURES_MAX", 1000)
+    monkeypatch.setenv("REWARD_KEY", KEY)
+    monkeypatch.setenv("REWARD_URL", f"{await serve(echo)}/{URL_SECRETS[0]}/v1?sig={quote(URL_SECRETS[1])}")
+    args = {"url": "$REWARD_URL", "key_env": "REWARD_KEY"} | ({"model": "m", "rubric": "r"} if reward == "judge" else {})
+    ways = [f"<{how}|{wrap}>" for how in ECHOES for wrap in WRAPS]
+    told = dict(zip(ways, (await scored({reward: 1.0}, {reward: args}, *ways))[0], strict=True))
+    fragments = {text[start : start + 8] for secret in (KEY, *URL_SECRETS) for text in (secret, quote(secret), html.escape(secret))
+                 for start in range(len(text) - 7)}  # fmt: skip
+    fragments |= {base64.b64encode(KEY.encode()[start:])[:16].decode() for start in range(3)} | {KEY.encode().hex()[:16]}
+    for way, score in told.items():
+        assert score.reward is None and score.parts == {} and score.message.startswith(f"reward '{reward}' at $REWARD_URL: "), (
+            way
+        )
+        said = (score.message + str(score)).replace("\\", "").lower()
+        assert [part for part in fragments if part.lower() in said] == [], (way, score.message)
+    assert any("***" in score.message for score in told.values()) and "4711" not in caplog.text
+
+
+async def test_the_parts_of_a_services_reward_have_short_names(serve: Serve) -> None:
+    names = ["a", "pass@1", "x.y-z/0", "0", "a" * 40, "a" * 41, "", "a b", "a\x1b[2J", "\ud800", "é", "a\n", "-a", "<b>", "a,b"]
+
+    async def name(request: web.Request) -> web.Response:
+        return web.Response(text=json.dumps({"reward": {json.loads((await request.json())["completion"]): 1.0}}))
+
+    scores, error = await scored({"remote": 1.0}, {"remote": {"url": await serve(name)}}, *map(json.dumps, names))
+    assert [score.reason for score in scores] == [None] * 5 + ["reward_invalid"] * 10
+    assert scores[1].parts == {"remote_pass@1": 1.0} and f"a part is called {'a' * 41!r}, not by at most 40 of" in error
 
 
 async def test_a_url_that_no_call_can_be_made_to_is_not_told_either(monkeypatch: pytest.MonkeyPatch) -> None:

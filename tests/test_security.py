@@ -519,5 +519,5 @@ def test_what_a_service_echoes_is_not_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("URL", "http://h.example:1/planted/x")
     monkeypatch.setenv("KEY", "planted-key")
     scorer = HttpScorer("remote", 1.0, 1.0, RewardService(url="$URL", key_env="KEY"))
-    assert scorer._without_secrets("no planted-key at /planted/x on h.example") == "no *** at *** on ***"
+    assert scorer._mask("no planted-key at /planted/x on h.example") == "no *** at *** on ***"
     assert scorer._fault("reason", "no").message == "reward 'remote' at $URL: no"

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from typer.testing import CliRunner
 
+from flows import cli
 from flows.ui import _group_table
 from rlpipe.config.source import override_config
 from rlpipe.report.curves import draw_curves
@@ -33,7 +35,7 @@ from rlpipe.store.documents import SEAL
 from rlpipe.store.limits import UNTRAINED
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.store.run_record import record_start, start_key
-from rlpipe.types import ArtifactRef, JsonDict, Manifest, UserError, canonical_json
+from rlpipe.types import ArtifactRef, JsonDict, Manifest, UserError, canonical_json, printable
 from tests.rows import BATCH, PROMPTS, fill, to_parquet
 from tests.test_store_run import commit_iterations, commit_stage, record_of, tiny
 
@@ -177,6 +179,35 @@ def test_rollouts_are_shown_with_their_answer_whatever_round_it_is_of(store: Sto
     assert "answer: " in "\n".join(_group_table(shown[1]))  # for the UI; rows need no answer
     assert lines[-2:] == ["group 1: 'prompt 1', answer ''",
                           " 0.500      0.000  stop    '<answer>x</answer>'  (exact 1, format 0.5)"]  # fmt: skip
+
+
+def test_names_and_texts_of_others_are_shown_as_escapes(local: Store) -> None:
+    """In `show` of a run and of an iteration, the Prefect artifact and MLflow's table."""
+    evil, safe = "a\x1b[2J\ud800\u202e", r"a\x1b[2J\ud800\u202e"
+    run = without_sft(local)
+    row = {
+        "prompt_id": "p0",
+        "prompt": "\x1b[2J",
+        "completion": "\x1b[2J",
+        "reward": 0.5,
+        "reward_parts": json.dumps({evil: 0.5}),
+    }
+    prompts = to_parquet([fill({"prompt_id": "p0"}, PROMPTS)], PROMPTS)
+    refs = {
+        "prompts": commit_rows(run, 0, "prompts/round-0", "prompts.parquet", prompts),
+        "batch": commit_rows(run, 0, "batch/round-0", "batch.parquet", to_parquet([fill(row, BATCH)], BATCH)),
+        "policy": commit_stage(run, 0, "policy"),
+    }
+    commit_iteration(run, 0, {"rollout/reward_mean": 0.5, f"rollout/{evil}": 1.0}, **refs)
+    for options in ([], ["--iteration", "0"]):
+        shown = CliRunner().invoke(cli.app, ["show", "a", *options, "--store", local.url])
+        assert shown.exit_code == 0 and printable(shown.output) == shown.output, shown.output
+    assert f"rollout/{safe} " in shown.output and f"({safe} 0.5)" in shown.output
+    assert r"\x1b[2J" in rollout_table(run, 0) and "\x1b" not in rollout_table(run, 0)
+    record = run.iteration(0)
+    assert record is not None
+    artifact = printable("\n".join(_group_table(trained_groups(run, record)[0])))
+    assert "ud800" in artifact and "\x1b" not in artifact
 
 
 def test_a_table_of_rollouts_is_bounded_and_from_all_over_the_batch(local: Store) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -13,13 +14,18 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.utilities.engine import capture_sigterm
 from typer.testing import CliRunner
 
 from flows import cli
+from flows.printing import echo, echo_above, fail
 from flows.server import Terminated, run_flow, terminable
-from flows.terminal import LOG_NAME, log_to
+from flows.terminal import LOG_NAME, bar, log_to
+from flows.ui import printable_exception
+from rlpipe.types import EngineError, StoreError, TrainerError, UserError, printable
+from tests.docs_blocks import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +58,42 @@ def test_tracebacks_are_in_the_log_only(tmp_path: Path, capsys: pytest.CaptureFi
     ]  # fmt: skip
     log = (tmp_path / "logs" / LOG_NAME).read_text()
     assert log.count("Traceback") == 2 and "Finished in state" in log and "an engine is slow" in log
+
+
+EVIL = "a\x1b[2J\x1b]0;x\x07\x9b1m\r\u202eb\ud800\x00"
+SAFE = r"a\x1b[2J\x1b]0;x\x07\x9b1m\r\u202eb\ud800\x00"
+
+
+def test_what_others_wrote_moves_no_cursor_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a log and its tracebacks, in lines of a command, in errors, in the state of a flow run that failed."""
+    log_to(tmp_path / "logs")
+    for kind in (UserError, StoreError, EngineError, TrainerError):
+        assert str(kind(EVIL)) == SAFE
+    assert printable("tab\tline\nfeed é 漢 🙂") == "tab\tline\nfeed é 漢 🙂"
+    assert SAFE in printable_exception(ValueError(EVIL)) and EVIL not in printable_exception(KeyError(EVIL))
+    try:
+        raise ValueError(EVIL)
+    except ValueError:
+        logging.getLogger("anybody").exception("it said %s", EVIL)
+    logging.getLogger("anybody").warning("100 %", EVIL)  # which logging itself complains about
+    echo(EVIL, err=True)
+    with pytest.raises(typer.Exit):
+        fail(OSError(EVIL), 1)
+    with bar("RL", 1, 0, "iteration"):
+        echo_above(EVIL)
+    shown = capsys.readouterr()
+    assert f"ERROR it said {SAFE}" in shown.err and f"\n{SAFE}\nrlpipe: {SAFE}\n" in shown.err and shown.out == f"{SAFE}\n"
+    log = (tmp_path / "logs" / LOG_NAME).read_text()
+    assert f"it said {SAFE}" in log and f"ValueError: {SAFE}" in log
+    assert [each for each in (*shown, log) if printable(each) != each] == []
+
+
+def test_text_goes_to_a_terminal_in_one_place() -> None:
+    """Of the flows and commands; what the library prints are lines of its own."""
+    prints = re.compile(r"\bprint\(|\becho\(.*typer|typer\.(echo|secho)\(|click\.|std(out|err)\.write\(|\bwrite\(line")
+    found = [f"{path.name}: {line.strip()}" for folder in ("flows", "tasks") for path in (ROOT / folder).glob("*.py")
+             for line in path.read_text().splitlines() if path.name != "printing.py" and prints.search(line)]  # fmt: skip
+    assert found == []
 
 
 def test_nothing_logged_makes_no_file(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
+import html
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 _USER = re.compile(r"(?<=://)[^/\s@'\"]+@")
 _IN_URL = re.compile(r"https?://[^/\s@]+@|[a-z][a-z0-9+.-]{0,20}://[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
@@ -22,6 +26,10 @@ _SECRET = (
 _SECRET_IN_VARIABLE = r"[a-z0-9]*token|[a-z0-9]*auth|key|keys|pass|(db|my|pg|user|root)pass|pgpassfile|pw|pwd|creds?|cookies|bearer|jwt|pat|sas|dsn|webhook"
 _FIELD = re.compile(rf"(.*_)?({_SECRET})\d*|token|(.*_)?db_?pass|.+_pwd")
 _VARIABLE = re.compile(rf"(.*_)?({_SECRET}|{_SECRET_IN_VARIABLE})_?\d*(_.*)?")
+SECRET_CHARS_MIN = 4  # shorter ones are in every text
+FRAGMENT_CHARS = 8  # so much of a key in a row is hidden: who echoes it may have cut it
+HIDDEN = "***"
+_LOWER = {code: code + 32 for code in range(ord("A"), ord("Z") + 1)}
 _SWITCHES = {"", "0", "1", "true", "false"}  # HF_HUB_DISABLE_IMPLICIT_TOKEN=1
 _QUERY_NAME = re.compile(r"key|sig|signature|x_amz_signature|x_amz_security_token|auth", re.IGNORECASE)
 
@@ -45,6 +53,46 @@ def with_password_aside(uri: str) -> str:
 def without_passwords(text: str) -> str:
     """A text without what stands before the @ of its URLs."""
     return _USER.sub("", text)
+
+
+class Mask:
+    """Hides in a text what a service may echo: any FRAGMENT_CHARS in a row of the `keys`, and the `places` as a whole.
+
+    Also as they are in URLs, HTML, JSON (however often it was escaped), hex and base64, in capitals or not.
+
+    Example: Mask(["sk-4711-4711"], ["/hook/x"])("GET /hook/x: no sk-4711-...") == "GET ***: no ***..."
+    """
+
+    def __init__(self, keys: Iterable[str], places: Iterable[str]) -> None:
+        self._hidden = defaultdict[int, set[str]](set)  # by their number of characters
+        for secrets, chars_max in ((keys, FRAGMENT_CHARS), (places, None)):
+            for form in (form for secret in secrets if len(secret) >= SECRET_CHARS_MIN for form in _forms(secret)):
+                size = min(len(form), chars_max or len(form))
+                self._hidden[size] |= {form[start : start + size] for start in range(len(form) - size + 1)}
+
+    def __call__(self, text: str) -> str:
+        places = [place for place, letter in enumerate(text) if letter != "\\"]
+        plain = "".join(text[place] for place in places).translate(_LOWER)
+        is_hidden = bytearray(len(text))
+        for size, hidden in self._hidden.items():
+            for start in range(len(plain) - size + 1):
+                if plain[start : start + size] in hidden:
+                    first, last = places[start], places[start + size - 1]
+                    is_hidden[first : last + 1] = b"\1" * (last + 1 - first)
+        parts = groupby(zip(text, is_hidden, strict=True), key=lambda pair: pair[1])
+        return "".join(HIDDEN if hides else "".join(letter for letter, _ in pairs) for hides, pairs in parts)
+
+
+def _forms(secret: str) -> set[str]:
+    """How others write a text, in lower case and without backslashes."""
+    data = secret.encode(errors="surrogatepass")
+    in_json = "".join(letter if letter.isalnum() else f"u{ord(letter):04x}" for letter in secret)  # .NET writes + as \u002B
+    forms = {secret, quote(data, safe=""), html.escape(secret), in_json, data.hex()}
+    for before in range(3):  # base64 of a text in which it is: without the letters that have bits of its neighbours
+        encoded = base64.b64encode(b"x" * before + data).decode().rstrip("=")
+        whole = encoded[-(-before * 4 // 3) : len(encoded) - ((len(data) + before) % 3 != 0)]
+        forms |= {whole, whole.replace("+", "-").replace("/", "_")}
+    return {form.translate(_LOWER).replace("\\", "") for form in forms if len(form) >= SECRET_CHARS_MIN}
 
 
 def refuse_secrets(tree: Any) -> None:

@@ -26,7 +26,7 @@ from rlpipe.store.limits import reason_to_stop, untrained
 from rlpipe.store.pruned import pruned_folders
 from rlpipe.store.run import Run, open_existing
 from rlpipe.store.run_record import last_started, run_names
-from rlpipe.types import IterationRecord, StoreError, UserError, moment_of
+from rlpipe.types import IterationRecord, StoreError, UserError, moment_of, printable
 
 NOTHING, UNFINISHED = "-", "unfinished"
 READERS = 16  # runs that are looked at at the same time
@@ -184,10 +184,10 @@ def rollout_table(run: Run, iteration: int) -> str:
     step = max(1, -(-table.num_rows // TABLE_ROWS))
     rows = table.take(pa.array(range(0, table.num_rows, step), pa.int64())).to_pylist()  # typed: a batch may be empty
     text = io.StringIO()
-    writer = csv.writer(text)
+    writer = csv.writer(text, lineterminator="\n")
     writer.writerow(TABLE_COLUMNS)
     writer.writerows([str(row[name])[:TEXT_CHARS_MAX] for name in TABLE_COLUMNS] for row in rows)
-    return text.getvalue()
+    return printable(text.getvalue())
 
 
 def parts_text(rollout: Rollout) -> str:
@@ -248,7 +248,7 @@ def flat_settings(value: Any, name: str = "") -> dict[str, str]:
 
 def parameter_text(value: Any) -> str:
     """A setting as text, the same in whatever order its keys are."""
-    return str(_by_key(value))
+    return printable(str(_by_key(value)))
 
 
 def _by_key(value: Any) -> Any:

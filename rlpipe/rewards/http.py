@@ -13,23 +13,25 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from ssl import SSLContext
 from typing import Annotated, Any
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import parse_qs, quote, urlsplit, urlunsplit
 
 import httpcore
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from rlpipe.config.secrecy import Mask
 from rlpipe.processes.user_code import InvalidAnswer
 from rlpipe.records.turns import transcript
+from rlpipe.rewards.deadline import DeadlineBackend
 from rlpipe.rewards.score import ARGUMENTS, FAILURES_MAX, Item, Score, score_of
 
 TRIES_MAX = 6
 PAUSE_S = 0.25  # before the second try; doubled before each further one
 ANSWER_BYTES_MAX = 1 << 20
-QUOTED_CHARS = 300
-SECRET_CHARS_MIN = 4  # shorter ones are in every text
+QUOTED_CHARS = 300  # of an answer: more of it is read first, so that no key is cut before it is hidden
+TOKEN_CHARS_MIN = 16  # of a part of a hidden URL's path; a shorter one is a word, such as completions
+PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@/-]{0,39}")
 TASK = """You grade the completion that a language model gave to a prompt. The rubric:
 
 {rubric}
@@ -93,7 +95,7 @@ class RewardService:
     def reading(self, answer: Any) -> Any:
         """The reward in the JSON that it answers; InvalidAnswer when there is none."""
         if not isinstance(answer, dict) or "reward" not in answer:
-            raise InvalidAnswer(f"it answered {str(answer)[:200]!r}, not {{'reward': number}}")
+            raise InvalidAnswer(f"it answered {str(answer)[: 2 * QUOTED_CHARS]!r}, not {{'reward': number}}")
         return answer["reward"]
 
 
@@ -122,9 +124,9 @@ class Judge(RewardService):
         try:
             content = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
-            raise InvalidAnswer(f"it answered no chat completion: {str(answer)[:200]!r}") from error
+            raise InvalidAnswer(f"it answered no chat completion: {str(answer)[: 2 * QUOTED_CHARS]!r}") from error
         if not isinstance(content, str):
-            raise InvalidAnswer(f"the judge's message has no text: {str(content)[:200]!r}")
+            raise InvalidAnswer(f"the judge's message has no text: {str(content)[: 2 * QUOTED_CHARS]!r}")
         return verdict(content, self.scale) / self.scale
 
 
@@ -134,7 +136,7 @@ def verdict(text: str, scale: float) -> float:
     scores = [line for line in lines if line.startswith("Score:")]
     match = LINE.fullmatch(lines[-1]) if lines else None
     if match is None or len(scores) != 1:
-        raise InvalidAnswer(f"the judge's answer does not end in its only `Score: N`: {text[-200:]!r}")
+        raise InvalidAnswer(f"the judge's answer does not end in its only `Score: N`: {text[-QUOTED_CHARS:]!r}")
     if not 0 <= float(match[1]) <= scale:
         raise InvalidAnswer(f"the judge's score {match[1]} is not from 0 to {scale:g}")
     return float(match[1])
@@ -153,49 +155,6 @@ class ServiceFault(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-class DeadlineStream(httpcore.NetworkStream):
-    """A connection of which each use ends at a deadline, which it gets as `timeout`: a time on the monotonic clock.
-
-    httpcore's own timeout would start anew with every byte that trickles in.
-    """
-
-    def __init__(self, stream: httpcore.NetworkStream) -> None:
-        self._stream = stream
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._stream.read(max_bytes, _left_s(timeout))
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._stream.write(buffer, _left_s(timeout))
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def start_tls(
-        self, ssl_context: SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.NetworkStream:
-        return DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, _left_s(timeout)))
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)
-
-
-class DeadlineBackend(httpcore.SyncBackend):
-    """Makes such connections."""
-
-    def connect_tcp(self, host: str, port: int, timeout: float | None = None, *args: Any, **options: Any) -> DeadlineStream:
-        return DeadlineStream(super().connect_tcp(host, port, _left_s(timeout), *args, **options))
-
-
-def _left_s(ends_s: float | None) -> float:
-    """Seconds until a deadline; TimeoutError when there are none."""
-    assert ends_s is not None, "a call without a deadline"
-    left_s = ends_s - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError
-    return left_s
 
 
 class HttpScorer:
@@ -218,8 +177,10 @@ class HttpScorer:
         self._headers += [(b"Authorization", f"Bearer {key}".encode())] if key else []
         # without the query, where a key may be
         self._place = service.url if service.hides_url() else f"{parts.scheme}://{parts.netloc}{parts.path}"
-        hidden = [url, parts.path, parts.netloc, parts.hostname or ""] if service.hides_url() else []
-        self._secrets = [secret for secret in (key, *hidden) if len(secret) >= SECRET_CHARS_MIN]
+        queried = [value for values in parse_qs(parts.query).values() for value in values]
+        tokens = [part for part in parts.path.split("/") if len(part) >= TOKEN_CHARS_MIN]
+        places = [url, parts.netloc, parts.hostname or "", parts.path, *tokens, parts.query]
+        self._mask = Mask([key, *queried], places) if service.hides_url() else Mask([key], [])
 
     def start(self) -> None:
         """Nothing: the service runs elsewhere."""
@@ -243,7 +204,7 @@ class HttpScorer:
             return self._fault("reward_unavailable", "not asked: it failed too often in a row")
         try:
             answer = self._ask(http, json.dumps(self._service.question(item)).encode())
-            score = score_of(self._name, self._service.reading(answer), self._weight)
+            score = score_of(self._name, self._checked(self._service.reading(answer)), self._weight)
         except InvalidAnswer as error:
             score = self._fault("reward_invalid", str(error))
         except ServiceFault as error:
@@ -254,6 +215,13 @@ class HttpScorer:
         with self._lock:
             self._num_failed_in_row = self._num_failed_in_row + 1 if is_away else 0
         return score
+
+    def _checked(self, reward: Any) -> Any:
+        """The reward, whose parts have short names: they are metrics, in the store, Prefect and MLflow; InvalidAnswer for another one."""
+        for name in reward if isinstance(reward, dict) else ():
+            if not PART_NAME.fullmatch(name) or self._mask(name) != name:
+                raise InvalidAnswer(f"a part is called {name[:QUOTED_CHARS]!r}, not by at most 40 of A-Z a-z 0-9 _ . @ / -")
+        return reward
 
     def _ask(self, http: httpcore.ConnectionPool, question: bytes) -> Any:
         """The JSON answer. ServiceFault after TRIES_MAX tries or when there is no time for another, TimeoutError within one."""
@@ -279,8 +247,8 @@ class HttpScorer:
                     if len(body) > ANSWER_BYTES_MAX:
                         raise InvalidAnswer(f"it answered more than {ANSWER_BYTES_MAX} bytes")
         except (httpcore.NetworkError, httpcore.ProtocolError) as error:
-            raise ServiceFault("reward_unavailable", self._without_secrets(f"{type(error).__name__}: {error}")) from error
-        text = self._without_secrets(body[: 2 * QUOTED_CHARS].decode(errors="replace"))[:QUOTED_CHARS]
+            raise ServiceFault("reward_unavailable", f"{type(error).__name__}: {error}") from error
+        text = body[: 2 * QUOTED_CHARS].decode(errors="replace")
         if not 200 <= reply.status < 300:
             is_away = reply.status == 429 or reply.status >= 500
             raise ServiceFault("reward_unavailable" if is_away else "reward_error", f"it answered {reply.status}: {text}")
@@ -290,10 +258,6 @@ class HttpScorer:
             raise InvalidAnswer(f"it answered no JSON ({type(error).__name__}): {text}") from error
 
     def _fault(self, reason: str, message: str) -> Score:
-        return Score(None, {}, reason, f"reward {self._name!r} at {self._place}: {message}")
-
-    def _without_secrets(self, text: str) -> str:
-        """What a service or a library said, which may be what it was asked: without the key, and without a URL that the config hides."""
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
+        """What a service or a library said may be what it was asked: it is told without the key, and without a URL that the config hides."""
+        said = self._mask(message[: 3 * QUOTED_CHARS])[:QUOTED_CHARS]
+        return Score(None, {}, reason, f"reward {self._name!r} at {self._place}: {said}")

@@ -14,9 +14,10 @@ from pydantic import ConfigDict
 from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, user_code
 from rlpipe.records.prompt import Messages, RewardPrompt
 from rlpipe.records.rollout import Rollout
-from rlpipe.types import JsonDict
+from rlpipe.types import JsonDict, printable
 
 ARGUMENTS = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)  # of `rl.reward_args`
+PART_CHARS_MAX = 200  # of a part's name, which is that of a metric: MLflow takes 250
 FAILURES_MAX = 32  # failures in a row, with nothing scored in between, after which a reward counts as broken
 
 
@@ -88,7 +89,7 @@ def gives(reward: str, part: str) -> bool:
 
 def score_of(name: str, value: Any, weight: float) -> Score:
     """The Score of what a reward answered, a number or several by name; InvalidAnswer when it is anything else."""
-    values = {f"{label(name)}_{key}": part for key, part in value.items()} if isinstance(value, dict) else {label(name): value}
+    values = _named(name, value) if isinstance(value, dict) else {label(name): value}
     if not values:
         raise InvalidAnswer(f"reward {name!r} gave no part at all")
     try:
@@ -102,6 +103,16 @@ def score_of(name: str, value: Any, weight: float) -> Score:
     if not math.isfinite(total):
         raise InvalidAnswer(f"reward {name!r}: the weighted sum of {parts} is {total}")
     return Score(total, parts)
+
+
+def _named(reward: str, values: dict[Any, Any]) -> dict[str, Any]:
+    """The parts of a reward under their names in metrics: what no person can read in one is an escape; InvalidAnswer for one that is too long."""
+    names = [printable(str(name)).replace("\n", "\\n").replace("\t", "\\t") for name in values]
+    if long := [name for name in names if len(name) > PART_CHARS_MAX]:
+        raise InvalidAnswer(
+            f"reward {reward!r}: the name of a part, {long[0]!r:.60}, has more than {PART_CHARS_MAX} characters"
+        )
+    return {f"{label(reward)}_{name}": number for name, number in zip(names, values.values(), strict=True)}
 
 
 def _sum(values: Iterable[float]) -> float:

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rlpipe.report.curves import reward_svg
 from rlpipe.services.registration import LOOPBACK
 from rlpipe.store.backend import Store
-from rlpipe.types import JsonDict, StoreError, UserError
+from rlpipe.types import JsonDict, StoreError, UserError, printable
 from rlpipe.view import pages, pages_rollouts
 from rlpipe.view.library import Library
 from rlpipe.view.pages import Page
@@ -135,6 +135,11 @@ def as_json(plots: list[Plot]) -> list[JsonDict]:
     return [asdict(plot) for plot in plots]
 
 
+def shown(value: Any) -> Any:
+    """What a page shows of a value: a text of others is `printable`."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def svg(curve: list[list[float | int]]) -> Markup:
     """The reward so far, drawn without a script: it holds numbers alone."""
     return Markup(reward_svg(curve, 300, 48))
@@ -144,7 +149,7 @@ def svg(curve: list[list[float | int]]) -> Markup:
 def templates() -> jinja2.Environment:
     """The templates. All that they show is escaped."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("rlpipe.view"), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.PackageLoader("rlpipe.view"), autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown
     )
     environment.filters |= {"number": number, "as_json": as_json, "svg": svg}
     environment.globals |= {"address": address, "static": static_address, "dropped_of": pages.dropped_of}

@@ -1,0 +1,34 @@
+"""What the commands print: the one place at which text goes to a terminal, whoever wrote it. Prefect is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+import typer
+from tqdm import tqdm
+
+from rlpipe.types import printable
+
+
+def echo(*lines: str, err: bool = False) -> None:
+    """Prints lines; with `err` on stderr."""
+    for line in lines:
+        typer.echo(printable(line), err=err)
+
+
+def echo_all(lines: Iterable[str]) -> None:
+    """Prints lines as they come."""
+    for line in lines:
+        echo(line)
+
+
+def echo_above(line: str) -> None:
+    """Prints a line above the bars that are there."""
+    tqdm.write(printable(line))
+
+
+def fail(error: Exception, code: int) -> NoReturn:
+    """Says what is wrong and ends with `code`: 2 for the user's fault, 1 for what gave up."""
+    echo(f"rlpipe: {error}", err=True)
+    raise typer.Exit(code)
