@@ -21,6 +21,7 @@ from rlpipe.report.plan import plan_lines
 from rlpipe.report.show import compare_lines, iteration_lines, run_lines, show_lines
 from rlpipe.store import audit
 from rlpipe.store.lease import acquire
+from rlpipe.store.patience import hurrying
 from rlpipe.store.run import open_existing
 from rlpipe.store.run_record import ConfigRefused
 from rlpipe.types import StoreError, UserError
@@ -146,7 +147,9 @@ def automations(
     notify: Annotated[str, typer.Option(metavar="TYPE/NAME", help="the notification block that is used")] = "",
 ) -> None:
     """Create or update what the Prefect server does by itself: find dead flow runs, retry crashed ones, notify."""
-    echo_all(asyncio.run(apply_automations(notify)))
+    with hurrying():
+        lines = asyncio.run(apply_automations(notify))
+    echo_all(lines)
 
 
 for command in (sql, view, why):

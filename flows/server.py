@@ -23,6 +23,7 @@ from rlpipe.types import UserError
 
 AUTOMATIONS = Path(__file__).parent / "automations.yaml"
 BLOCK = "{notify}"
+AGAIN = "Start the run again with the same command: it goes on after the newest committed stage"
 SERVER = [sys.executable, "-m", "flows.prefect_server"]
 Result = TypeVar("Result")
 
@@ -74,10 +75,14 @@ def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
     import httpx
     from prefect.exceptions import ObjectNotFound, PrefectException, TerminationSignal
 
+    from flows.outage import PrefectAway
+
     try:
         return asyncio.run(_unless_terminated(flow))
     except TerminationSignal as error:  # it was raised between two callbacks
         raise Terminated from error
+    except PrefectAway as error:
+        raise RuntimeError(f"{error}. {AGAIN}") from error
     except (PrefectException, httpx.HTTPError) as error:
         is_gone = isinstance(error, ObjectNotFound)
         said = (
@@ -85,9 +90,7 @@ def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
             if is_gone
             else " ".join(f"failed: {type(error).__name__}: {error}".split())
         )
-        raise RuntimeError(
-            f"Prefect's server {said}. Start the run again with the same command: it goes on after the newest committed stage"
-        ) from error
+        raise RuntimeError(f"Prefect's server {said}. {AGAIN}") from error
 
 
 async def _unless_terminated(flow: Coroutine[Any, Any, Result]) -> Result:
@@ -162,6 +165,8 @@ async def apply_automations(notify: str) -> list[str]:
     from prefect.events.schemas.automations import AutomationCore
     from prefect.exceptions import ObjectNotFound
     from prefect.settings import PREFECT_API_URL
+
+    import flows.outage  # noqa: F401  # a server that is away is named in one line
 
     if not PREFECT_API_URL.value():
         raise UserError("PREFECT_API_URL is not set: name the team's server (`prefect config set PREFECT_API_URL=...`)")

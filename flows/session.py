@@ -16,6 +16,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Running
 
+import flows.outage  # and one whose server is away for a while
 import flows.vanished  # noqa: F401  # a flow run that is deleted while it works goes on
 from flows import PRESETS
 from flows.terminal import of_deployment

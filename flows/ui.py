@@ -34,6 +34,7 @@ from rlpipe.stages.remaking import restore_policy
 from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.limits import Untrained, untrained
+from rlpipe.store.patience import hurrying
 from rlpipe.store.run import Run
 from rlpipe.types import IterationRecord, printable
 
@@ -60,9 +61,10 @@ prefect.states.format_exception = printable_exception
 
 @contextlib.contextmanager
 def only_shown() -> Iterator[None]:
-    """The body tells the Prefect server something to look at. What the server does not take costs a warning."""
+    """The body tells the Prefect server something to look at. What the server does not take within seconds costs a warning."""
     try:
-        yield
+        with hurrying():
+            yield
     except (PrefectException, httpx.HTTPError, OSError) as error:
         get_run_logger().warning("the UI lacks something: %s: %s", type(error).__name__, error)
 

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -157,6 +158,9 @@ class S3Proxy:
         self._server.server_close()
 
     def forward(self, handler: BaseHTTPRequestHandler) -> None:
+        if handler.headers.get("Upgrade"):
+            self._tunnel(handler)
+            return
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         path, _, query = handler.path.partition("?")
         if fault := self.faults(handler.command, handler.path):
@@ -193,6 +197,22 @@ class S3Proxy:
         handler.end_headers()
         with contextlib.suppress(OSError):  # the client is gone
             handler.wfile.write(answer)
+
+    def _tunnel(self, handler: BaseHTTPRequestHandler) -> None:
+        """A websocket, of which every byte goes through."""
+        handler.close_connection = True
+        head = "".join(
+            f"{line}\r\n" for line in (handler.requestline, *(f"{name}: {value}" for name, value in handler.headers.items()))
+        )
+        with socket.create_connection((self._host, self._port)) as behind:
+            behind.sendall(f"{head}\r\n".encode())
+            ends = {behind: handler.connection, handler.connection: behind}
+            with contextlib.suppress(OSError):
+                while True:
+                    for end in select.select([*ends], [], [])[0]:
+                        if not (data := end.recv(65536)):
+                            return
+                        ends[end].sendall(data)
 
     def _ask(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=60)

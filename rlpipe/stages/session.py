@@ -269,9 +269,7 @@ async def open_session(
     config: PipelineConfig, start_service: StartService = nobody_starts, flow_run: str = ""
 ) -> AsyncIterator[Session]:
     """The session of a run: opened by the outermost flow (`flow_run`), shared by those inside it. `start_service`: for what runs elsewhere.
-
-    UserError when the run is held by another process, or was created with other settings.
-    """
+    UserError when the run is held by another process, or was created with other settings."""
     if (key := (config.store, config.run)) in _open:
         yield _open[key]
         return
@@ -279,12 +277,17 @@ async def open_session(
         work = stack.enter_context(working())
         run = await asyncio.to_thread(create_or_continue, config)
         held = await asyncio.to_thread(lease.acquire, run.store, run.root, flow_run)
-        stack.push_async_callback(asyncio.to_thread, held.release)
+        stack.push_async_exit(partial(_give_back, held))
         session = _open[key] = await asyncio.to_thread(_begin, run, start_service)
         stack.push_async_exit(session.end)
         stack.push(lambda kind, *_: work.end() if kind else None)  # who still waits for the store holds up no end
         stack.callback(_open.pop, key)
         yield session
+
+
+async def _give_back(held: lease.Lease, kind: type[BaseException] | None, *_: object) -> None:
+    with contextlib.suppress(*([OSError] if kind else [])):  # what else has ended it is said, not a store that is away
+        await asyncio.to_thread(held.release)
 
 
 def _begin(run: Run, start_service: StartService) -> Session:

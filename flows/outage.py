@@ -1,0 +1,121 @@
+"""Prefect's API when it is away for a while: whatever it answers or does not, of what passes by itself, is taken as its refused connections are.
+
+Prefect's client tries a call five times, in about a minute, and one that was answered with 500 or 504 not at all. Here a call is tried again for
+WORK_S once the server has answered this process, for seconds before that, and where the answer is only to be looked at (`hurrying`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any
+
+import httpx
+from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
+from prefect.exceptions import PrefectException
+
+from rlpipe.store import patience
+from rlpipe.store.patience import Wait
+
+WORK_S = 300.0
+RETRY_AFTER_MAX_S = 30.0
+PASSING = {408, 429, 500, 502, 503, 504, 509, *range(520, 531)}
+BESIDE = "APILogWorkerThread"  # sends what was logged, while nobody waits for it: Prefect's own tries will do
+send_async, send_sync = PrefectHttpxAsyncClient._send_with_retry, PrefectHttpxSyncClient._send_with_retry
+_answered = threading.Event()
+Outcome = httpx.Response | httpx.TransportError
+
+
+class PrefectAway(PrefectException, RuntimeError):
+    """Prefect's API was asked for as long as it is worth. The text names the first fault."""
+
+
+def _bound_s() -> float:
+    return WORK_S if _answered.is_set() and not patience.is_hurried() else patience.FIRST_S
+
+
+def _fault(request: httpx.Request, outcome: Outcome) -> str:
+    """What passes by itself, in words; empty: it is an answer."""
+    if isinstance(outcome, httpx.TransportError):
+        return f"{type(outcome).__name__} {outcome}".strip() + f" ({request.method} {request.url.path})"
+    if outcome.status_code in PASSING:
+        return f"{outcome.status_code} {outcome.reason_phrase} ({request.method} {request.url.path})"
+    _answered.set()
+    return ""
+
+
+def _tries(request: httpx.Request) -> Generator[float, Outcome, httpx.Response]:
+    """Gives the pause before each try, is given what came of it, and returns the answer; PrefectAway when the time is up."""
+    api = f"Prefect's API at {request.url.scheme}://{request.url.netloc.decode()}"
+    outcome = yield 0.0
+    if fault := _fault(request, outcome):
+        with Wait("prefect", api, fault, _bound_s) as wait:
+            while not wait.is_over() and _fault(request, outcome):
+                after = outcome.headers.get("Retry-After", "") if isinstance(outcome, httpx.Response) else ""
+                outcome = yield max(wait.next_pause_s(), min(float(after), RETRY_AFTER_MAX_S) if after.isdecimal() else 0.0)
+            if _fault(request, outcome):
+                raise PrefectAway(f"{api} is away: {wait.given_up()}")
+    assert isinstance(outcome, httpx.Response)
+    return outcome
+
+
+async def send_patiently(
+    self: PrefectHttpxAsyncClient,
+    request: httpx.Request,
+    send: Callable[..., Awaitable[httpx.Response]],
+    send_args: tuple[Any, ...],
+    send_kwargs: dict[str, Any],
+    **retried: Any,
+) -> httpx.Response:
+    """In place of Prefect's own tries: what is left of those is its way with CSRF tokens."""
+    if threading.current_thread().name == BESIDE:
+        return await send_async(self, request, send, send_args, send_kwargs, **retried)
+
+    async def persist(request: httpx.Request, *args: Any, **named: Any) -> httpx.Response:
+        tries = _tries(request)
+        pause_s = next(tries)
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                outcome = await send(request, *args, **named)
+            except httpx.TransportError as error:
+                outcome = error
+            try:
+                pause_s = tries.send(outcome)
+            except StopIteration as answered:
+                return answered.value
+
+    return await send_async(self, request, persist, send_args, send_kwargs)
+
+
+def send_patiently_here(
+    self: PrefectHttpxSyncClient,
+    request: httpx.Request,
+    send: Callable[..., httpx.Response],
+    send_args: tuple[Any, ...],
+    send_kwargs: dict[str, Any],
+    **_retried: Any,
+) -> httpx.Response:
+    """As `send_patiently`, of the client that nobody awaits."""
+
+    def persist(request: httpx.Request, *args: Any, **named: Any) -> httpx.Response:
+        tries = _tries(request)
+        pause_s = next(tries)
+        while True:
+            time.sleep(pause_s)
+            try:
+                outcome = send(request, *args, **named)
+            except httpx.TransportError as error:
+                outcome = error
+            try:
+                pause_s = tries.send(outcome)
+            except StopIteration as answered:
+                return answered.value
+
+    return send_sync(self, request, persist, send_args, send_kwargs)
+
+
+PrefectHttpxAsyncClient._send_with_retry = send_patiently  # pyright: ignore[reportAttributeAccessIssue]
+PrefectHttpxSyncClient._send_with_retry = send_patiently_here  # pyright: ignore[reportAttributeAccessIssue]
