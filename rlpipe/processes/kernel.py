@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import struct
 import sys
+import time
 from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 
+KILL_S = 5.0  # what cannot be killed in this time waits for a disk or a device
 PR_CAPBSET_DROP, CAPABILITY_VERSION, CAP_SYS_ADMIN, CAP_PERFMON = 24, 0x20080522, 21, 38
 
 # Landlock. Its system calls have the same numbers on every architecture
@@ -60,6 +63,37 @@ def seclude() -> bool:
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         landlock(0, 0, SCOPED_SIGNALS, {})
     return True
+
+
+def adopt_orphans() -> None:
+    """What this process starts, and what that starts, stays below it in the tree of processes, whoever of them ends."""
+    if sys.platform == "linux":
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants(root: int) -> None:
+    """Kills all that the process `root` has started, and what that has, in whatever session; returns when none is left, or after KILL_S."""
+    deadline_s = time.monotonic() + KILL_S
+    while (pids := _descendants(root)) and time.monotonic() < deadline_s:
+        for pid in pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _descendants(root: int) -> list[int]:
+    """The processes below `root` that have not ended."""
+    children: dict[int, list[int]] = {}
+    alive: set[int] = set()
+    for name in filter(str.isdecimal, os.listdir("/proc") if sys.platform == "linux" else ()):
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            children.setdefault(int(parent), []).append(int(name))
+            alive |= {int(name)} if state not in (b"Z", b"X") else set()
+    below = [root]
+    for pid in below:
+        below += children.get(pid, [])
+    return [pid for pid in below[1:] if pid in alive]
 
 
 def leave_rights() -> None:

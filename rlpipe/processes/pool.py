@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from rlpipe.config.secrecy import Secrets
+from rlpipe.processes.kernel import kill_descendants
 from rlpipe.processes.launch import signal_group
 from rlpipe.processes.user_code import Record
 from rlpipe.types import EngineError, JsonDict, UserError
@@ -162,8 +163,10 @@ def spawned(module: str, environment: Mapping[str, str]) -> subprocess.Popen[byt
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process and its children."""
+    """Kills the process and all that it started, in whatever session; what a process leaves that is killed by somebody else is not known."""
     if process.returncode is None:  # once reaped, the pid may be someone else's
+        signal_group(process, signal.SIGSTOP)  # it starts no other meanwhile
+        kill_descendants(process.pid)
         signal_group(process, signal.SIGKILL)
 
 

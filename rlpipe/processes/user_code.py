@@ -19,13 +19,14 @@ from contextlib import contextmanager, suppress
 from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, TypeVar
 
-from rlpipe.processes.kernel import leave_rights, seclude
+from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude
 from rlpipe.types import JsonDict, UserError
 
 MESSAGE_CHARS_MAX = 1000
 IDLE_S = 15.0  # an import that does nothing for so long hangs; libraries wait 10 s for a hub that does not answer
 IDLE_CPU_S = 0.005
 SHARED_CPU_S = 0.1  # where others work in the process too: an idle flow was seen to take 10 ms in IDLE_S
+OWNER_POLL_S = 0.5
 ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns
 
 Record = Mapping[str, object]  # what JSON can carry
@@ -161,12 +162,15 @@ def serve(load: Callable[[JsonDict], Loaded]) -> None:
         value = answer(message["request"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(answers, value)
+    kill_descendants(os.getpid())
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """The pipes (from, to) the owner, out of reach of code that prints or reads: it gets stderr and an empty stdin. From here on the code
     cannot read what other processes have in their environment, where the kernel can see to that (`kernel.seclude`)."""
     seclude()
+    adopt_orphans()
+    _end_with_owner()
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -174,6 +178,19 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(2, 1)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     return requests, answers
+
+
+def _end_with_owner() -> None:
+    """Kills this process and all that it started when the owner ends, however that ended."""
+    owner = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == owner:
+            time.sleep(OWNER_POLL_S)
+        kill_descendants(os.getpid())
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-owner").start()
 
 
 def greeted(requests: BinaryIO, answers: BinaryIO, load: Callable[[JsonDict], tuple[Record, T]]) -> T | None:

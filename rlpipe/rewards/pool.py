@@ -118,7 +118,7 @@ def _scorers(
         environment = code_environment(
             Secrets({*secrets.passed, *own.intersection(os.environ)}, {*secrets.withheld, *named_variables(args)})
         )
-        hello = {"rewards": functions, "args": args, "may_mount": "code" in functions}  # its sandbox does
+        hello = {"rewards": functions, "args": args, "may_mount": True}  # the sandbox of `code` does, which functions may call
         processes = ChildPool(
             f"rl.rewards={[*functions]}", "rlpipe.rewards.worker", hello, workers=workers, environment=environment
         )
