@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +21,7 @@ from rlpipe.config.fields import field_lines
 from rlpipe.report.plan import plan_lines
 from rlpipe.report.show import compare_lines, iteration_lines, run_lines, show_lines
 from rlpipe.store import audit
-from rlpipe.store.lease import acquire
+from rlpipe.store.lease import acquire, write_off
 from rlpipe.store.patience import hurrying
 from rlpipe.store.run import open_existing
 from rlpipe.store.run_record import ConfigRefused
@@ -61,6 +62,9 @@ for name, command in (("run", run_command), ("resume", resume_command), ("fork",
     app.command(name)(command)
 
 Delete = Annotated[bool, typer.Option("--delete", help="delete them; else only list")]
+Lost = Annotated[
+    int | None, typer.Option(metavar="N", min=0, help="with --delete: the holder of lease N is lost, no process of it runs")
+]
 Kind = Annotated[str, typer.Argument(help="prompts, rollouts, scores, batch, policy, state, evaluation, ...")]
 
 
@@ -131,15 +135,21 @@ def verify(run: str, store: StoreUrl = STORE) -> None:
 
 
 @app.command()
-def gc(run: str, delete: Delete = False, store: StoreUrl = STORE) -> None:
-    """List (or delete) what no manifest of a run names: files of attempts that died. Not while the run is worked on."""
+def gc(run: str, delete: Delete = False, lost: Lost = None, store: StoreUrl = STORE) -> None:
+    """List (or delete) what no manifest of a run names, nor may ever name: files of attempts that died. Not while the run is worked on."""
     swept = open_existing(readable_store(store), run)
     with contextlib.ExitStack() as stack:
         if delete:
-            stack.callback(acquire(swept.store, swept.root).release)
+            held = acquire(swept.store, swept.root)
+            stack.callback(held.release)
+            swept = replace(swept, lease=held)
+            if lost is not None:
+                write_off(swept.store, swept.root, lost)
         keys = audit.sweep(swept) if delete else audit.unreferenced(swept)
+        stay = audit.spared_lines(swept)
     echo_all(f"{'deleted' if delete else 'unreferenced'} {key}" for key in keys)
     echo(f"{run}: {len(keys)} files no manifest names" + ("" if delete or not keys else "; delete them with --delete"))
+    echo_all(stay)
 
 
 @app.command()

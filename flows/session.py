@@ -28,7 +28,7 @@ from rlpipe.stages import session as stages
 from rlpipe.stages.preflight import passed_just_now, preflight
 from rlpipe.store.backend import open_store
 from rlpipe.store.forks import way_to_change
-from rlpipe.store.lease import RunHeld, announce, check_free, withdraw
+from rlpipe.store.lease import RunHeld, TakenOver, announce, check_free, fenced, withdraw
 from rlpipe.store.limits import reason_to_stop
 from rlpipe.store.run import OtherSettings, open_existing
 from rlpipe.store.run_record import record_start
@@ -40,7 +40,8 @@ POLL_S = 5.0
 SLUG_CHARS_MAX = 40  # of a schedule's slug in a run's name, which has 80 at most
 AGAIN = "then start the run again (in the UI: Retry): it goes on after the newest committed stage"
 ADVICE: dict[type[Exception], str] = {  # the first that fits
-    RunHeld: "",  # these three say it themselves
+    RunHeld: "",  # these four say it themselves
+    TakenOver: "",
     OtherSettings: "",
     StepRefused: "",
     UserError: "In the UI, Retry starts it again with the same parameters. A field that may change (docs/config.md): start it anew "
@@ -100,8 +101,8 @@ async def requested(config: PipelineConfig, changes: JsonDict | None = None) -> 
     return config
 
 
-def _step_aside(held: RunHeld) -> None:
-    """Ends a second process of this flow run: Prefect leaves the state to the first, which holds the run."""
+def _step_aside(held: RunHeld | TakenOver) -> None:
+    """Ends a second process of this flow run: Prefect leaves the state to the one that holds the run."""
     if held.flow_run == str(flow_run.id):
         raise Abort(f"another process works on this flow run: {held}") from held
 
@@ -137,6 +138,8 @@ async def _advised(config: PipelineConfig) -> AsyncIterator[None]:
     try:
         yield
     except tuple(ADVICE) as error:
+        if isinstance(error, TakenOver):
+            _step_aside(error)
         advised = await asyncio.to_thread(with_advice, error, config)
         if advised is error:
             raise
@@ -170,7 +173,8 @@ async def _tagged(config: PipelineConfig) -> str:
 
 async def prepare(session: stages.Session) -> StageResult:
     """Keeps how the run was started; commits tokenizer, base model and reference when they are not; returns the tokenizer."""
-    await asyncio.to_thread(record_start, session.run.store, session.config)
+    with fenced(session.run.lease):
+        await asyncio.to_thread(record_start, session.run.store, session.config)
     tokenizer = await prepare_tokenizer(session)
     base = await prepare_model(session, tokenizer=tokenizer.ref)
     if session.config.model.path:

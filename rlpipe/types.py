@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
+from pydantic import StrictInt
+
 JsonDict = dict[str, Any]
 Metrics = dict[str, float]
 SHA256 = re.compile("[0-9a-f]{64}")
@@ -194,6 +196,7 @@ class Manifest:
     started_at: str
     ended_at: str
     schema_version: Literal[1] = 1  # of another, the document is refused
+    lease: StrictInt | None = None  # the number of the lease under which it was made; older documents have none
 
     def file(self, plain_name: str) -> FileRecord:
         """The record called `plain_name`; StoreError when the artifact has no such file."""
@@ -225,6 +228,7 @@ class IterationRecord:
     best: BestReward
     ended_at: str
     schema_version: Literal[1] = 1  # of another, the document is refused
+    lease: StrictInt | None = None  # as that of a manifest
 
     def artifact(self, name: str) -> ArtifactRef:
         """What it names so; StoreError when it names none."""

@@ -12,8 +12,9 @@ from rlpipe.stages import behind as module
 from rlpipe.stages.behind import Behind, Published
 from rlpipe.store.artifacts import commit, find
 from rlpipe.store.backend import open_store
+from rlpipe.store.documents import sealed
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.types import IterationRecord, Manifest, StoreError, UserError
+from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError, UserError
 from tests.test_store_run import record_of, tiny
 
 MOMENT = "2026-03-04T05:06:07.000+00:00"
@@ -117,10 +118,20 @@ async def test_a_commit_of_somebody_else_is_a_fault(run: Run) -> None:
     with pytest.raises(UserError, match="input batch"):
         await behind.landed()
     behind = Behind(run)
-    run.store.create(run.iteration_key(0), b"another one's")
+    other = record_of(run, 0, {}, {"policy": ArtifactRef(FOLDER, "0" * 64)})
+    run.store.create(run.iteration_key(0), sealed(other))
     behind.record(run.iteration_key(0), record(run))
     with pytest.raises(StoreError, match=r"iteration\.json was committed by somebody else"):
         await behind.landed()
+
+
+async def test_a_record_of_the_same_artifacts_that_came_late_is_as_good(run: Run) -> None:
+    late = record_of(run, 0, {"time/iteration_s": 1.0}, {})
+    run.store.create(run.iteration_key(0), sealed(late))
+    behind = Behind(run)
+    behind.record(run.iteration_key(0), record(run))
+    await behind.landed()
+    assert run.iteration(0) == late
 
 
 async def test_who_stops_waiting_ends_nothing(run: Run) -> None:

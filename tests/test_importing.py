@@ -10,13 +10,14 @@ import pytest
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.data.sources import load_sets
 from rlpipe.records.prompt import Prompt
 from rlpipe.stages import importing
 from rlpipe.stages.filtering import filter_groups
 from rlpipe.stages.importing import import_prompts, import_rollouts
 from rlpipe.stages.preflight import preflight
 from rlpipe.stages.scoring import score
-from rlpipe.stages.session import Session, load_sets
+from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import commit, read_manifest, write_bytes
 from rlpipe.store.audit import verify
 from rlpipe.store.backend import open_store

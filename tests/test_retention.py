@@ -26,7 +26,8 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.pruned import read_pruned, wait_until_pruned
 from rlpipe.store.retention import Forks, Pins, Retention, kept_states, kept_versions
-from rlpipe.store.run import SHARED_BY_REDO, Run, create_or_continue, fork, open_existing
+from rlpipe.store.run import Run, create_or_continue, fork, open_existing
+from rlpipe.store.run_record import SHARED_BY_REDO
 from rlpipe.types import ArtifactRef, BestReward, IterationRecord, Manifest, StoreError, UserError
 from tests.test_store_run import PRESETS, tiny
 

@@ -27,7 +27,7 @@ from rlpipe.report.show import (
     show_lines,
     trained_groups,
 )
-from rlpipe.store import audit, lease
+from rlpipe.store import audit, holder, lease
 from rlpipe.store.approvals import approve, is_awaited
 from rlpipe.store.artifacts import commit, write_bytes
 from rlpipe.store.backend import Store, open_store
@@ -124,8 +124,8 @@ def test_a_run_whose_holder_died_is_unfinished_and_one_of_another_host_is_held(
     )
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
     assert run_lines(local)[0].endswith("  unfinished")
-    here = lease.socket.gethostname()
-    monkeypatch.setattr(lease.socket, "gethostname", lambda: "elsewhere")
+    here = holder.socket.gethostname()
+    monkeypatch.setattr(holder.socket, "gethostname", lambda: "elsewhere")
     assert run_lines(local)[0].endswith(f"  held on {here}")
 
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.stages.training import rl_job
-from rlpipe.store import audit, lease
+from rlpipe.store import audit, holder, lease
 from rlpipe.store.artifacts import MANIFEST, commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.forks import AT_SFT, differences, fixed_differences
-from rlpipe.store.run import SHARED_BY_REDO, Run, create_or_continue, fork, open_existing
-from rlpipe.store.run_record import run_names
+from rlpipe.store.run import Run, create_or_continue, fork, open_existing
+from rlpipe.store.run_record import SHARED_BY_REDO, run_names
 from rlpipe.types import ArtifactRef, BestReward, IterationRecord, Manifest, StoreError, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -399,9 +399,8 @@ def test_a_silent_holder_on_another_host_is_taken_over_and_a_beating_one_is_not(
     monkeypatch.setattr(lease, "STALE_S", 5.0)
     monkeypatch.setattr(lease, "HEARTBEAT_S", 0.2)
     held = lease.acquire(store, "runs/a")
-    monkeypatch.setattr(lease.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(holder.socket, "gethostname", lambda: "elsewhere")
     with pytest.raises(UserError, match="held by"):
         lease.acquire(store, "runs/a")
-    held._stop.set()
-    held._thread.join(timeout=60)  # a beat that is under way would land later
+    held._heartbeat.end()  # a beat that is under way would land later
     lease.acquire(store, "runs/a").release()

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import logging
+import threading
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 from rlpipe.config.pipeline import DataConfig, PipelineConfig
 from rlpipe.data.rows import GENERATOR, Row, read_rows
 from rlpipe.records.messages import content_text, read_message, read_tools, without_nulls
 from rlpipe.records.prompt import Messages, Prompt, Talk, is_text
-from rlpipe.types import JsonDict, UserError, fraction, plain_json
+from rlpipe.types import JsonDict, UserError, data_seed, fraction, plain_json
 
 log = logging.getLogger(__name__)
 Entry = TypeVar("Entry", Prompt, Talk)
 TOOLS = "tools"  # the column
+PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
+
+
+def once(load: PromptSets) -> PromptSets:
+    """What is loaded, once a use, whichever threads ask."""
+    lock, loaded = threading.Lock(), cache(load)
+
+    def sets(use: str) -> list[list[Prompt]]:
+        with lock:
+            return loaded(use)
+
+    return sets
+
+
+def load_sets(config: PipelineConfig, use: str) -> list[list[Prompt]]:
+    """The prompt sets of one use, each with its own seed."""
+    return [load_prompts(data, data_seed(config.seed, data.name)) for data in config.sets(use)]
 
 
 def load_prompts(data: DataConfig, seed: int) -> list[Prompt]:

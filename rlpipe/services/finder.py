@@ -154,6 +154,8 @@ class ServiceFinder:
 
     async def close(self) -> None:
         """Dismisses those that were started for the run."""
+        if self._run.lease is not None and self._run.lease.is_over:
+            return  # they are those of who holds the run now
         for peer in await self.current() if self._started_here else ():
             await asyncio.to_thread(dismiss, self._run.store, self._run.root, self._kind, peer.record.name)
 

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from rlpipe.store.artifacts import commit
-from rlpipe.store.documents import sealed
+from rlpipe.store.documents import read_document, sealed
+from rlpipe.store.lease import fenced
 from rlpipe.store.nearby import Nearby
 from rlpipe.store.run import Run
 from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError
@@ -54,7 +55,7 @@ class Behind:
 
         async def land() -> None:
             await published.land()
-            standing, _ = await asyncio.to_thread(commit, self._run.store, folder, manifest)
+            standing, _ = await asyncio.to_thread(commit, self._run.store, folder, manifest, self._run.lease)
             if standing != ref:
                 raise StoreError(f"{folder} was committed by somebody else while this run used its own")
             del self._run.pending.artifacts[folder]
@@ -68,8 +69,7 @@ class Behind:
         self._run.pending.records[key] = record
 
         async def land() -> None:
-            if not await asyncio.to_thread(self._run.store.create, key, sealed(record)):
-                raise StoreError(f"{self._run.store.address(key)} was committed by somebody else while this run made its own")
+            await asyncio.to_thread(commit_record, self._run, key, record)
             del self._run.pending.records[key]
 
         self.then(land)
@@ -113,15 +113,28 @@ class Behind:
             await asyncio.shield(self._last)
 
     async def close(self) -> None:
-        """What is still under way gets CLOSE_S. What becomes of it is only logged: who closes before it has landed has another fault to raise."""
+        """What is still under way gets CLOSE_S, and nothing once the run was taken over. What becomes of it is only logged: who closes before
+        it has landed has another fault to raise."""
         if self._last is None:
             return
-        done, _ = await asyncio.wait({self._last}, timeout=CLOSE_S)
+        over = self._run.lease is not None and self._run.lease.is_over
+        done, _ = await asyncio.wait({self._last}, timeout=0 if over else CLOSE_S)
         if not done:
             self._last.cancel()
-            log.warning("what the newest iteration made was not committed within %g s: it is made again", CLOSE_S)
+            log.warning(
+                "what the newest iteration made was not committed within %g s: it is made again", 0 if over else CLOSE_S
+            )
         elif not _succeeded(self._last):
             log.warning("what the newest iteration made was not committed (%r): it is made again", self._last.exception())
+
+
+def commit_record(run: Run, key: str, record: IterationRecord) -> None:
+    """Creates the record of an iteration. One of the same artifacts, which a holder before this one committed late, is as good; StoreError
+    for one of others."""
+    with fenced(run.lease):
+        created = run.store.create(key, sealed(record))
+    if not created and read_document(run.store, key, IterationRecord).artifacts != record.artifacts:
+        raise StoreError(f"{run.store.address(key)} was committed by somebody else while this run made its own")
 
 
 def _succeeded(task: asyncio.Task[None]) -> bool:

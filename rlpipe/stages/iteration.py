@@ -71,6 +71,7 @@ def _record(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
         curve=_curve(previous.curve if previous else [], iteration, metrics["rollout/reward_mean"]),
         best=best_so_far(own_record(run, iteration - 1), iteration, metrics["rollout/reward_mean"]),
         ended_at=now(),
+        lease=run.lease.number if run.lease else None,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.data.sources import load_sets
 from rlpipe.data.tokenizer_files import read_tokenizer
 from rlpipe.models.folder import folder_config
 from rlpipe.report.plan import warning_lines
@@ -26,7 +27,6 @@ from rlpipe.stages.importing import (
 )
 from rlpipe.stages.model_source import source_of
 from rlpipe.stages.sampling import check_carried
-from rlpipe.stages.session import load_sets
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.backend import check_access, open_store
 from rlpipe.store.local_copy import materialise

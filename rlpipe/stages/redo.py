@@ -10,7 +10,8 @@ from rlpipe.stages.generation import ENDED_BY, generate
 from rlpipe.stages.sampling import DRAWN_BY, sample_prompts
 from rlpipe.stages.scoring import score
 from rlpipe.stages.stage import stage_settings
-from rlpipe.store.run import SHARED_BY_REDO, Run
+from rlpipe.store.run import Run
+from rlpipe.store.run_record import SHARED_BY_REDO
 from rlpipe.types import ArtifactRef, StageResult, StoreError, UserError
 
 STAGES = {"prompts": sample_prompts, "rollouts": generate, "scores": score, "batch": filter_groups}

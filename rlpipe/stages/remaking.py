@@ -78,7 +78,7 @@ async def remake_policy(
     assert phase == "rl", f"weight version {version} is of phase {phase}, which is never pruned"
     _, manifest = await asyncio.to_thread(run.policy, version)
     # a gang writes into its own run only; nothing names these files, and they are gone at the end, or with `rlpipe gc`
-    attempt = Attempt(run.store, f"{run.root}/{phase}/{iteration:05d}/policy", new_attempt())
+    attempt = Attempt(run.store, f"{run.root}/{phase}/{iteration:05d}/policy", new_attempt(run.lease))
     rebuild = functools.partial(replay, run, phase, iteration + 1)
     log.info("weight version %d of run %s was pruned: making it again", version, manifest.run)
     files: list[FileRecord] = []

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from functools import cache, cached_property, partial
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.conversations import prompt_lengths
 from rlpipe.data.cursor import PromptCursor
-from rlpipe.data.sources import fitting, load_prompts, room_for
+from rlpipe.data.sources import PromptSets, fitting, load_sets, once, room_for
 from rlpipe.engines.pool import EnginePool
 from rlpipe.engines.remote import HostFinder
 from rlpipe.engines.weights import Probe
@@ -36,6 +36,7 @@ from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.stages.behind import Behind
 from rlpipe.stages.clock import Clock
 from rlpipe.stages.colocation import MemoryTurns
+from rlpipe.stages.holding import cancelled_when_taken_over, told
 from rlpipe.stages.scratch import remove_copies, work_dir_of
 from rlpipe.store import lease
 from rlpipe.store.local_copy import materialise
@@ -44,14 +45,13 @@ from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import gang_place
-from rlpipe.types import ArtifactRef, EngineError, StoreError, data_seed, sha256_of
+from rlpipe.types import ArtifactRef, EngineError, StoreError, sha256_of
 
 if TYPE_CHECKING:
     from rlpipe.stages.ahead import ScoringAhead
     from rlpipe.stages.filtering import Survivors
 
 log = logging.getLogger(__name__)
-PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
 
 
 class Session:
@@ -68,8 +68,8 @@ class Session:
         self.tracker = Tracker(run, partial(fetch_points, run))
         self.retention = Retention(run)
         self.behind = Behind(run)
-        self.prompts: PromptSets = _once(partial(load_sets, run.config))
-        self.fitting: PromptSets = _once(self._fitting)
+        self.prompts: PromptSets = once(partial(load_sets, run.config))
+        self.fitting: PromptSets = once(self._fitting)
         self.committed_before = {phase: self.num_committed(phase) for phase in ("sft", "rl")}
         self.clock = Clock()
         self.survivors: Survivors | None = None  # of the sampling round at work, when it is over-sampled
@@ -101,10 +101,17 @@ class Session:
         self.clock.begin(iteration)
         self.begun.clear()
 
+    async def _may_steer(self) -> None:
+        """TakenOver, EngineError: engines and trainer are another's by now, or of nobody."""
+        self.check_open()
+        if self.run.lease is not None:
+            with contextlib.suppress(OSError):  # a store that says nothing keeps nobody from its engines
+                await asyncio.to_thread(self.run.lease.check_unless_fresh)
+
     async def gang(self) -> TrainerClient:
         """The trainer, for a job: started if need be, with the memory that it may share with engines."""
         async with self._trainer_lock:
-            self.check_open()
+            await self._may_steer()
             if self.memory:
                 await self.memory.to_trainer()
             if not self.trainer.started:
@@ -114,7 +121,7 @@ class Session:
     async def serve(self, policy: ArtifactRef, version: int) -> bool:
         """Puts a policy on every engine, starting the pool if need be; False when it was served already."""
         async with self._pool_lock:
-            self.check_open()
+            await self._may_steer()
             if self.pool.version == version:
                 return False
             if self.memory:
@@ -237,23 +244,8 @@ class Session:
                 asyncio.to_thread(self.tracker.close),
                 asyncio.to_thread(self.retention.close),
             )
-            await asyncio.to_thread(remove_copies, self.work_dir)
-
-
-def _once(load: PromptSets) -> PromptSets:
-    """What is loaded, once a use, whichever threads ask."""
-    lock, loaded = threading.Lock(), cache(load)
-
-    def sets(use: str) -> list[list[Prompt]]:
-        with lock:
-            return loaded(use)
-
-    return sets
-
-
-def load_sets(config: PipelineConfig, use: str) -> list[list[Prompt]]:
-    """The prompt sets of one use, each with its own seed."""
-    return [load_prompts(data, data_seed(config.seed, data.name)) for data in config.sets(use)]
+            if self.run.lease is None or not self.run.lease.is_over:  # else they may be those of who holds the run now
+                await asyncio.to_thread(remove_copies, self.work_dir)
 
 
 _open: dict[tuple[str, str], Session] = {}
@@ -269,7 +261,8 @@ async def open_session(
     config: PipelineConfig, start_service: StartService = nobody_starts, flow_run: str = ""
 ) -> AsyncIterator[Session]:
     """The session of a run: opened by the outermost flow (`flow_run`), shared by those inside it. `start_service`: for what runs elsewhere.
-    UserError when the run is held by another process, or was created with other settings."""
+    UserError when the run is held by another process, or was created with other settings; TakenOver, whatever the body was doing, soon
+    after another process has taken it."""
     if (key := (config.store, config.run)) in _open:
         yield _open[key]
         return
@@ -278,10 +271,12 @@ async def open_session(
         run = await asyncio.to_thread(create_or_continue, config)
         held = await asyncio.to_thread(lease.acquire, run.store, run.root, flow_run)
         stack.push_async_exit(partial(_give_back, held))
-        session = _open[key] = await asyncio.to_thread(_begin, run, start_service)
+        await stack.enter_async_context(told(held))  # of what fails in the end of the session
+        session = _open[key] = await asyncio.to_thread(_begin, replace(run, lease=held), start_service)
         stack.push_async_exit(session.end)
         stack.push(lambda kind, *_: work.end() if kind else None)  # who still waits for the store holds up no end
         stack.callback(_open.pop, key)
+        await stack.enter_async_context(cancelled_when_taken_over(held))
         yield session
 
 

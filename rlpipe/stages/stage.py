@@ -151,7 +151,7 @@ async def run_stage(
         raise UserError(
             f"{key.phase}/{key.iteration:05d}/{key.stage} belongs to run {owner.name}, which this was forked from: do it there"
         )
-    started_at, attempt = now(), Attempt(run.store, run.folder(*key), new_attempt())
+    started_at, attempt = now(), Attempt(run.store, run.folder(*key), new_attempt(run.lease))
     produced = await asyncio.to_thread(produce, attempt)
     if inspect.isawaitable(produced):
         produced = await produced
@@ -170,11 +170,12 @@ async def run_stage(
         code_version=code_version(),
         started_at=started_at,
         ended_at=now(),
+        lease=run.lease.number if run.lease else None,
     )
     if produced.published is not None:
         return StageResult(session.behind.publish(attempt.folder, manifest, produced.published), manifest.metrics, cached=False)
     await session.behind.committed(hashes.values())
-    ref, manifest = await asyncio.to_thread(commit, run.store, attempt.folder, manifest)
+    ref, manifest = await asyncio.to_thread(commit, run.store, attempt.folder, manifest, run.lease)
     return StageResult(ref, manifest.metrics, cached=False)
 
 

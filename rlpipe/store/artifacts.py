@@ -7,6 +7,7 @@ different files; the first manifest wins, and the loser answers with the winner'
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +20,14 @@ import pyarrow as pa
 from rlpipe.records.columns import from_table, read_table, schema_of
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import parse_document, sealed
+from rlpipe.store.lease import Lease, fenced
 from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError, is_key
 
 Record = TypeVar("Record")
 MANIFEST = "manifest.json"
 PRUNED = "pruned.json"  # beside the manifest of an artifact whose files were deleted, or are about to be
 SOURCE_INPUT = "source "  # begins the name of an input from outside the run: known by its hash, not kept for it
+ATTEMPT = re.compile(r"(\d{6,18})l[0-9a-f]{12}")
 BLOCK_BYTES = 1 << 20
 HASHERS = 4  # threads that verify the blocks of what was read
 
@@ -37,9 +40,16 @@ class Blocks:
     sha256s: list[str]
 
 
-def new_attempt() -> str:
-    """A name no other attempt has."""
-    return uuid.uuid4().hex[:12]
+def new_attempt(held: Lease | None = None) -> str:
+    """A name no other attempt has. It begins with the number of the lease under which the attempt is made, by which `rlpipe gc` knows whose it is."""
+    own = uuid.uuid4().hex[:12]
+    return f"{held.number:06d}l{own}" if held else own
+
+
+def lease_of(attempt: str) -> int | None:
+    """The number of the lease under which an attempt was made; None where its name says nothing of it (older code)."""
+    named = ATTEMPT.fullmatch(attempt)
+    return int(named[1]) if named else None
 
 
 def write_bytes(store: Store, folder: str, attempt: str, name: str, data: bytes) -> FileRecord:
@@ -66,13 +76,15 @@ def blocks_of(path: Path) -> Blocks:
         return Blocks(BLOCK_BYTES, [hashlib.sha256(block).hexdigest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")])
 
 
-def commit(store: Store, folder: str, manifest: Manifest) -> tuple[ArtifactRef, Manifest]:
+def commit(store: Store, folder: str, manifest: Manifest, held: Lease | None = None) -> tuple[ArtifactRef, Manifest]:
     """Creates the manifest exclusively. Answers with the one that stands: ours, or that of an earlier attempt.
 
-    UserError when the standing one records other inputs or settings than ours.
+    UserError when the standing one records other inputs or settings than ours; TakenOver when `held` is superseded.
     """
     data = sealed(manifest)
-    if store.create(f"{folder}/{MANIFEST}", data):
+    with fenced(held):
+        created = store.create(f"{folder}/{MANIFEST}", data)
+    if created:
         return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), manifest
     ref, standing = read_artifact(store, folder)
     check_same(folder, standing, manifest.inputs, manifest.settings)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 
-from rlpipe.store.artifacts import MANIFEST, PRUNED, SOURCE_INPUT, check_file, is_pruned, read_artifact, read_manifest
+from rlpipe.store.artifacts import MANIFEST, PRUNED, SOURCE_INPUT, check_file, is_pruned, lease_of, read_artifact, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.forks import AT_SFT
-from rlpipe.store.lease import held_by
+from rlpipe.store.lease import fenced, held_by, numbers, unreleased
 from rlpipe.store.local_copy import bases_of
-from rlpipe.store.pruned import is_prunable, pruned_folders, read_pruned
+from rlpipe.store.pruned import delete, is_prunable, pruned_folders, read_pruned
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import last_started, record_key, start_key
 from rlpipe.types import Manifest, StoreError, UserError
@@ -185,19 +186,47 @@ def _start_faults(run: Run) -> Iterator[str]:
 def unreferenced(run: Run) -> list[str]:
     """The keys below the run that no manifest names: data of attempts that lost or died, and temporary files. Not the replies that the
     agents of a shard were given which is not committed: it goes on from them."""
+    listed = run.store.list(run.root)  # before the manifests: what is committed meanwhile is named by one of them
     kept, committed = {record_key(run.name), start_key(run.name)}, manifests(run)
     for folder in committed:
         kept |= {f"{folder}/{MANIFEST}", f"{folder}/{PRUNED}"}
         kept |= {f"{folder}/{record.name}" for record in read_manifest(run.store, folder).files}
     others = tuple(f"{run.root}/{name}/" for name in UNCOMMITTED)
-    left = [key for key in run.store.list(run.root) if key not in kept and not key.startswith(others)]
+    left = [key for key in listed if key not in kept and not key.startswith(others)]
     done = {f"{folder}/{CALLS}" for folder in committed}
     calls = {key for key in left if f"/{CALLS}/" in key and key.rsplit("/", 2)[0] not in done}
     return [key for key in left if key not in calls and not key.endswith("/iteration.json")]
 
 
+def spared(run: Run, keys: list[str]) -> dict[str, int]:
+    """Of unreferenced keys those that a manifest may yet name, and the number of the lease whose holder may commit it: it was not given back,
+    nobody here can tell whether its process has ended, and no other manifest stands in that folder. The own lease of the run does not count."""
+    committed, leases = set(manifests(run)), numbers(run.store, run.root)
+    holders = unreleased(run.store, run.root, leases).items()
+    living = [number for number, holder in holders if not holder.is_gone and not (run.lease and run.lease.number == number)]
+    waits: dict[str, int] = {}
+    for key in keys:
+        folder, attempt, name = key.rsplit("/", 2)
+        made_under = lease_of(attempt)
+        blocking = [number for number in living if made_under in (None, number)]
+        if blocking and not name.startswith(".") and folder.removesuffix(f"/{CALLS}") not in committed:
+            waits[key] = blocking[0]
+    return waits
+
+
+def spared_lines(run: Run) -> list[str]:
+    """Which unreferenced files `sweep` leaves, why, and the way out: a line for each lease."""
+    counts = Counter(spared(run, unreferenced(run)).values())
+    holders = unreleased(run.store, run.root, sorted(counts))
+    return [
+        f"{counts[number]} of them stay, which {holder} may still commit: nobody here knows whether it has ended. `rlpipe gc {run.name} "
+        f"--delete` on {holder.host} knows; where nothing of it runs any more: rlpipe gc {run.name} --delete --lost {number}"
+        for number, holder in holders.items()
+    ]
+
+
 def sweep(run: Run) -> list[str]:
-    """Deletes what is unreferenced, and returns it. The caller holds the run.
+    """Deletes what is unreferenced and not `spared`, and returns it. The caller holds the run.
 
     StoreError while `verify` finds a fault: what a damaged manifest should name would be taken for waste.
     """
@@ -207,10 +236,13 @@ def sweep(run: Run) -> list[str]:
             f"nothing was deleted: run {run.name} has {len(faults)} fault{'s' * (len(faults) > 1)}, see `rlpipe verify {run.name}`; first {faults[0]}"
         )
     keys = unreferenced(run)
+    waiting = spared(run, keys)
+    keys = [key for key in keys if key not in waiting]
     assert all(key.startswith(f"{run.root}/") for key in keys), "what belongs to another run would be deleted"
     assert not any(key.endswith((f"/{MANIFEST}", "/run.json", "/iteration.json")) for key in keys), (
         "a document would be deleted"
     )
     for key in keys:
-        run.store.delete(key)
+        with fenced(run.lease):
+            delete(run.store, key)
     return keys

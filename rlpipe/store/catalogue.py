@@ -16,8 +16,8 @@ from rlpipe.store.artifacts import MANIFEST, PRUNED, read_artifact
 from rlpipe.store.audit import stage_of
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document
-from rlpipe.store.run import ITERATION, SHARED_BY_REDO
-from rlpipe.store.run_record import RunRecord, record_key
+from rlpipe.store.run import ITERATION
+from rlpipe.store.run_record import SHARED_BY_REDO, RunRecord, record_key
 from rlpipe.types import IterationRecord, Manifest, StoreError, UserError
 
 READERS = 16  # documents that are read at the same time

@@ -1,8 +1,9 @@
-"""One holder per run. A lease is created exclusively; a dead holder's is succeeded by the next number. Beside it lies what announces a
-run that is only being prepared.
+"""One holder per run. Leases are numbered, each number is created exclusively by who takes the run, and is a fence: its holder is
+superseded exactly when the next number exists, and looks before each commit and each deletion. Beside them lies what announces a run that
+is only being prepared. The rule, and why nothing is lost by it, with a table of what may still come late: docs/store.md.
 
-Whether a holder is dead: on this host its pid and start time say so; on another host its heartbeat must stand still for
-`STALE_S` of *our* clock, so clocks need not agree. Artifacts commit exclusively, so even two holders could not tear a run.
+Whether a holder is dead: of this host (boot, pid namespace) its pid and start time say so; of another its heartbeat must stand still for
+`STALE_S` of *our* clock, so clocks need not agree.
 """
 
 from __future__ import annotations
@@ -10,24 +11,24 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import os
 import re
 import secrets
-import socket
 import threading
 import time
-from dataclasses import dataclass, replace
-
-import psutil
-from pydantic import StrictBool
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
+from rlpipe.store.holder import Holder, this_process
 from rlpipe.types import StoreError, UserError
 
 HEARTBEAT_S = 10.0
 STALE_S = 35.0
 TAKEOVERS_MAX = 5
+DEEDS_S = 60.0  # a lease whose deeds take longer is not given back: others wait until its heartbeat is old
+READERS = 16  # of leases, at the same time
 NAME, ANNOUNCED = re.compile(r"\d{6,}\.json"), re.compile(r"announced-[0-9a-f]+\.json")
 
 
@@ -39,69 +40,144 @@ class RunHeld(UserError):
         self.flow_run = flow_run
 
 
-@dataclass(frozen=True)
-class Holder:
-    """What a lease says of the process that holds it. `flow_run`: the id of Prefect's flow run that it works for; empty without one."""
+class TakenOver(UserError):
+    """This process was taken for dead, and another holds the run. `flow_run`: what that one works for."""
 
-    host: str
-    pid: int
-    process_started: float | None
-    beats: int = 0
-    released: StrictBool = False
-    flow_run: str = ""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is a process of this host that lives."""
-        return self.host == socket.gethostname() and _start_time(self.pid) == self.process_started
+    def __init__(self, message: str, flow_run: str = "") -> None:
+        super().__init__(message)
+        self.flow_run = flow_run
 
 
-class Lease:
-    """A held lease, or an announcement; its heartbeat runs in a thread until `release` or `vanish`, the first after HEARTBEAT_S."""
+class Heartbeat:
+    """Writes that a process lives, in a thread, until `end`, the first time after HEARTBEAT_S."""
 
-    def __init__(self, store: Store, key: str, holder: Holder) -> None:
-        self._store, self._key, self._holder = store, key, holder
+    def __init__(self, store: Store, key: str, holder: Holder, before: Callable[[], object]) -> None:
+        """`before`: called before each beat. With TakenOver it ends them."""
+        self._store, self._key, self.holder, self._before = store, key, holder, before
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="lease-heartbeat")
         self._thread.start()
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
-            self._holder = replace(self._holder, beats=self._holder.beats + 1)
             try:
-                self._store.put(self._key, sealed(self._holder))
+                self._before()
+                self.holder = replace(self.holder, beats=self.holder.beats + 1)
+                self._store.put(self._key, sealed(self.holder))
+            except TakenOver:
+                return
             except OSError:
                 continue  # a passing store fault costs a beat, not the run; the next beat tries again
 
-    def _end(self) -> None:
+    def end(self) -> None:
         assert not self._stop.is_set(), f"{self._key} is released already"
         self._stop.set()
         self._thread.join(timeout=HEARTBEAT_S)
 
+
+class Lease:
+    """A held lease. What its holder commits or deletes is a `deed`; whoever was taken over does no more of them."""
+
+    def __init__(self, store: Store, run_root: str, number: int, holder: Holder) -> None:
+        self.number = number
+        self._store, self._run_root = store, run_root
+        self._over: TakenOver | None = None
+        self._listener: Callable[[], object] | None = None
+        self._changed = threading.Condition()
+        self._deeds, self._released = 0, False
+        self._looked_at = time.monotonic()
+        self._heartbeat = Heartbeat(store, _key(run_root, number), holder, self.check)
+
+    def check(self) -> None:
+        """TakenOver, naming the holder, once another process has taken the run; one look at the store."""
+        if self._over is None and self._store.exists(_key(self._run_root, self.number + 1)):
+            self._tell()
+        self._looked_at = time.monotonic()
+        if self._over is not None:
+            raise TakenOver(str(self._over), self._over.flow_run)
+
+    def check_unless_fresh(self) -> None:
+        """As `check`, by the last look where that was a moment ago: the heartbeat looks as well."""
+        if self.is_over or time.monotonic() - self._looked_at > 2 * HEARTBEAT_S:
+            self.check()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known by now that the run was taken over. Asks nobody."""
+        return self._over is not None
+
+    def on_taken_over(self, act: Callable[[], object] | None) -> None:
+        """`act` is called once, by whichever thread finds the run taken over; None: no more."""
+        self._listener = act
+        if self._over is not None and act is not None:
+            act()
+
+    def _tell(self) -> None:
+        name, by, since, flow_run = self._run_root.removeprefix("runs/"), "another process", "", ""
+        with contextlib.suppress(StoreError, OSError):
+            successor = read_document(self._store, _key(self._run_root, self.number + 1), Holder)
+            by, since, flow_run = f"host {successor.host} (pid {successor.pid})", f" at {successor.since}", successor.flow_run
+        lost = f"run {name} was taken over by {by}{since}: this process ends, and nothing that it committed is lost"
+        self._over = TakenOver(lost, flow_run)
+        if self._listener is not None:
+            self._listener()
+
+    @contextlib.contextmanager
+    def deed(self) -> Iterator[None]:
+        """The body writes or deletes one thing of the run, after a look at the lease: TakenOver instead, and StoreError once it was given back."""
+        with self._changed:
+            if self._released:
+                raise StoreError(f"{_key(self._run_root, self.number)} was given back: nothing more is committed under it")
+            self._deeds += 1
+        try:
+            self.check()
+            yield
+        finally:
+            with self._changed:
+                self._deeds -= 1
+                self._changed.notify_all()
+
     def release(self) -> None:
-        """Says that nobody holds the run any more."""
-        self._end()
-        self._store.put(self._key, sealed(replace(self._holder, released=True)))
+        """Says that nobody holds the run any more, and that nothing more comes of this holder."""
+        self._heartbeat.end()
+        with self._changed:
+            self._released = True
+            if not self._changed.wait_for(lambda: not self._deeds, DEEDS_S):
+                return
+        self._store.put(_key(self._run_root, self.number), sealed(replace(self._heartbeat.holder, released=True)))
+
+
+@contextlib.contextmanager
+def fenced(held: Lease | None) -> Iterator[None]:
+    """As `Lease.deed`; where nobody holds the run (tools, tests) just the body."""
+    with held.deed() if held else contextlib.nullcontext():
+        yield
+
+
+class Announcement:
+    """Says that this process prepares a run. Nothing is left of it after `vanish`."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+        self._heartbeat = Heartbeat(store, key, this_process(), lambda: None)
 
     def vanish(self) -> None:
-        """Leaves nothing; of an announcement."""
-        self._end()
-        if self._holder.beats:
+        self._heartbeat.end()
+        if self._heartbeat.holder.beats:
             with contextlib.suppress(OSError):  # then it stays, and says nothing without a beat
                 self._store.delete(self._key)
 
 
-_announcements: dict[tuple[str, str], Lease] = {}  # of this process, by store and run
+_announcements: dict[tuple[str, str], Announcement] = {}  # of this process, by store and run
 
 
 def acquire(store: Store, run_root: str, flow_run: str = "") -> Lease:
     """The lease of a run, for a flow run; RunHeld naming host and pid of a holder that lives."""
     for _ in range(TAKEOVERS_MAX):
-        key = _key(run_root, check_free(store, run_root) + 1)
-        own = replace(_this_process(), flow_run=flow_run)
-        if store.create(key, sealed(own)):
+        number, own = check_free(store, run_root) + 1, this_process(flow_run)
+        if store.create(_key(run_root, number), sealed(own)):
             withdraw(store, run_root)
-            return Lease(store, key, own)
+            return Lease(store, run_root, number, own)
     raise RunHeld(f"{run_root}: {TAKEOVERS_MAX} others took the run first; is a scheduler starting it in a loop?")
 
 
@@ -110,7 +186,7 @@ def announce(store: Store, run_root: str) -> None:
     run see that by `pulse`, and wait. Any number of processes may do so at once."""
     key = f"{run_root}/lease/announced-{secrets.token_hex(4)}.json"
     withdraw(store, run_root)
-    _announcements[store.url, run_root] = Lease(store, key, _this_process())
+    _announcements[store.url, run_root] = Announcement(store, key)
 
 
 def withdraw(store: Store, run_root: str) -> None:
@@ -129,48 +205,67 @@ def pulse(store: Store, run_root: str) -> str:
     """What a run's newest lease and its announcements say, by one look: another answer after HEARTBEAT_S where a process, of any host,
     works on the run or prepares it; the same one where none does."""
     names = {key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")}
-    held = sorted((name for name in names if NAME.fullmatch(name)), key=lambda name: (len(name), name))[-1:]
+    held = [_key(run_root, number) for number in _numbers(names)[-1:]]
     said = hashlib.sha256()
-    for name in [*held, *sorted(filter(ANNOUNCED.fullmatch, names))]:
+    for key in [*held, *(f"{run_root}/lease/{name}" for name in sorted(filter(ANNOUNCED.fullmatch, names)))]:
         with contextlib.suppress(StoreError):  # gone since the listing
-            said.update(store.read(f"{run_root}/lease/{name}"))
+            said.update(store.read(key))
     return said.hexdigest()
 
 
 def check_free(store: Store, run_root: str) -> int:
-    """The number of the newest lease (-1: none); RunHeld when its holder lives. Writes nothing."""
-    newest, holder = _newest(store, run_root)
-    if holder and _lives(store, _key(run_root, newest), holder):
-        raise RunHeld(
-            f"run {run_root.removeprefix('runs/')} is held by pid {holder.pid} on host {holder.host}; "
-            "wait for it, stop it, or start under another name (--run)",
-            holder.flow_run,
-        )
+    """The number of the newest lease (-1: none); RunHeld when its holder lives, or when that of an older one that was not given back is a
+    process of here, be it stopped. Of an older one of elsewhere one late deed at most may come (docs/store.md). Writes nothing."""
+    leases = numbers(store, run_root)
+    newest = leases[-1] if leases else -1
+    for number, holder in unreleased(store, run_root, leases).items():
+        if holder.is_here or (number == newest and _lives(store, _key(run_root, number), holder)):
+            raise RunHeld(
+                f"run {run_root.removeprefix('runs/')} is held by {holder}; wait for it, stop it, or start under another name (--run)",
+                holder.flow_run,
+            )
     return newest
+
+
+def numbers(store: Store, run_root: str) -> list[int]:
+    """The numbers of all leases of a run, in order."""
+    return _numbers({key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")})
+
+
+def unreleased(store: Store, run_root: str, leases: list[int]) -> dict[int, Holder]:
+    """The holders of those of these leases that were not given back; StoreError for one that is damaged."""
+    with ThreadPoolExecutor(READERS) as readers:
+        holders = [*readers.map(lambda number: _read(store, _key(run_root, number)), leases)]
+    return {number: holder for number, holder in zip(leases, holders, strict=True) if holder is not None}
+
+
+def write_off(store: Store, run_root: str, number: int) -> None:
+    """Gives a lease back for a holder that is lost, by the word of a person; UserError where it was given back, or its process lives here."""
+    holder = unreleased(store, run_root, [number]).get(number) if number in numbers(store, run_root) else None
+    if holder is None:
+        raise UserError(f"--lost {number}: the run has no such lease, or it was given back")
+    if holder.is_here:
+        raise UserError(f"--lost {number}: {holder} lives")
+    store.put(_key(run_root, number), sealed(replace(holder, released=True)))
 
 
 def held_by(store: Store, run_root: str) -> str:
     """Who works on a run, by one look: `working`, for another host `held on HOST` (which may be dead), or nothing."""
-    _, holder = _newest(store, run_root)
+    leases = numbers(store, run_root)[-1:]
+    holder = unreleased(store, run_root, leases).get(leases[0]) if leases else None
     if holder is None:
         return ""
-    if holder.host != socket.gethostname():
+    if not holder.is_of_here:
         return f"held on {holder.host}"
     return "working" if holder.is_here else ""
 
 
-def _this_process() -> Holder:
-    return Holder(socket.gethostname(), os.getpid(), _start_time(os.getpid()))
-
-
-def _newest(store: Store, run_root: str) -> tuple[int, Holder | None]:
-    """Number and holder of the newest lease; -1 where there is none, None where nobody holds it."""
-    names = [key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")]
-    newest = max((int(name.removesuffix(".json")) for name in names if NAME.fullmatch(name)), default=-1)
-    return newest, _read(store, _key(run_root, newest)) if newest >= 0 else None
+def _numbers(names: set[str]) -> list[int]:
+    return sorted(number for name in names if NAME.fullmatch(name) and name == f"{(number := int(name[:-5])):06d}.json")
 
 
 def _read(store: Store, key: str) -> Holder | None:
+    """Who holds a lease; None where it was given back."""
     try:
         holder = read_document(store, key, Holder)
     except StoreError as error:
@@ -183,7 +278,7 @@ def _key(run_root: str, number: int) -> str:
 
 
 def _lives(store: Store, key: str, holder: Holder) -> bool:
-    if holder.host == socket.gethostname():
+    if holder.is_of_here:
         return holder.is_here
     deadline = time.monotonic() + STALE_S
     while time.monotonic() < deadline:
@@ -192,15 +287,3 @@ def _lives(store: Store, key: str, holder: Holder) -> bool:
         if now is None or now.beats != holder.beats:
             return now is not None
     return False
-
-
-def _start_time(pid: int) -> float | None:
-    """When a process of this host started; None when it is gone or a zombie. Guards against reused pids."""
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        # since boot: the wall-clock time of a start moves when the clock is set
-        return round(process.create_time() - psutil.boot_time(), 1)
-    except psutil.NoSuchProcess:
-        return None

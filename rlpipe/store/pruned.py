@@ -12,12 +12,15 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pydantic import StrictInt
+
 from rlpipe.models.adapter_files import BASE
 from rlpipe.store import lease
 from rlpipe.store.artifacts import PRUNED, is_pruned, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.deltas import DELTA
 from rlpipe.store.documents import read_document, sealed
+from rlpipe.store.lease import Lease, TakenOver, fenced
 from rlpipe.store.run import Run
 from rlpipe.types import StoreError
 
@@ -42,6 +45,7 @@ class PruneRecord:
     began_at: str
     finished: bool = False  # no file is left, and nobody deletes any more
     schema_version: Literal[1] = 1  # of another, the document is refused
+    lease: StrictInt | None = None  # of who began it; older documents have none
 
 
 def is_prunable(folder: str) -> bool:
@@ -54,9 +58,9 @@ def read_pruned(store: Store, folder: str) -> PruneRecord | None:
     try:
         return read_document(store, f"{folder}/{PRUNED}", PruneRecord)
     except StoreError:
-        if is_pruned(store, folder):  # else it was never there, or has just gone
-            raise
-        return None
+        if not is_pruned(store, folder):  # it was never there, or has just gone
+            return None
+    return read_document(store, f"{folder}/{PRUNED}", PruneRecord)  # damaged, or it has just come
 
 
 def pruned_folders(run: Run) -> set[str]:
@@ -71,8 +75,8 @@ def delete(store: Store, key: str) -> None:
         store.delete(key)
 
 
-def finish_pruning(store: Store, folder: str, stopped: threading.Event | None = None) -> None:
-    """Deletes what is left of the files of an artifact whose pruning began. The caller holds the run that it belongs to."""
+def finish_pruning(store: Store, folder: str, held: Lease | None, stopped: threading.Event | None = None) -> None:
+    """Deletes what is left of the files of an artifact whose pruning began, by who holds the run that it belongs to; TakenOver."""
     record = read_pruned(store, folder)
     if record is None or record.finished:
         return
@@ -80,8 +84,22 @@ def finish_pruning(store: Store, folder: str, stopped: threading.Event | None = 
         if stopped is not None and stopped.is_set():
             return
         if file.plain_name not in STAY:
-            delete(store, f"{folder}/{file.name}")
-    store.put(f"{folder}/{PRUNED}", sealed(replace(record, finished=True)))
+            delete_fenced(store, f"{folder}/{file.name}", record, folder, held)
+    with fenced(held):
+        store.put(f"{folder}/{PRUNED}", sealed(replace(record, finished=True)))
+
+
+def delete_fenced(store: Store, key: str, record: PruneRecord, folder: str, held: Lease | None) -> None:
+    """Deletes a file of an artifact that is being pruned, or its pruned.json. Where the run turns out to have been taken over meanwhile, the
+    deletion came late, maybe to what others have restored or pruned since: then pruned.json says again that files may be missing; TakenOver."""
+    with fenced(held):
+        delete(store, key)
+    try:
+        if held is not None:
+            held.check()
+    except TakenOver:
+        store.create(f"{folder}/{PRUNED}", sealed(replace(record, finished=True)))
+        raise
 
 
 def wait_until_pruned(store: Store, folder: str) -> bool:
@@ -102,7 +120,7 @@ def wait_until_pruned(store: Store, folder: str) -> bool:
             time.sleep(POLL_S)
             continue
         try:
-            finish_pruning(store, folder)
+            finish_pruning(store, folder, held)
         finally:
             held.release()
     return record is not None

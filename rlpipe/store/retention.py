@@ -16,8 +16,9 @@ says that no file is left and that nobody deletes any more. A file may be missin
   same bytes.
 - Two make the same one: both replay, and put the same bytes under the same keys, each file as a whole. The second finds no pruned.json to
   take away.
-- A holder that was taken for dead (on another host, silent for lease.STALE_S) and wakes up may delete files that were made again: `verify`
-  names them. Every lease has this limit.
+- A holder that was taken for dead and wakes up: it looks at its lease before each deletion, so one at most comes late. It looks once more after
+  each, and where it was superseded writes pruned.json again, as `finished`: the file that it deleted may have been made again since, and
+  is known as pruned then. A late pruned.json stays: whoever holds the run may have pruned by it (docs/store.md).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from rlpipe.store.artifacts import PRUNED, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.deltas import DELTA
 from rlpipe.store.documents import read_document, sealed
-from rlpipe.store.pruned import PruneRecord, delete, finish_pruning, read_pruned
+from rlpipe.store.lease import TakenOver, fenced
+from rlpipe.store.pruned import PruneRecord, delete_fenced, finish_pruning, read_pruned
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import ForkRecord, RunRecord, record_key
 from rlpipe.types import IterationRecord, StoreError, UserError
@@ -162,6 +164,8 @@ class Retention:
         def attempt() -> None:
             try:
                 work()
+            except TakenOver:
+                self._stopped.set()
             except (StoreError, UserError, OSError) as error:
                 log.warning("nothing is pruned before the next commit: %s", error)
 
@@ -195,7 +199,7 @@ class Retention:
 
     def _finish(self) -> None:
         for folder in sorted(self._unfinished):
-            finish_pruning(self._run.store, folder, self._stopped)
+            finish_pruning(self._run.store, folder, self._run.lease, self._stopped)
             self._unfinished.discard(folder)
 
     def _add(self, record: IterationRecord) -> None:
@@ -249,9 +253,10 @@ class Retention:
             return
         record = self._record(stage, iteration, folder)
         self._unfinished.add(folder)
-        created = store.create(f"{folder}/{PRUNED}", sealed(record))
+        with fenced(self._run.lease):
+            created = store.create(f"{folder}/{PRUNED}", sealed(record))
         if created and iteration not in self._surplus(stage, self._forks.pins(self._run.name)):  # a fork began meanwhile
-            delete(store, f"{folder}/{PRUNED}")
+            delete_fenced(store, f"{folder}/{PRUNED}", record, folder, self._run.lease)
             self._unfinished.discard(folder)
             return
         self._finish()
@@ -270,4 +275,5 @@ class Retention:
             host=socket.gethostname(),
             pid=os.getpid(),
             began_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            lease=self._run.lease.number if self._run.lease else None,
         )

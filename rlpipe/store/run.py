@@ -16,17 +16,12 @@ from rlpipe.store.artifacts import MANIFEST, find, read_artifact, read_manifest
 from rlpipe.store.backend import Store, check_access, open_store
 from rlpipe.store.documents import read_document
 from rlpipe.store.forks import AT_SFT, check_committed, differences, fixed_differences, way_to_change, way_to_resume
+from rlpipe.store.lease import Lease
 from rlpipe.store.pending import Pending
-from rlpipe.store.run_record import ForkRecord, create_record, read_record, record_key, run_names
+from rlpipe.store.run_record import SHARED_BY_REDO, ForkRecord, create_record, read_record, record_key, run_names
 from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError, UserError, is_key
 
 BEFORE_SFT = -1  # in place of a weight version: the base model, where SFT makes version 0 of it
-SHARED_BY_REDO = {  # the redone stage -> what its iteration shares with the parent's
-    "score": ("prompts", "rollouts"),
-    "filter": ("prompts", "rollouts", "scores"),
-    "train": ("prompts", "rollouts", "scores", "batch"),
-}
-
 ITERATION = re.compile(r"(\d{5,6})/iteration\.json")
 
 
@@ -36,7 +31,7 @@ class OtherSettings(UserError):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a store, with the config it is worked on with now. What is `pending` it answers like what is committed."""
+    """One run of a store, with the config it is worked on with now. What is `pending` it answers like what is committed. `lease`: of who holds it."""
 
     store: Store
     config: PipelineConfig
@@ -44,6 +39,7 @@ class Run:
     fork_at: int = AT_SFT  # the newest RL iteration that is wholly the parent's
     redo: str = ""  # the stage that iteration fork_at + 1 redoes; empty: the iteration is all its own
     pending: Pending = field(default_factory=Pending, compare=False, repr=False)
+    lease: Lease | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:

@@ -24,6 +24,13 @@ class ConfigRefused(UserError):
     """The config of a run's record is none that this version takes."""
 
 
+SHARED_BY_REDO = {  # the redone stage -> what its iteration shares with the parent's
+    "score": ("prompts", "rollouts"),
+    "filter": ("prompts", "rollouts", "scores"),
+    "train": ("prompts", "rollouts", "scores", "batch"),
+}
+
+
 @dataclass(frozen=True)
 class ForkRecord:
     """What a fork shares: iterations 0..at of which run; with `redo` those before `at`, and of `at` what comes before that stage."""

@@ -1,0 +1,39 @@
+"""What becomes of a session whose run another process has taken: it ends soon, whatever it waits for, and says that and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from rlpipe.store.lease import Lease, TakenOver
+
+
+@contextlib.asynccontextmanager
+async def told(held: Lease) -> AsyncIterator[None]:
+    """What ends the body after the run was taken over is TakenOver: its holder has other files, services and commits."""
+    try:
+        yield
+    except (Exception, asyncio.CancelledError) as error:
+        with contextlib.suppress(OSError):  # a store that says nothing: then it is the error that it is
+            try:
+                await asyncio.to_thread(held.check)
+            except TakenOver as over:
+                raise over from (None if isinstance(error, TakenOver) else error)
+        raise
+
+
+@contextlib.asynccontextmanager
+async def cancelled_when_taken_over(held: Lease) -> AsyncIterator[None]:
+    """Ends what the body waits for, however long, once the heartbeat finds that the run was taken over."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None, "a session is opened in a task"
+    held.on_taken_over(lambda: loop.call_soon_threadsafe(task.cancel))
+    try:
+        async with told(held):
+            yield
+    except TakenOver:
+        task.uncancel()
+        raise
+    finally:
+        held.on_taken_over(None)

@@ -1,0 +1,83 @@
+"""What a lease says of the process that holds a run, and whether that process lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PID_NAMESPACE = Path("/proc/self/ns/pid")
+PID_MAX = 2**31 - 1
+
+Pid = Annotated[StrictInt, Field(ge=1, le=PID_MAX)]
+Seconds = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What a lease says of the process that holds it. `flow_run`: the id of Prefect's flow run that it works for; empty without one.
+
+    `machine`: boot and pid namespace, in which alone the pid means something; older leases have none. `since`: when it took the run.
+    """
+
+    host: StrictStr
+    pid: Pid
+    process_started: Seconds | None
+    beats: Annotated[StrictInt, Field(ge=0)] = 0
+    released: StrictBool = False
+    flow_run: StrictStr = ""
+    machine: StrictStr = ""
+    since: StrictStr = ""
+
+    @property
+    def is_of_here(self) -> bool:
+        """Whether it is, or was, a process that this one can see: of this host, since it was booted, in this pid namespace."""
+        return self.host == socket.gethostname() and self.machine in ("", this_machine())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process that this one can see, and lives; also where it is stopped."""
+        return self.is_of_here and _start_time(self.pid) == self.process_started
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it can write nothing any more, as far as can be known here: it gave the run back, or was a process of here that has ended."""
+        return self.released or (self.is_of_here and not self.is_here)
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on host {self.host}"
+
+
+def this_process(flow_run: str = "") -> Holder:
+    """This process, as a lease says it."""
+    pid, now = os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
+    return Holder(socket.gethostname(), pid, _start_time(pid), flow_run=flow_run, machine=this_machine(), since=now)
+
+
+@cache
+def this_machine() -> str:
+    """The boot of this host and the pid namespace of this process: two containers of one host name see other pids."""
+    try:
+        return f"{BOOT_ID.read_text().strip()} {os.readlink(PID_NAMESPACE)}"
+    except OSError:  # not Linux
+        return f"{psutil.boot_time():.0f}"
+
+
+def _start_time(pid: int) -> float | None:
+    """When a process of this host started; None when it is gone or a zombie. Guards against reused pids."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        # since boot: the wall-clock time of a start moves when the clock is set
+        return round(process.create_time() - psutil.boot_time(), 1)
+    except psutil.NoSuchProcess:
+        return None
