@@ -22,6 +22,7 @@ from dataclasses import replace
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.holder import Holder, this_process
+from rlpipe.store.patience import hurrying
 from rlpipe.types import StoreError, UserError
 
 HEARTBEAT_S = 10.0
@@ -61,9 +62,10 @@ class Heartbeat:
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
             try:
-                self._before()
-                self.holder = replace(self.holder, beats=self.holder.beats + 1)
-                self._store.put(self._key, sealed(self.holder))
+                with hurrying():
+                    self._before()
+                    self.holder = replace(self.holder, beats=self.holder.beats + 1)
+                    self._store.put(self._key, sealed(self.holder))
             except TakenOver:
                 return
             except OSError:
