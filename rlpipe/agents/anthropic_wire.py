@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlpipe.agents.chat import ChatRefused, ChatRequest, read_request
+from rlpipe.agents.chat import ChatRefused, ChatRequest, checked_body, read_request
 from rlpipe.agents.rollout import GivenReplies
 from rlpipe.types import JsonDict
 
@@ -22,8 +22,9 @@ class AnthropicWire:
 
     def read(self, body: Any) -> ChatRequest:
         """The request; ChatRefused names the field that cannot be done."""
-        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-            raise _invalid("messages", "must be a list of at least one message")
+        body = checked_body(body, {"thinking": dict, "tool_choice": dict, "tools": list, "messages": list})
+        if not all(isinstance(tool, dict) for tool in body.get("tools") or []):
+            raise _invalid("tools", "must be a list of objects with a name and an input_schema")
         if body.get("stop_sequences") or (body.get("thinking") or {}).get("type", "disabled") != "disabled":
             name = "stop_sequences" if body.get("stop_sequences") else "thinking"
             raise _invalid(name, "is not supported: it would change the distribution that is trained on")
@@ -40,7 +41,7 @@ class AnthropicWire:
             }
             for tool in body.get("tools") or []
         ]
-        messages = [turned for message in body["messages"] for turned in _turned(message)]
+        messages = [turned for message in body.get("messages") or [] for turned in _turned(message)]
         same = {name: body[name] for name in ("model", "max_tokens", "stream") if name in body}
         return read_request({**same, "messages": system + messages, "tools": tools, "tool_choice": choice})
 

@@ -52,8 +52,7 @@ class ChatRequest:
 
 def read_request(body: Any) -> ChatRequest:
     """The request in a JSON body; ChatRefused names the field that cannot be done."""
-    if not isinstance(body, dict):
-        raise _invalid("body", "must be a JSON object")
+    body = checked_body(body, {"stream_options": dict, "messages": list})
     for name in REFUSED:
         if body.get(name):
             raise _invalid(name, "is not supported: it would change the distribution that is trained on")
@@ -84,6 +83,17 @@ def read_request(body: Any) -> ChatRequest:
         stream=bool(body.get("stream")),
         with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
     )
+
+
+def checked_body(body: Any, kinds: dict[str, type]) -> JsonDict:
+    """The body, an object whose fields are of these kinds, or null, or not there; ChatRefused."""
+    if not isinstance(body, dict):
+        raise _invalid("body", "must be a JSON object")
+    _read("body", reading.check_depth, body)
+    for name, kind in kinds.items():
+        if body.get(name) is not None and not isinstance(body[name], kind):
+            raise _invalid(name, f"must be {'an object' if kind is dict else 'a list'}")
+    return body
 
 
 def read_message(message: Any, where: str) -> Message:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 Span = tuple[int, int]  # characters, end exclusive
+LONG_CHARS = 100_000  # about 0.1 s of a processor
 BORDER = "[rlpipe border]"  # stands before a piece, as a control token would: cut off again
 
 
@@ -40,7 +41,7 @@ class Encoder:
 
     def whole(self, text: str) -> tuple[list[int], list[Span]]:
         """The tokens of a text by itself, and where each lies."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = _encoded(self._tokenizer, text)
         return encoding.ids, encoding.offsets
 
     def _parts(self, text: str, as_text: Sequence[Span]) -> list[Span]:
@@ -73,7 +74,7 @@ class Encoder:
         control = self._any_added and self._any_added.search(text)
         end = control.start() if control else len(text)
         rest = self.whole(text[end:])[0] if end < len(text) else []
-        return self._going_on.encode(text[:end], add_special_tokens=False).ids + rest
+        return _encoded(self._going_on, text[:end]).ids + rest
 
     def _letters(self, text: str, before: list[int]) -> list[int]:
         """The same where control tokens are letters."""
@@ -82,10 +83,10 @@ class Encoder:
             first = self._letters(text[:cut], before)
             return first + self._letters(text[cut:], [*before, *first])
         if not before:
-            return self._spelling.encode(text, add_special_tokens=False).ids
+            return _encoded(self._spelling, text).ids
         if before[-1] in self._added:
-            return self._spelling.encode(BORDER + text, add_special_tokens=False).ids[1:]
-        return self._spelling_on.encode(text, add_special_tokens=False).ids
+            return _encoded(self._spelling, BORDER + text).ids[1:]
+        return _encoded(self._spelling_on, text).ids
 
     @cached_property
     def _going_on(self) -> Tokenizer:
@@ -108,6 +109,13 @@ class Encoder:
     def _spelling_on(self) -> Tokenizer:
         """The same without the space before a text."""
         return self._spelling if self._going_on is self._tokenizer else _spelling(self._going_on)
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
+    """The tokens of a text. While a long one is encoded other threads go on: only for a batch does the library let them."""
+    if len(text) < LONG_CHARS:
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def without_space(part: Any) -> Any:

@@ -23,7 +23,7 @@ def read_message(message: Any, where: str) -> Message:
 
     UserError when it is none, or holds more than text.
     """
-    _check_depth(message, where)
+    check_depth(message, where)
     if not isinstance(message, Mapping) or not is_text(message.get("role")):
         raise UserError(f"{where}: needs a 'role' and a 'content', both text, and is {message!r:.200}")
     read: Message = {str(name): plain_json(value) for name, value in message.items() if value is not None}
@@ -41,7 +41,7 @@ def read_message(message: Any, where: str) -> Message:
 
 def read_tools(value: Any, where: str) -> list[JsonDict]:
     """Tools as JSON schemas, of a list of them or of JSON text; empty where there are none. UserError when it is something else."""
-    _check_depth(value, where)
+    check_depth(value, where)
     if isinstance(value, str):
         value = None if value.strip() in ("", "null") else _parsed(value) or value
     tools = [] if value is None else value
@@ -70,6 +70,17 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_depth(value: Any, where: str) -> None:
+    """UserError where lists and objects lie deeper in each other than DEPTH_MAX."""
+    level = [value]
+    for _ in range(DEPTH_MAX):
+        held = [outer.values() if isinstance(outer, Mapping) else outer for outer in level if isinstance(outer, HOLDERS)]
+        level = [entry for entries in held for entry in entries]
+        if not level:
+            return
+    raise UserError(f"{where}: its lists and objects are more than {DEPTH_MAX} levels deep")
 
 
 def check_text(value: Any, where: str) -> Any:
@@ -126,21 +137,10 @@ def _parsed(text: str) -> Any:
     """The same, in which a text may hold half a surrogate pair."""
     try:
         value = json.loads(text, parse_constant=_refused, parse_float=_finite)
-        _check_depth(value, "JSON text")
+        check_depth(value, "JSON text")
         return value
     except (ValueError, RecursionError):
         return None
-
-
-def _check_depth(value: Any, where: str) -> None:
-    """UserError where lists and objects lie deeper in each other than DEPTH_MAX."""
-    level = [value]
-    for _ in range(DEPTH_MAX):
-        held = [outer.values() if isinstance(outer, Mapping) else outer for outer in level if isinstance(outer, HOLDERS)]
-        level = [entry for entries in held for entry in entries]
-        if not level:
-            return
-    raise UserError(f"{where}: its lists and objects are more than {DEPTH_MAX} levels deep")
 
 
 def _finite(number: str) -> float:
