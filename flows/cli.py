@@ -28,6 +28,13 @@ from rlpipe.store.run_record import ConfigRefused
 from rlpipe.types import StoreError, UserError
 
 
+def first_text(error: BaseException) -> str:
+    """What was raised first, in one line, of a group of its first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 class Commands(TyperGroup):
     """What goes wrong in a command is one line, no traceback."""
 
@@ -157,8 +164,15 @@ def automations(
     notify: Annotated[str, typer.Option(metavar="TYPE/NAME", help="the notification block that is used")] = "",
 ) -> None:
     """Create or update what the Prefect server does by itself: find dead flow runs, retry crashed ones, notify."""
-    with hurrying():
-        lines = asyncio.run(apply_automations(notify))
+    import httpx
+
+    try:
+        with hurrying():
+            lines = asyncio.run(apply_automations(notify))
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, OverflowError, ExceptionGroup) as error:
+        raise UserError(
+            f"PREFECT_API_URL: no Prefect server answers there ({first_text(error)}); start it, or name another"
+        ) from error
     echo_all(lines)
 
 

@@ -113,7 +113,7 @@ def host(
     run: RunToJoin,
     store: StoreUrl = STORE,
     address: Address = "",
-    port: Annotated[int, typer.Option(help="port of the host; 0: a free one")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of the host; 0: a free one")] = 0,
     idle_timeout_s: IdleTimeout = 0,
     sets: Sets = None,
 ) -> None:
@@ -128,7 +128,7 @@ def host(
 def trainer(
     run: RunToJoin,
     store: StoreUrl = STORE,
-    node: Annotated[int, typer.Option(help="which of trainer.nodes this is; node 0 is the one that answers")] = 0,
+    node: Annotated[int, typer.Option(min=0, help="which of trainer.nodes this is; node 0 is the one that answers")] = 0,
     address: Address = "",
     idle_timeout_s: IdleTimeout = 0,
     sets: Sets = None,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import StrictInt
@@ -88,6 +89,16 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted((plain_json(entry) for entry in value), key=repr)
     return str(value)
+
+
+def expanded(path: str) -> Path:
+    """A path, `~` and `~USER` in it as the shell has them. UserError where nobody has that name."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"{path!r:.200}: there is no home folder of {path.split('/', 1)[0][:80]!r}; write the whole path"
+        ) from error
 
 
 def sha256_of(value: Any) -> str:

@@ -328,3 +328,34 @@ def test_what_a_module_raises_is_said_alike_from_any_thread(tmp_path: Path, monk
     for where in (in_main, in_thread):
         with pytest.raises(UserError, match=r"does not import \(SystemExit: 3 \(.*raises_at_import.py:2\)"):
             where(lambda: user_code.load_function("rl.rewards", "raises_at_import:f"))
+
+
+NO_TEXT: dict[str, tuple[str, dict[str, Any], str]] = {  # use, a row, what is named
+    "a prompt of bytes": ("rl", {"prompt": b"x"}, "'prompt' holds bytes (b'x')"),
+    "an answer of bytes": ("rl", {"prompt": "x", "answer": b"4"}, "'answer' holds bytes (b'4')"),
+    "a message of bytes": ("rl", {"prompt": [{"role": "user", "content": b"x"}]}, "'prompt' holds bytes (b'x')"),
+    "a message of a date": ("rl", {"prompt": [{"role": "user", "content": datetime.date(2024, 1, 1)}]}, "'prompt' holds date"),
+    "a turn of bytes": ("sft", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": b"x"}]}, "'messages' holds bytes"),
+    "a turn of a time": ("sft", {"messages": [{"role": "assistant", "content": datetime.time(1)}]}, "'messages' holds time"),
+    "a completion of bytes": ("sft", {"prompt": "q", "completion": b"x"}, "'completion' holds bytes"),
+    "a completion made of bytes": ("sft", {"prompt": "q", "answer": b"x"}, "'answer' holds bytes"),
+    "a number": ("sft", {"messages": [{"role": "assistant", "content": Decimal("1.5")}]}, "'messages' holds Decimal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_what_is_no_text_is_not_trained_as_the_text_of_a_value_of_python(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use, row, said = NO_TEXT[name]
+    load = load_prompts if use == "rl" else load_conversations
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    (tmp_path / f"rows_{abs(hash(name))}.py").write_text(
+        f"import datetime\nfrom decimal import Decimal\ndef rows():\n    return [{row!r}]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for source in (path, f"rows_{abs(hash(name))}:rows"):
+        with pytest.raises(UserError) as refused:
+            load(config(source, use=use, completion_template="{answer}"), 0)
+        assert str(refused.value).startswith(f"{source} row 1: {said}") and "\n" not in str(refused.value)

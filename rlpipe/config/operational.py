@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,6 +43,7 @@ STRICT = ConfigDict(  # unknown fields are refused, and numbers that JSON cannot
 TOKENS_MAX = 1 << 24  # of one context
 PART_BYTES = 2**27  # of moments that come and go at once (`trainer.offload`); a parameter is never split
 PARTS_HERE = 2  # of these on the device in an update: one is updated, and goes, while the next comes
+VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 Bound = Annotated[float, Field(ge=0)]
 Timeout = Annotated[float, Field(gt=0, le=10_000_000)]  # seconds; at most some months, which every timer can wait
 
@@ -180,3 +183,10 @@ class TrackingConfig(BaseModel, **STRICT):
     def view_of(self, run: str, page: str = "") -> str:
         """The address of a run's page, or of one below it; empty where there is no view."""
         return f"{self.view_url.rstrip('/')}/runs/{run}{page}" if self.view_url else ""
+
+
+def broken_environment(engines: EnginesConfig) -> Iterator[str]:
+    """A line for each variable that no process can have."""
+    for name, value in engines.environment.items():
+        if not VARIABLE.fullmatch(name) or "\0" in value:
+            yield f"engines.environment={{{name!r:.80}: ...}}: no process can have it; a name has letters, digits and '_', a value no zero byte"

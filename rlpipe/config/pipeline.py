@@ -18,7 +18,7 @@ from rlpipe.config.passing import PASSED_BEFORE
 from rlpipe.config.rules import broken_layout, broken_rules
 from rlpipe.config.secrecy import refuse_secrets
 from rlpipe.config.training import BETA1, RlConfig, SftConfig
-from rlpipe.types import JsonDict
+from rlpipe.types import JsonDict, expanded
 
 OPERATIONAL = {"run", "store", "scratch", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
 OPERATIONAL_FIELDS = {
@@ -174,7 +174,7 @@ class PipelineConfig(BaseModel, **STRICT):
     @property
     def scratch_folder(self) -> Path:
         """Of this machine, below the working directory unless it is absolute."""
-        return Path(self.scratch).expanduser().absolute()
+        return expanded(self.scratch).absolute()
 
     @property
     def engines_here(self) -> bool:

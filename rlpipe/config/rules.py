@@ -9,11 +9,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from datetime import date, time
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rlpipe.config.colocation import broken_colocation
-from rlpipe.config.operational import LOCAL_THREADS
+from rlpipe.config.operational import LOCAL_THREADS, broken_environment
 from rlpipe.config.overlap import broken_overlap
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def is_run_name(name: str) -> bool:
 
 def broken_rules(config: PipelineConfig) -> Iterator[str]:
     """One line for each rule that the config breaks. Example: "rl.group_size=1: the filter nonzero_std drops ..."."""
-    yield from _of_numbers("", config.model_dump())
+    yield from _of_values("", config.model_dump())
     yield from _of_model(config.model)
     yield from _of_data(config)
     yield from _of_sampling(config)
@@ -48,14 +49,21 @@ def broken_rules(config: PipelineConfig) -> Iterator[str]:
     yield from _of_stored_rollouts(config)
     yield from _of_places_and_limits(config)
     yield from _of_what_is_kept(config)
+    yield from broken_environment(config.engines)
 
 
-def _of_numbers(name: str, value: object) -> Iterator[str]:
-    """What arguments hold: a run is kept as JSON, and its numbers are to be the same wherever they are read."""
-    if isinstance(value, dict | list):
+def _of_values(name: str, value: object) -> Iterator[str]:
+    """What arguments hold: a run is kept as JSON, and its values are to be the same wherever they are read."""
+    if isinstance(value, date | time):  # TOML has them
+        yield f"{name}={value}: is a date or a time, and a config holds text, numbers, lists and tables; write it in quotes"
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        yield f"{name}={value!r:.200}: is no text: half a character, or bytes that are no UTF-8"
+    elif isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for key, entry in entries:
-            yield from _of_numbers(f"{name}.{key}".lstrip("."), entry)
+            if isinstance(key, str):
+                yield from _of_values(name, key)
+            yield from _of_values(f"{name}.{key}".lstrip("."), entry)
     elif isinstance(value, float) and not math.isfinite(value):
         yield f"{name}={value}: is no finite number"
     elif isinstance(value, int | float) and abs(value) > (largest := NUMBER_MAX if isinstance(value, int) else FLOAT_MAX):

@@ -18,7 +18,9 @@ from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.types import JsonDict, UserError
 
-LINE_CHARS_MAX = 800
+LINE_CHARS_MAX, FAULTS_MAX = 800, 20
+DEPTH_MAX = 40  # names of a field: those of arguments are the deepest
+FILE_BYTES_MAX = 8 << 20
 KEPT = ("run", "store", "scratch", "tracking")
 Change = tuple[str, Any, str]  # a field, its value, and how the change was asked for, for errors
 # how TOML begins: an array, a string, or a table, which a template such as `{answer}` or `{% if x = y %}` is not
@@ -40,6 +42,10 @@ def _read(source: str, presets: Path) -> JsonDict:
         near = did_you_mean(difflib.get_close_matches(source.removesuffix(".toml"), known, cutoff=0.5))
         raise UserError(f"{source!r} is neither a preset ({', '.join(known)}) nor a file that ends in .toml{near}")
     try:
+        if (size := path.stat().st_size) > FILE_BYTES_MAX:
+            raise UserError(
+                f"{path}: has {size:,} bytes, and a config at most {FILE_BYTES_MAX:,}; data belong into files of their own"
+            )
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
@@ -52,17 +58,34 @@ def check(tree: JsonDict, context: str = "") -> PipelineConfig:
 
     A field that does not exist hides no fault of the others: they are checked without it.
     """
+    if name := _too_deep(tree):
+        raise UserError(f"{name[:80]}...: has {DEPTH_MAX} names or more in it; no field is so deep")
     try:
         return PipelineConfig.model_validate(tree, context=context)
     except ValidationError as error:
         faults = error.errors()
-    texts = [_fault_line(_dotted(tree, fault["loc"]), fault) for fault in faults]
-    if unknown := [fault["loc"] for fault in faults if fault["type"] == "extra_forbidden"]:
+    named_faults = faults if len(faults) <= FAULTS_MAX else faults[:2]  # what a name may mean takes a while
+    texts = [_fault_line(_dotted(tree, fault["loc"]), fault) for fault in named_faults]
+    if len(faults) > len(named_faults):
+        texts.append(f"and {len(faults) - len(named_faults):,} more faults")
+    elif unknown := [fault["loc"] for fault in faults if fault["type"] == "extra_forbidden"]:
         try:
             check(_without(tree, unknown), context)
         except UserError as others:
             texts.append(str(others))
     raise UserError("\n".join(dict.fromkeys(_short(line) for text in texts for line in text.splitlines())))
+
+
+def _too_deep(tree: JsonDict) -> str:
+    """The name of a value that lies deeper than any; empty where there is none."""
+    pending: list[tuple[Any, str, int]] = [(tree, "", 0)]
+    while pending:
+        node, name, depth = pending.pop()
+        if depth >= DEPTH_MAX:
+            return name
+        entries = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        pending += [(entry, f"{name}.{key}".lstrip("."), depth + 1) for key, entry in entries]
+    return ""
 
 
 def _without(tree: JsonDict, fields: list[tuple[int | str, ...]]) -> JsonDict:
@@ -130,7 +153,7 @@ def _changed(tree: JsonDict, changes: Iterable[Change]) -> PipelineConfig:
 
 def _change(tree: JsonDict, key: str, value: Any, origin: str) -> None:
     """Sets `a.b` in the tree."""
-    *sections, field = key.split(".")
+    *sections, field = key.split(".", DEPTH_MAX)
     nodes: list[Any] = [tree]
     for section in sections:
         nodes = [child for node in nodes for child in _descend(node, section, origin)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlpipe.data.links import check_links
 from rlpipe.processes.user_code import MESSAGE_CHARS_MAX, CodeRaised, user_code
-from rlpipe.types import JsonDict, UserError
+from rlpipe.types import JsonDict, UserError, expanded
 
 if TYPE_CHECKING:  # the process of a user's function starts in half the time without them
     from rlpipe.config.pipeline import DataConfig
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 def names_files(source: str) -> bool:
     """Whether a source is a file of rows, or a folder of such."""
-    return source.endswith(SUFFIXES) or source.startswith(S3) or Path(source).expanduser().is_dir()
+    return source.endswith(SUFFIXES) or source.startswith(S3) or expanded(source).is_dir()
 
 
 def file_rows(data: DataConfig) -> Iterator[Row]:
@@ -44,7 +44,7 @@ def file_rows(data: DataConfig) -> Iterator[Row]:
 
 
 def _files(data: DataConfig) -> list[DataFile]:
-    field, path = f"data.{data.name}.source", Path(data.source).expanduser()
+    field, path = f"data.{data.name}.source", expanded(data.source)
     if data.source.startswith(S3):
         from rlpipe.store.outside import outside_files
 

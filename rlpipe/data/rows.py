@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # the process of a function starts in half the time without i
 
 GENERATOR = "reasoning_gym:"
 FUNCTION = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+HOLDERS, BYTES, PLAIN = (Mapping, list, tuple, set, frozenset), (bytes, bytearray, memoryview), (str, int, float, type(None))
 NESTING_MAX = 200  # of lists and objects in each other; Python's own limit depends on who is calling
 ROW_TIMEOUT_S = 300.0  # that a function may take for a row: the first may need a download
 BATCH_ROWS, BATCH_S = 256, 0.5  # of a function, which cross together
@@ -52,6 +53,7 @@ class FunctionCall(NamedTuple):
     seed: int
     rows_max: int
     answer_field: str
+    columns: list[str]
 
 
 def read_rows(data: DataConfig, seed: int) -> list[Row]:
@@ -69,13 +71,35 @@ def read_rows(data: DataConfig, seed: int) -> list[Row]:
             f"data.{data.name}.source={data.source!r}: no such kind of source; use reasoning_gym:NAME, datasets:PATH, "
             "package.module:function, or a file that ends in .jsonl or .parquet or a folder of such, here or as s3://bucket/path"
         )
-    first_rows = [_checked(row) for row in itertools.islice(rows, data.rows_max or None)]
+    columns = _text_columns(data)
+    first_rows = [_checked(row, columns, data.answer_field) for row in itertools.islice(rows, data.rows_max or None)]
     if not first_rows:
         raise UserError(f"data.{data.name}.source={data.source}: it has no rows")
     return first_rows
 
 
-def _checked(row: Row) -> Row:
+def _text_columns(data: DataConfig) -> list[str]:
+    """The columns of which prompts and conversations are made."""
+    return [data.prompt_field, "messages", "completion", "tools", data.answer_field]
+
+
+def _no_text(values: Mapping[Any, Any], columns: list[str], answer_field: str) -> str:
+    """What is no text, and would become the text of a value of Python (`b'x'`), in the columns that are read as text; empty without."""
+    for column in columns:
+        pending = [values.get(column)]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, HOLDERS):
+                pending += value.values() if isinstance(value, Mapping) else value
+            elif isinstance(value, BYTES) or not (column in ("tools", answer_field) or isinstance(value, PLAIN)):
+                kind = type(value).__name__
+                return f"{column!r} holds {kind} ({value!r:.80}), which is no text; write it as text, bytes decoded by their encoding"
+    return ""
+
+
+def _checked(row: Row, columns: list[str], answer_field: str) -> Row:
+    if fault := _no_text(row.values, columns, answer_field):
+        raise UserError(f"{row.where}: {fault}")
     pending = [(row.values, 0)]
     while pending:
         value, depth = pending.pop()
@@ -118,7 +142,10 @@ def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
     """
     field = f"data.{data.name}.source={data.source}"
     args = json.loads(json.dumps(data.args, default=str))  # as the run's own record has them
-    hello = {"call": FunctionCall(data.name, data.source, args, seed, data.rows_max, data.answer_field), "path": sys.path}
+    hello = {
+        "call": FunctionCall(data.name, data.source, args, seed, data.rows_max, data.answer_field, _text_columns(data)),
+        "path": sys.path,
+    }
     children = ChildPool(field, "rlpipe.data.rows", hello, environment={**os.environ, PARENT_VARIABLE: str(os.getpid())})
     row_index, is_last = 0, False
     try:
@@ -171,6 +198,8 @@ def _lines(function: Callable[..., Any], arguments: dict[str, Any], call: Functi
         for row_index, values in enumerate(itertools.islice(rows, call.rows_max or None), start=1):
             if not isinstance(values, Mapping):
                 raise InvalidAnswer(f"{call.source} row {row_index}: a {type(values).__name__}, but every row must be a dict")
+            if fault := _no_text(values, call.columns, call.answer_field):
+                raise InvalidAnswer(f"{call.source} row {row_index}: {fault}")
             yield _line(values, call.answer_field)
 
 

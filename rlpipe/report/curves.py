@@ -17,7 +17,7 @@ from rlpipe.store.code_version import code_version
 from rlpipe.store.local_copy import is_delta
 from rlpipe.store.outside import is_outside
 from rlpipe.store.run import BEFORE_SFT, Run
-from rlpipe.types import Manifest, Metrics, StoreError, moment_of
+from rlpipe.types import Manifest, Metrics, StoreError, expanded, moment_of
 
 STAGES = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines", "evaluate", "orchestration")
 DOTS_BELOW = 10  # points of a curve
@@ -52,8 +52,8 @@ class DataSet:
     @classmethod
     def of(cls, data: DataConfig, digest: str, num_rows: int) -> DataSet:
         """A set of the config with what was read of it; MLflow keeps 36 characters of a digest."""
-        is_file, on_s3 = Path(data.source).expanduser().exists(), is_outside(data.source)
-        uri = data.source if on_s3 else str(Path(data.source).expanduser().absolute())
+        is_file, on_s3 = expanded(data.source).exists(), is_outside(data.source)
+        uri = data.source if on_s3 else str(expanded(data.source).absolute())
         source = {"uri": uri} if is_file or on_s3 else {"tags": {"source": data.source}}
         profile = {"num_rows": num_rows, "part": data.part, "weight": data.weight}
         return cls(

@@ -15,7 +15,7 @@ from rlpipe.data.links import check_links
 from rlpipe.models.folder import folder_config
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
 from rlpipe.rewards.score import FAILURES_MAX, Item, Score
-from rlpipe.types import JsonDict, UserError
+from rlpipe.types import JsonDict, UserError, expanded
 
 LOAD_TIMEOUT_S = 900.0  # of a reward model
 LOSSES_MAX = 8  # processes of a reward model replaced within one `score`
@@ -126,7 +126,7 @@ def model(
 
     ValueError when the folder holds no sequence-classification model, or it has no such output.
     """
-    folder = Path(name.removeprefix("hf:")).expanduser()
+    folder = expanded(name.removeprefix("hf:"))
     _check_folder(folder, output)
     arguments = {"folder": str(folder), "tokens_max": tokens_max, "output": output, "device": device}
     hello = {"name": name, "weight": weight, "model": arguments}
@@ -136,7 +136,7 @@ def model(
 
 def try_model(name: str) -> None:
     """UserError naming what keeps the weights in a reward model's folder from being that model; read once, in a process of its own."""
-    hello = {"name": name, "tried": str(Path(name.removeprefix("hf:")).expanduser())}
+    hello = {"name": name, "tried": str(expanded(name.removeprefix("hf:")))}
     with closing(ChildPool(f"rl.rewards.{name}", "rlpipe.rewards.worker", hello, start_timeout_s=LOAD_TIMEOUT_S)) as trial:
         trial.on_all(Child.start)
 

@@ -39,7 +39,7 @@ from rlpipe.stages.model_source import RUN, place_of_model, source_of
 from rlpipe.stages.sampling import check_room
 from rlpipe.stages.sft import check_fits
 from rlpipe.store.run import Run
-from rlpipe.types import JsonDict, UserError, data_seed
+from rlpipe.types import JsonDict, UserError, data_seed, expanded
 
 TEXT_CHARS_MAX = 60
 NEW_VOCABULARY = 320  # about: where a new tokenizer could not be made
@@ -66,7 +66,7 @@ class Content:
     def model(self) -> str:
         """The model's files are whole, and its config makes a model that they fit."""
         model = self.config.model
-        if not self.runs and not Path(model.path).expanduser().is_dir():
+        if not self.runs and not expanded(model.path).is_dir():
             place, self.model_config = place_of_model(self.config)
             return f"model: {place}"
         folder, named = source_of(self.config).folder, tried_adapter(self.config)
@@ -80,7 +80,7 @@ class Content:
     def reference(self, run: Run | None) -> str:
         """The reference is a model that loads, with the vocabulary of the run; for a plan, as far as it is here."""
         config, name = self.config, self.config.rl.reference
-        folders = [Path(path).expanduser() for path in (name, config.model.path or ".")]
+        folders = [expanded(path) for path in (name, config.model.path or ".")]
         if (run is None and not all(folder.is_dir() for folder in folders)) or not (config.model.path or self.prompts):
             return f"reference: {name}, not tried"
         label = name
@@ -96,8 +96,8 @@ class Content:
         is here."""
         model = self.config.model
         stands_in = model.path and self.tried is None and self.model_config is None
-        if stands_in and ("hidden_size" not in model.model_fields_set or Path(model.path).expanduser().is_dir()):
-            is_here = Path(model.path).expanduser().is_dir()
+        if stands_in and ("hidden_size" not in model.model_fields_set or expanded(model.path).is_dir()):
+            is_here = expanded(model.path).is_dir()
             why = (
                 "does not load: its fault is named"
                 if is_here
@@ -167,7 +167,7 @@ class Content:
     def tokenizer(self) -> str:
         """The tokenizer loads, its template takes the data, and every prompt leaves room for a completion."""
         config, model = self.config, self.config.model
-        if model.path and not self.runs and not Path(model.path).expanduser().is_dir():
+        if model.path and not self.runs and not expanded(model.path).is_dir():
             return "tokenizer: not tried, the model is not here"
         if not model.path and not self.prompts:
             return ""  # it is made of prompts: the fault of each set is known

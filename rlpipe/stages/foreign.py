@@ -20,7 +20,7 @@ from rlpipe.records.columns import from_table, schema_of
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, UNRECORDED, Group, Rollout, is_finished
-from rlpipe.types import UserError
+from rlpipe.types import UserError, expanded
 
 log = logging.getLogger(__name__)
 READ_ROWS = 1024
@@ -77,7 +77,7 @@ class ForeignFiles:
 
     def paths(self) -> list[Path]:
         """UserError when there is none."""
-        path = Path(self.name).expanduser()
+        path = expanded(self.name)
         paths = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
         if not paths or not paths[0].is_file():
             raise UserError(

@@ -26,7 +26,7 @@ from rlpipe.store.disk import link
 from rlpipe.store.local_copy import made_once, read_small_file, way_to_remake, whole_files
 from rlpipe.store.outside import OutsideFile, fetch_files, fetched_folder, files_text, is_outside, outside_files
 from rlpipe.store.run import open_existing
-from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError, size_text
+from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError, expanded, size_text
 
 IMPORT_GGUF = ".venv/bin/python scripts/import_gguf.py"
 MODEL_FILES = {"config.json", "generation_config.json", INDEX}
@@ -166,7 +166,7 @@ def _checked(folder: Path, field: str, path: str) -> Path:
 
 def model_folder(model: ModelConfig, field: str = FIELD) -> Path:
     """The local folder of `model.path`; UserError, which names the field that it is from, when it is no model in HF format."""
-    folder = Path(model.path).expanduser()
+    folder = expanded(model.path)
     if folder.suffix == ".gguf":
         raise UserError(f"{field}={model.path!r} is a GGUF file: make a folder of it with `{IMPORT_GGUF} {model.path} FOLDER`")
     if (folder.parent / PRUNED).is_file():
@@ -228,7 +228,7 @@ def _config_in(document: bytes) -> JsonDict:
 
 
 def _place_of_folder(model: ModelConfig) -> tuple[str, JsonDict]:
-    if Path(model.path).expanduser().exists() or model.path.startswith(("/", "~", ".")):
+    if expanded(model.path).exists() or model.path.startswith(("/", "~", ".")):
         folder = model_folder(model)
         return str(folder), folder_config(folder)
     with contextlib.suppress(UserError):

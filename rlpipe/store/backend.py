@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rlpipe.store.disk import Disk
 from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_parts, hashing, parts_ahead, pieces_of
-from rlpipe.types import StoreError, UserError, is_key
+from rlpipe.types import StoreError, UserError, expanded, is_key
 
 
 class Objects(Protocol):
@@ -47,7 +47,7 @@ class Store:
         if scheme == "s3" and set(rest) & set("?#"):
             raise UserError(f"store={url!r}: '?' and '#' have a meaning of their own in an s3:// URL; leave them out")
         if not separator or scheme == "file":
-            self.local: Path | None = Path(rest if separator else url).expanduser().resolve()
+            self.local: Path | None = expanded(rest if separator else url).resolve()
             self.url = f"file://{self.local}"
             self.objects: Objects = Disk(self.local)
         elif scheme == "s3":

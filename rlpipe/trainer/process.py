@@ -39,7 +39,7 @@ from rlpipe.services.registration import (
 )
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run
-from rlpipe.types import TrainerError
+from rlpipe.types import TrainerError, UserError
 
 log = logging.getLogger(__name__)
 RESTARTS_MAX = 5  # of a service's gang
@@ -198,7 +198,10 @@ class GangService:
     """One node's part, restarted when it ends, within RESTARTS_MAX."""
 
     def __init__(self, store: Store, config: PipelineConfig, node: int, address: str) -> None:
-        assert 0 <= node < config.trainer.nodes, f"node {node} of {config.trainer.nodes}"
+        if node >= (nodes := config.trainer.nodes):
+            raise UserError(
+                f"--node {node}: trainer.nodes={nodes} of run {config.run} are numbered from 0; join as one of 0 to {nodes - 1}"
+            )
         self.registration = Registration(store, f"runs/{config.run}", TRAINER, ServiceRecord(node_name(node), ""))
         self._config = config
         self._node = node

@@ -25,13 +25,21 @@ CONFIG: dict[str, str] = {  # --set -> what is named
     "store=file://host/path": "store=", "store=s3://b/x?y": "store=", "store=s3://b/x#y": "store=", "store=gs://b": "store=", "store=''": "store",
     "store=memory://": "store=", "store=http://x/y": "store=", "store=file://": "store=", "run=../x": "run", "run=.": "run", "run=-x": "run", "run='a b'": "run", "run=a/b": "run",
     "run='é'": "run", "run='" + "x" * 5000 + "'": "run", "seed=-1": "seed", "seed=1.5": "seed", "seed=99999999999999999999": "seed", "tracking.uri=http://u:p@h": "environment",
-    "novalue": "section.field=value", "=1": "section.field=value", "a.b.c.d=1": "a", "rl.clip_high": "section.field=value", "rl..clip_high=1": "rl", "rl.clip_high=[": "--set",
+    'engines.environment={"A=B" = "1"}': "engines.environment={'A=B'", 'engines.environment={"" = "1"}': "engines.environment={''", 'engines.environment={A = "x\\u0000"}': "zero byte",
+    'engines.environment={"A\\u0000" = "x"}': "engines.environment={", "engines.environment={A = 1}": "engines.environment.A",
+    "model.chat_template_args={d = 2024-01-01}": "model.chat_template_args.d=2024-01-01: is a date", "rl.reward_args={exact = {d = 2024-01-01T00:00:00Z}}": "rl.reward_args.exact.d",
+    "data.words.args={d = [{t = 10:00:00}]}": "args.d.0.t=10:00:00: is a date or a time", "model.chat_template_args={d = '\udcff'}": "model.chat_template_args.d", "rl.filters={'\udcff' = 1.0}": "rl.filters",
+    ".".join(["a"] * 2000) + "=1": "no field is so deep", "rl." + ".".join(["a"] * 20000) + "=1": "no field is so deep", "rl.clip_high=\udcff": "rl.clip_high", "\udcff=1": "", "\udcff": "section.field=value",
+    "rl.reward_args=" + "{a = " * 60 + "1" + "}" * 60: "no field is so deep", "rl.reward_args.x=" + "[" * 60 + "]" * 60: "no field is so deep",
+    "store=~nosuchuser/x": "no home folder of '~nosuchuser'", "novalue": "section.field=value", "=1": "section.field=value", "a.b.c.d=1": "a", "rl.clip_high": "section.field=value", "rl..clip_high=1": "rl", "rl.clip_high=[": "--set",
     "rl.rewards={exact = }": "--set", "\0=1": "", "rl.clip_high=\0": "rl.clip_high", "rl.clip_high=" + "9" * 5000: "rl.clip_high", "sft={num_steps = 'x'}": "sft.num_steps",
 }  # fmt: skip
 
 FILES: dict[str, bytes] = {  # a config file that is none
     "empty braces": b"{}", "JSON": b'{"rl": 1}', "cut": b"[rl]\nclip_high =", "binary": b"\xff\xfe\x00", "a key twice": b"[rl]\nclip_high=1\nclip_high=2\n",
     "a section twice": b"[rl]\n[rl]\n", "brackets": b"a = " + b"[" * 5000, "a list of sections": b"[[rl]]\nclip_high=0.2\n", "an unknown section": b"[rls]\nx=1\n",
+    "100,000 unknown keys": b"".join(b"k%d = 1\n" % number for number in range(100_000)), "a deep key": b".".join([b"a"] * 2000) + b" = 1", "much": b"#" * (100 << 20),
+    "100,000 unknown fields": b"[rl]\n" + b"".join(b"k%d = 1\n" % number for number in range(100_000)), "a date for a model": b"model.chat_template_args.d = 2024-01-01\n",
     "a date": b"[rl]\nclip_high=2024-01-01\n", "data without a name": b"[[data]]\nuse='rl'\n", "a zero byte": b"[rl]\nx=\0\n", "zeros": b"\0" * 1000,
 }  # fmt: skip
 
@@ -51,7 +59,8 @@ COMMANDS: list[tuple[str, str]] = [  # arguments -> what is said; exit code 2
     ("fork a --at 1 --run n --set model.hidden_size=16", "model.hidden_size"), ("fork a --at 1 --run n --redo all", "score"), ("fork a --at 1 --run n --set x", "section.field=value"),
     ("fork a --at 1 --redo score --run n --set rl.num_iterations=9", "rl.num_iterations"), ("fork a --at 99999999999999999999999 --run n", "is not committed"), ("fields x y", "y"),
     ("nope", "No such command"), ("--nope", "No such option"), ("automations --notify x", "PREFECT_API_URL"), ("host", "Missing option"), ("host --run a --store gs://x", "store="),
-    ("host --run nobody --set rl.clip_high=1", "engines.*"), ("host --run a --port x", "integer"), ("trainer", "Missing option"), ("trainer --run a --set rl.clip_high=1", "trainer.*"),
+    ("host --run nobody --set rl.clip_high=1", "engines.*"), ("host --run a --port x", "integer"), ("host --run a --port -1", "--port"), ("host --run a --port 65536", "--port"), ("view --port 65536", "--port"), ("trainer --run a --node -1", "--node"),
+    ("run ~nosuchuser/x.toml", "no such file"), ("runs --store ~nosuchuser/x", "no home folder"), ("verify a --store ~nosuchuser", "no home folder"), ("trainer", "Missing option"), ("trainer --run a --set rl.clip_high=1", "trainer.*"),
     ("trainer --run a --node x", "integer"), ("trainer --run a --store file://host/x", "store="),
 ]  # fmt: skip
 
