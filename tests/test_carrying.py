@@ -73,7 +73,7 @@ def test_masked_tokens_are_context_for_the_trainer_and_nothing_else(tmp_path: Pa
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"reward": None}, "row of group 0"),
+        ({"reward": None}, "its column reward has nulls"),
         ({"reward": float("nan")}, "row of group 0"),
         ({"rollout_logprobs": np.zeros(2, np.float32)}, "row of group 0"),
         ({}, "is no file of BatchRow"),

@@ -217,8 +217,8 @@ def test_a_run_leaves_no_secret_listens_on_loopback_only_and_unpickles_nothing(
     keys = store.list("runs/kept")
     assert {key: found_in(store.read(key), environment) for key in keys if found_in(store.read(key), environment)} == {}
     assert traces(stand, environment, *work_dirs(stand), Path(environment["HOOKS"])) == {}
-    told = dumped(stand.path / "home" / "prefect.db")
-    assert b" at $GRADER_URL: " in told and b"***" in told  # what was echoed was told, without them
+    scored = [row for key in keys if key.endswith("scores.parquet") for row in read_table(store.read(key)).to_pylist()]
+    assert "reward_invalid" in {row["reward_fault"] for row in scored}  # what was echoed, as parts and their names too
     pages = TestClient(view_app(store), base_url="http://127.0.0.1")
     for path in ("/", "/runs/kept", "/runs/kept/iterations/0", "/runs/kept/iterations/0/groups/0"):
         assert (answer := pages.get(path)).status_code == 200 and found_in(answer.content, environment) == [], path

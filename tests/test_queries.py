@@ -131,6 +131,17 @@ def sql(store: Store, *arguments: str) -> Result:
     return CliRunner().invoke(cli.app, ["sql", *arguments, "--store", store.url])
 
 
+def test_half_of_a_surrogate_pair_ends_in_one_line(whole: Store) -> None:
+    """In a query; in a name of a column, a value and JSON control characters are escapes."""
+    for query in ("select '\udcff'", 'select 1 as "\ud800"', "\udcff"):
+        refused = sql(whole, query)
+        assert refused.exit_code == 2 and "half of a surrogate pair" in refused.output and refused.output.count("\n") == 1
+    for kind in ("table", "csv", "json"):
+        answer = sql(whole, 'select chr(27) || chr(127) || chr(8238) as "a\x1b"', "--format", kind)
+        assert answer.exit_code == 0 and not re.search(r"[\x1b\x7f\u202e]", answer.output), answer.output
+    assert json.loads(answer.output) == {"a\x1b": "\x1b\x7f\u202e"}
+
+
 def test_what_was_scored_is_seen_once_and_nothing_of_an_attempt_that_died(store: Store) -> None:
     """On a disk and on S3."""
     made(store)

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlpipe.records.kinds import Json, Kind, Span, column_kinds
+from rlpipe.records.kinds import Json, Kind, Span, column_kinds, json_fits, optional_columns
 from rlpipe.types import JsonDict
 
 Record = TypeVar("Record")
@@ -51,10 +51,48 @@ def to_table(records: Sequence[Any], record: type[Any], names: Sequence[str] | N
     return pa.Table.from_arrays(arrays, schema=schema_of(record, names))
 
 
+def typed(table: pa.Table, record: type[Any]) -> pa.Table:
+    """The columns of a record, with its types: the one place in which stored columns are checked. One that the table lacks is left out where
+    the field has a default. ValueError for another type, for one that is missing, and for a null where the field knows none."""
+    arrays, optional, names = list[Any](), optional_columns(record), list[str]()
+    fields = {field.name: field for field in dataclasses.fields(record)}
+    for field in schema_of(record):
+        if field.name not in table.column_names:
+            if fields[field.name].default is fields[field.name].default_factory is dataclasses.MISSING:
+                raise ValueError(f"it has no column {field.name}")
+            continue
+        column = table.column(field.name)
+        if _family(column.type) != _family(field.type):
+            raise ValueError(f"its column {field.name} is of type {column.type}, not {field.type}")
+        if column.null_count and field.name not in optional:
+            raise ValueError(f"its column {field.name} has nulls")
+        arrays.append(column if column.type == field.type else column.cast(field.type))
+        names.append(field.name)
+    return pa.Table.from_arrays(arrays, names=names)
+
+
+def _family(kind: pa.DataType) -> Any:
+    """What a type is, whatever its width."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return "list", _family(kind.value_type)
+    if pa.types.is_struct(kind):
+        return "struct", *((field.name, _family(field.type)) for field in kind)
+    if pa.types.is_dictionary(kind):
+        return _family(kind.value_type)
+    families = {
+        "integer": pa.types.is_integer,
+        "floating": pa.types.is_floating,
+        "text": pa.types.is_string,
+        "large text": pa.types.is_large_string,
+    }
+    return next((name.removeprefix("large ") for name, fits in families.items() if fits(kind)), str(kind))
+
+
 def from_table(table: pa.Table, record: type[Record]) -> list[Record]:
-    """The records of a table; a column that it lacks has the field's default, one that the record lacks is not read."""
+    """The records of a table; a column that it lacks has the field's default, one that the record lacks is not read. ValueError: see `typed`."""
+    table = typed(table, record)
     columns = {name: kind for name, kind in _columns(record).items() if name in table.column_names}
-    values = [_decoded(table.column(name), kind) for name, kind in columns.items()]
+    values = [_decoded(table.column(name), kind, record, name) for name, kind in columns.items()]
     return [record(**dict(zip(columns, row, strict=True))) for row in zip(*values, strict=True)]
 
 
@@ -78,9 +116,9 @@ def _encoded(values: list[Any], kind: Any) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), items)
 
 
-def _decoded(column: pa.ChunkedArray, kind: Any) -> list[Any]:
+def _decoded(column: pa.ChunkedArray, kind: Any, record: type[Any], name: str) -> list[Any]:
     if isinstance(kind, Json):
-        return [_from_text(text, kind) for text in column.to_pylist()]
+        return [_from_text(text, kind, record, name) for text in column.to_pylist()]
     if not pa.types.is_list(kind):
         return column.to_pylist()
     if column.null_count or any(chunk.values.null_count for chunk in column.chunks):
@@ -102,10 +140,11 @@ def _as_text(value: Any, kind: Json) -> str:
     return "" if value is None else json.dumps(value, sort_keys=kind.sort_keys, default=dataclasses.asdict)
 
 
-def _from_text(text: str | None, kind: Json) -> Any:
+def _from_text(text: str | None, kind: Json, record: type[Any], name: str) -> Any:
     if not text:
         return None
     value = json.loads(text)
+    json_fits(record, name, value)
     if kind.record is None:
         return value
     names = {field.name for field in dataclasses.fields(kind.record)}

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
+from pydantic import TypeAdapter
 
 Kind = Literal["int32", "int64", "text", "float64", "tokens", "mask", "logprobs", "halves", "spans"]
 
@@ -36,6 +37,27 @@ Mask = Annotated[np.ndarray, "mask"]  # int8
 Logprobs = Annotated[np.ndarray, "logprobs"]  # float32
 Halves = Annotated[np.ndarray, "halves"]  # float16
 Spans = Annotated[tuple[Span, ...], "spans"]
+
+
+@cache
+def optional_columns(record: type[Any]) -> frozenset[str]:
+    """The columns of a record that may have nulls; those of JSON have an empty text."""
+    hints = get_type_hints(record, include_extras=True)
+    return frozenset(
+        name
+        for name, kind in column_kinds(record).items()
+        if isinstance(kind, Json) or type(None) in get_args(get_args(hints[name])[0])
+    )
+
+
+@cache
+def _adapter(record: type[Any], name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(get_args(get_type_hints(record, include_extras=True)[name])[0])
+
+
+def json_fits(record: type[Any], name: str, value: Any) -> None:
+    """ValueError when what the JSON of a column holds is not of the field's type."""
+    _adapter(record, name).validate_python(value)
 
 
 @cache

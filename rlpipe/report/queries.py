@@ -12,6 +12,7 @@ from typing import Any
 
 import duckdb
 
+from rlpipe.records.prompt import is_text
 from rlpipe.report.query_tables import Tables
 from rlpipe.store.backend import Store
 from rlpipe.store.catalogue import Catalogue
@@ -102,6 +103,10 @@ class Queries:
 
         It can neither write nor read a file: DuckDB has no access to any, and its settings are locked.
         """
+        if not is_text(sql):
+            raise UserError(
+                f"{sql!r:.200}: the query has half of a surrogate pair, or bytes that are no UTF-8: no text of a store has them"
+            )
         connection = duckdb.connect(":memory:", config=SETTINGS)
         try:
             statements = connection.extract_statements(sql)

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Any, Literal
 
 from rlpipe.report.queries import Answer
-from rlpipe.types import plain_json
+from rlpipe.types import plain_json, printable
 
 Format = Literal["table", "csv", "json"]
 CELL_CHARS_MAX = 60
@@ -24,11 +24,11 @@ def answer_lines(answer: Answer, kind: Format, rows_max: int) -> Iterator[str]:
 
 
 def _table(answer: Answer, rows_max: int) -> Iterator[str]:
-    rows = list(islice(answer.rows, rows_max + 1))
+    rows, columns = list(islice(answer.rows, rows_max + 1)), [printable(name) for name in answer.columns]
     cells = [[_cell(value) for value in row] for row in rows[:rows_max]]
     right = [all(isinstance(row[index], int | float | Decimal | None) for row in rows) for index in range(len(answer.columns))]
-    widths = [max(map(len, column)) for column in zip(answer.columns, *cells, strict=True)]
-    for line in (answer.columns, ["-" * width for width in widths], *cells):
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    for line in (columns, ["-" * width for width in widths], *cells):
         yield "  ".join(
             cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(line, widths, right, strict=True)
         ).rstrip()
@@ -59,7 +59,8 @@ def _csv(answer: Answer) -> Iterator[str]:
 
 def _json(answer: Answer) -> Iterator[str]:
     for row in answer.rows:
-        yield json.dumps(dict(zip(answer.columns, map(_plain, row), strict=True)), ensure_ascii=False)
+        line = json.dumps(values := dict(zip(answer.columns, map(_plain, row), strict=True)), ensure_ascii=False)
+        yield line if printable(line) == line else json.dumps(values).replace("\x7f", "\\u007f")
 
 
 def _plain(value: Any) -> Any:

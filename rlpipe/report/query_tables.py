@@ -17,7 +17,7 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.store.as_files import file_system, path_of
 from rlpipe.store.catalogue import Catalogue, StoredArtifact
-from rlpipe.types import JsonDict, StoreError, canonical_json, moment_of
+from rlpipe.types import JsonDict, StoreError, canonical_json, moment_of, printable
 
 Source: TypeAlias = "pa.Table | ds.Dataset"
 File = tuple[str, int, JsonDict]  # key, bytes, labels
@@ -105,7 +105,7 @@ class Tables:
                 "state_iteration": record.state_iteration,
                 "reward_mean": record.metrics.get("rollout/reward_mean"),
                 "ended_at": _moment(record.ended_at),
-                "metrics": list(record.metrics.items()),
+                "metrics": [(printable(name), value) for name, value in record.metrics.items()],
             }
             for name, record in self._catalogue.iterations()
         ]
@@ -251,4 +251,5 @@ def _moment(text: str) -> datetime | None:
 
 
 def _table(rows: list[JsonDict], columns: dict[str, pa.DataType]) -> pa.Table:
+    rows = [{name: printable(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
     return pa.Table.from_pylist(rows, schema=pa.schema(list(columns.items())))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -117,7 +117,22 @@ def parse_manifest(address: str, data: bytes) -> Manifest:
     for record in manifest.files:
         if not is_key(record.name) or record.name.count("/") != 1:
             raise StoreError(f"{address} is damaged: the file name {record.name!r:.200} leads elsewhere")
+    if wrong := [name for name, value in manifest.metrics.items() if not _fits(manifest.stage, name, value)]:
+        raise StoreError(f"{address} is damaged: its metric {wrong[0]!r:.200} is {manifest.metrics[wrong[0]]!r:.80}")
     return manifest
+
+
+def _fits(stage: str, name: str, value: Any) -> bool:
+    """Whether a metric is what is read of it: the losses of a segment, why groups were dropped, the numbers of an evaluation."""
+    if name == "losses":
+        return isinstance(value, list) and all(map(_is_number, value))
+    if name == "dropped" and stage.startswith("batch/"):
+        return isinstance(value, dict) and all(group.isdecimal() and isinstance(why, str) for group, why in value.items())
+    return stage != "evaluation" or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < 2.0**1023
 
 
 def is_pruned(store: Store, folder: str) -> bool:
@@ -194,7 +209,7 @@ def read_records(
     data = read_file(store, ref.folder, file)
     try:
         return from_table(read_table(data, schema_of(record, columns).names), record)
-    except (pa.ArrowInvalid, KeyError) as error:
+    except (pa.ArrowException, KeyError, ValueError, TypeError, RecursionError) as error:
         raise StoreError(
             f"{store.address(ref.folder)}/{file.name} is no file of {record.__name__} records ({error})"
         ) from error

@@ -141,7 +141,7 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
     first = 0
     for row, reward in zip(rows, rewards, strict=True):
         same = len(row.completion_tokens) == len(row.loss_mask) == len(row.rollout_logprobs)
-        if not (same and len(row.prompt_tokens) and reward is not None and np.isfinite(reward)):
+        if not (same and len(row.prompt_tokens) and np.isfinite(reward)):
             raise StoreError(
                 f"{store.address(data.folder)}: row of group {row.group_index}: prompt, completion and masks do not fit, "
                 f"or its reward {reward} is not finite"

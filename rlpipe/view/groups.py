@@ -7,14 +7,13 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from rlpipe.records.columns import from_table, schema_of
 from rlpipe.records.kinds import Float, Int32, Int64, Json, Mask, OptionalFloat, Spans, Text
 from rlpipe.records.prompt import Messages, Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Rollout, TokenGaps
 from rlpipe.report.stored_turns import turns_to_show
 from rlpipe.store.run import BEFORE_SFT, Run
 from rlpipe.types import ArtifactRef, Manifest, UserError
-from rlpipe.view.library import CommittedFile, Library, rows_with
+from rlpipe.view.library import CommittedFile, InGroup, Library, rows_with
 
 Place = Literal["iterations", "evaluations"]
 FATES = ("trained", "dropped", "carried", "left out", "not filtered yet", "evaluated")
@@ -145,7 +144,7 @@ class GroupFiles:
         named, fates = {record.plain_name for record in self.batch[1].files}, dict[int, tuple[str, str]]()
         for name, fate in (("batch.parquet", "trained"), ("carried.parquet", "carried")):
             if name in named:
-                rows = self.library.table(CommittedFile.of(self.batch, name), ["group_index"])
+                rows = self.library.table(CommittedFile.of(self.batch, name), InGroup)
                 fates |= dict.fromkeys(rows["group_index"].unique().to_pylist(), (fate, ""))
         return fates | {int(index): ("dropped", reason) for index, reason in self.batch[1].metrics.get("dropped", {}).items()}
 
@@ -192,7 +191,7 @@ class GroupFiles:
 
     def neighbours(self, group_index: int) -> tuple[int | None, int | None]:
         """The groups before and after a group."""
-        tables = [self.library.table(file, ["group_index", "prompt_id"]) for file in self.scores]
+        tables = [self.library.table(file, InGroup) for file in self.scores]
         return beside(group_index, {index for table in tables for index in table["group_index"].unique().to_pylist()})
 
     def trained(self, group_index: int) -> dict[int, TrainedRollout]:
@@ -212,8 +211,8 @@ class GroupFiles:
     def prompt(self, prompt_id: str) -> Prompt | None:
         """The prompt with its messages and reference answer, where it is stored."""
         for file in self.prompts:
-            table = self.library.table(file, schema_of(Prompt).names)
-            if rows := from_table(rows_with(table, "prompt_id", prompt_id), Prompt):
+            table = self.library.table(file, Prompt)
+            if rows := self.library.parsed(file, rows_with(table, "prompt_id", prompt_id), Prompt):
                 return rows[0]
         return None
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlpipe.records.columns import from_table, schema_of
+from rlpipe.records.columns import from_table, schema_of, typed
+from rlpipe.records.kinds import Int32, Text
 from rlpipe.report.curves import EVALUATION, evaluation_of, sft_points
 from rlpipe.store.as_files import file_system, path_of
 from rlpipe.store.backend import Store
@@ -45,6 +46,20 @@ def rows_with(table: pa.Table, column: str, value: str | int) -> pa.Table:
     return table.filter(pc.call_function("equal", [table[column], pa.scalar(value, table.schema.field(column).type)]))
 
 
+@dataclass(frozen=True)
+class InGroup:
+    """The group of a rollout."""
+
+    group_index: Int32
+
+
+@dataclass(frozen=True)
+class AskedInGroup(InGroup):
+    """And its prompt."""
+
+    prompt_id: Text
+
+
 Points = list[tuple[int, float]]
 RunCurves = dict[str, Points]  # metric -> its points over iterations, weight versions (evaluation/...) or SFT steps (sft/...)
 
@@ -55,7 +70,7 @@ class Library:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._records: dict[str, list[IterationRecord]] = {}
-        self._tables: OrderedDict[tuple[str, tuple[str, ...]], pa.Table] = OrderedDict()
+        self._tables: OrderedDict[tuple[str, type[Any]], pa.Table] = OrderedDict()
         self._lock = threading.Lock()
 
     def run(self, name: str) -> Run:
@@ -95,36 +110,41 @@ class Library:
                 curves[name].append((point.step, value))
         return curves
 
-    def table(self, file: CommittedFile, columns: Sequence[str]) -> pa.Table:
-        """These columns of a Parquet file, without those that it lacks; StoreError when it cannot be read. They are kept."""
-        key = file.key, tuple(columns)
+    def table(self, file: CommittedFile, record: type[Any]) -> pa.Table:
+        """The columns of a record in a Parquet file; StoreError, which names it, when it has no such ones. They are kept."""
+        key = file.key, record
         with self._lock:
             if key in self._tables:
                 self._tables.move_to_end(key)
                 return self._tables[key]
-        table = self.read(file, columns)
+        table = self.read(file, record)
         with self._lock:
             self._tables[key] = table
             while len(self._tables) > 1 and sum(kept.nbytes for kept in self._tables.values()) > TABLES_BYTES_MAX:
                 self._tables.popitem(last=False)
         return table
 
-    def read(self, file: CommittedFile, columns: Sequence[str]) -> pa.Table:
+    def read(self, file: CommittedFile, record: type[Any]) -> pa.Table:
         """As `table`, and not kept: what is looked through once."""
         system, address = file_system(self.store, {file.key: file.bytes}), self.store.address(file.key)
         try:
             with system.open_input_file(path_of(self.store, file.key)) as source:
                 parquet = pq.ParquetFile(source, pre_buffer=False)  # in this thread alone: see read_table of records/columns.py
-                return parquet.read([name for name in columns if name in parquet.schema_arrow.names], use_threads=False)
+                names = [name for name in schema_of(record).names if name in parquet.schema_arrow.names]
+                return typed(parquet.read(names, use_threads=False), record)
         except FileNotFoundError as error:
             raise StoreError(f"{address} is missing from the store") from error
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, ValueError, OSError) as error:
             raise StoreError(f"{address} cannot be read ({error}); `rlpipe verify RUN` names what is damaged") from error
 
     def rows(self, file: CommittedFile, record: type[Record], group_index: int | None = None) -> list[Record]:
         """The rows of a Parquet file as records, of all groups or of one; only the record's columns are read."""
-        table = self.table(file, schema_of(record).names)
+        table = self.table(file, record)
+        return self.parsed(file, table if group_index is None else rows_with(table, "group_index", group_index), record)
+
+    def parsed(self, file: CommittedFile, rows: pa.Table, record: type[Record]) -> list[Record]:
+        """Some rows of a file as records; StoreError where what their JSON holds is none."""
         try:
-            return from_table(table if group_index is None else rows_with(table, "group_index", group_index), record)
-        except (ValueError, KeyError, TypeError) as error:
+            return from_table(rows, record)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreError(f"{self.store.address(file.key)} is no file of {record.__name__} records ({error})") from error

@@ -13,13 +13,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 import pyarrow.compute as pc
 
-from rlpipe.records.columns import from_table, schema_of
 from rlpipe.records.kinds import Int32, OptionalFloat, Text
 from rlpipe.report.curves import evaluated_versions
 from rlpipe.store.run import Run
 from rlpipe.types import StoreError
 from rlpipe.view.groups import ShownRollout, evaluation_groups, scored_files
-from rlpipe.view.library import READERS, Library, rows_with
+from rlpipe.view.library import READERS, AskedInGroup, Library, rows_with
 
 SECONDS_MAX = 4.0
 HITS_MAX = 100
@@ -96,10 +95,10 @@ def search(library: Library, places: list[tuple[Run, int]], text: str) -> Looked
     def visit(run: Run, iteration: int) -> list[Hit]:
         hits = []
         for file in scored_files(run, iteration):
-            table = library.read(file, schema_of(SearchedRollout).names)
+            table = library.read(file, SearchedRollout)
             matches = (pc.call_function("match_substring", [table[column]], options) for column in SEARCHED)
             selected = reduce(lambda first, second: pc.call_function("or", [first, second]), matches)
-            rows = from_table(table.filter(selected).slice(0, HITS_MAX), SearchedRollout)
+            rows = library.parsed(file, table.filter(selected).slice(0, HITS_MAX), SearchedRollout)
             hits += [_hit(run.name, iteration, rollout, pattern) for rollout in rows]
         return hits
 
@@ -139,7 +138,7 @@ def prompt_in_iterations(library: Library, places: list[tuple[Run, int]], prompt
     def visit(run: Run, iteration: int) -> list[Answers]:
         rollouts = list[ShownRollout]()
         for file in scored_files(run, iteration):
-            table = library.table(file, ["group_index", "prompt_id"])
+            table = library.table(file, AskedInGroup)
             for group in rows_with(table, "prompt_id", prompt_id)["group_index"].unique().to_pylist():
                 rollouts += library.rows(file, ShownRollout, group)
         return [Answers(iteration, rollouts)] if rollouts else []

@@ -53,6 +53,14 @@ def shown_tokens(
     which a turn begins -> whose it is. StoreError when the gaps are others."""
     if len(gaps) not in (0, sum(mask)):
         raise StoreError(f"gap.parquet has {len(gaps)} gaps of a rollout with {sum(mask)} trained tokens")
+    lengths = [
+        len(rollout.completion_tokens),
+        len(rollout.rollout_logprobs),
+        len(mask),
+        sum(span.num_tokens for span in rollout.weight_versions),
+    ]
+    if len({*lengths}) > 1:
+        raise StoreError(f"a rollout has {lengths} tokens, logprobs, entries of the mask and tokens of versions")
     versions = [span.version for span in rollout.weight_versions for _ in range(span.num_tokens)]
     tokens = rollout.completion_tokens.tolist()
     apart = np.full(len(tokens), np.nan)
