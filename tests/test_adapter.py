@@ -170,7 +170,16 @@ def test_another_kind_of_adapter_is_refused_with_the_field() -> None:
     document = config_document(Adapter(8, 16.0), ["q_proj"])
     assert adapter_of("x", document) == Adapter(8, 16.0, ("q_proj",)) and document["lora_alpha"] == 16
     assert adapter_of("x", document | {"unknown": 1}) == adapter_of("x", document)
-    for change in ({"use_dora": True}, {"r": 0}, {"target_modules": []}, {"bias": "all"}, {"peft_type": "IA3"}):
+    assert not {"rank_pattern", "modules_to_save"} & document.keys()
+    empty = {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "target_parameters": [], "lora_bias": False}
+    assert adapter_of("x", document | empty) == adapter_of("x", document)  # as peft writes them
+    patterns = (
+        {"rank_pattern": {"q_proj": 4}},
+        {"alpha_pattern": {"q_proj": 4}},
+        {"layers_to_transform": [0]},
+        {"lora_bias": True},
+    )
+    for change in ({"use_dora": True}, {"r": 0}, {"target_modules": []}, {"bias": "all"}, {"peft_type": "IA3"}, *patterns):
         (name,) = change
         with pytest.raises(StoreError, match=rf"^x: {name}"):
             adapter_of("x", document | change)
@@ -186,6 +195,17 @@ def test_torn_and_foreign_adapters_are_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"strange: it is of another model: .*base has no model\.decoder"):
         merge(tmp_path / "base", strange, tmp_path / "merged")
     data = (folder / ADAPTER_WEIGHTS).read_bytes()
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    first = min(tensors)
+    for change, said in (
+        ({}, "is no half of two matrices"),
+        ({first: torch.full_like(tensors[first], torch.nan)}, f"{first} holds values that are NaN"),
+        ({first: tensors[first], "other": tensors[first].clone()}, "other is no half of two matrices"),
+    ):
+        others = {name: tensor for name, tensor in tensors.items() if name != first}
+        save_file(others | change, folder / ADAPTER_WEIGHTS)
+        with pytest.raises(StoreError, match=said):
+            AdapterFolder(folder)
     (folder / ADAPTER_WEIGHTS).write_bytes(data[:-40])
     with pytest.raises(StoreError, match=r"adapter_model\.safetensors is torn or missing"):
         AdapterFolder(folder)

@@ -60,15 +60,27 @@ class _PeftDocument:
     fan_in_fan_out: Literal[False] = False
     use_rslora: Literal[False] = False
     use_dora: Literal[False] = False
+    # peft and engines compute by these, the trainer would not: no adapter of rlpipe's has one
+    rank_pattern: Annotated[dict[str, int] | None, Field(max_length=0)] = None
+    alpha_pattern: Annotated[dict[str, float] | None, Field(max_length=0)] = None
+    modules_to_save: Annotated[list[str] | None, Field(max_length=0)] = None
+    layers_to_transform: None = None
+    layer_replication: None = None
+    exclude_modules: None = None
+    target_parameters: Annotated[list[str] | None, Field(max_length=0)] = None
+    lora_bias: Literal[False] = False
+    use_qalora: Literal[False] = False
 
 
 PEFT_DOCUMENT = TypeAdapter(_PeftDocument)
+WRITTEN = {"peft_type", "r", "lora_alpha", "target_modules", "bias", "fan_in_fan_out", "use_rslora", "use_dora"}
 
 
 def config_document(adapter: Adapter, targets: list[str]) -> JsonDict:
     """peft's adapter_config.json of an adapter beside the layers that `targets` name."""
     beside = {"task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True, "lora_dropout": 0.0}
-    computed = PEFT_DOCUMENT.dump_python(_PeftDocument("LORA", adapter.rank, adapter.alpha, targets))
+    named = _PeftDocument("LORA", adapter.rank, adapter.alpha, targets)
+    computed = PEFT_DOCUMENT.dump_python(named, include=WRITTEN)  # the others are peft's defaults
     return beside | computed | {"lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha}
 
 

@@ -31,6 +31,12 @@ class AdapterFolder:
             self._tensors = load_file(folder / ADAPTER_WEIGHTS)
         except (SafetensorError, OSError) as error:
             raise StoreError(f"{folder}/{ADAPTER_WEIGHTS} is torn or missing: {error}") from error
+        for name, tensor in self._tensors.items():
+            other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+            if other == name or other not in self._tensors:  # a half alone changes nothing
+                raise StoreError(f"{folder}/{ADAPTER_WEIGHTS}: {name} is no half of two matrices that are both there")
+            if not tensor.isfinite().all():
+                raise StoreError(f"{folder}/{ADAPTER_WEIGHTS}: {name} holds values that are NaN or infinite")
 
     def weights(self) -> list[str]:
         """The names of the weights that it changes."""
