@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Never
@@ -42,6 +42,7 @@ from rlpipe.services.registration import (
     serve,
 )
 from rlpipe.store.backend import Store, open_store
+from rlpipe.store.documents import sealed
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer import process as process_module
 from rlpipe.trainer.client import TrainerClient
@@ -106,6 +107,41 @@ async def test_a_service_is_found_until_it_leaves(store: Store) -> None:
     await one.leave()
     await one.leave()
     assert [record.name for record in registered(store, ROOT, ENGINES)] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"url": "http://10.6.6.6:80"},
+        {"rendezvous": "10.6.6.6:29500"},
+        {"engine": "vllm"},
+        {"start": "0" * 16},
+        {"proof": ""},
+        {"proof": "0" * 64},
+        {"proof": "ü"},
+    ],
+)
+async def test_who_can_write_the_store_is_not_sent_the_services_key(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forged: dict[str, str]
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "k" * 32)
+    ours = service(store, "a")
+    await ours.enter()
+    assert registered(store, ROOT, ENGINES) == [ours.record] and await ours.stands()
+    place = f"{ROOT}/services/engines/a.json"
+    store.put(place, sealed(replace(ours.record, **forged)))
+    for _ in range(2):
+        assert registered(store, ROOT, ENGINES) == []
+    assert caplog.text.count("is not asked") == 1 and not await ours.stands()
+    for elsewhere in (f"{ROOT}/services/engines/b.json", f"{ROOT}/services/trainer/a.json", "runs/b/services/engines/a.json"):
+        store.put(elsewhere, sealed(ours.record))  # a right one of another place
+    store.delete(place)
+    assert [*registered(store, ROOT, ENGINES), *registered(store, ROOT, TRAINER), *registered(store, "runs/b", ENGINES)] == []
+    monkeypatch.setenv(KEY_VARIABLE, "another key")
+    await ours.enter()
+    assert registered(store, ROOT, ENGINES) == [ours.record]
+    monkeypatch.setenv(KEY_VARIABLE, "k" * 32)
+    assert registered(store, ROOT, ENGINES) == []
 
 
 async def test_a_dismissed_service_ends(store: Store) -> None:

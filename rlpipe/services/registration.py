@@ -1,20 +1,23 @@
 """Services: trainer gangs and engine hosts in processes of their own, elsewhere. What they leave in the store, and when they end.
 
 A service leaves a record in `runs/<run>/services/<kind>/<name>.json`, and is the run's for as long as that record is its own: who
-deletes it, or puts another in its place, dismisses the service. Nobody has to reach it for that.
+deletes it, or puts another in its place, dismisses the service. Nobody has to reach it for that. With a services' key a record is only
+taken from who has it: the flow sends the key to the URL that stands there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import json
 import logging
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Never, Protocol
 
@@ -36,6 +39,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WATCH_S = 2.0
 RUN_POLL_S = 5.0
 TRAINER, ENGINES = "trainer", "engines"
+_refused: set[str] = set()  # the starts of records of which that was said
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,13 @@ class ServiceRecord:
     engine: str = ""
     rendezvous: str = ""
     start: str = field(default_factory=lambda: secrets.token_hex(8))  # no two starts leave the same record
+    proof: str = ""  # that who left it has the services' key
+
+    def proved(self, place: str) -> ServiceRecord:
+        """The same with its proof: the HMAC by the services' key of all that it says and of where it stands. Empty without a key."""
+        said, key = {**asdict(self), "proof": "", "place": place}, service_key()
+        text = json.dumps(said, sort_keys=True).encode()
+        return replace(self, proof=hmac.new(key.encode(), text, "sha256").hexdigest() if key else "")
 
 
 def node_name(node: int) -> str:
@@ -81,14 +92,28 @@ def services_folder(run_root: str, kind: str) -> str:
 
 
 def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
-    """The records of a kind, in the order of their names."""
+    """The records of a kind, in the order of their names; where this process has the services' key, those of who has it too."""
     records = []
     for key in store.list(services_folder(run_root, kind)):
         if key.rsplit("/", 1)[-1].startswith("."):
             continue  # being written
         with contextlib.suppress(StoreError):  # gone between the two calls, or of another version
-            records.append(read_document(store, key, ServiceRecord))
+            record = read_document(store, key, ServiceRecord)
+            if service_key() and not hmac.compare_digest(record.proof.encode(), record.proved(key).proof.encode()):
+                _refuse(store.address(key), record)
+            else:
+                records.append(record)
     return records
+
+
+def _refuse(address: str, record: ServiceRecord) -> None:
+    """Says, once, that a record is not taken."""
+    if record.start not in _refused:
+        _refused.add(record.start)
+        log.warning(
+            "%s was not left by who has this %s: what it names (%s) is not asked; start that service again with the key of the flow",
+            address, KEY_VARIABLE, record.url,
+        )  # fmt: skip
 
 
 def dismiss(store: Store, run_root: str, kind: str, name: str) -> None:
@@ -116,6 +141,7 @@ class Registration:
     async def enter(self) -> None:
         """Leaves the record: whoever was in its place is dismissed."""
         key = f"{services_folder(self.run_root, self.kind)}/{self.record.name}.json"
+        self.record = self.record.proved(key)
         await asyncio.to_thread(self.store.put, key, sealed(self.record))
 
     async def change(self, **fields: str) -> None:
