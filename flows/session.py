@@ -30,7 +30,7 @@ from rlpipe.store.backend import open_store
 from rlpipe.store.forks import way_to_change
 from rlpipe.store.lease import RunHeld, TakenOver, announce, check_free, fenced, withdraw
 from rlpipe.store.limits import reason_to_stop
-from rlpipe.store.run import OtherSettings, open_existing
+from rlpipe.store.run import OtherSettings, Run, open_existing
 from rlpipe.store.run_record import record_start
 from rlpipe.types import EngineError, JsonDict, StageResult, StepRefused, StoreError, TrainerError, UserError
 from tasks.stages import prepare_model, prepare_probe, prepare_reference, prepare_tokenizer, service_starter
@@ -173,8 +173,7 @@ async def _tagged(config: PipelineConfig) -> str:
 
 async def prepare(session: stages.Session) -> StageResult:
     """Keeps how the run was started; commits tokenizer, base model and reference when they are not; returns the tokenizer."""
-    with fenced(session.run.lease):
-        await asyncio.to_thread(record_start, session.run.store, session.config)
+    await asyncio.to_thread(_keep_start, session.run)
     tokenizer = await prepare_tokenizer(session)
     base = await prepare_model(session, tokenizer=tokenizer.ref)
     if session.config.model.path:
@@ -182,6 +181,11 @@ async def prepare(session: stages.Session) -> StageResult:
     if session.config.rl.reference:
         await prepare_reference(session, tokenizer=tokenizer.ref)
     return tokenizer
+
+
+def _keep_start(run: Run) -> None:
+    with fenced(run.lease):
+        record_start(run.store, run.config)
 
 
 async def begin_rl(session: stages.Session) -> int:

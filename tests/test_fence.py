@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import tempfile
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from rlpipe.config.source import override_config
 from rlpipe.stages.behind import commit_record
+from rlpipe.stages.holding import cancelled_when_taken_over
 from rlpipe.stages.remaking import put_back
 from rlpipe.store import audit, lease
 from rlpipe.store.artifacts import MANIFEST, PRUNED, commit, new_attempt, read_manifest, write_bytes
@@ -32,7 +34,7 @@ from rlpipe.store.pruned import wait_until_pruned
 from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.store.run_record import create_record
-from rlpipe.types import BestReward, IterationRecord, Manifest, StoreError, sha256_of
+from rlpipe.types import BestReward, EngineError, IterationRecord, Manifest, StoreError, sha256_of
 from tests.lease_world import Actor, Killed, Memory, Order, store_of
 from tests.test_store_run import tiny
 
@@ -259,6 +261,41 @@ def test_who_was_taken_over_is_told_by_whom_and_does_no_more(tmp_path: Path, mon
     first.release()
     with pytest.raises(StoreError, match="was given back"), first.deed():
         raise AssertionError("a deed after the end")
+
+
+@pytest.mark.parametrize("finds_it", ["an error", "a deed", "a deed of the loop", "another thread"])
+def test_the_end_of_who_was_taken_over_is_told_so_and_is_not_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finds_it: str
+) -> None:
+    here_and_there(monkeypatch)
+    store = Store(f"file://{tmp_path}")
+    held = acquire(store, ROOT)
+    store.create(f"{ROOT}/lease/000001.json", sealed(Holder("far", 7, 1.0)))
+
+    def look() -> None:
+        with held.deed():
+            raise AssertionError("a deed of who was taken over")
+
+    async def session() -> None:
+        async with cancelled_when_taken_over(held):
+            if finds_it == "an error":
+                raise EngineError("an engine is gone")
+            if finds_it == "a deed of the loop":
+                look()
+            elif finds_it == "a deed":
+                await asyncio.to_thread(look)
+            asyncio.get_running_loop().run_in_executor(None, look)
+            await asyncio.sleep(60)
+
+    async def whole() -> None:
+        with pytest.raises(TakenOver, match="taken over by host far"):
+            await session()
+        await asyncio.sleep(0.05)  # what ends the session's parts
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling()
+
+    asyncio.run(whole())
+    held.release()
 
 
 def test_a_lease_is_given_back_when_nothing_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

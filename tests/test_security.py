@@ -478,6 +478,7 @@ def test_a_key_that_no_header_carries_is_refused_and_not_told(monkeypatch: pytes
          "AWS_ACCESS_KEY_ID", "HFTOKEN", "SLACK_WEBHOOK_URL", "APP_SECRETS", "GOOGLE_APPLICATION_CREDENTIALS", "'DB.PASS'")),
      "rl.reward_args={r = {passphrase = 'planted'}}", "rl.reward_args={r = {openai_key = 'planted'}}", "rl.reward_args={r = {accessToken = 'planted'}}",
      "data.words.args={MY_TOKEN = 'planted'}", "engines.flags=['-e', 'DB_PASS=planted']", "engines.environment={FEED = 'redis://:planted@host'}",
+     "engines.environment={OPENAI_KEY_OF_ME = 'planted'}",
      "tracking.uri=http://h?access_token=planted", "data.words.source=https://h/x.jsonl?X-Amz-Signature=planted"],
 )  # fmt: skip
 def test_a_config_with_a_secret_is_refused_and_does_not_repeat_it(override: str) -> None:
@@ -491,6 +492,7 @@ def test_a_config_may_name_what_is_no_secret() -> None:
             "rl.reward_args={judge = {key_env = 'NAME', url = '$URL'}, r = {tokenizer = 'x', url = 'http://h/x?kind=token'}}",
             "engines.environment={PWD = '/x', TOKENIZERS_PARALLELISM = 'true', HF_HUB_DISABLE_IMPLICIT_TOKEN = '1', KEYBOARD = 'us', COMPASS = 'n',"
             " VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE = '8', PYTHONPATH = 'x', MONKEY = 'x', AUTHOR = 'me', BYPASS = 'x', PATH = 'y'}",
+            "engines.environment={SGLANG_INIT_NEW_TOKEN_RATIO = '0.7', VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD = '256', PASS_AT_K = '8'}",
             "data.words.args={answer_key = 'a', id_key = 'id', pass_name = 'x', end_token = 'x', keys = 'a', tokens = 'x', author = 'x'}",
             "engines.flags=['--enable-metrics', '--tokenizer-mode=slow', '--max-prefill-tokens', '8']", "data.words.system_prompt=Write to me@host"]  # fmt: skip
     assert read_config("tiny", sets, PRESETS).tracking.uri.startswith("postgresql")
@@ -508,6 +510,8 @@ def test_variables_that_are_taken_for_secrets() -> None:
         "FEED", "https://h/x?sig=planted"
     )
     assert not is_secret_variable("MLFLOW_TRACKING_URI", "http://host:5000")
+    assert is_secret_variable("DB_PASS", "4711") and is_secret_variable("DB_PASS_2", "4711")
+    assert not is_secret_variable("SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS", "600"), "a number of what is no token"
 
 
 def test_passwords_of_urls_are_not_told() -> None:

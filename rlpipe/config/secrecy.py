@@ -25,7 +25,8 @@ _SECRET = (
 )
 _SECRET_IN_VARIABLE = r"[a-z0-9]*token|[a-z0-9]*auth|key|keys|pass|(db|my|pg|user|root)pass|pgpassfile|pw|pwd|creds?|cookies|bearer|jwt|pat|sas|dsn|webhook"
 _FIELD = re.compile(rf"(.*_)?({_SECRET})\d*|token|(.*_)?db_?pass|.+_pwd")
-_VARIABLE = re.compile(rf"(.*_)?({_SECRET}|{_SECRET_IN_VARIABLE})_?\d*(_.*)?")
+_VARIABLE = re.compile(rf"(.*_)?({_SECRET}|{_SECRET_IN_VARIABLE})_?\d*(?P<of>_.*)?")
+_NUMBER = re.compile(r"[-+]?(\d{1,9}|\d{0,9}\.\d{1,9})")  # SGLANG_INIT_NEW_TOKEN_RATIO=0.7, PASS_AT_K=8: of a token, not one
 SECRET_CHARS_MIN = 4  # shorter ones are in every text
 FRAGMENT_CHARS = 8  # so much of a key in a row is hidden: who echoes it may have cut it
 HIDDEN = "***"
@@ -113,7 +114,9 @@ def refuse_secrets(tree: Any) -> None:
         flag = re.match(r"-*([\w-]+)(=|$)", value) if path[-1].isdecimal() else None  # of a list: --api-key, or NAME=value
         name = flag[1] if flag else path[-1]
         is_variable = name.isupper() or path[:2] == ("engines", "environment")
-        if value.lower() not in _SWITCHES and (is_secret_variable(name) if is_variable else _is_secret(name)):
+        if value.lower() not in _SWITCHES and (
+            is_secret_variable(name, value[flag.end() :] if flag else value) if is_variable else _is_secret(name)
+        ):
             raise ValueError(
                 f"{where} looks like a secret, which would end up in the store and in Prefect; set it in the environment of "
                 "the processes that need it (child processes inherit it), or call the field otherwise"
@@ -122,9 +125,10 @@ def refuse_secrets(tree: Any) -> None:
 
 def is_secret_variable(name: str, value: str = "") -> bool:
     """Whether an environment variable is taken for a secret: by its name (MY_TOKEN, OPENAI_KEY, DB_PASS, passphrase), or as a URL with a
-    password or a key. `PWD`, the working directory, is none."""
+    password or a key. `PWD`, the working directory, is none, nor is a number of what the name says more of (TOKEN_RATIO)."""
     words = _words(name)
-    return (words not in ("pwd", "oldpwd") and _VARIABLE.fullmatch(words) is not None) or _has_key(value)
+    named = _VARIABLE.fullmatch(words) if words not in ("pwd", "oldpwd") else None
+    return (named is not None and not (named["of"] and _NUMBER.fullmatch(value))) or _has_key(value)
 
 
 class Secrets(NamedTuple):

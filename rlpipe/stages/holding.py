@@ -25,15 +25,22 @@ async def told(held: Lease) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def cancelled_when_taken_over(held: Lease) -> AsyncIterator[None]:
-    """Ends what the body waits for, however long, once the heartbeat finds that the run was taken over."""
+    """Ends what the body waits for, however long, once anyone finds that the run was taken over. What comes after the body is not cancelled."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "a session is opened in a task"
-    held.on_taken_over(lambda: loop.call_soon_threadsafe(task.cancel))
-    try:
-        async with told(held):
+    within, cancelled = True, False
+
+    def cancel() -> None:
+        nonlocal cancelled
+        if within and not cancelled:
+            cancelled = task.cancel()
+
+    held.on_taken_over(lambda: loop.call_soon_threadsafe(cancel))
+    async with told(held):
+        try:
             yield
-    except TakenOver:
-        task.uncancel()
-        raise
-    finally:
-        held.on_taken_over(None)
+        finally:
+            within = False  # first: whoever looks from here on, `told` too, tells the listener
+            held.on_taken_over(None)
+            if cancelled:
+                task.uncancel()
