@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from rlpipe.agents.anthropic_wire import AnthropicWire
 from rlpipe.agents.chat import ChatRefused, ChatRequest, as_text, assistant_message, on_the_wire, read_message, read_request
 from rlpipe.agents.endpoint import Wire
 from rlpipe.agents.openai_wire import OpenAiWire
-from rlpipe.agents.worker import last_line, outcome_of
+from rlpipe.agents.worker import last_line, outcome_of, run
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import LONG_CHARS
 from rlpipe.records.messages import DEPTH_MAX
@@ -202,3 +203,14 @@ def answer_to(wire: Wire, body: Any) -> ChatRequest | ChatRefused:
         return wire.read(body)
     except ChatRefused as refused:
         return refused
+
+
+def test_a_command_that_reads_nothing_is_not_written_to_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pipe is ready at any time, with the answer that nobody reads it."""
+    writes: list[int] = []
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: writes.append(file) or write(file, data))
+    request = {"prompt": [{"role": "user", "content": "x" * 1_000_000}], "base_url": "http://127.0.0.1:1/v1", "api_key": "k"}
+    said = run(["/bin/sh", "-c", "exec <&-; sleep 0.5; echo '{\"reward\": 1}'"], request)
+    assert said == {"reward": 1.0, "metrics": {}}
+    assert len(writes) < 50, "of 64 KiB each, until the pipe was full or closed"

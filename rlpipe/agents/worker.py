@@ -97,12 +97,16 @@ def _last_words(process: subprocess.Popen[bytes], given: bytes) -> tuple[str, st
             os.set_blocking(pipe.fileno(), False)
             selector.register(pipe, selectors.EVENT_WRITE if pipe is process.stdin else selectors.EVENT_READ, pipe)
         while rest > 0:
+            if not selector.get_map():
+                process.wait()
             has_ended = process.poll() is not None  # first: what it wrote before is then there to be read
             ready = [key.data for key, _ in selector.select(0 if has_ended else END_POLL_S)]
             if process.stdin in ready:
                 ready.remove(process.stdin)
-                with suppress(BrokenPipeError):
+                try:
                     left = left[os.write(process.stdin.fileno(), left[:CHUNK_BYTES]) :]
+                except BrokenPipeError:  # it reads no more, and may go on for long
+                    left = left[:0]
                 if not left or has_ended:
                     selector.unregister(process.stdin)
                     process.stdin.close()
