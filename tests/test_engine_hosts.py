@@ -139,12 +139,14 @@ async def test_a_wrong_key_is_refused_and_beyond_loopback_one_is_needed(
     one: World, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with host_process(one, tmp_path):
-        monkeypatch.setenv(KEY_VARIABLE, "another key")
         await until_joined(run, 1)
+        (record,) = registered(one.store, run.root, ENGINES)
+        monkeypatch.setenv(KEY_VARIABLE, "another key")
+        assert not registered(one.store, run.root, ENGINES), "it would be sent a key that is not its own"
         with pytest.raises(EngineError, match="no engine host could be reached"):
             await elsewhere(run, tmp_path).find()
         async with new_session() as session:
-            wrong = RemoteHost(Peer(registered(one.store, run.root, ENGINES)[0], "another key"), session)
+            wrong = RemoteHost(Peer(record, "another key"), session)
             with pytest.raises(EngineUnavailable, match="401"):
                 await wrong.clients(3)
     monkeypatch.delenv(KEY_VARIABLE, raising=False)

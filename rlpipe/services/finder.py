@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from rlpipe.services.batch_job import batch_job
 from rlpipe.services.calls import http_call, json_of, new_session
-from rlpipe.services.registration import ENGINES, TRAINER, ServiceRecord, dismiss, node_name, registered, service_key
+from rlpipe.services.registration import (
+    ENGINES,
+    TRAINER,
+    ServiceRecord,
+    anybody_registered,
+    dismiss,
+    node_name,
+    registered,
+    service_key,
+)
 from rlpipe.store.run import Run
 from rlpipe.types import EngineError, JsonDict, TrainerError, UserError
 
@@ -126,7 +135,7 @@ class ServiceFinder:
         say_s = SAY_S
         while True:
             peers = await self.current()
-            if peers and self._awaited:
+            if self._awaited and await asyncio.to_thread(anybody_registered, self._run.store, self._run.root, self._kind):
                 self._awaited, since = False, time.monotonic()
             answers = await asyncio.gather(*(peer.answers() for peer in peers))
             if self._started_here:

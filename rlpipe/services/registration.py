@@ -94,9 +94,7 @@ def services_folder(run_root: str, kind: str) -> str:
 def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
     """The records of a kind, in the order of their names; where this process has the services' key, those of who has it too."""
     records = []
-    for key in store.list(services_folder(run_root, kind)):
-        if key.rsplit("/", 1)[-1].startswith("."):
-            continue  # being written
+    for key in _places(store, run_root, kind):
         with contextlib.suppress(StoreError):  # gone between the two calls, or of another version
             record = read_document(store, key, ServiceRecord)
             if service_key() and not hmac.compare_digest(record.proof.encode(), record.proved(key).proof.encode()):
@@ -104,6 +102,16 @@ def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
             else:
                 records.append(record)
     return records
+
+
+def anybody_registered(store: Store, run_root: str, kind: str) -> bool:
+    """Whether there is a record of a kind, be it one that is not taken."""
+    return bool(_places(store, run_root, kind))
+
+
+def _places(store: Store, run_root: str, kind: str) -> list[str]:
+    keys = store.list(services_folder(run_root, kind))
+    return [key for key in keys if not key.rsplit("/", 1)[-1].startswith(".")]  # else it is being written
 
 
 def _refuse(address: str, record: ServiceRecord) -> None:
