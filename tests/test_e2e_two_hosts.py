@@ -1,0 +1,149 @@
+"""A host is suspended in the middle of a run, another takes the run over, and the first wakes up: one of them goes on, the other ends in one line,
+and the data have the bits of a run that nobody disturbed. The two hosts are UTS namespaces; HEARTBEAT_S and STALE_S are short in their processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpipe.store.run import Run, open_existing
+from tests.pipeline import MINI, Folder, Undisturbed, kill_group
+
+pytestmark = pytest.mark.e2e
+HURRIED = """import sys, rlpipe.store.lease as lease
+lease.HEARTBEAT_S, lease.STALE_S = 1.0, 4.0
+from flows.cli import app
+sys.argv.pop(0)
+app()"""
+DEADLINE_S = 600.0  # ten times what a quiet machine needs
+KEPT = ["checkpoint.full_every=3", "checkpoint.keep_policies_last=2", "checkpoint.keep_states=1"]
+STAGES = {  # the first host is suspended when such a file is there
+    "sft": "sft/00000/policy/manifest.json",
+    "prompts": "rl/00001/prompts/round-0/manifest.json",
+    "rollouts": "rl/00001/rollouts/round-0/shard-000/manifest.json",
+    "scores": "rl/00001/scores/round-0/manifest.json",
+    "batch": "rl/00001/batch/round-0/manifest.json",
+    "upload": "rl/00001/policy/*/*",
+    "delta": "rl/*/policy/*/delta.json",
+    "gap": "rl/00001/gap/manifest.json",
+    "state": "rl/00001/state/manifest.json",
+    "evaluation": "rl/00001/evaluation/manifest.json",
+    "iteration": "rl/00001/iteration.json",
+    "pruned": "rl/*/policy/pruned.json",
+}
+CASES = [
+    pytest.param(stage, overlap, 2 if quick else 5, marks=() if quick else pytest.mark.nightly)
+    for overlap in ("none", "steps", "iteration")
+    for stage in STAGES
+    for quick in ((True, False) if (stage, overlap) == ("rollouts", "none") else (False,))
+]
+
+
+def host(path: Path, name: str, store: str) -> Folder:
+    """A folder of its own, with a Prefect of its own, on a host of that name."""
+    path.mkdir()
+    named = ("unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "sh")
+    return Folder(path, store, inside=(*named, sys.executable, "-c", HURRIED))
+
+
+def suspend(flow: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Stops a flow's process, then all that it started, as a host that is suspended; returns them."""
+    process = psutil.Process(flow.pid)
+    process.suspend()  # from here on it starts no other
+    stopped = [process, *process.children(recursive=True)]
+    for each in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.suspend()
+    return stopped
+
+
+def wake(stopped: list[psutil.Process]) -> None:
+    for each in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.resume()
+
+
+def until(is_so: Callable[[], bool], flow: subprocess.Popen[str], folder: Folder, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert flow.poll() is None, f"it ended before {what}:\n{(folder.path / 'output.log').read_text()[-4000:]}"
+        assert time.monotonic() < deadline, f"{what}: not in {DEADLINE_S} s"
+        time.sleep(0.01)
+
+
+def committed_under(run: Path, lease: int) -> bool:
+    return any(json.loads(path.read_bytes()).get("lease") == lease for path in run.glob("**/manifest.json"))
+
+
+def data(run: Run, num_iterations: int) -> dict[str, str]:
+    """The sha256 of each file of data that manifests name, of the policies those of the SFT: others may be stored as differences."""
+    found = {}
+    for segment in range(run.num_segments):
+        for file in run.committed("sft", segment, "policy")[1].files:
+            found[f"sft/{segment}/{file.plain_name}"] = file.sha256
+    for iteration in range(num_iterations):
+        shards = ("rollouts/round-0/shard-000", "rollouts/round-0/shard-001")
+        for stage in ("prompts/round-0", *shards, "scores/round-0", "batch/round-0", "gap"):
+            for file in run.committed("rl", iteration, stage)[1].files:
+                found[f"{iteration}/{stage}/{file.plain_name}"] = file.sha256
+    return found
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """An undisturbed run `a` that samples an iteration ahead."""
+    path = tmp_path_factory.mktemp("ahead")
+    folder = Folder(path, f"file://{path}/store")
+    folder.complete("a", *MINI, "rl.overlap=iteration")
+    return folder
+
+
+@pytest.fixture
+def alike(request: pytest.FixtureRequest, overlap: str) -> Folder:
+    """Where the undisturbed run `a` is that comes to the same bits."""
+    if overlap == "iteration":
+        return request.getfixturevalue("ahead")
+    undisturbed: Undisturbed = request.getfixturevalue("undisturbed")
+    return undisturbed.folder
+
+
+@pytest.mark.parametrize(("stage", "overlap", "num_iterations"), CASES)
+def test_a_host_that_wakes_up_after_another_took_its_run_ends_in_one_line_and_harms_nothing(
+    alike: Folder, tmp_path: Path, stage: str, overlap: str, num_iterations: int
+) -> None:
+    if subprocess.run(["unshare", "--uts", "sh", "-c", "hostname one"], capture_output=True).returncode:
+        pytest.skip("a second host name needs root: unshare --uts is refused")
+    store, run = f"file://{tmp_path}/store", tmp_path / "store/runs/a"
+    one, two = host(tmp_path / "one", "one", store), host(tmp_path / "two", "two", store)
+    sets = [*MINI, *KEPT, f"rl.overlap={overlap}", f"rl.num_iterations={num_iterations}"]
+    first, second, asleep = one.start(*one.run_arguments("a", *sets)), None, list[psutil.Process]()
+    try:
+        until(lambda: any(run.glob(STAGES[stage])), first, one, STAGES[stage])
+        asleep = suspend(first)
+        second = two.start(*two.run_arguments("a", *sets))
+        until(lambda: committed_under(run, 1), second, two, "a manifest of the second host")
+        wake(asleep)
+        codes = [flow.wait(timeout=DEADLINE_S) for flow in (first, second)]
+    finally:
+        wake(asleep)
+        for flow in filter(None, (first, second)):
+            kill_group(flow)
+    outputs = [(folder.path / "output.log").read_text() for folder in (one, two)]
+    assert codes == [2, 0], "\n\n".join(output[-4000:] for output in outputs)
+    assert outputs[0].count("taken over by host two (pid ") == 1 and "Traceback" not in outputs[0], outputs[0][-4000:]
+    assert sorted(path.name for path in run.glob("lease/*")) == ["000000.json", "000001.json"]
+    code, output = two.rlpipe("verify", "a", "--store", store)
+    assert code == 0, output
+    assert data(open_existing(two.open_store(), "a"), num_iterations) == data(
+        open_existing(alike.open_store(), "a"), num_iterations
+    )
+    for version in (num_iterations - 1, num_iterations):
+        assert two.final_sha256("a", version) == alike.final_sha256("a", version)
