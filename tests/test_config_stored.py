@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import RETIRED, STORED, PipelineConfig, from_stored, stored_tree
-from rlpipe.config.source import check, read_config
+from rlpipe.config.source import change_config, check, override_config, read_config
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.forks import differences
 from rlpipe.store.run import create_or_continue, find_run, open_existing
@@ -152,7 +152,14 @@ def test_an_old_run_may_have_used_a_retired_field_and_a_new_one_may_not(tmp_path
 
 def test_a_run_whose_config_would_be_refused_for_a_secret_by_now_is_read(tmp_path: Path) -> None:
     engines = RECORD["config"]["engines"] | {"environment": {"MY_TOKEN": "in the store already"}}
-    assert open_existing(stored_run(tmp_path, engines=engines), "old").config.engines.environment.keys() == {"MY_TOKEN"}
+    config = open_existing(stored_run(tmp_path, engines=engines), "old").config
+    assert config.engines.environment.keys() == {"MY_TOKEN"}
+    resumed = override_config(config, ["budget.rollout_tokens=900"])
+    assert resumed.engines == config.engines, "it goes on"
+    assert change_config(config, {"budget.rollout_tokens": 900}) == resumed
+    for change in ("engines.environment={MY_TOKEN = 'planted'}", "engines.environment.OTHER_TOKEN=planted"):
+        with pytest.raises(UserError, match="looks like a secret"):
+            override_config(config, [change])
 
 
 def test_an_old_run_that_computed_something_else_with_a_retired_field_is_refused_with_its_name(tmp_path: Path) -> None:

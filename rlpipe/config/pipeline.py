@@ -161,7 +161,7 @@ class PipelineConfig(BaseModel, **STRICT):
         if info.context == STORED:  # what a run was begun with is in the store: it is read, whatever is refused by now
             tree = _with_added(tree)
         else:
-            refuse_secrets(tree)
+            refuse_secrets(tree, info.context)
         return _without_retired(tree)  # what says another thing is left, and refused as a field that is none
 
     @model_validator(mode="after")

@@ -96,9 +96,13 @@ def _forms(secret: str) -> set[str]:
     return {form.translate(_LOWER).replace("\\", "") for form in forms if len(form) >= SECRET_CHARS_MIN}
 
 
-def refuse_secrets(tree: Any) -> None:
-    """ValueError, which does not repeat it, for a config that holds a secret: a config is a Prefect parameter, and is kept in the store."""
+def refuse_secrets(tree: Any, kept: Any = None) -> None:
+    """ValueError, which does not repeat it, for a config that holds a secret: a config is a Prefect parameter, and is kept in the store. What
+    `kept` holds in the same place is there already, of a run that was begun when less was refused."""
+    known = set(_strings(kept, ()))
     for path, value in _strings(tree, ()):
+        if (path, value) in known:
+            continue
         where = ".".join(path)
         if _IN_URL.search(value):
             raise ValueError(

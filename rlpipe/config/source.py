@@ -53,8 +53,8 @@ def _read(source: str, presets: Path) -> JsonDict:
         raise UserError(f"{path}: not TOML ({error})") from error
 
 
-def check(tree: JsonDict, context: str = "") -> PipelineConfig:
-    """The config of a JSON tree; UserError with one line per fault. `context`: STORED of a run's record.
+def check(tree: JsonDict, context: str | JsonDict = "") -> PipelineConfig:
+    """The config of a JSON tree; UserError with one line per fault. `context`: STORED of a run's record; the tree before it was changed.
 
     A field that does not exist hides no fault of the others: they are checked without it.
     """
@@ -144,11 +144,11 @@ def _override(override: str) -> Change:
     return key.strip(), value, f"--set {override}"
 
 
-def _changed(tree: JsonDict, changes: Iterable[Change]) -> PipelineConfig:
-    """The config with these changes. `data.NAME.field` reaches every data set of that name."""
+def _changed(tree: JsonDict, changes: Iterable[Change], before: JsonDict | None = None) -> PipelineConfig:
+    """The config with these changes; `before`: what it held, where that is a run's. `data.NAME.field` reaches every data set of that name."""
     for change in changes:
         _change(tree, *change)
-    return check(tree)
+    return check(tree, before or "")
 
 
 def _change(tree: JsonDict, key: str, value: Any, origin: str) -> None:
@@ -185,7 +185,8 @@ def _names(entries: list[Any]) -> str:
 
 def override_config(config: PipelineConfig, overrides: list[str]) -> PipelineConfig:
     """The config with `a.b=c` overrides; UserError as `read_config`."""
-    return _changed(config.model_dump(mode="json"), map(_override, overrides))
+    tree = config.model_dump(mode="json")
+    return _changed(tree, map(_override, overrides), deepcopy(tree))
 
 
 def change_config(config: PipelineConfig, changes: Mapping[str, Any], presets: Path | None = None) -> PipelineConfig:
@@ -194,7 +195,8 @@ def change_config(config: PipelineConfig, changes: Mapping[str, Any], presets: P
     Where there are `presets`, `{"preset": NAME}` takes that one instead of the config, as `rlpipe run NAME` does; of the config remains
     where things are kept (KEPT), unless the preset says it.
     """
-    tree, changes = config.model_dump(mode="json"), dict(changes)
+    before, changes = config.model_dump(mode="json"), dict(changes)
+    tree = deepcopy(before)
     if presets is not None and "preset" in changes:
         tree = {name: tree[name] for name in KEPT} | _read(str(changes.pop("preset")), presets)
-    return _changed(tree, [(key, value, f"changes: {key} = {value!r}") for key, value in changes.items()])
+    return _changed(tree, [(key, value, f"changes: {key} = {value!r}") for key, value in changes.items()], before)
