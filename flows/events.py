@@ -10,8 +10,9 @@ from typing import Any, Literal
 from prefect.events import emit_event
 
 from flows.terminal import iteration_line
+from rlpipe.printable import printable
 from rlpipe.report.reward import fall
-from rlpipe.types import IterationRecord, JsonDict, printable
+from rlpipe.types import IterationRecord, JsonDict
 
 Event = Literal["iteration.committed", "policy.registered", "reward.fell", "run.stopped"]
 

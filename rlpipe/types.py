@@ -15,21 +15,12 @@ from typing import Any, Literal
 
 from pydantic import StrictInt
 
+from rlpipe.printable import printable
+
 JsonDict = dict[str, Any]
 Metrics = dict[str, float]
 SHA256 = re.compile("[0-9a-f]{64}")
 ROUND_DIGITS_MAX = 4
-# what a terminal obeys, what turns the order of letters around, and what no encoding holds
-_NOT_PRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    """A text as it may be shown to a person, whoever wrote it: control characters but for line breaks and tabs, and lone surrogates, are
-    escapes. Whatever shows text calls it: the terminal (`flows/printing.py`), logs (`rlpipe/__init__.py`), errors, Prefect, MLflow, the view.
-
-    Example: printable("\x1b[2Jok") == "\\x1b[2Jok".
-    """
-    return _NOT_PRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class _Said:

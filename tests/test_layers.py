@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RANK = {
-    "types": 0, "records": 0, "config": 0,
+    "printable": 0, "types": 0, "records": 0, "config": 0,
     "algorithms": 1, "data": 1, "models": 1, "store": 1, "processes": 1,
     "rewards": 2, "environments": 2, "services": 2, "report": 2, "view": 2,
     "engines": 3, "trainer": 3,

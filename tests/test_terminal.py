@@ -24,7 +24,8 @@ from flows.printing import echo, echo_above, fail
 from flows.server import Terminated, run_flow, terminable
 from flows.terminal import LOG_NAME, bar, log_to
 from flows.ui import printable_exception
-from rlpipe.types import EngineError, StoreError, TrainerError, UserError, printable
+from rlpipe.printable import printable
+from rlpipe.types import EngineError, StoreError, TrainerError, UserError
 from tests.docs_blocks import ROOT
 
 
