@@ -13,8 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import StrictInt
-
 from rlpipe.printable import printable
 
 JsonDict = dict[str, Any]
@@ -198,7 +196,7 @@ class Manifest:
     started_at: str
     ended_at: str
     schema_version: Literal[1] = 1  # of another, the document is refused
-    lease: StrictInt | None = None  # the number of the lease under which it was made; older documents have none
+    lease: int | None = None  # the number of the lease under which it was made; older documents have none
 
     def file(self, plain_name: str) -> FileRecord:
         """The record called `plain_name`; StoreError when the artifact has no such file."""
@@ -230,7 +228,7 @@ class IterationRecord:
     best: BestReward
     ended_at: str
     schema_version: Literal[1] = 1  # of another, the document is refused
-    lease: StrictInt | None = None  # as that of a manifest
+    lease: int | None = None  # as that of a manifest
 
     def artifact(self, name: str) -> ArtifactRef:
         """What it names so; StoreError when it names none."""
