@@ -34,7 +34,7 @@ learning: ## every preset that says it learns something does (about 5 minutes ea
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -m learning
 
-nightly: ## the whole pipelines for which `make test` has no time (about 25 minutes), then oldest and newest
+nightly: ## the whole pipelines for which `make test` has no time (hours; 36 runs of two hosts and 15 outages are two of them), then oldest and newest
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -n 4 --dist loadfile -m "nightly and not soak"
 	$(MAKE) -k oldest newest

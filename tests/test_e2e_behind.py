@@ -89,6 +89,7 @@ def test_killed_while_a_policy_is_used_that_is_not_committed(
     check(folder, undisturbed, committed)
 
 
+@pytest.mark.nightly
 def test_the_trainer_is_killed_in_the_middle_of_an_upload_and_sampling_goes_on(
     folder: Folder, undisturbed: Undisturbed, s3_proxy: S3Proxy
 ) -> None:

@@ -27,6 +27,11 @@ pytestmark = pytest.mark.e2e
 SHORT = [*(part for part in MINI if not part.startswith("rl.num_iterations")), "rl.num_iterations=3"]
 TRACKED = ("README.md", "docs/tracking.md")  # the pages that show what MLflow has
 PAGE_TIMEOUT_S = 900
+LONG = (
+    "docs/what-if.md",
+    "docs/library.md",
+    "docs/benchmarks.md",
+)  # three to five minutes each, in which nothing runs that others do not
 WORKER_READY = re.compile(r"^Worker .* started!$", re.M)  # the end of a block that goes on until Ctrl-C
 RLPIPE = f"""#!{sys.executable}
 import os, pathlib, sys
@@ -112,7 +117,12 @@ def run_page(page: str, checkout: Path, environment: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if runnable(page) and page not in ("docs/nights.md", "docs/cluster.md")]
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.nightly] if page in LONG else [])
+        for page in PAGES
+        if runnable(page) and page not in ("docs/nights.md", "docs/cluster.md")
+    ],
 )
 def test_the_blocks_of_a_page_run(page: str, checkout: Path, server: Stand) -> None:
     untracked = {} if page in TRACKED else {"UNTRACKED": "1"}

@@ -63,6 +63,7 @@ def mlflow_runs(server: str, phase: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.nightly
 def test_two_runs_are_compared_in_the_browser(server: str, tmp_path: Path) -> None:
     folder = Folder(tmp_path, f"file://{tmp_path}/store")
     settings = {run: [*SHORT, f"tracking.uri={server}", f"rl.learning_rate={rate}"] for run, rate in RATES.items()}

@@ -74,6 +74,7 @@ def test_what_was_cut_short_is_continued_and_trained(folder: Folder) -> None:
     assert metrics["train/mismatch_abs_mean"] > 1e-12
 
 
+@pytest.mark.nightly
 def test_stale_tokens_can_be_context_only_and_a_kill_loses_no_rollout(folder: Folder) -> None:
     sets = [*OVERSAMPLED, "rl.train_stale_tokens=false"]
     for key in ("rl/00001/rollouts/round-0/shard-001/manifest.json", "rl/00003/scores/round-0/manifest.json"):

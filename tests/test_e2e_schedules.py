@@ -59,6 +59,7 @@ def begun(stand: Stand) -> list[JsonDict]:
     return sorted(flow_runs, key=lambda flow_run: flow_run["expected_start_time"])
 
 
+@pytest.mark.nightly
 def test_every_night_is_a_run_of_its_own_and_trains(stands: Stands) -> None:
     for stand, folder in stands.values():
         every_minute(stand, folder)

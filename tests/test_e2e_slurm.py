@@ -91,6 +91,7 @@ def checkout(path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_a_run_on_slurm_ends_and_its_services_leave(slurm: Slurm, tmp_path: Path) -> None:
     """Not before it ends: the first preflight and the SFT take longer than they would wait for a run that is gone."""
     here = checkout(tmp_path)

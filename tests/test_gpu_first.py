@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.e2e
+@pytest.mark.nightly
 def test_the_first_ten_minutes_go_through_on_a_cpu(tmp_path: Path) -> None:
     ended = smoke("--first", "--device", "cpu", "--folder", str(tmp_path), timeout_s=1500)
     assert ended.returncode == 0, ended.stdout + ended.stderr
