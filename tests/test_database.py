@@ -137,5 +137,5 @@ def test_a_deleted_flow_run_is_a_warning(deleted: list[str], prefect_api: dict[s
     output = told.stdout + told.stderr
     rows = [name for name in deleted if name != "fails"]
     assert output.count("is gone from Prefect's server: it was deleted") == len(rows) + rows.count("iteration"), output
-    assert "ObjectNotFound" not in output and "409" not in output, output
+    assert "ObjectNotFound" not in output and "409 Conflict" not in output, output
     assert "ValueError: the cause" in output if "fails" in deleted else "done 3" in told.stdout, output
