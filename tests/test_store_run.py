@@ -384,6 +384,15 @@ def test_one_holder_at_a_time(store: Store) -> None:
     lease.acquire(store, "runs/a").release()
 
 
+def test_a_folder_in_the_place_of_a_lease_is_named_and_is_a_fault(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    run = create_or_continue(tiny(store))
+    (tmp_path / "runs" / "a" / "lease" / "000000.json").mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"lease/000000.json is a folder"):
+        lease.acquire(store, run.root)
+    assert [fault for fault in audit.verify(run)[1] if "lease/000000.json is a folder" in fault]
+
+
 def test_a_dead_holder_is_taken_over(tmp_path: Path) -> None:
     program = (
         "from rlpipe.store import lease; from rlpipe.store.backend import open_store; import os, signal\n"

@@ -230,8 +230,13 @@ def check_free(store: Store, run_root: str) -> int:
 
 
 def numbers(store: Store, run_root: str) -> list[int]:
-    """The numbers of all leases of a run, in order."""
-    return _numbers({key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")})
+    """The numbers of all leases of a run, in order. StoreError where something else has the place of one: nobody could take the run."""
+    folder = f"{run_root}/lease"
+    if wrong := [name for name in (store.folders(folder) if store.local else ()) if NAME.fullmatch(name)]:
+        raise StoreError(
+            f"{store.address(folder)}/{wrong[0]} is a folder, and no lease; remove it if no process works on the run"
+        )
+    return _numbers({key.rsplit("/", 1)[-1] for key in store.list(folder)})
 
 
 def unreleased(store: Store, run_root: str, leases: list[int]) -> dict[int, Holder]:
