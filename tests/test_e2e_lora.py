@@ -22,6 +22,7 @@ def adapter_sha256(folder: Folder, run: str, version: int) -> str:
     return open_existing(folder.open_store(), run).policy(version)[1].file(ADAPTER_WEIGHTS).sha256
 
 
+@pytest.mark.nightly
 def test_with_a_killed_trainer_the_run_ends_with_the_same_adapter(tmp_path: Path) -> None:
     folder = Folder(tmp_path, f"file://{tmp_path}/store")
     folder.complete("a", *LORA)

@@ -85,7 +85,8 @@ def test_where_the_next_batch_cannot_be_had_the_iteration_before_it_is_committed
     assert read_record(folder, "a", 1) and not folder.open_store().exists("runs/a/rl/00002/policy/manifest.json")
 
 
-@pytest.mark.parametrize("victim", ["", *(pytest.param(name, marks=pytest.mark.nightly) for name in (TRAINER, ENGINE))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["", TRAINER, ENGINE])
 def test_steps_beside_sampling_end_with_the_bits_of_a_run_without_whatever_is_killed(
     undisturbed: Undisturbed, tmp_path: Path, victim: str
 ) -> None:
