@@ -81,6 +81,7 @@ def test_every_night_is_a_run_of_its_own_and_trains(stands: Stands) -> None:
             assert run.num_committed("rl", 1) == 1 and run.config.budget.wall_clock_h == 6
 
 
+@pytest.mark.nightly  # of the night before, which the first test had
 def test_a_run_with_nothing_to_do_says_so(stands: Stands) -> None:
     stand, _ = stands["sqlite"]
     (night, *_) = begun(stand)
