@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import httpx
@@ -21,7 +21,6 @@ from rlpipe.store.patience import Wait
 
 WORK_S = 300.0
 RETRY_AFTER_MAX_S = 30.0
-PASSING = {408, 429, 500, 502, 503, 504, 509, *range(520, 531)}
 BESIDE = "APILogWorkerThread"  # sends what was logged, while nobody waits for it: Prefect's own tries will do
 send_async, send_sync = PrefectHttpxAsyncClient._send_with_retry, PrefectHttpxSyncClient._send_with_retry
 _answered = threading.Event()
@@ -40,25 +39,35 @@ def _fault(request: httpx.Request, outcome: Outcome) -> str:
     """What passes by itself, in words; empty: it is an answer."""
     if isinstance(outcome, httpx.TransportError):
         return f"{type(outcome).__name__} {outcome}".strip() + f" ({request.method} {request.url.path})"
-    if outcome.status_code in PASSING:
+    if outcome.status_code in patience.PASSING_STATUSES:
         return f"{outcome.status_code} {outcome.reason_phrase} ({request.method} {request.url.path})"
     _answered.set()
     return ""
 
 
-def _tries(request: httpx.Request) -> Generator[float, Outcome, httpx.Response]:
-    """Gives the pause before each try, is given what came of it, and returns the answer; PrefectAway when the time is up."""
+async def _persistently(
+    request: httpx.Request, ask: Callable[[], Awaitable[httpx.Response]], pause: Callable[[float], Awaitable[None]]
+) -> httpx.Response:
+    """What the API answers, asked again while it is away; PrefectAway when the time is up."""
     api = f"Prefect's API at {request.url.scheme}://{request.url.netloc.decode()}"
-    outcome = yield 0.0
+    outcome = await _outcome(ask)
     if fault := _fault(request, outcome):
         with Wait("prefect", api, fault, _bound_s) as wait:
             while not wait.is_over() and _fault(request, outcome):
                 after = outcome.headers.get("Retry-After", "") if isinstance(outcome, httpx.Response) else ""
-                outcome = yield max(wait.next_pause_s(), min(float(after), RETRY_AFTER_MAX_S) if after.isdecimal() else 0.0)
+                await pause(max(wait.next_pause_s(), min(float(after), RETRY_AFTER_MAX_S) if after.isdecimal() else 0.0))
+                outcome = await _outcome(ask)
             if _fault(request, outcome):
                 raise PrefectAway(f"{api} is away: {wait.given_up()}")
     assert isinstance(outcome, httpx.Response)
     return outcome
+
+
+async def _outcome(ask: Callable[[], Awaitable[httpx.Response]]) -> Outcome:
+    try:
+        return await ask()
+    except httpx.TransportError as error:
+        return error
 
 
 async def send_patiently(
@@ -74,18 +83,7 @@ async def send_patiently(
         return await send_async(self, request, send, send_args, send_kwargs, **retried)
 
     async def persist(request: httpx.Request, *args: Any, **named: Any) -> httpx.Response:
-        tries = _tries(request)
-        pause_s = next(tries)
-        while True:
-            await asyncio.sleep(pause_s)
-            try:
-                outcome = await send(request, *args, **named)
-            except httpx.TransportError as error:
-                outcome = error
-            try:
-                pause_s = tries.send(outcome)
-            except StopIteration as answered:
-                return answered.value
+        return await _persistently(request, lambda: send(request, *args, **named), asyncio.sleep)
 
     return await send_async(self, request, persist, send_args, send_kwargs)
 
@@ -100,21 +98,25 @@ def send_patiently_here(
 ) -> httpx.Response:
     """As `send_patiently`, of the client that nobody awaits."""
 
+    async def pause(seconds: float) -> None:
+        time.sleep(seconds)
+
     def persist(request: httpx.Request, *args: Any, **named: Any) -> httpx.Response:
-        tries = _tries(request)
-        pause_s = next(tries)
-        while True:
-            time.sleep(pause_s)
-            try:
-                outcome = send(request, *args, **named)
-            except httpx.TransportError as error:
-                outcome = error
-            try:
-                pause_s = tries.send(outcome)
-            except StopIteration as answered:
-                return answered.value
+        async def ask() -> httpx.Response:
+            return send(request, *args, **named)
+
+        return _done(_persistently(request, ask, pause))
 
     return send_sync(self, request, persist, send_args, send_kwargs)
+
+
+def _done(steps: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    """The result of a coroutine that waits for nothing; no event loop is needed."""
+    try:
+        steps.send(None)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError("it waited for an event loop")
 
 
 PrefectHttpxAsyncClient._send_with_retry = send_patiently  # pyright: ignore[reportAttributeAccessIssue]

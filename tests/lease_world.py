@@ -47,7 +47,8 @@ class Memory:
         return [key for key in self.data if key.startswith(f"{prefix}/")]
 
     def folders(self, prefix: str) -> list[str]:
-        return sorted({key.removeprefix(f"{prefix}/").split("/")[0] for key in self.list(prefix)})
+        names = (key.removeprefix(f"{prefix}/").partition("/") for key in self.list(prefix))
+        return sorted({folder for folder, separator, _ in names if separator})
 
     def delete(self, key: str) -> None:
         if self.data.pop(key, None) is None:

@@ -32,7 +32,7 @@ LONG = (
     "docs/library.md",
     "docs/benchmarks.md",
     "docs/store.md",
-)  # three to five minutes each, in which nothing runs that others do not
+)  # three to five minutes each: for make nightly
 WORKER_READY = re.compile(r"^Worker .* started!$", re.M)  # the end of a block that goes on until Ctrl-C
 RLPIPE = f"""#!{sys.executable}
 import os, pathlib, sys

@@ -233,9 +233,12 @@ def test_no_late_deed_loses_what_was_committed(
 # the lease itself; time passes here
 
 
-def here_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def store(nobody_is_believed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Store:
+    """Who is of elsewhere and does not beat is dead at once; who is of here is believed."""
     monkeypatch.undo()
     monkeypatch.setattr(lease, "STALE_S", 0.0)
+    return Store(f"file://{tmp_path}")
 
 
 def as_if_of(held: lease.Lease, store: Store, **changes: object) -> None:
@@ -244,10 +247,8 @@ def as_if_of(held: lease.Lease, store: Store, **changes: object) -> None:
     store.put(key, sealed(replace(read_document(store, key, Holder), **changes)))
 
 
-def test_who_was_taken_over_is_told_by_whom_and_does_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here_and_there(monkeypatch)
+def test_who_was_taken_over_is_told_by_whom_and_does_no_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "HEARTBEAT_S", 0.02)
-    store = Store(f"file://{tmp_path}")
     first, heard = acquire(store, ROOT), threading.Event()
     first.on_taken_over(heard.set)
     store.create(f"{ROOT}/lease/000001.json", sealed(Holder("far", 7, 1.0, since="2026-11-26T20:00:00+00:00")))
@@ -264,11 +265,7 @@ def test_who_was_taken_over_is_told_by_whom_and_does_no_more(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("finds_it", ["an error", "a deed", "a deed of the loop", "another thread"])
-def test_the_end_of_who_was_taken_over_is_told_so_and_is_not_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finds_it: str
-) -> None:
-    here_and_there(monkeypatch)
-    store = Store(f"file://{tmp_path}")
+def test_the_end_of_who_was_taken_over_is_told_so_and_is_not_cancelled(store: Store, finds_it: str) -> None:
     held = acquire(store, ROOT)
     store.create(f"{ROOT}/lease/000001.json", sealed(Holder("far", 7, 1.0)))
 
@@ -298,9 +295,7 @@ def test_the_end_of_who_was_taken_over_is_told_so_and_is_not_cancelled(
     held.release()
 
 
-def test_a_lease_is_given_back_when_nothing_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here_and_there(monkeypatch)
-    store = Store(f"file://{tmp_path}")
+def test_a_lease_is_given_back_when_nothing_is_under_way(store: Store) -> None:
     held = acquire(store, ROOT)
     with ThreadPoolExecutor(1) as other, held.deed():
         ending = other.submit(held.release)
@@ -310,11 +305,7 @@ def test_a_lease_is_given_back_when_nothing_is_under_way(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("newest_is_released", [True, False])
-def test_an_older_holder_that_lives_here_holds_the_run_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest_is_released: bool
-) -> None:
-    here_and_there(monkeypatch)
-    store = Store(f"file://{tmp_path}")
+def test_an_older_holder_that_lives_here_holds_the_run_too(store: Store, newest_is_released: bool) -> None:
     first = acquire(store, ROOT)
     store.create(f"{ROOT}/lease/000001.json", sealed(Holder("far", 7, 1.0, released=newest_is_released)))
     with pytest.raises(lease.RunHeld, match=f"is held by pid {os.getpid()} on host"):
@@ -323,9 +314,8 @@ def test_an_older_holder_that_lives_here_holds_the_run_too(
     acquire(store, ROOT).release()
 
 
-def test_a_host_is_its_boot_and_its_pid_namespace_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here_and_there(monkeypatch)
-    store, beating = Store(f"file://{tmp_path}"), iter(range(1, 100))
+def test_a_host_is_its_boot_and_its_pid_namespace_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    beating = iter(range(1, 100))
     held = acquire(store, ROOT)
     as_if_of(held, store, pid=PID_MAX, machine="")
     assert lease.held_by(store, ROOT) == "", "of an old lease the host's name is all that there is: no such pid"
@@ -351,9 +341,7 @@ def test_an_absurd_lease_is_one_clear_line(tmp_path: Path, changes: dict[str, ob
     assert "\n" not in str(said.value)
 
 
-def test_gc_leaves_what_may_yet_be_committed_and_says_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here_and_there(monkeypatch)
-    store = Store(f"file://{tmp_path}")
+def test_gc_leaves_what_may_yet_be_committed_and_says_the_way_out(store: Store) -> None:
     run = create_or_continue(tiny(store, *KEPT))
     first = acquire(store, ROOT)
     begin_one(replace(run, lease=first))

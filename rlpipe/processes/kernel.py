@@ -11,8 +11,6 @@ import time
 from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
-
-KILL_S = 5.0  # what cannot be killed in this time waits for a disk or a device
 PR_CAPBSET_DROP, CAPABILITY_VERSION, CAP_SYS_ADMIN, CAP_PERFMON = 24, 0x20080522, 21, 38
 
 # Landlock. Its system calls have the same numbers on every architecture
@@ -20,6 +18,8 @@ LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_SIGNALS = 6  # the first version in which a process signals nobody outside its domain
 OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the few rights that a file has
 SCOPED_SOCKETS, SCOPED_SIGNALS = 1, 2  # abstract sockets, and signals
+
+KILL_S = 5.0  # what cannot be killed in this time waits for a disk or a device
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

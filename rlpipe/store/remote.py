@@ -18,7 +18,7 @@ from botocore.exceptions import ConnectionError as NoConnection
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import HTTPStore
 
-from rlpipe.store.patience import Answer, Passing
+from rlpipe.store.patience import PASSING_STATUSES, Answer, Passing
 from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, write_at
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 CONNECT, SILENCE, RETRY = timedelta(seconds=3), timedelta(seconds=20), timedelta(seconds=5)  # of a node that serves files
 PART = timedelta(minutes=5)
 
-PASSING = {408, 429, 500, 502, 503, 504, 509, *range(520, 531)}  # answers of a server, or of what stands before it
 NO_ANSWER = NoConnection, HTTPClientError, MetadataRetrievalError  # of who has the keys
 _NOISE = re.compile(r"^Generic S3 error: | in [\d.]+\S*s(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)?(?=\s+-)")
 _used_by: int | None = None  # the process in which the threads of obstore run
@@ -119,7 +118,7 @@ def _as_oserror(error: Exception, address: str) -> OSError:
         return PermissionError(errno.EACCES, reason, address)
     passes = isinstance(error, NO_ANSWER) or "HttpError {" in debug or "Server returned error response" in text
     if status is not None:
-        passes = int(status[1]) in PASSING or (int(status[1]) == 400 and "RequestTimeout" in reason)  # as S3 says 408
+        passes = int(status[1]) in PASSING_STATUSES or (int(status[1]) == 400 and "RequestTimeout" in reason)  # as S3 says 408
     return (Passing if passes and "builder error" not in text else OSError)(errno.EIO, reason, address)
 
 
