@@ -28,7 +28,7 @@ test: ## lint, types, unit tests, then the end-to-end ones
 
 unit: ## the unit tests alone (about 4 minutes on two cores)
 	@scripts/install.sh test
-	.venv/bin/python -m pytest -q -n 4 -m "not e2e and not contract and not learning"
+	.venv/bin/python -m pytest -q -n 4 -m "not e2e and not contract and not learning and not nightly"
 
 learning: ## every preset that says it learns something does (about 5 minutes each)
 	@scripts/install.sh test
