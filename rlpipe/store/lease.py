@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
+from rlpipe.store.heartbeat import Heartbeat, Look
 from rlpipe.store.holder import Holder, this_process
 from rlpipe.store.patience import hurrying
 from rlpipe.types import StoreError, UserError
@@ -49,34 +50,6 @@ class TakenOver(UserError):
         self.flow_run = flow_run
 
 
-class Heartbeat:
-    """Writes that a process lives, in a thread, until `end`, the first time after HEARTBEAT_S."""
-
-    def __init__(self, store: Store, key: str, holder: Holder, before: Callable[[], object]) -> None:
-        """`before`: called before each beat. With TakenOver it ends them."""
-        self._store, self._key, self.holder, self._before = store, key, holder, before
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True, name="lease-heartbeat")
-        self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
-            try:
-                with hurrying():
-                    self._before()
-                    self.holder = replace(self.holder, beats=self.holder.beats + 1)
-                    self._store.put(self._key, sealed(self.holder))
-            except TakenOver:
-                return
-            except OSError:
-                continue  # a passing store fault costs a beat, not the run; the next beat tries again
-
-    def end(self) -> None:
-        assert not self._stop.is_set(), f"{self._key} is released already"
-        self._stop.set()
-        self._thread.join(timeout=HEARTBEAT_S)
-
-
 class Lease:
     """A held lease. What its holder commits or deletes is a `deed`; whoever was taken over does no more of them."""
 
@@ -88,7 +61,14 @@ class Lease:
         self._changed = threading.Condition()
         self._deeds, self._released = 0, False
         self._looked_at = time.monotonic()
-        self._heartbeat = Heartbeat(store, _key(run_root, number), holder, self.check)
+        fence = _key(run_root, number + 1)
+        self._heartbeat = Heartbeat(store, _key(run_root, number), holder, HEARTBEAT_S, fence, self._on_look)
+
+    def _on_look(self, look: Look) -> None:
+        """Of the heartbeat."""
+        self._looked_at = max(self._looked_at, look.at)
+        if look.is_fenced and self._over is None:
+            self._tell()
 
     def check(self) -> None:
         """TakenOver, naming the holder, once another process has taken the run; one look at the store."""
@@ -116,7 +96,7 @@ class Lease:
 
     def _tell(self) -> None:
         name, by, since, flow_run = self._run_root.removeprefix("runs/"), "another process", "", ""
-        with contextlib.suppress(StoreError, OSError):
+        with contextlib.suppress(StoreError, OSError), hurrying():
             successor = read_document(self._store, _key(self._run_root, self.number + 1), Holder)
             by, since, flow_run = f"host {successor.host} (pid {successor.pid})", f" at {successor.since}", successor.flow_run
         lost = f"run {name} was taken over by {by}{since}: this process ends, and nothing that it committed is lost"
@@ -161,7 +141,7 @@ class Announcement:
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key = store, key
-        self._heartbeat = Heartbeat(store, key, this_process(), lambda: None)
+        self._heartbeat = Heartbeat(store, key, this_process(), HEARTBEAT_S, fence="", on_look=lambda _: None)
 
     def vanish(self) -> None:
         self._heartbeat.end()

@@ -1,0 +1,119 @@
+"""The heartbeat of a process that holds or prepares a run: another process, which beats for as long as the first lives and is not stopped.
+What keeps the first from its threads, such as a library that holds the interpreter's lock for a minute, does not make it look dead."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import psutil
+
+from rlpipe.store.backend import Store, open_store
+from rlpipe.store.documents import sealed
+from rlpipe.store.holder import Holder
+from rlpipe.store.patience import hurrying
+
+STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+END_S = 10.0  # a beat that is under way is waited for so long when the heartbeat ends
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the heartbeat says each time: when it looked at the store, by the clock that no process sets, and whether the fence stands."""
+
+    at: float
+    beats: int
+    is_fenced: bool
+
+
+class Heartbeat:
+    """Beats into `key` every `every_s`, the first time after that, until `end` or until the key `fence` exists; it looks before each beat."""
+
+    def __init__(
+        self, store: Store, key: str, holder: Holder, every_s: float, fence: str, on_look: Callable[[Look], object]
+    ) -> None:
+        """`fence`: empty for none; `on_look`: called in a thread of this process after each look."""
+        self.holder = holder
+        self._store, self._key, self._every_s, self._fence, self._on_look = store, key, every_s, fence, on_look
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._is_fenced = False
+        self._thread = threading.Thread(target=self._attend, daemon=True, name="heartbeat")
+        self._thread.start()
+
+    def _attend(self) -> None:
+        """Starts the process, after a moment: much that takes a run is over by then. Starts it again when somebody ended it."""
+        while not self._is_fenced and not self._stop.wait(self._every_s / 5):
+            with contextlib.suppress(OSError):  # no process to be had just now, or it ended at once
+                self._listen()
+
+    def _listen(self) -> None:
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-m", "rlpipe.store.heartbeat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                start_new_session=True,  # Ctrl-C is not for it
+            )  # fmt: skip
+        with process:
+            assert process.stdin is not None and process.stdout is not None
+            order = {"store": self._store.url, "key": self._key, "holder": asdict(self.holder), "every_s": self._every_s,
+                     "fence": self._fence, "parent": os.getpid()}  # fmt: skip
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                look = Look(**json.loads(line))
+                self.holder, self._is_fenced = replace(self.holder, beats=look.beats), look.is_fenced
+                self._on_look(look)
+
+    def end(self) -> None:
+        """No beat comes after this."""
+        assert not self._stop.is_set(), f"{self._key} is released already"
+        self._stop.set()
+        with self._lock:
+            process = self._process
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # it has ended
+                process.stdin.write("end\n")
+                process.stdin.flush()
+        self._thread.join(END_S)
+        if process is not None and self._thread.is_alive():  # the store does not answer
+            process.kill()
+            self._thread.join(END_S)
+
+
+def beat(store: Store, key: str, holder: Holder, every_s: float, fence: str, parent: int) -> None:
+    """Beats for the process `parent` until that ends, until a line or the end of standard input, or until `fence` exists."""
+    while not select.select([sys.stdin], [], [], every_s)[0] and os.getppid() == parent:
+        if psutil.Process(parent).status() in STOPPED:
+            continue  # it works on nothing: another may take its run
+        with contextlib.suppress(OSError), hurrying():  # a passing fault of the store costs a beat; the next one tries again
+            look = Look(time.monotonic(), holder.beats, is_fenced=bool(fence) and store.exists(fence))
+            if not look.is_fenced:
+                holder = replace(holder, beats=holder.beats + 1)
+            print(json.dumps(asdict(replace(look, beats=holder.beats))), flush=True)
+            if look.is_fenced:
+                return
+            store.put(key, sealed(holder))
+
+
+def main() -> None:
+    logging.disable()  # the process that it beats for says itself that the store does not answer
+    ended = psutil.NoSuchProcess, BrokenPipeError, ValueError  # the last: before it gave its order
+    with contextlib.suppress(*ended):
+        order = json.loads(sys.stdin.readline())
+        store, holder = open_store(order.pop("store")), Holder(**order.pop("holder"))
+        beat(store, holder=holder, **order)
+
+
+if __name__ == "__main__":
+    main()

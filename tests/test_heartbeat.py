@@ -1,0 +1,112 @@
+"""A heartbeat beats for as long as its process lives and works, whatever that process does, and not longer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpipe.store.backend import Store, open_store
+from rlpipe.store.documents import read_document
+from rlpipe.store.holder import Holder
+
+KEY = "runs/a/lease/000000.json"
+DEADLINE_S = 60.0
+BEGIN = """import ctypes, os, sys, time
+from rlpipe.store import lease
+from rlpipe.store.backend import open_store
+lease.HEARTBEAT_S = 0.05
+held = lease.acquire(open_store(sys.argv[1]), "runs/a")
+while not held._heartbeat.holder.beats: time.sleep(0.01)
+print(flush=True)
+"""
+# `PyDLL` keeps the interpreter's lock, as a library may: no thread of the process moves
+WORKS = {"sleeps": "time.sleep(600)", "holds the lock": "ctypes.PyDLL(None).sleep(600)", "forked": "os.fork(); time.sleep(600)"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"file://{tmp_path}")
+
+
+@contextlib.contextmanager
+def holder_that(work: str, store: Store) -> Iterator[psutil.Process]:
+    """A process that has the lease and has beaten, and then does this; `heartbeat_of` finds its heartbeat."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN + work, store.url], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == "\n"
+            yield psutil.Process(process.pid)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def heartbeat_of(holder: psutil.Process) -> psutil.Process:
+    (found,) = (child for child in holder.children() if "rlpipe.store.heartbeat" in child.cmdline())
+    return found
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def beats(store: Store) -> int:
+    return read_document(store, KEY, Holder).beats
+
+
+def ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_it_beats_whatever_its_process_does_and_ends_with_it(work: str, store: Store) -> None:
+    with holder_that(WORKS[work], store) as holder:
+        time.sleep(0.2)  # it is at it
+        before, heart = beats(store), heartbeat_of(holder)
+        until(lambda: beats(store) >= before + 5)
+        holder.kill()
+        until(lambda: ended(heart))
+        last = beats(store)
+        time.sleep(0.3)
+        assert beats(store) == last, "a beat of the dead"
+
+
+def test_it_stands_still_while_its_process_does(store: Store) -> None:
+    with holder_that(WORKS["sleeps"], store) as holder:
+        holder.suspend()
+        time.sleep(0.3)  # a beat may be under way
+        before = beats(store)
+        time.sleep(0.5)
+        assert beats(store) == before
+        holder.resume()
+        until(lambda: beats(store) > before)
+
+
+def test_one_that_somebody_ended_is_started_again(store: Store) -> None:
+    with holder_that(WORKS["sleeps"], store) as holder:
+        first, before = heartbeat_of(holder), beats(store)
+        first.kill()
+        until(lambda: beats(store) > before + 1)
+        assert heartbeat_of(holder).pid != first.pid
+
+
+def test_a_lease_that_is_given_back_stays_so(store: Store) -> None:
+    with holder_that("held.release()", store) as holder:
+        heart = heartbeat_of(holder)
+        until(lambda: ended(heart))
+        until(lambda: read_document(store, KEY, Holder).released)
+        time.sleep(0.3)
+        assert read_document(store, KEY, Holder).released
