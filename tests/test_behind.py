@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from rlpipe.stages.behind import Behind, Published
 from rlpipe.store.artifacts import commit, find
 from rlpipe.store.backend import open_store
 from rlpipe.store.documents import sealed
+from rlpipe.store.holder import Holder
+from rlpipe.store.lease import TakenOver, acquire
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError, UserError
 from tests.test_store_run import record_of, tiny
@@ -161,6 +164,21 @@ async def test_close_waits_for_what_is_under_way_but_not_for_ever(run: Run, monk
         await behind.landed()
     assert find(run.store, FOLDER) is None
     assert not run.store.exists(run.iteration_key(0))
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+async def test_a_run_that_was_taken_over_is_closed_at_once_and_nothing_is_said_of_what_is_made_again(
+    run: Run, under_way: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = acquire(run.store, "runs/a")
+    run.store.create("runs/a/lease/000001.json", sealed(Holder("far", 7, 1.0)))
+    behind = Behind(replace(run, lease=held))
+    behind.publish(FOLDER, manifest(), published(asyncio.Event().wait if under_way else landed))
+    with pytest.raises(TakenOver):
+        held.check() if under_way else await behind.landed()
+    await asyncio.wait_for(behind.close(), module.CLOSE_S / 2)
+    assert caplog.text == "" and find(run.store, FOLDER) is None
+    held.release()
 
 
 def test_another_process_sees_the_store_alone(run: Run) -> None:

@@ -33,6 +33,7 @@ LONG = (
     "docs/benchmarks.md",
     "docs/store.md",
 )  # three to five minutes each: for make nightly
+STAMP = "{ pwd -P; cat constraints.txt pyproject.toml scripts/install.sh; } | cksum"  # as scripts/install.sh leaves it
 WORKER_READY = re.compile(r"^Worker .* started!$", re.M)  # the end of a block that goes on until Ctrl-C
 RLPIPE = f"""#!{sys.executable}
 import os, pathlib, sys
@@ -69,6 +70,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (commands / "rlpipe").write_text(RLPIPE)
     for command in commands.iterdir():
         command.chmod(0o755)
+    # scripts/install.sh is to find all installed: it would install rlpipe again, from this folder, into the .venv of all tests
+    (tmp_path / ".venv/.installed").write_bytes(subprocess.check_output(STAMP, shell=True, cwd=tmp_path))
     shutil.copy(ROOT / "flows" / "presets" / "tiny.toml", tmp_path / "my.toml")
     return tmp_path
 

@@ -117,15 +117,18 @@ class Behind:
         it has landed has another fault to raise."""
         if self._last is None:
             return
-        over = self._run.lease is not None and self._run.lease.is_over
-        done, _ = await asyncio.wait({self._last}, timeout=0 if over else CLOSE_S)
+        done, _ = await asyncio.wait({self._last}, timeout=0 if self._is_taken_over() else CLOSE_S)
         if not done:
             self._last.cancel()
-            log.warning(
-                "what the newest iteration made was not committed within %g s: it is made again", 0 if over else CLOSE_S
-            )
+        if self._is_taken_over():
+            return  # that is said, and it is the other holder's now
+        if not done:
+            log.warning("what the newest iteration made was not committed within %g s: it is made again", CLOSE_S)
         elif not _succeeded(self._last):
             log.warning("what the newest iteration made was not committed (%r): it is made again", self._last.exception())
+
+    def _is_taken_over(self) -> bool:
+        return self._run.lease is not None and self._run.lease.is_over
 
 
 def commit_record(run: Run, key: str, record: IterationRecord) -> None:
