@@ -16,7 +16,8 @@ from flows.cli_start import Source, config_of, fork_command, resume_command, run
 from flows.cli_view import view
 from flows.cli_why import why
 from flows.printing import echo, echo_all, fail
-from flows.server import Terminated, apply_automations, terminable
+from flows.server import apply_automations
+from flows.stopping import Terminated, terminable
 from rlpipe.config.fields import field_lines
 from rlpipe.report.plan import plan_lines
 from rlpipe.report.show import compare_lines, iteration_lines, run_lines, show_lines

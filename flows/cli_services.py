@@ -23,7 +23,8 @@ import typer
 
 from flows.database import environment_of, existing_database, own_database
 from flows.printing import echo
-from flows.server import SERVER, running_server, set_defaults
+from flows.server import SERVER, run_flow, running_server, set_defaults
+from flows.stopping import bound_end, run_unless_stopped
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.services.registration import ADDRESS_VARIABLE, KEY_VARIABLE, RunService, config_of, own_address, serve
@@ -85,7 +86,7 @@ def evaluate(
         from flows.evaluate import evaluate as evaluate_flow
 
         echo(f"run {run}: store {store}, logs {logs}, Prefect {url}", err=True)
-        metrics = asyncio.run(evaluate_flow(version=version, config=config))
+        metrics = run_flow(evaluate_flow(version=version, config=config))
     for name in sorted(metrics, key=by_number):
         echo(f"{name:40s} {metrics[name]:.6g}")
 
@@ -105,7 +106,7 @@ def export(
     config = override_config(open_existing(readable_store(store), run).config, overrides)
     from rlpipe.stages.remaking import export_policy
 
-    number = asyncio.run(export_policy(config, version, to))
+    number = run_unless_stopped(export_policy(config, version, to))
     echo(f"version {number} of run {run} is in {to}")
 
 
@@ -176,8 +177,14 @@ def _serve(section: str, store: str, run: str, sets: list[str] | None, idle_time
         watch = RunWatch(opened, run, idle_timeout_s)
         service = create(opened, override_config(await config_of(watch), sets or []))
         ended = asyncio.Event()
+
+        def end(number: int) -> None:
+            if not ended.is_set():
+                bound_end(number)
+            ended.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
         return await serve(service, watch.is_over, ended)
 
     echo(f"ended: {asyncio.run(until_over())}")

@@ -1,4 +1,4 @@
-"""What `rlpipe run` puts around a flow: an end at SIGTERM, a Prefect server of our own where the user has none. And the automations of
+"""What `rlpipe run` puts around a flow: what it ends with, a Prefect server of our own where the user has none. And the automations of
 unattended nights on the team's.
 
 Prefect is imported only inside of the functions: what it reads of the environment is set before.
@@ -6,18 +6,17 @@ Prefect is imported only inside of the functions: what it reads of the environme
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from flows.database import creating, environment_of
+from flows.stopping import run_unless_stopped, unheard
 from rlpipe.processes.launch import Service, answers, free_port, wrapped
 from rlpipe.types import UserError
 
@@ -48,39 +47,21 @@ def set_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does."""
-
-
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM in the body is Terminated: without a handler it would end the process without a word, and without giving back the run."""
-
-    def terminate(*_: object) -> NoReturn:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
     """What a flow returns; Terminated after SIGTERM, KeyboardInterrupt after SIGINT, once it gave back what it held.
 
-    RuntimeError, one line, for what Prefect's server refuses or does not answer. Prefect's handler of SIGTERM raises wherever the main
-    thread is, which may be in a callback: asyncio logs that and goes on.
+    RuntimeError, one line, for what Prefect's server refuses or does not answer.
     """
     import httpx
-    from prefect.exceptions import ObjectNotFound, PrefectException, TerminationSignal
+    import prefect.utilities.engine as engine
+    from prefect.exceptions import ObjectNotFound, PrefectException
 
     from flows.outage import PrefectAway
 
+    engine._prefect_sigterm_handler = unheard  # pyright: ignore[reportPrivateUsage]  # else it raises wherever the main thread is
+
     try:
-        return asyncio.run(_unless_terminated(flow))
-    except TerminationSignal as error:  # it was raised between two callbacks
-        raise Terminated from error
+        return run_unless_stopped(flow)
     except PrefectAway as error:
         raise RuntimeError(f"{error}. {AGAIN}") from error
     except (PrefectException, httpx.HTTPError) as error:
@@ -91,24 +72,6 @@ def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
             else " ".join(f"failed: {type(error).__name__}: {error}".split())
         )
         raise RuntimeError(f"Prefect's server {said}. {AGAIN}") from error
-
-
-async def _unless_terminated(flow: Coroutine[Any, Any, Result]) -> Result:
-    task, terminated = asyncio.current_task(), asyncio.Event()
-    assert task is not None, "asyncio.run made it"
-
-    def terminate() -> None:
-        terminated.set()
-        if not task.cancelling():  # once more would end the clearing up
-            task.cancel()
-
-    # asyncio calls this one also where Prefect has set its own
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-    try:
-        return await flow
-    finally:
-        if terminated.is_set():
-            raise Terminated
 
 
 @contextlib.contextmanager

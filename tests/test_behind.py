@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from rlpipe.stages import behind as module
+from rlpipe.stages import session
 from rlpipe.stages.behind import Behind, Published
+from rlpipe.stages.session import open_session
+from rlpipe.store import patience
 from rlpipe.store.artifacts import commit, find
-from rlpipe.store.backend import open_store
+from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.holder import Holder
 from rlpipe.store.lease import TakenOver, acquire
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError, UserError
+from rlpipe.types import ArtifactRef, EngineError, IterationRecord, Manifest, StoreError, UserError
 from tests.test_store_run import record_of, tiny
 
 MOMENT = "2026-03-04T05:06:07.000+00:00"
@@ -179,6 +182,41 @@ async def test_a_run_that_was_taken_over_is_closed_at_once_and_nothing_is_said_o
     await asyncio.wait_for(behind.close(), module.CLOSE_S / 2)
     assert caplog.text == "" and find(run.store, FOLDER) is None
     held.release()
+
+
+@pytest.mark.parametrize("at", ["begin", "work"])
+@pytest.mark.parametrize("error", [EngineError("an engine is gone"), asyncio.CancelledError()])
+async def test_whoever_ends_a_session_asks_the_store_for_seconds_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, at: str
+) -> None:
+    """The look at the lease, before anything else, waited for five minutes after a person's SIGTERM while S3 was away."""
+    monkeypatch.chdir(tmp_path)
+    bounds: list[float] = []
+
+    def counted(name: str) -> Callable[..., object]:
+        call = getattr(Store, name)
+
+        def calls(*arguments: object) -> object:
+            bounds.append(patience._bound_s())
+            return call(*arguments)
+
+        return calls
+
+    def fail(*_: object) -> None:
+        for name in ("exists", "read", "put"):
+            monkeypatch.setattr(Store, name, counted(name))
+        raise error
+
+    async def work() -> None:
+        async with open_session(tiny(open_store(f"file://{tmp_path}/store"))):
+            fail()
+
+    if at == "begin":
+        monkeypatch.setattr(session, "_begin", fail)
+    with pytest.raises(type(error)):
+        await work()
+    assert len(bounds) >= 2, "a look at the lease, and its release"
+    assert set(bounds) == {patience.FIRST_S}
 
 
 def test_another_process_sees_the_store_alone(run: Run) -> None:

@@ -7,6 +7,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,9 +21,10 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.utilities.engine import capture_sigterm
 from typer.testing import CliRunner
 
-from flows import cli
+from flows import cli, stopping
 from flows.printing import echo, echo_above, fail
-from flows.server import Terminated, run_flow, terminable
+from flows.server import run_flow
+from flows.stopping import Terminated, terminable
 from flows.terminal import LOG_NAME, bar, log_to
 from flows.ui import printable_exception
 from rlpipe.printable import printable
@@ -102,9 +105,16 @@ def test_nothing_logged_makes_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process goes on after its signal."""
+    monkeypatch.setattr(stopping, "bound_end", lambda number: None)
+
+
+@pytest.mark.usefixtures("unbound")
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.02, 0.05, 0.1])
 def test_sigterm_ends_a_flow_wherever_it_comes_and_what_it_held_is_given_back(delay_s: float) -> None:
-    """Prefect's handler raises in whatever the loop does just then: asyncio goes on after one that raises in a callback."""
+    """Prefect's own handler would raise in whatever the loop does just then: asyncio goes on after one that raises in a callback."""
     given_back: list[bool] = []
 
     async def flow() -> None:
@@ -149,7 +159,53 @@ def test_what_the_prefect_server_fails_is_one_line_that_says_to_start_again(erro
     ) and "\n" not in str(told.value)
 
 
+@pytest.mark.usefixtures("unbound")
 def test_sigterm_ends_a_command_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "run_lines", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     ended = CliRunner().invoke(cli.app, ["runs"])
     assert (ended.exit_code, ended.output) == (143, "rlpipe: stopped\n")
+
+
+HANGS = """
+import asyncio, os, sys, threading, time
+from flows import cli, stopping
+from flows.server import run_flow
+from prefect.utilities.engine import capture_sigterm
+
+stopping.END_S = 2.0
+def waits():
+    while True:  # for an answer that does not come
+        time.sleep(0.1)
+
+async def flow():
+    try:
+        with capture_sigterm():
+            print("begun", flush=True)
+            await asyncio.sleep(60)
+    finally:
+        print("ends", flush=True)
+        await asyncio.sleep(0.5)  # what a second signal would cut short
+        print("gave back", flush=True)
+        await asyncio.to_thread(waits)
+
+cli.run_lines = lambda _: run_flow(flow())
+sys.argv = ["rlpipe", "runs"]
+cli.app()
+"""
+
+
+@pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGTERM", "SIGTERM"], ["SIGINT", "SIGTERM"]])
+def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard(signals: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", HANGS]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for name, said in zip(signals, ["begun", "ends"], strict=False):
+            assert process.stdout.readline() == f"{said}\n"
+            process.send_signal(signal.Signals[name])
+        rest = process.stdout.read()
+    assert process.returncode == 128 + signal.Signals[signals[0]]
+    said = "rlpipe: stopped, after 2 s in which not all was answered that it waited for: as if it was killed"
+    assert rest.removeprefix("ends\n") == f"gave back\n{said}\n"

@@ -20,7 +20,7 @@ from rlpipe.store.run import Run
 from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError
 
 log = logging.getLogger(__name__)
-CLOSE_S = 60.0  # for what is on its way when something else has failed
+CLOSE_S = 30.0  # for what is on its way when something else has failed
 
 Act = Callable[[], Awaitable[object]]
 

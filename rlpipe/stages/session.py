@@ -268,16 +268,19 @@ async def open_session(
         return
     async with contextlib.AsyncExitStack() as stack:
         work = stack.enter_context(working())
-        run = await asyncio.to_thread(create_or_continue, config)
-        held = await asyncio.to_thread(lease.acquire, run.store, run.root, flow_run)
-        stack.push_async_exit(partial(_give_back, held))
-        await stack.enter_async_context(told(held))  # of what fails in the end of the session
-        session = _open[key] = await asyncio.to_thread(_begin, replace(run, lease=held), start_service)
-        stack.push_async_exit(session.end)
-        stack.push(lambda kind, *_: work.end() if kind else None)  # who still waits for the store holds up no end
-        stack.callback(_open.pop, key)
-        await stack.enter_async_context(cancelled_when_taken_over(held))
-        yield session
+        try:
+            run = await asyncio.to_thread(create_or_continue, config)
+            held = await asyncio.to_thread(lease.acquire, run.store, run.root, flow_run)
+            stack.push_async_exit(partial(_give_back, held))
+            await stack.enter_async_context(told(held))  # of what fails in the end of the session
+            session = _open[key] = await asyncio.to_thread(_begin, replace(run, lease=held), start_service)
+            stack.push_async_exit(session.end)
+            stack.callback(_open.pop, key)
+            await stack.enter_async_context(cancelled_when_taken_over(held))
+            yield session
+        except BaseException:
+            work.end()  # before the rest ends: who waits for the store, or asks it then, holds up no end
+            raise
 
 
 async def _give_back(held: lease.Lease, kind: type[BaseException] | None, *_: object) -> None:

@@ -1,0 +1,104 @@
+"""How a signal ends a command: once, in one line, and within END_S whatever a store or a server answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any, NoReturn, TypeVar
+
+from flows.printing import echo
+
+END_S = 75.0  # giving back what a run holds takes seconds, up to a minute while the store is away
+Result = TypeVar("Result")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does."""
+
+
+def bound_end(number: int) -> None:
+    """Ends this process in END_S, in one line, should it not have ended by then: nobody can cut short a thread that waits for an answer.
+    Nothing is lost by that, as by no kill; its children end with it, and the next start sees that it is gone."""
+
+    def end() -> None:
+        time.sleep(END_S)
+        with contextlib.suppress(OSError):
+            echo(
+                f"rlpipe: stopped, after {END_S:g} s in which not all was answered that it waited for: as if it was killed",
+                err=True,
+            )
+        os._exit(128 + number)
+
+    threading.Thread(target=end, daemon=True, name="bound-end").start()
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM in the body is Terminated, SIGINT KeyboardInterrupt, and a second one is not heard. Without a handler SIGTERM would end the
+    process without a word, and without giving back the run."""
+    before = _handlers()
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        _set(dict.fromkeys(before, unheard))
+        bound_end(number)
+        raise _said(number)
+
+    _set(dict.fromkeys(before, stop))
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def run_unless_stopped(steps: Coroutine[Any, Any, Result]) -> Result:
+    """What a coroutine returns; Terminated after SIGTERM, KeyboardInterrupt after SIGINT, once it gave back what it held. What comes after the
+    first signal is not heard: it would end the giving back."""
+    before, stopped = _handlers(), list[int]()
+
+    async def whole() -> Result:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None, "asyncio.run made it"
+
+        def stop(number: int) -> None:
+            stopped.append(number)
+            if len(stopped) == 1:
+                _set(dict.fromkeys(before, unheard))
+                bound_end(number)
+                task.cancel()
+
+        for number in before:  # asyncio calls this one also where Prefect has set a handler since
+            loop.add_signal_handler(number, stop, number)
+        try:
+            return await steps
+        finally:
+            if stopped:
+                raise _said(stopped[0])
+
+    try:
+        return asyncio.run(whole())
+    finally:
+        _set(dict.fromkeys(before, unheard) if stopped else before)
+
+
+def _said(number: int) -> KeyboardInterrupt:
+    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+
+
+def unheard(*_: object) -> None:
+    """Unlike SIG_IGN it is not handed on to the programs that this process starts."""
+
+
+def _handlers() -> dict[int, Any]:
+    """Who hears the signals that end a command. A shell lets what it runs in the background ignore SIGINT: that stays."""
+    set_now = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    return {number: handler for number, handler in set_now.items() if number == signal.SIGTERM or handler is not signal.SIG_IGN}
+
+
+def _set(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
