@@ -33,7 +33,7 @@ from rlpipe.engines.weights import Probe
 from rlpipe.processes.launch import free_port
 from rlpipe.services.calls import new_session
 from rlpipe.services.finder import Peer
-from rlpipe.services.registration import KEY_VARIABLE, ServiceRecord
+from rlpipe.services.registration import ENGINES, KEY_VARIABLE, TRAINER, Registration, ServiceRecord
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.backend import open_store
 from rlpipe.store.documents import sealed
@@ -52,9 +52,14 @@ PIECE_BYTES = 1 << 24
 ELSEWHERE = "/nobody/has/this/folder"
 
 
+def record_of(name: str, url: str) -> ServiceRecord:
+    return ServiceRecord(name, url, "local", start=name)
+
+
 def trainer(address: str, port: int, folder: Path) -> None:
     """Serves what lies in the folder `published`, as rank 0 of a gang does."""
     options = TrainerOptions(store=f"file://{folder}/store", run="a", host=address, port=port, work_dir=str(folder))
+    os.environ[KEY_VARIABLE] = record_of("trainer", "").key
     server = GangServer(options, Board(), 1, Uploads(open_store(options.store), folder / "published", BEGIN_S))
     print("ready", flush=True)
     asyncio.run(server.serve())
@@ -65,6 +70,7 @@ async def host(name: str, address: str, port: int, folder: Path) -> None:
     os.chdir(folder)
     config = read_config("tiny", ["run=a", f"store={folder}/store", "tracking.uri="], PRESETS)
     service = HostService(open_store(config.store), config, name, address, port)
+    service.key = record_of(name, "").key
     (service.host.work_dir / "weights").mkdir(parents=True)
 
     async def fetch(policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None = None) -> None:
@@ -109,9 +115,7 @@ def published(folder: Path, num_bytes: int, num_files: int, attempt: str) -> tup
 async def told(hosts: dict[str, subprocess.Popen[str]], urls: dict[str, str], policy: ArtifactRef, nearby: Nearby) -> float:
     """Seconds until the last host has the policy."""
     session = new_session()
-    fleet = Fleet(
-        lambda: asyncio.sleep(0, [RemoteHost(Peer(ServiceRecord(name, urls[name], "local"), KEY), session) for name in HOSTS])
-    )
+    fleet = Fleet(lambda: asyncio.sleep(0, [RemoteHost(Peer(record_of(name, urls[name])), session) for name in HOSTS]))
     began = time.time()
     await fleet.serve(policy, 1, Probe([1, 2], [-1.0]), nearby)
     lines = await asyncio.gather(*(asyncio.to_thread(process.stdout.readline) for process in hosts.values() if process.stdout))
@@ -133,6 +137,11 @@ def measure(
         file.truncate(num_bytes)
     ports = {name: free_port() for name in ("trainer", *HOSTS)}
     urls = {name: f"http://{nodes[name].address}:{port}" for name, port in ports.items()}
+    for name in HOSTS:
+        store = open_store(f"file://{folder / name}/store")
+        for other, url in urls.items():
+            kind = ENGINES if other in HOSTS else TRAINER
+            asyncio.run(Registration(store, "runs/a", kind, record_of(other, url)).enter())
     nearby = Nearby(POLICY, manifest, ELSEWHERE, f"{urls['trainer']}/files")
     processes = {name: started(nodes[name], "host", name, nodes[name].address, ports[name], folder / name) for name in HOSTS}
     serving = started(nodes["trainer"], "trainer", nodes["trainer"].address, ports["trainer"], folder / "trainer")

@@ -207,7 +207,7 @@ async def test_the_adapter_that_a_restart_is_to_load_stays_while_a_newer_one_is_
 
 
 async def test_the_engines_of_another_node_are_asked_for_the_adapter_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = RemoteHost(Peer(ServiceRecord("far", "http://far", "vllm"), "key"), SimpleNamespace())  # type: ignore[arg-type]
+    host = RemoteHost(Peer(ServiceRecord("far", "http://far", "vllm")), SimpleNamespace())  # type: ignore[arg-type]
 
     async def told(*_: object) -> dict[str, object]:
         engines = [

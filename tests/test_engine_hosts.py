@@ -146,7 +146,7 @@ async def test_a_wrong_key_is_refused_and_beyond_loopback_one_is_needed(
         with pytest.raises(EngineError, match="no engine host could be reached"):
             await elsewhere(run, tmp_path).find()
         async with new_session() as session:
-            wrong = RemoteHost(Peer(record, "another key"), session)
+            wrong = RemoteHost(Peer(record), session)
             with pytest.raises(EngineUnavailable, match="401"):
                 await wrong.clients(3)
     monkeypatch.delenv(KEY_VARIABLE, raising=False)

@@ -72,7 +72,7 @@ class World:
         assert commit(self.store, FOLDER, self.manifest)[0] == self.ref
 
     def near(self) -> Store:
-        return nearer(self.store, self.nearby, "key")
+        return nearer(self.store, self.nearby, dict.fromkeys(self.nearby.servers, "key"))
 
     def fetched(self) -> dict[str, bytes]:
         folder = materialise(self.near(), self.ref, self.target)
@@ -81,7 +81,7 @@ class World:
 
 def test_the_store_itself_where_nothing_is_nearer(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}")
-    assert nearer(store, None) is store
+    assert nearer(store, None, {}) is store
 
 
 def test_from_this_disk_by_another_name_and_a_later_save_takes_nothing_away(
@@ -174,4 +174,4 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, monkey
     world = World(tmp_path, monkeypatch)
     evil = Manifest("a", "rl", 0, "policy", {}, "0", {}, [FileRecord("a1/../../x", 1, "0")], {}, 1, "x", MOMENT, MOMENT)
     with pytest.raises(StoreError, match="leads elsewhere"):
-        nearer(world.store, Nearby(FOLDER, sealed(evil).decode(), str(tmp_path), ""))
+        nearer(world.store, Nearby(FOLDER, sealed(evil).decode(), str(tmp_path), ""), {})

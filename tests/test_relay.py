@@ -85,7 +85,8 @@ class World:
         return host
 
     async def fetched(self, host: HostService, nearby: Nearby | None = None) -> dict[str, bytes]:
-        store = nearer(self.store, nearby or self.nearby, KEY, host.relay)
+        keys = {TRAINER: KEY, GONE: KEY, **{host.relay.url: host.key for host in self.hosts}}
+        store = nearer(self.store, nearby or self.nearby, keys, host.relay)
         folder = await asyncio.to_thread(materialise, store, self.ref, self.folder / f"{host.host.name}-weights")
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -164,14 +165,15 @@ async def test_only_parts_of_what_is_fetched_are_given_and_only_with_the_key(
     await world.fetched(host)
     file, part = f"{FOLDER}/try/{LARGE}", f"bytes=0-{PART_BYTES - 1}"
 
-    async def status(key: str, wanted: str, bearer: str = KEY) -> int:
+    async def status(key: str, wanted: str, bearer: str = host.key) -> int:
         headers = {"Authorization": f"Bearer {bearer}", "Range": wanted}
         async with aiohttp.ClientSession() as session, session.get(f"{host.relay.url}/{key}", headers=headers) as response:
             assert response.status != 206 or await response.read() == FILES[LARGE][:PART_BYTES]
             return response.status
 
     assert await status(file, part) == 206
-    assert await status(file, part, "another") == 401
+    for other in ("another", KEY, (await world.host()).key):  # the services' key itself, and that of another host
+        assert await status(file, part, other) == 401
     for key, wanted in (
         (file, "bytes=1-9"), (file, "bytes=0-"), (file, "bytes=-5"), (file, f"bytes=0-{PART_BYTES}"), (f"{file}x", part),
         (f"{FOLDER}/try/config.json", "bytes=0-1"), ("..%2F..%2Fetc%2Fpasswd", part),
@@ -205,7 +207,7 @@ def test_a_new_policy_takes_the_place_of_what_was_passed_on(tmp_path: Path) -> N
     relay.has("a/file", path)
     path.unlink()
     assert asyncio.run(relay.part("a/file", PART_BYTES)) == tmp_path / "relayed/a/file"
-    nearer(open_store(f"file://{tmp_path}"), None, "", relay)
+    nearer(open_store(f"file://{tmp_path}"), None, {}, relay)
     assert not (tmp_path / "relayed").exists()
 
 

@@ -415,10 +415,15 @@ async def test_the_host_asks_for_the_key_and_takes_only_what_it_knows(service: H
         {**good, "probe": {"tokens": ["a", "b"], "logprobs": [0.0]}},
     ]  # fmt: skip
     async with TestClient(TestServer(service.app())) as client:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": f"Bearer {KEY}"},
+            {"Authorization": service.key},
+        ):
             for method, path in (("GET", "/status?version=1"), ("POST", "/serve"), ("GET", "/x")):
                 assert (await client.request(method, path, headers=headers, json=good)).status == 401
-        known = {"Authorization": f"Bearer {KEY}"}
+        known = {"Authorization": f"Bearer {service.key}"}
         for body in bad:
             answer = await client.post("/serve", headers=known, json=body)
             assert (answer.status, (await answer.json())["kind"]) == (409, "UserError"), body

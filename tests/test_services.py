@@ -424,7 +424,7 @@ async def test_a_gang_that_says_it_is_lost_is_not_idle(store: Store, neighbour: 
 
 async def test_who_refuses_the_key_is_no_service_of_ours_and_not_lost(store: Store, neighbour: tuple[Neighbour, str]) -> None:
     played, url = neighbour
-    peer = Peer(ServiceRecord("node-0", url), "key")
+    peer = Peer(ServiceRecord("node-0", url))
     played.status = 401
     assert not await peer.answers() and not peer.lost and not peer.resting
     played.status = 409
@@ -435,7 +435,7 @@ async def test_who_refuses_the_key_is_no_service_of_ours_and_not_lost(store: Sto
 
 
 async def test_what_cannot_be_reached_rests_until_it_answers_again() -> None:
-    peer = Peer(ServiceRecord("node-0", f"http://127.0.0.1:{free_port()}"), "key")
+    peer = Peer(ServiceRecord("node-0", f"http://127.0.0.1:{free_port()}"))
     with pytest.raises(ConnectionError, match="node-0 at http"):
         await peer.call("GET", "/status")
     assert peer.resting and not peer.lost

@@ -207,7 +207,7 @@ class EngineClient(ABC):
             status, answer = await http_call(self.session, method, self.url + path, key, body, timeout_s)
         except ConnectionError as error:
             raise EngineUnavailable(str(error)) from error
-        if status >= 400:
+        if status >= 300:  # what sends on is no engine
             raise self._fault(path, status, answer.decode(errors="replace"))
         return answer
 
@@ -215,7 +215,7 @@ class EngineClient(ABC):
         """What one POST answers as server-sent JSON, as `json_events` has it. There is no deadline after the connection is made."""
         try:
             async with http_stream(self.session, self.url + path, self.api_key, body, CONTROL_TIMEOUT_S) as response:
-                if response.status >= 400:
+                if response.status >= 300:
                     raise self._fault(path, response.status, await response.text(errors="replace"))
                 async for events in json_events(response):
                     yield (self._checked(path, event) for event in events)

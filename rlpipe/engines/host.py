@@ -24,6 +24,7 @@ from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_byte
 from rlpipe.models.whole import base_and_adapter, whole_policy
 from rlpipe.processes.launch import READY_TIMEOUT_S, Service, answers, free_port
 from rlpipe.services.calls import new_session
+from rlpipe.services.registration import file_keys
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.nearby import Nearby, nearer
@@ -41,8 +42,7 @@ RESTARTS_MAX = 5  # of an engine within one start of a run
 class EngineHost:
     """Owns `engines.count` engine processes, all on the weights that it was last told to serve.
 
-    `address`: where the engines listen. `keys`: API key and admin key of the engines; `nearby_key`: of the trainer
-    where it is on another node; `relay`: passes weights on to the hosts of other nodes.
+    `address`: where the engines listen. `keys`: API key and admin key of the engines; `relay`: passes weights on to the hosts of other nodes.
     """
 
     config: PipelineConfig
@@ -51,7 +51,6 @@ class EngineHost:
     name: str = "engine"
     address: str = "127.0.0.1"
     keys: tuple[str, str] = field(default_factory=lambda: (secrets.token_hex(16), secrets.token_hex(16)))
-    nearby_key: str = ""
     relay: Relay | None = None
     files_url: str = field(default="", init=False)  # the flow's own host is asked by nobody
     engines: list[Engine] = field(default_factory=list, init=False)
@@ -126,7 +125,8 @@ class EngineHost:
     # weights
 
     def _fetch(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> Weights:
-        store = nearer(self.store, nearby, self.nearby_key, self.relay)
+        keys = file_keys(self.store, f"runs/{self.config.run}") if nearby and nearby.servers else {}
+        store = nearer(self.store, nearby, keys, self.relay)
         made = read_manifest(store, policy.folder, policy.sha256).weight_version
         # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
         if made not in (None, max(version, 0)):

@@ -30,7 +30,7 @@ from rlpipe.engines.weights import Probe
 from rlpipe.processes.launch import free_port
 from rlpipe.services.calls import new_session
 from rlpipe.services.finder import ANSWER_TIMEOUT_S, Peer, ServiceFinder, StartService
-from rlpipe.services.registration import ENGINES, Registration, ServiceRecord, service_key
+from rlpipe.services.registration import ENGINES, FILES, Registration, ServiceRecord
 from rlpipe.store.artifacts import MANIFEST
 from rlpipe.store.backend import Store
 from rlpipe.store.nearby import Nearby
@@ -45,7 +45,7 @@ SERVE_TIMEOUT_S = 20.0  # longer than a host waits for a reload
 COMMIT_WAIT_S = 7200.0  # for an upload
 COMMIT_POLL_S = 1.0
 SHUTDOWN_S = 1.0  # for answers that are still being written
-FILES, FILE_CHUNK = "/files", 1 << 20
+FILE_CHUNK = 1 << 20
 LOCAL_FAULTS = (StoreError, EngineError, ValueError, OSError, AssertionError)
 FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "UserError": UserError}  # all else is an EngineError
 
@@ -67,18 +67,32 @@ class ServeRequest(BaseModel):
     nearby: Nearby | None = None
 
 
+class ServedEngine(BaseModel):
+    """An engine as its host tells of it."""
+
+    name: str
+    url: str
+    adapted: bool
+
+
+class HostStatus(BaseModel):
+    """The answer to a /status."""
+
+    engines: list[ServedEngine]
+    progress: int = 0
+
+
 class HostService:
     """This node's engines as a service of a run that goes on elsewhere. `address`: of this node; `port` 0: a free one."""
 
     def __init__(self, store: Store, config: PipelineConfig, name: str, address: str, port: int = 0) -> None:
-        self.key = service_key()
         self._address = address
         self._port = port or free_port()
         record = ServiceRecord(name, f"http://{address}:{self._port}", config.engines.kind)
-        self.registration = Registration(store, f"runs/{config.run}", ENGINES, record)
+        self.registration, self.key = Registration(store, f"runs/{config.run}", ENGINES, record), record.key
         work_dir = self.registration.work_dir(config.scratch_folder)
-        self.relay = Relay(work_dir / "relayed", record.url + FILES)
-        self.host = EngineHost(config, store, work_dir, name, address, engine_keys(self.key), self.key, self.relay)
+        self.relay = Relay(work_dir / "relayed", record.files_url)
+        self.host = EngineHost(config, store, work_dir, name, address, engine_keys(self.key), self.relay)
         self.fault: Exception | None = None  # why the newest weights are not served
         self._serving: dict[asyncio.Task[None], ServeRequest] = {}
         self._wanted: ServeRequest | None = None  # the newest
@@ -181,8 +195,8 @@ class HostService:
         if not re.fullmatch(r"-?\d{1,9}", version):
             raise UserError(f"/status?version={version:.20}: a weight version is a number")
         clients = await self.host.clients(int(version))
-        engines = [{"name": client.name, "url": client.url, "adapted": client.adapted} for client in clients]
-        return web.json_response({"engines": engines, "progress": self.host.progress + self._waited})
+        engines = [ServedEngine(name=client.name, url=client.url, adapted=client.adapted) for client in clients]
+        return web.json_response(HostStatus(engines=engines, progress=self.host.progress + self._waited).model_dump())
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         """A part of a file of the weights that this host fetches, or has: hosts of other nodes get it here."""
@@ -204,7 +218,7 @@ class RemoteHost:
 
     def __init__(self, peer: Peer, session: aiohttp.ClientSession) -> None:
         self.name = peer.record.name
-        self.files_url = peer.record.url + FILES
+        self.files_url = peer.record.files_url
         self.peer = peer
         self.session = session
         self.progress = 0  # as the host said last
@@ -220,11 +234,15 @@ class RemoteHost:
         if self.peer.resting:
             raise EngineUnavailable(f"host {self.name} could not be reached a moment ago")
         answer = await self._call("GET", f"/status?version={version}", None, ANSWER_TIMEOUT_S)
-        self.progress = answer.get("progress", 0)
-        kind, keys = self.peer.record.engine, engine_keys(self.peer.key)
-        clients = [client_of(kind, engine["name"], engine["url"], self.session, keys) for engine in answer["engines"]]
-        for client, engine in zip(clients, answer["engines"], strict=True):
-            client.adapted = engine["adapted"]
+        try:
+            status = HostStatus.model_validate(answer)
+        except ValidationError as error:
+            raise EngineUnavailable(f"host {self.name} does not answer as one: {answer!r:.200}") from error
+        self.progress = status.progress
+        kind, keys = self.peer.record.engine, engine_keys(self.peer.record.key)
+        clients = [client_of(kind, engine.name, engine.url, self.session, keys) for engine in status.engines]
+        for client, engine in zip(clients, status.engines, strict=True):
+            client.adapted = engine.adapted
         return clients
 
     async def close(self) -> None: ...
@@ -238,7 +256,7 @@ class RemoteHost:
         if status in (200, 202):
             return answer
         if "kind" in answer:
-            raise FAULTS.get(answer["kind"], EngineError)(answer["error"])
+            raise FAULTS.get(str(answer["kind"]), EngineError)(str(answer.get("error")))
         raise EngineUnavailable(f"host {self.name} answered {status}: {answer}")
 
 

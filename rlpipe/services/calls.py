@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from rlpipe.types import JsonDict
+
 KEEPALIVE_S = 2.0
 EVENT, LAST_EVENT = b"data: ", b"data: [DONE]"
 
@@ -35,7 +37,7 @@ async def http_call(
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
     headers = {"Authorization": f"Bearer {key}"}
     try:
-        async with session.request(method, url, json=body, headers=headers, timeout=timeout) as response:
+        async with session.request(method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False) as response:
             return response.status, await response.read()
     except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
         raise ConnectionError(f"{url}: {type(error).__name__} {error}") from error
@@ -49,7 +51,9 @@ async def http_stream(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
-        async with session.post(url, data=orjson.dumps(body), headers=headers, timeout=timeout) as response:
+        async with session.post(
+            url, data=orjson.dumps(body), headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
             yield response
     except (aiohttp.ClientError, OSError) as error:
         raise ConnectionError(f"{url}: {type(error).__name__} {error}") from error
@@ -66,9 +70,12 @@ async def json_events(response: aiohttp.ClientResponse) -> AsyncGenerator[Iterat
         yield (orjson.loads(line[len(EVENT) :]) for line in lines if line.startswith(EVENT) and line != LAST_EVENT)
 
 
-def json_of(url: str, status: int, content: bytes) -> Any:
-    """The JSON of an answer; ConnectionError for any other: it comes from somebody else, a proxy perhaps."""
+def json_of(url: str, status: int, content: bytes) -> JsonDict:
+    """The JSON object of an answer; ConnectionError for any other: it comes from somebody else, a proxy perhaps."""
     try:
-        return json.loads(content)
-    except ValueError as error:
-        raise ConnectionError(f"{url}: answered {status} without JSON ({content[:80]!r})") from error
+        answer = json.loads(content)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        raise ConnectionError(f"{url}: answered {status} without JSON ({content[:80]!r})")
+    return answer

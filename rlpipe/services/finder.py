@@ -18,7 +18,6 @@ from rlpipe.services.registration import (
     dismiss,
     node_name,
     registered,
-    service_key,
 )
 from rlpipe.store.run import Run
 from rlpipe.types import EngineError, JsonDict, TrainerError, UserError
@@ -48,7 +47,6 @@ class Peer:
     """A registered service, and since when it cannot be reached."""
 
     record: ServiceRecord
-    key: str
     lost_at: float | None = None  # when it could not be reached for the first time since it last was
     _rest_s: float = 0.0
     _rest_until: float = 0.0
@@ -80,7 +78,7 @@ class Peer:
         try:
             async with new_session() as session:
                 url = self.record.url + path
-                status, content = await http_call(session, method, url, self.key, body, timeout_s, CONNECT_TIMEOUT_S)
+                status, content = await http_call(session, method, url, self.record.key, body, timeout_s, CONNECT_TIMEOUT_S)
             answer = json_of(url, status, content)
         except ConnectionError as error:
             self.lost_at = self.lost_at or time.monotonic()
@@ -112,7 +110,7 @@ class ServiceFinder:
         records = {record.start: record for record in services}
         for start in records.keys() - self._peers.keys():
             log.warning("%s: %s has joined", self._kind, records[start].name)
-            self._peers[start] = Peer(records[start], service_key())
+            self._peers[start] = Peer(records[start])
         for start in self._peers.keys() - records.keys():
             log.warning("%s: %s has left", self._kind, self._peers.pop(start).record.name)
         for start, record in records.items():

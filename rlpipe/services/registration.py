@@ -2,7 +2,8 @@
 
 A service leaves a record in `runs/<run>/services/<kind>/<name>.json`, and is the run's for as long as that record is its own: who
 deletes it, or puts another in its place, dismisses the service. Nobody has to reach it for that. With a services' key a record is only
-taken from who has it: the flow sends the key to the URL that stands there.
+taken from who has it, and each start of a service is asked with a key of its own, which both sides make of the services' key: who listens at
+the URL of one that died learns nothing that another takes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from rlpipe.types import StoreError, UserError
 log = logging.getLogger(__name__)
 KEY_VARIABLE, ADDRESS_VARIABLE = "RLPIPE_SERVICE_KEY", "RLPIPE_ADDRESS"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+FILES = "/files"  # below a service's URL: what it published or fetched last
 WATCH_S = 2.0
 RUN_POLL_S = 5.0
 TRAINER, ENGINES = "trainer", "engines"
@@ -55,9 +57,16 @@ class ServiceRecord:
 
     def proved(self, place: str) -> ServiceRecord:
         """The same with its proof: the HMAC by the services' key of all that it says and of where it stands. Empty without a key."""
-        said, key = {**asdict(self), "proof": "", "place": place}, service_key()
-        text = json.dumps(said, sort_keys=True).encode()
-        return replace(self, proof=hmac.new(key.encode(), text, "sha256").hexdigest() if key else "")
+        return replace(self, proof=_derived("proof", {**asdict(self), "proof": "", "place": place}))
+
+    @property
+    def key(self) -> str:
+        """The bearer key of this start alone; a gang that its service starts again has another. Empty without a services' key."""
+        return _derived("key", {"start": self.start, "rendezvous": self.rendezvous})
+
+    @property
+    def files_url(self) -> str:
+        return self.url + FILES
 
 
 def node_name(node: int) -> str:
@@ -66,11 +75,17 @@ def node_name(node: int) -> str:
 
 
 def service_key() -> str:
-    """The bearer key that flow, gangs and hosts share; empty: none is asked for. UserError when a header cannot carry it."""
+    """The secret that flow, gangs and hosts share, and send to nobody; empty: no key is asked for. UserError when it is no plain text."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise UserError(f"{KEY_VARIABLE} has characters that an HTTP header cannot carry; make one with `openssl rand -hex 32`")
     return key
+
+
+def _derived(purpose: str, of: dict[str, str]) -> str:
+    """What only who has the services' key can make, other for each purpose. Empty without that key."""
+    key, text = service_key(), json.dumps([purpose, of], sort_keys=True)
+    return hmac.new(key.encode(), text.encode(), "sha256").hexdigest() if key else ""
 
 
 def own_address(address: str = "") -> str:
@@ -104,6 +119,11 @@ def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
     return records
 
 
+def file_keys(store: Store, run_root: str) -> dict[str, str]:
+    """The bearer keys of what serves files to a run, its gang and its hosts, by the URLs of these files."""
+    return {record.files_url: record.key for kind in (TRAINER, ENGINES) for record in registered(store, run_root, kind)}
+
+
 def anybody_registered(store: Store, run_root: str, kind: str) -> bool:
     """Whether there is a record of a kind, be it one that is not taken."""
     return bool(_places(store, run_root, kind))
@@ -119,7 +139,7 @@ def _refuse(address: str, record: ServiceRecord) -> None:
     if record.start not in _refused:
         _refused.add(record.start)
         log.warning(
-            "%s was not left by who has this %s: what it names (%s) is not asked; start that service again with the key of the flow",
+            "%s was not left by who has this %s: what it names (%s) is not asked; start that service again with the key and the version of the flow",
             address, KEY_VARIABLE, record.url,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -39,20 +39,25 @@ class Nearby:
     url: str
     peers: list[str] = field(default_factory=list)
 
+    @property
+    def servers(self) -> list[str]:
+        return [url for url in (self.url, *self.peers) if url]
 
-def nearer(store: Store, nearby: Nearby | None, key: str = "", relay: Relay | None = None) -> Store:
-    """`store`, which reads one artifact from nearby, as far as it is there. `key`: the bearer key of the servers; `relay`: passes on what is read."""
+
+def nearer(store: Store, nearby: Nearby | None, keys: Mapping[str, str], relay: Relay | None = None) -> Store:
+    """`store`, which reads one artifact from nearby, as far as it is there. `keys`: the bearer keys of its servers, by their URLs, and one
+    that has none is not asked; `relay`: passes on what is read."""
     if relay is not None:
         relay.clear()
-    return NearStore(store, nearby, key, relay) if nearby else store
+    return NearStore(store, nearby, keys, relay) if nearby else store
 
 
 class NearStore(Store):
     """A store of which one artifact's files are read from nearby where they are there."""
 
-    def __init__(self, store: Store, nearby: Nearby, key: str, relay: Relay | None) -> None:
+    def __init__(self, store: Store, nearby: Nearby, keys: Mapping[str, str], relay: Relay | None) -> None:
         self.local, self.url = store.local, store.url
-        self._near = NearObjects(store.objects, nearby, key, relay.url if relay else "")
+        self._near = NearObjects(store.objects, nearby, keys, relay.url if relay else "")
         self._relay = relay
         self.objects = cast("Objects", self._near)
 
@@ -92,17 +97,17 @@ class NearStore(Store):
 class NearObjects:
     """Reads of the files of one artifact; all else is the store's own. `own_url`: of this node among the peers."""
 
-    def __init__(self, objects: Objects, nearby: Nearby, key: str, own_url: str) -> None:
-        self._disk, self._key = Path(nearby.disk), key
+    def __init__(self, objects: Objects, nearby: Nearby, keys: Mapping[str, str], own_url: str) -> None:
+        self._disk, self._keys = Path(nearby.disk), keys
         address, document = f"{nearby.folder}/{MANIFEST}", nearby.manifest.encode()
         self.records = {f"{nearby.folder}/{record.name}": record for record in parse_manifest(address, document).files}
         self._documents = {address: document}
         self._store, self._node = objects, cast("Objects", Disk(self._disk))
-        self._server: Objects | None = file_server(nearby.url, key) if nearby.url else None
+        self._server: Objects | None = file_server(nearby.url, keys[nearby.url]) if nearby.url in keys else None
         self._left = False
         self._peers, self._own_url = nearby.peers, own_url
         self._peer_files: dict[str, Objects] = {}  # of those peers that were asked
-        self._peers_left: set[str] = set()
+        self._peers_left = set(nearby.peers) - keys.keys()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -139,7 +144,7 @@ class NearObjects:
         """From the node that gets this part first, where that is another one, else from the nearest copy."""
         peer = self._peers[owner_of(start, len(self._peers))] if self._peers and key in self.records else self._own_url
         if peer != self._own_url and peer not in self._peers_left and not self._left and self.on_disk(key) is None:
-            files = self._peer_files.get(peer) or self._peer_files.setdefault(peer, file_server(peer, self._key))
+            files = self._peer_files.get(peer) or self._peer_files.setdefault(peer, file_server(peer, self._keys[peer]))
             try:
                 if files.copy_part(key, start, end, descriptor) == end:
                     return end

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import aiohttp
 
 from rlpipe.services.calls import http_call, json_of, new_session
+from rlpipe.services.registration import FILES
 from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE
 from rlpipe.trainer.process import GangPlace, GangProcess
 from rlpipe.types import JsonDict, StepRefused, TrainerError
@@ -46,8 +47,8 @@ class TrainerClient:
 
     @property
     def files_url(self) -> str:
-        """Where other nodes get what this gang has published, by the key of the run's services; empty for a gang of this process alone."""
-        return "" if isinstance(self.place, GangProcess) else f"{self.url}/files"
+        """Where other nodes get what this gang has published, by its key; empty for a gang of this process alone."""
+        return "" if isinstance(self.place, GangProcess) else self.url + FILES
 
     async def start(self) -> None:
         """Starts the gang, or finds it, and waits until it answers."""

@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Never
 
@@ -35,7 +35,6 @@ from rlpipe.services.registration import (
     ServiceRecord,
     node_name,
     registered,
-    service_key,
 )
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run
@@ -170,13 +169,15 @@ class RegisteredGang:
     """A gang whose nodes are services of the run; with `trainer.place = "deployment"` they are started where they are missing."""
 
     def __init__(self, run: Run, start_service: StartService) -> None:
-        self.key = service_key()
+        self.key = ""  # of the gang that was found last
         self._services = ServiceFinder(run, TRAINER, start_service)
 
     async def start(self) -> str:
         """The URL of node 0, once it answers; TrainerError when nobody is to be waited for any longer."""
         peers = await self._services.find()
-        return next(peer.record.url for peer in peers if peer.record.name == node_name(0))
+        record = next(peer.record for peer in peers if peer.record.name == node_name(0))
+        self.key = record.key
+        return record.url
 
     bring_back = start
 
@@ -206,7 +207,6 @@ class GangService:
         self._config = config
         self._node = node
         self._address = address
-        self._key = service_key()
         self._work_dir = self.registration.work_dir(config.scratch_folder)
         self._gang: GangProcess | None = None
         self._ran_at = time.monotonic()  # when this node's part of the gang ran last
@@ -216,7 +216,8 @@ class GangService:
         met_at = ""
         for _start in range(RESTARTS_MAX + 1):
             met_at = await self._meeting_point(met_at)
-            self._gang = gang = GangProcess(self._config, self._work_dir, self._key, self._address, self._node, met_at)
+            key = self.registration.record.key  # another where the nodes meet anew
+            self._gang = gang = GangProcess(self._config, self._work_dir, key, self._address, self._node, met_at)
             try:
                 url = await gang.start()
                 if self._node == 0:
@@ -228,6 +229,7 @@ class GangService:
             finally:
                 self._ran_at = time.monotonic()
                 await gang.close()
+                self._gang = None  # its address may be another's now
             log.warning("the gang of node %d ended", self._node)
         raise TrainerError(f"the gang ended {RESTARTS_MAX + 1} times; see {self._work_dir}/trainer.log")
 
@@ -239,7 +241,7 @@ class GangService:
         if self._gang is None:
             return 0.0
         try:
-            status, answer = await Peer(ServiceRecord("gang", self._gang.url), self._key).call("GET", "/status")
+            status, answer = await Peer(replace(self.registration.record, url=self._gang.url)).call("GET", "/status")
         except ConnectionError:
             return 0.0
         return answer["idle_s"] if status == 200 else 0.0  # one that has lost a node says that, and ends

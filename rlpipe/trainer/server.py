@@ -25,7 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from rlpipe.config.secrecy import key_fits
 from rlpipe.processes.launch import die_with_parent
 from rlpipe.processes.memory import settle_heap
-from rlpipe.services.registration import LOOPBACK, service_key
+from rlpipe.services.registration import FILES, LOOPBACK, service_key
 from rlpipe.store.patience import working
 from rlpipe.trainer.gang import Pulse, join_gang
 from rlpipe.trainer.jobs import (
@@ -56,7 +56,6 @@ CONNECTIONS_MAX = 1024  # a host that fetches weights has eight
 REQUEST_S = 30.0  # for the head of a request, and again for its body; a connection without a request is closed
 REFUSED_S = 1.0  # a stranger's body is read for so long, so that he reads the answer; closing with more unread would reset it
 BODY_BYTES_MAX = 4 * 1024 * 1024
-FILES = "/files/"
 FILE_CHUNK = 1024 * 1024
 
 
@@ -140,8 +139,8 @@ class GangServer:
             body = await request.content.read()
         if self.board.lost:
             return web.json_response({"error": self.board.lost}, status=STATUS_LOST)
-        if request.method in ("GET", "HEAD") and request.path.startswith(FILES):
-            return self._file(request.path.removeprefix(FILES))
+        if request.method in ("GET", "HEAD") and request.path.startswith(f"{FILES}/"):
+            return self._file(request.path.removeprefix(f"{FILES}/"))
         match request.method, request.path:
             case "POST", "/load" | "/train" | "/save" | "/offload":
                 return await self._do(request.path.removeprefix("/"), body)
