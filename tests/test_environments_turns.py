@@ -55,10 +55,10 @@ class PlayedTokenizer:
 
     def check_calls(self, messages: list[JsonDict]) -> None: ...
 
-    def encode_prompt(self, messages: list[JsonDict]) -> list[int]:
+    def encode_prompt(self, messages: list[JsonDict], tokens_max: int | None = None) -> list[int]:
         return [1, *map(ord, messages[-1]["content"]), 2]
 
-    def encode_continuation(self, messages: list[JsonDict]) -> list[int]:
+    def encode_continuation(self, messages: list[JsonDict], tokens_max: int | None = None) -> list[int]:
         return [token for message in messages for token in (7, *map(ord, message["content"]), 8)]
 
     def decode(self, tokens: list[int]) -> str:

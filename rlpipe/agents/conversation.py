@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rlpipe.agents.chat import ChatRequest, as_text
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
 from rlpipe.records.prompt import Message, Messages
 from rlpipe.records.rollout import CUT_SHORT
@@ -63,13 +64,15 @@ class ConversationTree:
     nodes: list[Node] = field(default_factory=list)
     last: Node | None = None  # the newest reply; of several choices the first
 
-    def context(self, request: ChatRequest) -> Context:
-        """Where a call goes on. UserError when the chat template refuses the conversation."""
+    def context(self, request: ChatRequest, tokens_max: int) -> Context:
+        """Where a call goes on. UserError when the chat template refuses the conversation; TooLong when it says more than `tokens_max`."""
         known = [node for node in list(self.nodes) if self._goes_on(node, request)]
         for node in sorted(known, key=lambda node: len(node.messages), reverse=True):
             news = request.messages[len(node.messages) :]
             try:
-                tokens = self.tokenizer.encode_continuation(news)
+                tokens = self.tokenizer.encode_continuation(news, tokens_max)
+            except TooLong:
+                raise
             except UserError:  # a template that does not continue: the next best is to begin anew
                 continue
             version, _ = node.completion.spans[-1]
@@ -80,7 +83,7 @@ class ConversationTree:
             return Context(node, node.prompt_tokens, node.completion.then(said), mask, [*node.added, news])
         tokenizer = self.tokenizer.with_tools(request.tools) if request.tools else self.tokenizer
         messages = request.messages if tokenizer.knows_tool_calls else [*map(as_text, request.messages)]
-        tokens = tokenizer.encode_prompt(messages)
+        tokens = tokenizer.encode_prompt(messages, tokens_max)
         if not tokens:
             raise UserError("the chat template writes nothing of the conversation, so nothing can follow it")
         return Context(None, tokens, NOTHING_YET, b"", [request.messages])

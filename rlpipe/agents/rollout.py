@@ -18,6 +18,7 @@ import numpy as np
 from rlpipe.agents.chat import ChatRefused, ChatRequest, assistant_message
 from rlpipe.agents.conversation import Context, ConversationTree, Node
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import Completion, Sampling
 from rlpipe.engines.pool import EnginePool, GroupRequest
 from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED
@@ -92,7 +93,11 @@ class AgentRollout:
 
     async def _replies(self, request: ChatRequest, is_repeated: bool) -> GivenReplies:
         try:
-            context = await asyncio.to_thread(self.conversation.context, request)
+            context = await asyncio.to_thread(self.conversation.context, request, self.terms.context_tokens_max)
+        except TooLong as error:
+            if not is_repeated:
+                self._count(request.num_choices)
+            raise self._too_long() from error
         except UserError as error:
             raise ChatRefused(400, str(error), "chat_template") from error
         digest = _sha256(context, request)
@@ -105,16 +110,10 @@ class AgentRollout:
 
     async def _answer(self, request: ChatRequest, context: Context, key: CallKey) -> GivenReplies:
         terms, num_before = self.terms, len(context.prior.tokens)
-        self._num_completions += request.num_choices
-        if self._num_completions > terms.calls_max:
-            raise self._refusal(
-                OUT_OF_TURNS, f"rl.turns_max={terms.calls_max} completions of this rollout are used up", "turns_max"
-            )
+        self._count(request.num_choices)
         room = min(terms.params.max_new_tokens, terms.context_tokens_max - len(context.prompt_tokens))
         if room <= num_before:
-            raise self._refusal(
-                TRUNCATED, f"{num_before} tokens after the prompt leave none of {room}", "context_length_exceeded"
-            )
+            raise self._too_long()
         tokens_max = room if request.tokens_max is None else min(room, num_before + request.tokens_max)
         if key not in self._sampling:
             self._sampling[key] = asyncio.create_task(self._sampled(request.num_choices, context, key, tokens_max))
@@ -148,6 +147,22 @@ class AgentRollout:
 
     def _seed(self, key: CallKey, choice: int) -> int:
         return rollout_seed(self.terms.params.seed, "call", *key, choice)
+
+    def _count(self, num_choices: int) -> None:
+        """Counts what a call asks for; ChatRefused when the rollout has no more."""
+        self._num_completions += num_choices
+        if self._num_completions > self.terms.calls_max:
+            message = f"rl.turns_max={self.terms.calls_max} completions of this rollout are used up"
+            raise self._refusal(OUT_OF_TURNS, message, "turns_max")
+
+    def _too_long(self) -> ChatRefused:
+        """The refusal of a conversation that leaves no token, whether it was encoded or is so long that it need not be."""
+        terms = self.terms
+        message = (
+            f"the conversation leaves no token for a reply: it may have {terms.context_tokens_max} tokens, "
+            f"{terms.params.max_new_tokens} of them after its first messages, the reply included"
+        )
+        return self._refusal(TRUNCATED, message, "context_length_exceeded")
 
     def _refusal(self, limit: str, message: str, code: str) -> ChatRefused:
         self.limit = limit

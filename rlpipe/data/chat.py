@@ -118,9 +118,11 @@ class ChatTokenizer:
             raise UserError(f"tokenizer_config.json: {name}={token!r} is not a token of tokenizer.json; name one that is")
         return token_id
 
-    def encode_prompt(self, messages: Messages) -> list[int]:
-        """The tokens the policy goes on from: `messages` and the head of the assistant's turn."""
+    def encode_prompt(self, messages: Messages, tokens_max: int | None = None) -> list[int]:
+        """The tokens the policy goes on from: `messages` and the head of the assistant's turn. TooLong where they are so long that none
+        would be left of `tokens_max`."""
         text = self._template.render(messages, add_generation_prompt=True)
+        self._encoder.check_fits(text, tokens_max)
         return self._encoder.encode(text, self._letters(messages, text, add_generation_prompt=True))
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[int]]:
@@ -135,12 +137,13 @@ class ChatTokenizer:
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans)), "turns do not overlap"
         return self._encode_masked(text, spans, self._letters(messages, text))
 
-    def encode_continuation(self, messages: Messages) -> list[int]:
+    def encode_continuation(self, messages: Messages, tokens_max: int | None = None) -> list[int]:
         """What follows the assistant's end-of-turn token when `messages` come next, up to the head of the assistant's next turn.
 
-        UserError when the template does not let a conversation go on like that.
+        UserError when the template does not let a conversation go on like that; TooLong as in `encode_prompt`.
         """
         (text, letters), other = (self._continuation(talk, messages) for talk in DUMMY_TALKS)
+        self._encoder.check_fits(text, tokens_max)
         tokens = self._encoder.encode(text, letters, before=[self._turn_end_id])
         if (text, letters) != other or self._normal(self.decode_raw(tokens)) != self._normal(text):
             raise _no_continuation(messages)

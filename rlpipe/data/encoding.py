@@ -12,9 +12,16 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
+from rlpipe.data.fewest_tokens import FewestTokens
+from rlpipe.types import UserError
+
 Span = tuple[int, int]  # characters, end exclusive
 LONG_CHARS = 100_000  # about 0.1 s of a processor
 BORDER = "[rlpipe border]"  # stands before a piece, as a control token would: cut off again
+
+
+class TooLong(UserError):
+    """A text that cannot fit, whatever its tokens are: it is not encoded."""
 
 
 class Encoder:
@@ -30,6 +37,11 @@ class Encoder:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.specials = tuple(token.content for token in added.values() if token.special)
         self._any_added, self._any_special = any_of(self._added.values()), any_of(self.specials)
+
+    def check_fits(self, text: str, tokens_max: int | None) -> None:
+        """TooLong where a text has so many characters that it has no less tokens than these, and none is left of them."""
+        if tokens_max is not None and len(text) >= LONG_CHARS and self._fewest(text) >= tokens_max:
+            raise TooLong(f"a text of {len(text)} characters leaves none of {tokens_max} tokens")
 
     def encode(self, text: str, as_text: Sequence[Span] = (), before: Sequence[int] = ()) -> list[int]:
         """The tokens of `text` where it follows the tokens `before`. Control tokens within the spans `as_text` are letters."""
@@ -87,6 +99,10 @@ class Encoder:
         if before[-1] in self._added:
             return _encoded(self._spelling, BORDER + text).ids[1:]
         return _encoded(self._spelling_on, text).ids
+
+    @cached_property
+    def _fewest(self) -> FewestTokens:
+        return FewestTokens(self._tokenizer)
 
     @cached_property
     def _going_on(self) -> Tokenizer:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, NextTurn, OnGroup
 from rlpipe.environments.pool import EnvironmentFault
@@ -96,7 +97,9 @@ class Turns:
         if step.done or self.num_turns == self.session.config.rl.turns_max:
             return self._end("stop" if step.done else OUT_OF_TURNS)
         try:
-            answer = tokenizer.encode_continuation(step.messages)
+            answer = tokenizer.encode_continuation(step.messages, self.tokens_max)
+        except TooLong:
+            return self._end(TRUNCATED)
         except UserError as error:  # preflight has tried the template; this is about these messages
             raise EnvironmentFault("environment_invalid", str(error)) from error
         if len(self.completion.tokens) + len(answer) >= self.tokens_max:  # the policy would have no token left to go on with

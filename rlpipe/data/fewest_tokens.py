@@ -1,0 +1,105 @@
+"""How few tokens a text can have, known without encoding it: what cannot fit is refused before it costs a second of a processor a megabyte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+from typing import Any
+
+from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import ByteLevel
+
+ASSUMED_CHARS = (
+    128  # that a token stands for, where it may stand for any number: of a word of 10,000 letters WordPiece makes one
+)
+COMPOSED_CHARS = 4  # that NFC and NFKC make one of, at most; of them no two are ASCII
+COMPOSING, LENGTHENING = ("NFC", "NFKC"), ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel")  # normalizers
+KEEPING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")  # pre-tokenizers that leave nothing out
+
+
+class FewestTokens:
+    """A lower bound of the tokens of a text: its characters by those that the longest token stands for.
+
+    `exact`: whether it holds for every text. Else ASSUMED_CHARS stands for what is not known, and a text of few tokens may be taken for
+    one of many: a tokenizer that leaves characters out, or makes one unknown token of however many.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        normalizers, pre_tokenizers = _flat(tokenizer.normalizer), _flat(tokenizer.pre_tokenizer)
+        takes_spaces = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+        replaced = _replaced(normalizers)
+        dropped = _dropped(tokenizer, any(one["type"] == "ByteLevel" for one in (*normalizers, *pre_tokenizers)))
+        keeps_all = all(map(_keeps_all, pre_tokenizers)) and not takes_spaces
+        self.exact = keeps_all and replaced is not None and dropped is not None and not (dropped and normalizers)
+        self._composes = any(one["type"] in COMPOSING for one in normalizers)
+        self._dropped = dropped or ""
+        longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self.chars_of_one = (replaced or 1) * (longest if self.exact else max(longest, ASSUMED_CHARS))
+
+    def __call__(self, text: str) -> int:
+        length = len(text)
+        if self._composes and not text.isascii():
+            length = max(len(text.encode("ascii", "ignore")), length // COMPOSED_CHARS)
+        return (length - sum(map(text.count, self._dropped))) // self.chars_of_one
+
+
+def _replaced(normalizers: list[Any]) -> int | None:
+    """How many characters normalizers make one of at most, but for composing; None where there is no bound."""
+    replaced, composes = 1, any(one["type"] in COMPOSING for one in normalizers)
+    for one in normalizers:
+        match one:
+            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if content:
+                if (
+                    composes and not content.isascii()
+                ):  # an accent perhaps, which is composed with what was another ASCII character
+                    return None
+                replaced *= max(1, -(-len(pattern) // len(content)))
+            case _ if one["type"] not in (*COMPOSING, *LENGTHENING):
+                return None
+    return replaced
+
+
+def _keeps_all(pre_tokenizer: Any) -> bool:
+    """Whether a pre-tokenizer leaves no character out."""
+    if pre_tokenizer["type"] in ("Split", "Punctuation"):
+        return pre_tokenizer["behavior"] != "Removed"
+    return pre_tokenizer["type"] in KEEPING
+
+
+def _dropped(tokenizer: Tokenizer, writes_bytes: bool) -> str | None:
+    """The ASCII characters that have no token and are left out; None where there may be others, or one unknown token for many.
+
+    `writes_bytes`: whether the model gets each byte as a letter.
+    """
+    model, known = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
+    if not isinstance(model, models.BPE):
+        return None
+    if model.byte_fallback and all(f"<0x{byte:02X}>" in known for byte in range(256)):
+        return ""
+    if model.unk_token in known:
+        return None if model.fuse_unk else ""
+    if model.unk_token is None and writes_bytes:
+        return _without_letter(known)
+    return None
+
+
+def _without_letter(known: Container[str]) -> str | None:
+    """The ASCII characters whose byte has no letter; None where a byte that others end with has none."""
+
+    def has_letter(char: str) -> bool:
+        return ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(char)[0][0][-1] in known
+
+    if not all(map(has_letter, map(chr, range(0x80, 0xC0)))):
+        return None
+    return "".join(char for char in map(chr, range(0x80)) if not has_letter(char))
+
+
+def _flat(part: Any) -> list[Any]:
+    """The normalizers, or pre-tokenizers, of which a part of a tokenizer is made, as JSON."""
+    return [] if part is None else _leaves(json.loads(part.__getstate__()))
+
+
+def _leaves(state: Any) -> list[Any]:
+    if state["type"] != "Sequence":
+        return [state]
+    return [leaf for inner in state.get("normalizers", state.get("pretokenizers")) for leaf in _leaves(inner)]
