@@ -21,7 +21,7 @@ from flows.server import run_flow, running_server, set_defaults
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.config.source import override_config, read_config
-from rlpipe.store.backend import open_store
+from rlpipe.stages.behind import CommittedLate
 from rlpipe.store.forks import AT_SFT, way_to_resume
 from rlpipe.store.lease import announce, check_free
 from rlpipe.store.run import Run, check_committed, find_run, fork, open_existing, planned_fork
@@ -125,10 +125,14 @@ def preflight_of(config: PipelineConfig, planned: Run | None = None) -> None:
     echo(f"run {config.run}: reading its data, trying its rewards and its model (large data sets take minutes)")
     from rlpipe.stages.preflight import preflight
 
-    announce(open_store(config.store), f"runs/{config.run}")  # until the flow holds the run, or this process ends
+    store, root = (
+        checked_store(config.store),
+        f"runs/{config.run}",
+    )  # first: an announcement that nobody can read is only waited for
+    announce(store, root)  # until the flow holds the run, or this process ends
     try:
         preflight(config, planned)
-        check_free(open_store(config.store), f"runs/{config.run}")
+        check_free(store, root)
     except (StoreError, OSError) as error:
         fail(error, 2)
 
@@ -152,7 +156,11 @@ def run_to_end(config: PipelineConfig) -> None:
         echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
         from flows.post_train import post_train
 
-        result = run_flow(post_train(config=config))
+        try:
+            result = run_flow(post_train(config=config))
+        except CommittedLate as late:
+            echo(f"rlpipe: {late}", err=True)
+            result = run_flow(post_train(config=config))
     reason = result.get("stopped", "")
     state = f"was stopped: {reason}" if reason else "trained nothing" if result.get("trained_nothing") else "is complete"
     echo("\n" + ": ".join([f"run {config.run} {state}", *([result["untrained"]] if "untrained" in result else [])]))

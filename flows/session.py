@@ -25,6 +25,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config
 from rlpipe.rewards.process import RewardLost
 from rlpipe.stages import session as stages
+from rlpipe.stages.behind import CommittedLate
 from rlpipe.stages.preflight import passed_just_now, preflight
 from rlpipe.store.backend import open_store
 from rlpipe.store.forks import way_to_change
@@ -40,8 +41,9 @@ POLL_S = 5.0
 SLUG_CHARS_MAX = 40  # of a schedule's slug in a run's name, which has 80 at most
 AGAIN = "then start the run again (in the UI: Retry): it goes on after the newest committed stage"
 ADVICE: dict[type[Exception], str] = {  # the first that fits
-    RunHeld: "",  # these four say it themselves
+    RunHeld: "",  # these five say it themselves
     TakenOver: "",
+    CommittedLate: "",
     OtherSettings: "",
     StepRefused: "",
     UserError: "In the UI, Retry starts it again with the same parameters. A field that may change (docs/config.md): start it anew "

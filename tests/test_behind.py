@@ -11,7 +11,7 @@ import pytest
 
 from rlpipe.stages import behind as module
 from rlpipe.stages import session
-from rlpipe.stages.behind import Behind, Published
+from rlpipe.stages.behind import Behind, CommittedLate, Published
 from rlpipe.stages.session import open_session
 from rlpipe.store import patience
 from rlpipe.store.artifacts import commit, find
@@ -20,7 +20,7 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.holder import Holder
 from rlpipe.store.lease import TakenOver, acquire
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.types import ArtifactRef, EngineError, IterationRecord, Manifest, StoreError, UserError
+from rlpipe.types import ArtifactRef, EngineError, FileRecord, IterationRecord, Manifest, StoreError, UserError
 from tests.test_store_run import record_of, tiny
 
 MOMENT = "2026-03-04T05:06:07.000+00:00"
@@ -117,8 +117,14 @@ async def test_a_commit_of_somebody_else_is_a_fault(run: Run) -> None:
     behind = Behind(run)
     commit(run.store, FOLDER, manifest(ended_at="2026-01-01T00:00:00.000+00:00"))
     behind.publish(FOLDER, manifest(), published(landed))
-    with pytest.raises(StoreError, match="was committed by somebody else"):
+    with pytest.raises(CommittedLate, match="committed late, by somebody else, while this run used its own, of the same bits"):
         await behind.landed()
+    behind = Behind(run)
+    other_bits = replace(manifest(), files=[FileRecord("000001l0/model.safetensors", 1, "0" * 64)])
+    behind.publish(FOLDER, other_bits, published(landed))
+    with pytest.raises(StoreError, match=r"of other bits \(model\.safetensors\)") as said:
+        await behind.landed()
+    assert not isinstance(said.value, CommittedLate)
     behind = Behind(run)
     behind.publish(FOLDER, manifest(inputs={"batch": "another"}), published(landed))
     with pytest.raises(UserError, match="input batch"):

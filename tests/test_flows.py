@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import shlex
 import sys
@@ -9,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,12 +19,15 @@ from prefect.events.schemas.automations import AutomationCore
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
+from flows import PRESETS, cli_start
 from flows.cli_start import look_commands
 from flows.server import AUTOMATIONS, BLOCK
 from flows.session import AGAIN, with_advice
 from flows.ui import TEXT_MAX, _literal
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
 from rlpipe.rewards.process import RewardLost
+from rlpipe.stages.behind import CommittedLate
 from rlpipe.store.lease import RunHeld
 from rlpipe.store.run import OtherSettings, create_or_continue
 from rlpipe.trainer.client import GangLost
@@ -147,3 +152,24 @@ def test_a_run_ends_with_commands_that_can_be_pasted(monkeypatch: pytest.MonkeyP
     show, page = look_commands(config, None)
     assert Path(shlex.split(show)[0]).exists()
     assert page == "https://mlflow.example.com"
+
+
+def test_a_policy_that_was_committed_late_with_the_same_bits_begins_the_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes: list[Exception | dict[str, str]] = [CommittedLate("a policy was committed late"), {"stopped": "enough"}]
+
+    async def post_train(config: PipelineConfig) -> dict[str, str]:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("flows.post_train.post_train", post_train)
+    monkeypatch.setattr("flows.terminal.log_to", lambda folder: None)
+    monkeypatch.setattr(cli_start, "running_server", lambda *_: contextlib.nullcontext("http://127.0.0.1:1/api"))
+    config = read_config("tiny", ["run=a", f"store=file://{tmp_path}/store"], PRESETS)
+    with pytest.raises(typer.Exit) as ended:
+        cli_start.run_to_end(config)
+    assert (ended.value.exit_code, outcomes) == (cli_start.STOPPED, [])
+    assert capsys.readouterr().err.count("rlpipe: a policy was committed late\n") == 1

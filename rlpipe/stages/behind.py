@@ -25,6 +25,11 @@ CLOSE_S = 30.0  # for what is on its way when something else has failed
 Act = Callable[[], Awaitable[object]]
 
 
+class CommittedLate(StoreError):
+    """What this process used before it was committed, the holder before it committed after all, with the same bits. Nothing is lost, and
+    nothing to mend; but all that was made here since names another manifest, so the run is started again."""
+
+
 @dataclass(frozen=True)
 class Published:
     """Files that lie on the disk of the trainer's first node, and are on their way to the store.
@@ -55,9 +60,9 @@ class Behind:
 
         async def land() -> None:
             await published.land()
-            standing, _ = await asyncio.to_thread(commit, self._run.store, folder, manifest, self._run.lease)
+            standing, committed = await asyncio.to_thread(commit, self._run.store, folder, manifest, self._run.lease)
             if standing != ref:
-                raise StoreError(f"{folder} was committed by somebody else while this run used its own")
+                raise _late(self._run.store.address(folder), manifest, committed)
             del self._run.pending.artifacts[folder]
 
         self._commits = {sha256: task for sha256, task in self._commits.items() if not _succeeded(task)}
@@ -124,7 +129,7 @@ class Behind:
             return  # that is said, and it is the other holder's now
         if not done:
             log.warning("what the newest iteration made was not committed within %g s: it is made again", CLOSE_S)
-        elif not _succeeded(self._last):
+        elif not _succeeded(self._last) and not isinstance(self._last.exception(), CommittedLate):
             log.warning("what the newest iteration made was not committed (%r): it is made again", self._last.exception())
 
     def _is_taken_over(self) -> bool:
@@ -138,6 +143,16 @@ def commit_record(run: Run, key: str, record: IterationRecord) -> None:
         created = run.store.create(key, sealed(record))
     if not created and read_document(run.store, key, IterationRecord).artifacts != record.artifacts:
         raise StoreError(f"{run.store.address(key)} was committed by somebody else while this run made its own")
+
+
+def _late(address: str, manifest: Manifest, committed: Manifest) -> StoreError:
+    """What ends a process whose artifact was committed by a holder before it."""
+    by = "somebody else" if committed.lease is None else f"the holder of lease {committed.lease}"
+    said = f"{address} was committed late, by {by}, while this run used its own"
+    ours, theirs = ({file.plain_name: file.sha256 for file in made.files} for made in (manifest, committed))
+    if other := sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)):
+        return StoreError(f"{said}, of other bits ({other[0]}): it goes on from what was committed")
+    return CommittedLate(f"{said}, of the same bits: it goes on from there")
 
 
 def _succeeded(task: asyncio.Task[None]) -> bool:
