@@ -63,6 +63,34 @@ def store_of(objects: Any) -> Store:
     return store
 
 
+class Interrupted:
+    """The objects of a store: after so many calls `event` happens. `late` is what the calls after it changed, but for leases."""
+
+    parts_at_once = 1
+
+    def __init__(self, memory: Memory, num_calls: int, event: Callable[[], object]) -> None:
+        self._memory, self._left, self._event = memory, num_calls, event
+        self.late: list[tuple[str, str]] = []
+
+    @property
+    def happened(self) -> bool:
+        return self._left <= 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._memory, name)
+
+        def counted(*arguments: Any) -> Any:
+            is_late, result = self.happened, call(*arguments)
+            if is_late and name in ("put", "create", "delete") and result is not False and "/lease/" not in arguments[0]:
+                self.late.append((name, arguments[0]))
+            self._left -= 1
+            if self._left == 0:
+                self._event()
+            return result
+
+        return counted
+
+
 Order = list[tuple["Actor", str, str, bool]]
 
 

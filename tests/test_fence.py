@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import tempfile
@@ -35,7 +36,7 @@ from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.store.run_record import create_record
 from rlpipe.types import BestReward, EngineError, IterationRecord, Manifest, StoreError, sha256_of
-from tests.lease_world import Actor, Killed, Memory, Order, store_of
+from tests.lease_world import Actor, Interrupted, Killed, Memory, Order, store_of
 from tests.test_store_run import tiny
 
 MOMENT = "2026-03-04T05:06:07.000+00:00"
@@ -228,6 +229,27 @@ def test_no_late_deed_loses_what_was_committed(
     finishing = Actor(world.memory, holder_of(["prune", "commit", "gc"]), order)
     finishing.run()
     assert finishing.fault is None and world.missing() == [] and audit.verify(world.run)[1] == []
+
+
+@pytest.mark.parametrize("given_back", [True, False])
+def test_a_prune_does_one_thing_more_at_most_once_its_lease_is_gone(given_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each call of the store: the session gave the run back and did not wait for its prunes, or another holder took it."""
+    monkeypatch.setattr(lease, "DEEDS_S", 0.0)
+    counts = []
+    for num_calls in itertools.count(1):
+        world = World()
+        held = acquire(store_of(world.memory), ROOT)
+        successor = {f"{ROOT}/lease/{held.number + 1:06d}.json": sealed(Holder("far", 7, 1.0))}
+        event = held.release if given_back else partial(world.memory.data.update, successor)
+        objects = Interrupted(world.memory, num_calls, event)
+        held._store = store_of(objects)
+        prune(replace(open_existing(store_of(objects), "a"), lease=held))
+        if not objects.happened:
+            break
+        counts.append(len([key for name, key in objects.late if given_back or name != "create"]))
+        assert counts[-1] <= 1, f"after call {num_calls}: {objects.late}"
+        assert world.missing() == []
+    assert {0, 1} == set(counts), "before a look, and after one"
 
 
 # the lease itself; time passes here
