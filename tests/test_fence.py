@@ -357,7 +357,8 @@ def test_an_absurd_lease_is_one_clear_line(tmp_path: Path, changes: dict[str, ob
     store.put(f"{ROOT}/lease/000000.json", json.dumps({**tree, "seal": sha256_of(tree)}).encode())
     (name,) = changes
     with pytest.raises(
-        StoreError, match=rf"lease/000000\.json is damaged, or of another version: {name}: .*remove it if no process"
+        StoreError,
+        match=rf"lease/000000\.json was written by a later version of rlpipe, or by hand: {name}: .*remove it if no process",
     ) as said:
         acquire(store, ROOT)
     assert "\n" not in str(said.value)

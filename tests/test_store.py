@@ -112,7 +112,10 @@ def test_a_changed_byte_is_an_error_that_names_the_file(store: Store) -> None:
 def test_a_document_of_a_later_version_is_refused(store: Store) -> None:
     later = {**dataclasses.asdict(manifest_of([])), "schema_version": 2}
     store.put("f/manifest.json", canonical_json(later | {"seal": sha256_of(later)}))
-    with pytest.raises(StoreError, match="damaged, or of another version: schema_version: Input should be 1"):
+    with pytest.raises(
+        StoreError,
+        match="written by a later version of rlpipe, or by hand: schema_version: Input should be 1; it needs a newer rlpipe",
+    ):
         artifacts.read_manifest(store, "f")
 
 

@@ -113,13 +113,15 @@ def read_artifact(store: Store, folder: str) -> tuple[ArtifactRef, Manifest]:
 
 def parse_manifest(address: str, data: bytes) -> Manifest:
     """The manifest in a document; StoreError naming `address` when it is malformed, or names files outside of its artifact."""
-    manifest = parse_document(address, data, Manifest)
+    return parse_document(address, data, Manifest, _check)
+
+
+def _check(manifest: Manifest) -> None:
     for record in manifest.files:
         if not is_key(record.name) or record.name.count("/") != 1:
-            raise StoreError(f"{address} is damaged: the file name {record.name!r:.200} leads elsewhere")
+            raise ValueError(f"the file name {record.name!r:.200} leads elsewhere")
     if wrong := [name for name, value in manifest.metrics.items() if not _fits(manifest.stage, name, value)]:
-        raise StoreError(f"{address} is damaged: its metric {wrong[0]!r:.200} is {manifest.metrics[wrong[0]]!r:.80}")
-    return manifest
+        raise ValueError(f"its metric {wrong[0]!r:.200} is {manifest.metrics[wrong[0]]!r:.80}")
 
 
 def _fits(stage: str, name: str, value: Any) -> bool:

@@ -7,21 +7,24 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 from rlpipe.store.artifacts import MANIFEST, PRUNED, SOURCE_INPUT, check_file, is_pruned, lease_of, read_artifact, read_manifest
 from rlpipe.store.backend import Store
+from rlpipe.store.documents import is_sealed
 from rlpipe.store.forks import AT_SFT
 from rlpipe.store.lease import fenced, held_by, numbers, unreleased
 from rlpipe.store.local_copy import bases_of
 from rlpipe.store.pruned import delete, is_prunable, pruned_folders, read_pruned
 from rlpipe.store.run import Run
-from rlpipe.store.run_record import last_started, record_key, start_key
+from rlpipe.store.run_record import last_started
 from rlpipe.types import Manifest, StoreError, UserError
 
 ORDER = {"base": 0, "data": 1, "sft": 2, "rl": 3}  # the phases, as a run goes through them
 PLACE = re.compile(r"(?P<phase>base|sft)/(?P<first>[^/\d][^/]*)|(?P<numbered>sft|rl)/(?P<iteration>\d{5,})/(?P<stage>.+)")
 FAULTS_MAX = 20  # of one kind: a foreign folder of a far number would make a gap of thousands
 CALLS = "calls"  # beside a shard: the replies that its agents were given, until it is committed
+DOCUMENTS = (MANIFEST, PRUNED, "iteration.json", "run.json", "start.json")
 UNCOMMITTED = ("lease", "services", "approval")  # who holds the run, who works for it, who agreed
 
 
@@ -41,7 +44,7 @@ def verify(run: Run) -> tuple[int, list[str]]:
         faults += _lost_with(run.store, damaged, [folder for folder in folders if folder not in damaged])
     for member in lineage:
         faults += [*_missing(member), *_iteration_faults(member)]
-    return len(folders), faults + list(_start_faults(run))
+    return len(folders), [*faults, *_start_faults(run), *_unknown(run)]
 
 
 def files(run: Run, kind: str) -> list[str]:
@@ -76,7 +79,7 @@ def stage_of(folder: str) -> tuple[str, int, str]:
     """
     match PLACE.fullmatch(_below_run(folder)):
         case None:
-            raise StoreError(f"{folder}: no stage of a run has this folder")
+            raise StoreError(f"{folder}: no stage of a run has this folder; one of a newer rlpipe may")
         case place if place["first"]:
             return ("base" if place["phase"] == "base" else "data"), 0, place["first"]
         case place:
@@ -174,6 +177,15 @@ def _iteration_faults(run: Run) -> Iterator[str]:
                 yield f"{address}: its {name} ({ref.folder}) is missing or another one"
 
 
+def _unknown(run: Run) -> Iterator[str]:
+    """Documents of a later version, of which this one has none: what they name would be taken for waste."""
+    committed, others = manifests(run), tuple(f"{run.root}/{name}/" for name in UNCOMMITTED)
+    listed = [key for key in run.store.list(run.root) if key.endswith(".json") and not key.startswith(others)]
+    for key in sorted({*listed}.difference(_of_attempts(run, listed, committed))):
+        if key.rpartition("/")[2] not in DOCUMENTS and is_sealed(run.store.read(key)):
+            yield f"{run.store.address(key)} was written by a later version of rlpipe: this one has no such document; it needs a newer rlpipe"
+
+
 def _start_faults(run: Run) -> Iterator[str]:
     """Who holds the run, and how it was started last, can be read: else it cannot be continued."""
     for read in (lambda: held_by(run.store, run.root), lambda: last_started(run.store, run.name)):
@@ -187,15 +199,22 @@ def unreferenced(run: Run) -> list[str]:
     """The keys below the run that no manifest names: data of attempts that lost or died, and temporary files. Not the replies that the
     agents of a shard were given which is not committed: it goes on from them."""
     listed = run.store.list(run.root)  # before the manifests: what is committed meanwhile is named by one of them
-    kept, committed = {record_key(run.name), start_key(run.name)}, manifests(run)
-    for folder in committed:
-        kept |= {f"{folder}/{MANIFEST}", f"{folder}/{PRUNED}"}
-        kept |= {f"{folder}/{record.name}" for record in read_manifest(run.store, folder).files}
-    others = tuple(f"{run.root}/{name}/" for name in UNCOMMITTED)
-    left = [key for key in listed if key not in kept and not key.startswith(others)]
+    committed = manifests(run)
+    kept = {f"{folder}/{record.name}" for folder in committed for record in read_manifest(run.store, folder).files}
+    left = [key for key in _of_attempts(run, listed, committed) if key not in kept]
     done = {f"{folder}/{CALLS}" for folder in committed}
-    calls = {key for key in left if f"/{CALLS}/" in key and key.rsplit("/", 2)[0] not in done}
-    return [key for key in left if key not in calls and not key.endswith("/iteration.json")]
+    return [key for key in left if f"/{CALLS}/" not in key or key.rsplit("/", 2)[0] in done]
+
+
+def _of_attempts(run: Run, keys: list[str], committed: list[str]) -> Iterator[str]:
+    """Of these keys the files in the folders of attempts, and temporary ones. No artifact lies in the folder of an attempt, or below it."""
+    above = {*committed, *(str(parent) for folder in committed for parent in PurePosixPath(folder).parents)}
+    others = tuple(f"{run.root}/{name}/" for name in UNCOMMITTED)
+    for key in (key for key in keys if not key.startswith(others)):
+        attempt, _, name = key.rpartition("/")
+        is_placed = attempt not in above and PLACE.fullmatch(_below_run(attempt.rpartition("/")[0]))
+        if name.startswith(".") or (is_placed and name not in DOCUMENTS):
+            yield key
 
 
 def spared(run: Run, keys: list[str]) -> dict[str, int]:

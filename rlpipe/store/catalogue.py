@@ -90,12 +90,14 @@ class Catalogue:
         if missing := [name for name in names if name not in known]:
             raise UserError(f"no run {missing[0]!r} in {store.url} (runs: {', '.join(known) or 'none'})")
         self._runs: dict[str, StoredRun] = {}
-        wanted = list(names or known)
+        wanted, tried = list(names or known), set[str]()
         while wanted:
+            tried |= {*wanted}
             loaded = self._each(self._load, wanted)
             self._runs |= {run.name: run for run in loaded if run is not None}
             parents = {run.record.fork.run for run in loaded if run is not None and run.record.fork}
-            wanted = [name for name in sorted(parents) if name not in self._runs and name in known]
+            wanted = [name for name in sorted(parents) if name not in tried and name in known]
+        self._unread = {name for name in tried - self._runs.keys() if store.exists(record_key(name))}  # named in `faults`
         self.runs = [self._runs[name] for name in (names or known) if name in self._runs]
         self._artifacts: dict[str, StoredArtifact | None] = {}
         self._records: dict[tuple[str, int], IterationRecord | None] = {}
@@ -120,10 +122,8 @@ class Catalogue:
         if record_key(name) not in keys:
             return None
         record = read_document(self.store, record_key(name), RunRecord)
-        if record.config.get("run") != name:
-            raise StoreError(f"{self.store.address(record_key(name))} is the record of run {record.config.get('run')!r:.100}")
-        if record.fork and record.fork.redo not in ("", *SHARED_BY_REDO):
-            raise StoreError(f"{self.store.address(record_key(name))} is damaged: nothing redoes {record.fork.redo!r:.40}")
+        if record.config["run"] != name:
+            raise StoreError(f"{self.store.address(record_key(name))} is the record of run {record.config['run']!r:.100}")
         places = {}
         for folder in (key.removesuffix(f"/{MANIFEST}") for key in keys if key.endswith(f"/{MANIFEST}")):
             try:
@@ -144,7 +144,7 @@ class Catalogue:
             passed.add(run.name)
             if fork.run not in self._runs or fork.run in passed:
                 fault = f"{self.store.address(record_key(run.name))}: the run that it was forked from, {fork.run}, is not there"
-                if fault not in self.faults:
+                if fault not in self.faults and fork.run not in self._unread:
                     self.faults.append(fault)
                 return None
             run = self._runs[fork.run]

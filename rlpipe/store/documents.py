@@ -1,13 +1,14 @@
 """The JSON documents of a run (run.json, manifests, iteration.json, leases, services): written with a seal, parsed in one place.
 
 The seal is the sha256 of the rest: a document that was cut, edited or damaged is known without another that names it. Those that older
-versions wrote have none.
+versions wrote have none. One whose seal is right, and whose content is none of its type, is of a later version.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,6 +19,10 @@ from rlpipe.types import StoreError, sha256_of
 
 Document = TypeVar("Document")
 SEAL = "seal"
+
+
+class LaterVersion(StoreError):
+    """A document that a later version of rlpipe wrote: its seal is right, and this version does not know what it says."""
 
 
 def sealed(document: Any) -> bytes:
@@ -31,23 +36,45 @@ def sealed(document: Any) -> bytes:
 
 
 def read_document(store: Store, key: str, kind: type[Document]) -> Document:
-    """The document of `key`; StoreError naming the file when it is missing, or not what was written."""
+    """The document of `key`; StoreError naming the file when it is missing, or not what was written, LaterVersion for what is not known here."""
     assert key.endswith(".json"), f"{key} is no document"
     return parse_document(store.address(key), store.read(key), kind)
 
 
-def parse_document(address: str, data: bytes, kind: type[Document]) -> Document:
-    """The document that `data` holds; StoreError naming its address and the fault."""
+def parse_document(
+    address: str, data: bytes, kind: type[Document], check: Callable[[Document], object] = lambda _: None
+) -> Document:
+    """The document that `data` holds; StoreError naming its address and the fault, of a later version's LaterVersion. `check`: raises
+    ValueError for what its type alone does not refuse."""
+    is_whole = False
     try:
         tree = json.loads(data)
         if not isinstance(tree, dict):
             raise ValueError(f"it holds {str(tree)[:40]!r}, not an object")
         seal = tree.pop(SEAL, None)
-        if seal not in (None, sha256_of(tree)):
+        if seal is not None and seal != sha256_of(tree):
             raise ValueError("it was changed after it was written")
-        return _adapter(kind).validate_python(tree, extra="forbid")
+        is_whole = seal is not None
+        document = _adapter(kind).validate_python(tree, extra="forbid")
+        check(document)
+        return document
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{address} is damaged, or of another version: {_fault(error)}; restore it from a copy") from error
+        if is_whole:
+            raise LaterVersion(
+                f"{address} was written by a later version of rlpipe, or by hand: {_fault(error)}; it needs a newer rlpipe"
+            ) from error
+        raise StoreError(
+            f"{address} is damaged, or of another version: {_fault(error)}; restore it from a copy, or use a newer rlpipe"
+        ) from error
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether this is a document that some version of rlpipe wrote, as it was written."""
+    try:
+        tree = json.loads(data)
+        return isinstance(tree, dict) and tree.pop(SEAL, None) == sha256_of(tree)
+    except (ValueError, RecursionError):
+        return False
 
 
 @cache
@@ -59,4 +86,5 @@ def _fault(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    what = "this version has no such field" if first["type"] == "unexpected_keyword_argument" else first["msg"]
+    return f"{'.'.join(map(str, first['loc'])):.200}: {what}"

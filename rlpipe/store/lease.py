@@ -256,7 +256,7 @@ def _read(store: Store, key: str) -> Holder | None:
     try:
         holder = read_document(store, key, Holder)
     except StoreError as error:
-        raise StoreError(f"{error}, or remove it if no process works on the run") from error
+        raise type(error)(f"{error}, or remove it if no process works on the run") from error
     return None if holder.released else holder
 
 

@@ -260,10 +260,6 @@ def open_existing(store: Store, name: str, forks: tuple[str, ...] = ()) -> Run:
     config, shared = read_record(store, name)
     if shared is None:
         return Run(store, config)
-    if shared.at < AT_SFT or shared.redo not in ("", *SHARED_BY_REDO):
-        raise StoreError(
-            f"{store.address(record_key(name))} is damaged: nothing can be forked at {shared.at}, redoing {shared.redo!r:.40}"
-        )
     return _fork_of(open_existing(store, shared.run, (*forks, name)), shared.at, config, shared.redo)
 
 

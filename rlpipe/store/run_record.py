@@ -7,7 +7,9 @@ import contextlib
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
 
 from rlpipe.config.pipeline import STORED, PipelineConfig, from_stored, stored_tree
 from rlpipe.config.rules import is_run_name
@@ -31,20 +33,29 @@ SHARED_BY_REDO = {  # the redone stage -> what its iteration shares with the par
 }
 
 
+def _of_a_run(config: JsonDict) -> JsonDict:
+    if not isinstance(config.get("run"), str):
+        raise ValueError("it names no run")
+    return config
+
+
+Config = Annotated[JsonDict, AfterValidator(_of_a_run)]
+
+
 @dataclass(frozen=True)
 class ForkRecord:
     """What a fork shares: iterations 0..at of which run; with `redo` those before `at`, and of `at` what comes before that stage."""
 
     run: str
-    at: int
-    redo: str = ""
+    at: Annotated[int, Field(ge=-1)]
+    redo: Annotated[str, Field(pattern=f"^({'|'.join(SHARED_BY_REDO)}|)$")] = ""
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """What run.json says."""
 
-    config: JsonDict
+    config: Config
     fork: ForkRecord | None
     code_version: str
     libraries: dict[str, str]
@@ -55,7 +66,7 @@ class RunRecord:
 class StartRecord:
     """What start.json says: of the settings that may change between two starts, those of the last one."""
 
-    config: JsonDict
+    config: Config
     code_version: str
     libraries: dict[str, str]
     schema_version: Literal[1] = 1
@@ -97,7 +108,7 @@ def _libraries() -> dict[str, str]:
 
 
 def read_record(store: Store, name: str) -> tuple[PipelineConfig, ForkRecord | None]:
-    """The config of run.json, and of a fork what it shares. StoreError when it is damaged or of another run; ConfigRefused for another version's."""
+    """The config of run.json, and of a fork what it shares. StoreError when it is damaged, of another run or a later version; ConfigRefused for another version's."""
     record = read_document(store, record_key(name), RunRecord)
     return _config_of(store, record_key(name), name, record), record.fork
 
@@ -114,14 +125,14 @@ def last_started(store: Store, name: str) -> PipelineConfig:
 
 
 def _config_of(store: Store, key: str, name: str, record: RunRecord | StartRecord) -> PipelineConfig:
-    if record.config.get("run") != name:  # what was read and deleted would be another run's
+    if record.config["run"] != name:  # what was read and deleted would be another run's
         raise StoreError(
-            f"{store.address(key)} is the record of run {record.config.get('run')!r:.100}, so this folder is a copy, or was renamed; "
+            f"{store.address(key)} is the record of run {record.config['run']!r:.100}, so this folder is a copy, or was renamed; "
             "give it that name again in a store of its own"
         )
     try:
         return check(from_stored(record.config), STORED)
     except UserError as error:
         raise ConfigRefused(
-            f"{store.address(key)} was written by rlpipe {record.code_version}; this version refuses {error}"
+            f"{store.address(key)} was written by rlpipe {record.code_version}; this version refuses {error}; that one reads it, or a newer rlpipe"
         ) from error

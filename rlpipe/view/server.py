@@ -29,6 +29,7 @@ from rlpipe.printable import printable
 from rlpipe.report.curves import reward_svg
 from rlpipe.services.registration import LOOPBACK
 from rlpipe.store.backend import Store
+from rlpipe.store.documents import LaterVersion
 from rlpipe.types import JsonDict, StoreError, UserError
 from rlpipe.view import pages, pages_rollouts
 from rlpipe.view.library import Library
@@ -180,6 +181,8 @@ def view_app(store: Store, key: str = "") -> ASGIApp:
             return rendered(request, show(library, place, request.query_params))
         except UserError as error:
             return refused(request, str(error))
+        except LaterVersion as error:
+            return refused(request, str(error), 501)  # not implemented
         except (StoreError, OSError) as error:
             return refused(request, str(error), 500)
 

@@ -118,9 +118,9 @@ def faults_of(root: Path, paths: list[str], label: str, named: str) -> Iterator[
         except Exception as error:
             yield f"{label}: {path}: {type(error).__name__}: {str(error)[:100]}"
             continue
-        if answer.status_code not in (200, 404, 500):
+        if answer.status_code not in (200, 404, 500, 501):
             yield f"{label}: {path}: {answer.status_code}"
-        if answer.status_code == 500 and named not in answer.text:
+        if answer.status_code in (500, 501) and named not in answer.text:
             yield f"{label}: {path}: does not name {named}: {answer.text[-300:]}"
         if path == "/" and answer.status_code != 200:
             yield f"{label}: the page of all runs: {answer.status_code}"
