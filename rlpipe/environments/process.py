@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 
 from rlpipe.processes.lines import LineReader, line_of
 from rlpipe.processes.pool import LATE_S, LOADS_MAX, POLL_S, START_TIMEOUT_S, has_ended, kill, spawned
+from rlpipe.processes.printed import Printed
 from rlpipe.types import EngineError, JsonDict, UserError
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class EnvironmentProcess:
         self._room = 0  # for calls in flight; 0 until it is known
         self._ready: JsonDict | None = None  # what the process said when it had loaded the environment, or could not
         self._process: subprocess.Popen[bytes] | None = None
+        self._printed: Printed | None = None
         self._pipes: list[asyncio.ReadTransport | asyncio.WriteTransport] = []
         self._life: asyncio.Task[None] | None = None
         self._closed = False
@@ -136,7 +138,8 @@ class EnvironmentProcess:
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._process = process = spawned("rlpipe.environments.worker", self._environment)
+        process, self._printed = spawned(self._field, "rlpipe.environments.worker", self._environment)
+        self._process = process
         self.num_started += 1
         self._started_s = self._heard_s = loop.time()
         self._ended: asyncio.Future[None] = loop.create_future()
@@ -178,6 +181,8 @@ class EnvironmentProcess:
                 pipe.abort() if isinstance(pipe, asyncio.WriteTransport) else pipe.close()
         self._pipes = []
         await asyncio.to_thread(process.__exit__, None, None, None)  # closes what it had of the pipes, and waits
+        if self._printed is not None:
+            await asyncio.to_thread(self._printed.wait)
         return process.returncode
 
     def _send(self) -> None:
@@ -204,7 +209,9 @@ class EnvironmentProcess:
             self._ready = message
             self._room = self._room or (ANY_NUMBER if message.get("is_async") else 1)
         else:
-            call = self._in_flight.pop(message["key"])
+            call = self._in_flight.pop(message.get("key", -1), None)
+            if call is None:
+                raise ValueError("its code wrote an answer that nobody waits for")
             if self._ready["is_async"]:
                 self._room += 1
             self.num_answered += 1

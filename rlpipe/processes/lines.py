@@ -9,23 +9,55 @@ from collections.abc import Callable
 from rlpipe.processes.user_code import Record
 from rlpipe.types import JsonDict
 
+LINE_BYTES_MAX = 1 << 28  # of what a process answers, a hundred times the largest
+
+
+def parsed_line(line: bytes | bytearray) -> JsonDict:
+    """The object in a line; ValueError where a user's code wrote something else to that pipe."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict):
+        raise ValueError(f"its code wrote {bytes(line[:40])!r} in the place of an answer")
+    return said
+
 
 class LineReader(asyncio.Protocol):
-    """Calls `on_message` with what each line says, and `on_end` once the other end has closed."""
+    """Calls `on_message` with what each line says, and `on_end` once the other end has closed, or says nothing that can be understood."""
 
     def __init__(self, on_message: Callable[[JsonDict], None], on_end: Callable[[], object]) -> None:
         self._on_message = on_message
         self._on_end = on_end
         self._begun: list[bytes] = []  # parts of a line that has not ended
+        self._num_bytes = 0  # of these
+        self._is_over = False
 
     def data_received(self, data: bytes) -> None:
+        if not self._is_over:
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
         *ends, rest = data.split(b"\n")
-        for end in ends:
-            line = b"".join([*self._begun, end])
-            self._begun.clear()
-            self._on_message(json.loads(line))
+        try:
+            for end in ends:
+                line = b"".join([*self._begun, end])
+                self._begun.clear()
+                self._num_bytes = 0
+                self._on_message(parsed_line(line))
+        except ValueError:
+            self._end()
+            return
         if rest:
             self._begun.append(rest)
+            self._num_bytes += len(rest)
+        if self._num_bytes > LINE_BYTES_MAX:
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._begun.clear()
+        self._on_end()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_end()

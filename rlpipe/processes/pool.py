@@ -18,6 +18,8 @@ from typing import TypeVar
 from rlpipe.config.secrecy import Secrets
 from rlpipe.processes.kernel import kill_descendants
 from rlpipe.processes.launch import signal_group
+from rlpipe.processes.lines import LINE_BYTES_MAX, parsed_line
+from rlpipe.processes.printed import Printed
 from rlpipe.processes.user_code import Record
 from rlpipe.types import EngineError, JsonDict, UserError
 
@@ -75,6 +77,7 @@ class Child:
         self._environment = environment
         self._ready: JsonDict = {}
         self._process: subprocess.Popen[bytes] | None = None
+        self._printed: Printed | None = None
         self._closed = False
         self._lock = threading.Lock()  # of the two above: `close` misses no process
 
@@ -86,7 +89,7 @@ class Child:
             self.end()
             with self._lock:
                 self._check_open()
-                self._process = spawned(self._module, self._environment)
+                self._process, self._printed = spawned(self._field, self._module, self._environment)
             self.num_started += 1
             try:
                 self._ready = self.ask(self._hello, self._start_timeout_s)
@@ -123,6 +126,8 @@ class Child:
         if self._process is not None:
             with self._process:  # closes the pipes and waits
                 self._kill()
+            assert self._printed is not None
+            self._printed.wait()
 
     def close(self) -> None:
         """Kills the process, from any thread, and lets no other start."""
@@ -150,16 +155,20 @@ def code_environment(secrets: Secrets = Secrets()) -> dict[str, str]:  # noqa: B
     return {**secrets.without(os.environ), **ONE_THREAD}
 
 
-def spawned(module: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A new process with this environment, `python -m <module>`, with pipes to it and from it."""
-    return subprocess.Popen(
+def spawned(name: str, module: str, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Printed]:
+    """A new process with this environment, `python -m <module>`, with pipes to it and from it; and what it prints, under this name."""
+    process = subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         bufsize=0,
         env=environment,
         start_new_session=True,  # a kill takes the code's own children too
     )
+    assert process.stderr is not None
+    printed, process.stderr = Printed(name, process.stderr), None  # whose thread alone reads and closes it
+    return process, printed
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -204,8 +213,13 @@ def _exchange(process: subprocess.Popen[bytes], line: Record, timeout_s: float) 
             if stdout in ready:
                 chunk = os.read(stdout.fileno(), CHUNK_BYTES)
                 answer += chunk
+                if len(answer) > LINE_BYTES_MAX:
+                    raise ProcessEnded(f"its answer has more than {LINE_BYTES_MAX} bytes")
                 if not chunk:  # at the deadline its own alarm was quicker than this loop
                     raise ProcessEnded("its process died") if time.monotonic() < deadline_s else TimeoutError
             elif not ready and has_ended(process):  # a child of its own may hold the pipe
                 raise ProcessEnded("its process died")
-    return json.loads(answer)
+    try:
+        return parsed_line(answer)
+    except ValueError as error:
+        raise ProcessEnded(str(error)) from error

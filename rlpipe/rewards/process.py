@@ -89,17 +89,22 @@ class ProcessScorer:
             except ProcessEnded as error:
                 self._lose(batch, ("reward_crash", str(error)))
             else:
-                self._keep(batch, answer)
+                try:
+                    self._keep(batch, answer)
+                except (KeyError, TypeError, ValueError):  # the real one may come yet, and would be taken for the next
+                    child.end()
+                    self._lose(batch, ("reward_crash", "its code wrote something of its own in the place of an answer"))
 
     def _keep(self, batch: list[int], answer: JsonDict) -> None:
-        """A batch's scores, or the error that all of it met."""
-        self._has_answers = True
+        """Keeps a batch's scores, or the error that all of it met; KeyError, TypeError or ValueError for what is no answer."""
         if "error" in answer:
+            self._has_answers = True
             self._faults |= dict.fromkeys(batch, ("reward_error", answer["error"]))
             return
         if answer.get("warning"):
             logger.warning("%s: %s", self.name, answer["warning"])
-        self._scores.update((index, Score(**score)) for index, score in zip(batch, answer["scores"], strict=True))
+        self._scores |= {index: Score(**score) for index, score in zip(batch, answer["scores"], strict=True)}
+        self._has_answers = True
 
     def _lose(self, batch: list[int], fault: Fault) -> None:
         """A process was lost with a batch. What has lost too many would go on so: it is given up."""
