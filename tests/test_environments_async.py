@@ -108,7 +108,7 @@ async def test_all_are_under_way_at_once_in_one_process_and_no_thread_waits(pool
     looking, before = asyncio.create_task(look()), threading.active_count()
     assert await told(opened(pool, MANY), *[f"meet {MANY}"] * MANY) == [turn(1)] * MANY
     looking.cancel()
-    assert max(threads) <= before and pool._processes[0].num_started == 1
+    assert max(threads) <= before + 1 and pool._processes[0].num_started == 1  # it reads what the process prints
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A process that environments live in, as its owner sees it: many calls under way at once, asked and answered in one event loop.
 
-No thread waits for it. When it dies, or stops answering, its calls are asked again in a new one, half as many at a time, so that the
+No thread waits for its answers. When it dies, or stops answering, its calls are asked again in a new one, half as many at a time, so that the
 call that kills a process is soon asked alone: then it is known, and no other has paid for it.
 """
 
