@@ -167,10 +167,12 @@ def automations(
     """Create or update what the Prefect server does by itself: find dead flow runs, retry crashed ones, notify."""
     import httpx
 
+    from flows.outage import PrefectAway
+
     try:
         with hurrying():
             lines = asyncio.run(apply_automations(notify))
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, OverflowError, ExceptionGroup) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, PrefectAway, OSError, OverflowError, ExceptionGroup) as error:
         raise UserError(
             f"PREFECT_API_URL: no Prefect server answers there ({first_text(error)}); start it, or name another"
         ) from error

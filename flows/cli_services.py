@@ -148,13 +148,16 @@ def engine(context: typer.Context) -> None:
 def server(
     context: typer.Context,
     database: Annotated[Path | None, typer.Option(metavar="FILE", help="look at what `rlpipe run` kept in this file")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, envvar="PREFECT_SERVER_API_PORT", help="port of the server")
+    ] = None,
 ) -> None:
     """Prefect's server and UI on this machine, as runs want it; with --database FILE on what `rlpipe run` kept there (`rlpipe server --help`: the options of `prefect server start`)."""
     if background := {"--background", "-b"} & {*context.args}:  # Prefect would start another server there, its own
         raise UserError(f"{background.pop()}: rlpipe server stays in front; start it with nohup and &, as the README does")
     set_defaults()
     os.environ.update(environment_of(existing_database(database)) if database else {})
-    os.execv(sys.executable, [*SERVER, *context.args])
+    os.execv(sys.executable, [*SERVER, *(["--port", str(port)] if port else []), *context.args])
 
 
 def add_service_commands(app: typer.Typer) -> None:

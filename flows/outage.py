@@ -66,6 +66,8 @@ async def _persistently(
 async def _outcome(ask: Callable[[], Awaitable[httpx.Response]]) -> Outcome:
     try:
         return await ask()
+    except httpx.UnsupportedProtocol:  # an address that is none, whenever it is asked
+        raise
     except httpx.TransportError as error:
         return error
 

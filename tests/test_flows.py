@@ -18,8 +18,9 @@ from markdown_it import MarkdownIt
 from prefect.events.schemas.automations import AutomationCore
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import PRESETS, cli_start
+from flows import PRESETS, cli, cli_start
 from flows.cli_start import look_commands
 from flows.server import AUTOMATIONS, BLOCK
 from flows.session import AGAIN, with_advice
@@ -28,6 +29,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
 from rlpipe.rewards.process import RewardLost
 from rlpipe.stages.behind import CommittedLate
+from rlpipe.store import patience
 from rlpipe.store.lease import RunHeld
 from rlpipe.store.run import OtherSettings, create_or_continue
 from rlpipe.trainer.client import GangLost
@@ -35,6 +37,14 @@ from rlpipe.types import StepRefused, StoreError, UserError
 
 ROOT = Path(__file__).parent.parent
 TINY = read_config("tiny", [], ROOT / "flows" / "presets")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/api", "nonsense", "http://127.0.0.1:1", "ftp://127.0.0.1/api"])
+def test_automations_without_a_server_that_answers_end_in_one_line(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "FIRST_S", 0.1)
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(UserError, match="no Prefect server answers there") as told:
+        cli.automations()
+    assert "\n" not in str(told.value)
 
 
 def test_changes_are_fields_by_name() -> None:

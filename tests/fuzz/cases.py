@@ -61,7 +61,8 @@ COMMANDS: list[tuple[str, str]] = [  # arguments -> what is said; exit code 2
     ("nope", "No such command"), ("--nope", "No such option"), ("automations --notify x", "PREFECT_API_URL"), ("host", "Missing option"), ("host --run a --store gs://x", "store="),
     ("host --run nobody --set rl.clip_high=1", "engines.*"), ("host --run a --port x", "integer"), ("host --run a --port -1", "--port"), ("host --run a --port 65536", "--port"), ("view --port 65536", "--port"), ("trainer --run a --node -1", "--node"),
     ("run ~nosuchuser/x.toml", "no such file"), ("runs --store ~nosuchuser/x", "no home folder"), ("verify a --store ~nosuchuser", "no home folder"), ("trainer", "Missing option"), ("trainer --run a --set rl.clip_high=1", "trainer.*"),
-    ("trainer --run a --node x", "integer"), ("trainer --run a --store file://host/x", "store="),
+    ("trainer --run a --node x", "integer"), ("trainer --run a --store file://host/x", "store="), ("trainer --run a --node 7", "are numbered from 0"),
+    ("server --port 99999", "--port"), ("server --port=-1", "--port"), ("server --port x", "integer"), ("server --port 0", "--port"), ("server --port", "--port"),
 ]  # fmt: skip
 
 PROMPTS: dict[str, bytes] = {  # the second row of a JSONL file of prompts
