@@ -21,6 +21,7 @@ from rlpipe.engines.engine import Engine
 from rlpipe.engines.proof import prove
 from rlpipe.engines.protocols import client_of
 from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, reading_s, same_weights, untied
+from rlpipe.models.finite import check_finite
 from rlpipe.models.whole import base_and_adapter, whole_policy
 from rlpipe.processes.launch import READY_TIMEOUT_S, Service, answers, free_port
 from rlpipe.services.calls import new_session
@@ -136,8 +137,11 @@ class EngineHost:
         if bases is not None:
             base, adapter = base_and_adapter(store, policy, local, bases)
             if loads_adapters(self.config, base):
+                known = self.weights is not None and self.weights.folder == base
+                for folder in ([] if known else [base]) + ([adapter] if adapter else []):
+                    check_finite(folder)
                 return Weights(base, version, probe, str(adapter or ""), adapter)
-        folder = materialised = whole_policy(store, policy, local, bases)
+        folder = materialised = check_finite(whole_policy(store, policy, local, bases))
         assert (folder / "config.json").is_file(), f"{folder} is no policy"
         if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
             folder = untied(folder)

@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from rlpipe.models.finite import not_finite
 from rlpipe.models.folder import file_shapes, weight_files
 from rlpipe.types import StoreError, UserError
 
@@ -73,18 +74,12 @@ def check_weights(folder: Path, lm: Any) -> None:
             )
 
 
-def not_finite(path: Path) -> str:
-    """The first tensor of a file with a value that is no finite number of 32 bits; empty where there is none."""
-    largest = torch.finfo(torch.float32).max
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            tensor = file.get_tensor(name)
-            if tensor.is_floating_point() and tensor.numel():
-                tensor = tensor.float() if tensor.itemsize == 1 else tensor  # of eight bits nothing is counted
-                # it takes no memory of the tensor's size, and NaN comes out of it
-                if not all(abs(edge.item()) <= largest for edge in tensor.aminmax()):
-                    return name
-    return ""
+def finite(rows: Tensor, name: str, folder: str) -> Tensor:
+    """These fp32 rows of a tensor; StoreError naming it where a value is NaN or infinite."""
+    # it takes no memory of the tensor's size, and NaN comes out of it
+    if rows.numel() and not all(math.isfinite(edge.item()) for edge in rows.aminmax()):
+        raise StoreError(f"{folder}: {name} holds values that are NaN or infinite, which no trained policy has")
+    return rows
 
 
 @dataclass(frozen=True)
@@ -209,7 +204,10 @@ class Checkpoint:
         return made[self._stored_as.get(name, name)]
 
     def rows(self, name: str, shape: list[int], start: int, end: int) -> Tensor:
-        """Rows of a tensor of the module, fp32. StoreError naming one that is missing or of another shape."""
+        """Rows of a tensor of the module, fp32. StoreError naming one that is missing, of another shape, or not finite."""
+        return finite(self._rows(name, shape, start, end), name, self.folder)
+
+    def _rows(self, name: str, shape: list[int], start: int, end: int) -> Tensor:
         if name not in self.shapes:
             raise StoreError(f"{self.folder} has no tensor {name}")
         if self.shapes[name] != shape:  # too many rows would be cut off silently

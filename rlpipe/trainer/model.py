@@ -25,7 +25,7 @@ from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
 from rlpipe.models.adapter import is_adapter, new_adapter_rows, put_adapter
 from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Adapted, adapter_of
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
-from rlpipe.models.checkpoint import Checkpoint, TensorFile, local_files, ranged_file, tensors_of, tied_names
+from rlpipe.models.checkpoint import Checkpoint, TensorFile, finite, local_files, ranged_file, tensors_of, tied_names
 from rlpipe.models.flex import own_attention, uses_flex
 from rlpipe.models.linear import use_fast_linears
 from rlpipe.models.masks import AttentionMask, Masks
@@ -261,7 +261,7 @@ def adapter_rows(gang: Gang, ref: ArtifactRef) -> ReadRows:
     def rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
         if file.shapes.get(PREFIX + name) != shape:
             raise StoreError(f"{ref.folder}: the adapter has {name} in the shape {file.shapes.get(PREFIX + name)}, not {shape}")
-        return file.read(PREFIX + name, (start, end)).float()
+        return finite(file.read(PREFIX + name, (start, end)).float(), PREFIX + name, ref.folder)
 
     return rows
 
