@@ -105,7 +105,7 @@ def test_an_environment_process_that_is_killed_changes_nothing(undisturbed: Fold
     process = folder.start(*folder.run_arguments("a", *SMALL, preset="calculator"))
     try:
         folder.wait_for("a", "rl/00000/prompts/round-0/manifest.json", process)
-        (victim,) = descendants(process, "rlpipe.environments.worker")
+        _keeper, victim = descendants(process, "rlpipe.environments.worker")
         os.kill(victim.pid, signal.SIGKILL)
         assert process.wait(timeout=600) == 0, (folder.path / "output.log").read_text()[-4000:]
     finally:

@@ -350,3 +350,21 @@ def test_rows_are_scored_outside_of_a_run() -> None:
     rows.append({"prompt": [{"role": "user", "content": "x"}], "completion": "y", "rollout": {"num_tokens": 7}})
     assert [scored.reward for scored in score({"exact": 1.0}, rows[:2])] == [1.0, 0.0]
     assert [scored.reward for scored in score({"length": 1.0}, rows, {"length": {"max": 3}})] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("killed", ["worker", "keeper"])
+def test_what_a_worker_started_ends_with_it_also_when_that_alone_is_killed(folder: Path, killed: str) -> None:
+    (folder / "leaving.py").write_text(
+        "import os, subprocess\n"
+        "def reward(prompt, completion):\n"
+        "    left = subprocess.Popen(['sleep', '600'], start_new_session=True, stdin=subprocess.DEVNULL)\n"
+        "    return {'worker': float(os.getpid()), 'left': float(left.pid)}\n"
+    )
+    with RewardPool({"leaving:reward": 1.0}, workers=1, timeout_s=10.0) as pool:
+        (score,) = pool.score(items("x"))
+        worker, left = (int(score.parts[f"reward_{name}"]) for name in ("worker", "left"))
+        keeper = pool._scorers[0].processes.children[0]._process  # pyright: ignore[reportAttributeAccessIssue]
+        assert psutil.pid_exists(left) and psutil.Process(worker).ppid() == keeper.pid
+        os.kill(worker if killed == "worker" else keeper.pid, signal.SIGKILL)
+        assert gone(left) and gone(worker) and gone(keeper.pid)
+        assert pool.score(items("x"))[0].reward is not None, "a new one is asked"

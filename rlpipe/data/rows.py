@@ -146,7 +146,7 @@ def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
         "call": FunctionCall(data.name, data.source, args, seed, data.rows_max, data.answer_field, _text_columns(data)),
         "path": sys.path,
     }
-    children = ChildPool(field, "rlpipe.data.rows", hello, environment={**os.environ, PARENT_VARIABLE: str(os.getpid())})
+    children = ChildPool(field, "rlpipe.data.rows", hello, environment={**os.environ, PARENT_VARIABLE: ""})
     row_index, is_last = 0, False
     try:
         children.on_all(Child.start)

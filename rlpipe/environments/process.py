@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from rlpipe.processes.lines import LineReader, line_of
-from rlpipe.processes.pool import LATE_S, LOADS_MAX, POLL_S, START_TIMEOUT_S, has_ended, kill, spawned
+from rlpipe.processes.pool import LATE_S, LOADS_MAX, POLL_S, START_TIMEOUT_S, has_ended, kill, spawned, wait_for_end
 from rlpipe.processes.printed import Printed
 from rlpipe.types import EngineError, JsonDict, UserError
 
@@ -121,6 +121,8 @@ class EnvironmentProcess:
                 await self._start()
                 is_late = await self._watch()
                 ready, self._ready = self._ready, None  # from here on nothing is sent
+                if not is_late and self._process is not None:
+                    await asyncio.to_thread(wait_for_end, self._process)
                 code = await self._end()
                 is_late = is_late or code == -signal.SIGALRM  # its own alarm was quicker than this loop
                 is_killed = ready is None and not is_late and code is not None and code < 0

@@ -72,7 +72,8 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(root: int) -> None:
-    """Kills all that the process `root` has started, and what that has, in whatever session; returns when none is left, or after KILL_S."""
+    """Kills all that the process `root` has started, and what that has, in whatever session, and the others of the group that it leads, should
+    it have ended; returns when none is left, or after KILL_S."""
     deadline_s = time.monotonic() + KILL_S
     while (pids := _descendants(root)) and time.monotonic() < deadline_s:
         for pid in pids:
@@ -87,12 +88,15 @@ def _descendants(root: int) -> list[int]:
     alive: set[int] = set()
     for name in filter(str.isdecimal, os.listdir("/proc") if sys.platform == "linux" else ()):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            state, parent = file.read().rpartition(b")")[2].split()[:2]
-            children.setdefault(int(parent), []).append(int(name))
+            state, parent, group = file.read().rpartition(b")")[2].split()[:3]
+            for above in {int(parent), int(group)} - {int(name)}:
+                children.setdefault(above, []).append(int(name))
             alive |= {int(name)} if state not in (b"Z", b"X") else set()
-    below = [root]
+    below, seen = [root], {root}
     for pid in below:
-        below += children.get(pid, [])
+        new = [child for child in children.get(pid, []) if child not in seen]
+        below += new
+        seen |= {*new}
     return [pid for pid in below[1:] if pid in alive]
 
 

@@ -28,6 +28,7 @@ START_TIMEOUT_S = 120.0
 LOADS_MAX = 2  # of a process that is killed while it loads the code: by the kernel for memory, or by somebody
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.5
+END_S, END_POLL_S = 2.0, 0.01
 ONE_THREAD = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}  # many processes share the machine
 LATE_S = 60.0  # that an answer may take to be read which was begun before the deadline
 
@@ -156,9 +157,10 @@ def code_environment(secrets: Secrets = Secrets()) -> dict[str, str]:  # noqa: B
 
 
 def spawned(name: str, module: str, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Printed]:
-    """A new process with this environment, `python -m <module>`, with pipes to it and from it; and what it prints, under this name."""
+    """A new process with this environment, `python -m <module>` below a keeper, whose the pid is, with pipes to it and from it; and what it
+    prints, under this name."""
     process = subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", "rlpipe.processes.keeper", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -172,7 +174,7 @@ def spawned(name: str, module: str, environment: Mapping[str, str]) -> tuple[sub
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process and all that it started, in whatever session; what a process leaves that is killed by somebody else is not known."""
+    """Kills the process, its keeper, and all that it started, in whatever session; also where somebody else killed one of the two."""
     if process.returncode is None:  # once reaped, the pid may be someone else's
         signal_group(process, signal.SIGSTOP)  # it starts no other meanwhile
         kill_descendants(process.pid)
@@ -184,6 +186,13 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def wait_for_end(process: subprocess.Popen[bytes]) -> None:
+    """Returns when a process has ended that closed its pipes, or after END_S: its keeper knows a moment later how."""
+    deadline_s = time.monotonic() + END_S
+    while not has_ended(process) and time.monotonic() < deadline_s:
+        time.sleep(END_POLL_S)
 
 
 def _exchange(process: subprocess.Popen[bytes], line: Record, timeout_s: float) -> JsonDict:
@@ -215,7 +224,9 @@ def _exchange(process: subprocess.Popen[bytes], line: Record, timeout_s: float) 
                 answer += chunk
                 if len(answer) > LINE_BYTES_MAX:
                     raise ProcessEnded(f"its answer has more than {LINE_BYTES_MAX} bytes")
-                if not chunk:  # at the deadline its own alarm was quicker than this loop
+                if not chunk:
+                    wait_for_end(process)
+                    # at the deadline its own alarm was quicker than this loop
                     raise ProcessEnded("its process died") if time.monotonic() < deadline_s else TimeoutError
             elif not ready and has_ended(process):  # a child of its own may hold the pipe
                 raise ProcessEnded("its process died")

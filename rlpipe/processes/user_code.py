@@ -170,7 +170,7 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     cannot read what other processes have in their environment, where the kernel can see to that (`kernel.seclude`)."""
     seclude()
     adopt_orphans()
-    _end_with_owner()
+    end_with_owner()
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -180,7 +180,7 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, answers
 
 
-def _end_with_owner() -> None:
+def end_with_owner() -> None:
     """Kills this process and all that it started when the owner ends, however that ended."""
     owner = os.getppid()
 
