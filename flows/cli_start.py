@@ -125,10 +125,7 @@ def preflight_of(config: PipelineConfig, planned: Run | None = None) -> None:
     echo(f"run {config.run}: reading its data, trying its rewards and its model (large data sets take minutes)")
     from rlpipe.stages.preflight import preflight
 
-    store, root = (
-        checked_store(config.store),
-        f"runs/{config.run}",
-    )  # first: an announcement that nobody can read is only waited for
+    store, root = checked_store(config.store), f"runs/{config.run}"  # before an announcement that nobody could read
     announce(store, root)  # until the flow holds the run, or this process ends
     try:
         preflight(config, planned)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rlpipe.store import lease
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import read_document
-from rlpipe.store.holder import Holder
+from rlpipe.store.holder import Holder, this_process
 
 KEY = "runs/a/lease/000000.json"
 DEADLINE_S = 60.0
@@ -110,3 +114,51 @@ def test_a_lease_that_is_given_back_stays_so(store: Store) -> None:
         until(lambda: read_document(store, KEY, Holder).released)
         time.sleep(0.3)
         assert read_document(store, KEY, Holder).released
+
+
+def test_one_that_is_told_to_end_before_it_begins_ends(store: Store) -> None:
+    """A run that was given back while its heartbeat started waited ten seconds for it: the word was read along with the order, and not seen."""
+    order = {
+        "store": store.url,
+        "key": KEY,
+        "holder": asdict(this_process()),
+        "every_s": 3600.0,
+        "fence": "",
+        "parent": os.getpid(),
+    }
+    with subprocess.Popen([sys.executable, "-m", "rlpipe.store.heartbeat"], stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(order) + "\nend\n")
+        process.stdin.flush()
+        try:
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            process.kill()
+    assert not store.exists(KEY)
+
+
+def test_what_its_interpreter_prints_is_passed_over(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('hello'); print('{}'); print(1)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 0.05)
+    held = lease.acquire(store, "runs/a")
+    try:
+        until(lambda: beats(store) > 1)
+    finally:
+        held.release()
+
+
+def test_one_that_cannot_be_started_is_said_once_and_tried_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 0.05)
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
+        broken.setattr(sys, "executable", "/no/such/python")
+        held = lease.acquire(store, "runs/a")
+        until(lambda: "its heartbeat cannot work" in caplog.text)
+        time.sleep(0.2)
+    try:
+        until(lambda: beats(store) > 1)
+    finally:
+        held.release()
+    assert caplog.text.count("its heartbeat cannot work") == 1

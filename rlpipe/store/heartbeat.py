@@ -4,6 +4,7 @@ What keeps the first from its threads, such as a library that holds the interpre
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 import psutil
@@ -21,7 +22,9 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.holder import Holder
 from rlpipe.store.patience import hurrying
+from rlpipe.types import StoreError
 
+log = logging.getLogger(__name__)
 STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
 END_S = 10.0  # a beat that is under way is waited for so long when the heartbeat ends
 
@@ -46,15 +49,25 @@ class Heartbeat:
         self._store, self._key, self._every_s, self._fence, self._on_look = store, key, every_s, fence, on_look
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._is_fenced = False
+        self._is_fenced, self._is_missed, self._looks = False, False, 0
         self._thread = threading.Thread(target=self._attend, daemon=True, name="heartbeat")
         self._thread.start()
 
     def _attend(self) -> None:
-        """Starts the process, after a moment: much that takes a run is over by then. Starts it again when somebody ended it."""
+        """Starts the process, after a moment: much that takes a run is over by then. Starts it again when somebody ended it, or it cannot be
+        had just now, and says so once where it did nothing."""
         while not self._is_fenced and not self._stop.wait(self._every_s / 5):
-            with contextlib.suppress(OSError):  # no process to be had just now, or it ended at once
+            why, looks = "", self._looks
+            try:
                 self._listen()
+            except (OSError, ValueError) as error:  # no process to be had, or it ended before it was told anything
+                why = f" ({error})"
+            if looks == self._looks and not self._is_missed and not self._stop.is_set():
+                self._is_missed = True
+                log.warning(
+                    "%s: its heartbeat cannot work%s, and is tried again: until it does, other hosts may take this process for dead",
+                    self._key, why,
+                )  # fmt: skip
 
     def _listen(self) -> None:
         with self._lock:
@@ -62,6 +75,7 @@ class Heartbeat:
                 return
             self._process = process = subprocess.Popen(
                 [sys.executable, "-m", "rlpipe.store.heartbeat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                stderr=subprocess.DEVNULL if self._is_missed else None,  # its traceback is said once, too
                 start_new_session=True,  # Ctrl-C is not for it
             )  # fmt: skip
         with process:
@@ -70,8 +84,8 @@ class Heartbeat:
                      "fence": self._fence, "parent": os.getpid()}  # fmt: skip
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
-            for line in process.stdout:
-                look = Look(**json.loads(line))
+            for look in _said(process.stdout):
+                self._looks += 1
                 self.holder, self._is_fenced = replace(self.holder, beats=look.beats), look.is_fenced
                 self._on_look(look)
 
@@ -91,12 +105,22 @@ class Heartbeat:
             self._thread.join(END_S)
 
 
-def beat(store: Store, key: str, holder: Holder, every_s: float, fence: str, parent: int) -> None:
-    """Beats for the process `parent` until that ends, until a line or the end of standard input, or until `fence` exists."""
-    while not select.select([sys.stdin], [], [], every_s)[0] and os.getppid() == parent:
+def _said(lines: Iterable[str]) -> Iterator[Look]:
+    """What a heartbeat said. What else stands there, a `sitecustomize` has printed."""
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):
+            yield Look(**json.loads(line))
+
+
+def beat(orders: io.FileIO, store: Store, key: str, holder: Holder, every_s: float, fence: str, parent: int) -> None:
+    """Beats for the process `parent` until that ends, until a line or the end of `orders`, or until `fence` exists."""
+    while not select.select([orders], [], [], every_s)[0] and os.getppid() == parent:
         if psutil.Process(parent).status() in STOPPED:
             continue  # it works on nothing: another may take its run
-        with contextlib.suppress(OSError), hurrying():  # a passing fault of the store costs a beat; the next one tries again
+        with (
+            contextlib.suppress(OSError, StoreError),
+            hurrying(),
+        ):  # a fault of the store costs a beat; the next one tries again
             look = Look(time.monotonic(), holder.beats, is_fenced=bool(fence) and store.exists(fence))
             if not look.is_fenced:
                 holder = replace(holder, beats=holder.beats + 1)
@@ -109,10 +133,13 @@ def beat(store: Store, key: str, holder: Holder, every_s: float, fence: str, par
 def main() -> None:
     logging.disable()  # the process that it beats for says itself that the store does not answer
     ended = psutil.NoSuchProcess, BrokenPipeError, ValueError  # the last: before it gave its order
-    with contextlib.suppress(*ended):
-        order = json.loads(sys.stdin.readline())
+    with (
+        contextlib.suppress(*ended),
+        io.FileIO(0, closefd=False) as orders,
+    ):  # without a buffer, whose content `select` does not see
+        order = json.loads(orders.readline())
         store, holder = open_store(order.pop("store")), Holder(**order.pop("holder"))
-        beat(store, holder=holder, **order)
+        beat(orders, store, holder=holder, **order)
 
 
 if __name__ == "__main__":
