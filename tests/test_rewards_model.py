@@ -129,7 +129,7 @@ def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(folder: Path
     for losses_max, reasons in ((8, [None] * 5), (0, ["reward_crash"] * 5)):
         monkeypatch.setattr(process_module, "LOSSES_MAX", losses_max)
         with RewardPool({name: 1.0}, {name: {"batch_size": 2}}, workers=1, timeout_s=1.0) as pool:
-            os.kill(pid_of(pool), signal.SIGSTOP)
+            os.killpg(pid_of(pool), signal.SIGSTOP)
             assert [score.reason for score in pool.score(items)] == reasons
     assert pool.last_error and "replaced more than 0 times" in pool.last_error
 
@@ -137,7 +137,7 @@ def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(folder: Path
 @pytest.mark.e2e
 def test_a_close_while_it_scores_ends_the_scoring(folder: Path) -> None:
     pool = RewardPool({f"hf:{folder}": 1.0}, workers=1, timeout_s=60.0)
-    os.kill(pid_of(pool), signal.SIGSTOP)  # it never answers
+    os.killpg(pid_of(pool), signal.SIGSTOP)  # it never answers
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(pool.score, [item("5")] * 20)
         time.sleep(0.3)
