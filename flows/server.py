@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 
 from flows.database import creating, environment_of
-from flows.stopping import run_unless_stopped, unheard
+from flows.stopping import bounding, run_unless_stopped
 from rlpipe.processes.launch import Service, answers, free_port, wrapped
 from rlpipe.types import UserError
 
@@ -58,7 +58,7 @@ def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
 
     from flows.outage import PrefectAway
 
-    engine._prefect_sigterm_handler = unheard  # pyright: ignore[reportPrivateUsage]  # else it raises wherever the main thread is
+    engine._prefect_sigterm_handler = bounding  # pyright: ignore[reportPrivateUsage]  # else it raises wherever the main thread is
 
     try:
         return run_unless_stopped(flow)

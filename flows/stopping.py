@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from flows.printing import echo
 
 END_S = 75.0  # giving back what a run holds takes seconds, up to a minute while the store is away
+_bound = threading.Event()
 Result = TypeVar("Result")
 
 
@@ -23,7 +24,10 @@ class Terminated(KeyboardInterrupt):
 
 def bound_end(number: int) -> None:
     """Ends this process in END_S, in one line, should it not have ended by then: nobody can cut short a thread that waits for an answer.
-    Nothing is lost by that, as by no kill; its children end with it, and the next start sees that it is gone."""
+    Nothing is lost by that, as by no kill; its children end with it, and the next start sees that it is gone. Again changes nothing."""
+    if _bound.is_set():
+        return
+    _bound.set()
 
     def end() -> None:
         time.sleep(END_S)
@@ -73,6 +77,7 @@ def run_unless_stopped(steps: Coroutine[Any, Any, Result]) -> Result:
 
         for number in before:  # asyncio calls this one also where Prefect has set a handler since
             loop.add_signal_handler(number, stop, number)
+            signal.signal(number, bounding)  # called also while the loop stands still
         try:
             return await steps
         finally:
@@ -87,6 +92,11 @@ def run_unless_stopped(steps: Coroutine[Any, Any, Result]) -> Result:
 
 def _said(number: int) -> KeyboardInterrupt:
     return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+
+
+def bounding(number: int, _frame: object) -> None:
+    """Python's handler of a signal that the event loop hears: should the loop hear nothing any more, the process ends all the same."""
+    bound_end(number)
 
 
 def unheard(*_: object) -> None:

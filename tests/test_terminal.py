@@ -188,7 +188,12 @@ async def flow():
         print("gave back", flush=True)
         await asyncio.to_thread(waits)
 
-cli.run_lines = lambda _: run_flow(flow())
+async def stands():
+    with capture_sigterm():
+        print("begun", flush=True)
+        waits()
+
+cli.run_lines = lambda _: run_flow(FLOW())
 sys.argv = ["rlpipe", "runs"]
 cli.app()
 """
@@ -197,7 +202,7 @@ cli.app()
 @pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGTERM", "SIGTERM"], ["SIGINT", "SIGTERM"]])
 def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard(signals: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", HANGS]
+    command = [sys.executable, "-c", HANGS.replace("FLOW", "flow")]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -209,3 +214,20 @@ def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard
     assert process.returncode == 128 + signal.Signals[signals[0]]
     said = "rlpipe: stopped, after 2 s in which not all was answered that it waited for: as if it was killed"
     assert rest.removeprefix("ends\n") == f"gave back\n{said}\n"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_ends_a_command_whose_event_loop_stands_still(name: str, tmp_path: Path) -> None:
+    """Only the loop heard it, and whoever pressed Ctrl-C could do nothing but kill."""
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", HANGS.replace("FLOW", "stands")]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "begun\n"
+            process.send_signal(signal.Signals[name])
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.Signals[name] and said.startswith("rlpipe: stopped, after 2 s")
