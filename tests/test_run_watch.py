@@ -172,6 +172,18 @@ def test_two_announcements_are_two_and_one_that_is_withdrawn_leaves_nothing(
     assert store.list(ROOT) == []
 
 
+def test_a_process_that_was_forked_takes_no_announcement_along(store: Store) -> None:
+    program = (
+        "import os, sys; from rlpipe.store import lease; from rlpipe.store.backend import open_store; lease.HEARTBEAT_S = 0.05\n"
+        f"store = open_store({store.url!r}); lease.announce(store, {ROOT!r})\n"
+        f"while not store.list({ROOT!r}): pass\n"
+        "if not os.fork(): sys.exit()\n"
+        f"os.wait(); assert len(store.list('{ROOT}/lease')) == 1"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+    assert store.list(f"{ROOT}/lease") == []
+
+
 def test_a_config_that_is_refused_at_once_writes_nothing(store: Store, tmp_path: Path) -> None:
     announce(store, ROOT)
     withdraw(store, ROOT)

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
+from rlpipe.engines import host as host_module
 from rlpipe.engines.client import EngineUnavailable
 from rlpipe.engines.remote import HostFinder, HostService, RemoteHost
 from rlpipe.engines.weights import Probe
@@ -208,6 +209,20 @@ async def test_a_host_fetches_only_from_services_of_its_run(world: World) -> Non
     keys = file_keys(world.store, world.run.root)
     assert keys.keys() == {world.host.url + FILES, world.gang.url + FILES, world.living.registration.record.files_url}
     assert not keys.keys() & {*stranger.servers}
+
+
+async def test_a_host_whose_store_is_away_fetches_with_the_keys_that_it_read_last(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> dict[str, str]:
+        raise OSError("the store is away")
+
+    host, nearby = world.living.host, Nearby(POLICY, "{}", "/nowhere", world.gang.url + FILES)
+    for read in (host_module.file_keys, away):
+        monkeypatch.setattr(host_module, "file_keys", read)
+        with pytest.raises(StoreError):  # there is no such policy, it found out
+            await asyncio.to_thread(host._fetch, ArtifactRef(POLICY, "0" * 64), 1, Probe([1, 2], [0.0]), nearby)
+        assert world.gang.url + FILES in host._file_keys
 
 
 async def test_without_a_services_key_none_is_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from rlpipe.services.registration import file_keys
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.nearby import Nearby, nearer
+from rlpipe.store.patience import hurrying
 from rlpipe.store.relay import Relay
 from rlpipe.types import ArtifactRef, EngineError, UserError
 
@@ -55,6 +56,7 @@ class EngineHost:
     relay: Relay | None = None
     files_url: str = field(default="", init=False)  # the flow's own host is asked by nobody
     engines: list[Engine] = field(default_factory=list, init=False)
+    _file_keys: dict[str, str] = field(default_factory=dict, init=False)
     weights: Weights | None = field(default=None, init=False)
     _served: tuple[ArtifactRef, int] | None = field(default=None, init=False)
     _session: aiohttp.ClientSession | None = field(default=None, init=False)
@@ -126,8 +128,10 @@ class EngineHost:
     # weights
 
     def _fetch(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> Weights:
-        keys = file_keys(self.store, f"runs/{self.config.run}") if nearby and nearby.servers else {}
-        store = nearer(self.store, nearby, keys, self.relay)
+        if nearby and nearby.servers:
+            with contextlib.suppress(OSError), hurrying():  # those that were read last will do while the store is away
+                self._file_keys = file_keys(self.store, f"runs/{self.config.run}")
+        store = nearer(self.store, nearby, self._file_keys, self.relay)
         made = read_manifest(store, policy.folder, policy.sha256).weight_version
         # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
         if made not in (None, max(version, 0)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import os
 import re
 import secrets
 import threading
@@ -140,7 +141,7 @@ class Announcement:
     """Says that this process prepares a run. Nothing is left of it after `vanish`."""
 
     def __init__(self, store: Store, key: str) -> None:
-        self._store, self._key = store, key
+        self._store, self._key, self.of_process = store, key, os.getpid()
         self._heartbeat = Heartbeat(store, key, this_process(), HEARTBEAT_S, fence="", on_look=lambda _: None)
 
     def vanish(self) -> None:
@@ -180,7 +181,8 @@ def withdraw(store: Store, run_root: str) -> None:
 @atexit.register
 def _withdraw_all() -> None:
     for announcement in _announcements.values():
-        announcement.vanish()
+        if announcement.of_process == os.getpid():  # and not of the one that was forked
+            announcement.vanish()
 
 
 def pulse(store: Store, run_root: str) -> str:
