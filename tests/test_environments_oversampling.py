@@ -36,7 +36,7 @@ SETS = [
 class TurnTokenizer(PlayedTokenizer):
     """What the environment says is a token a letter, between two others."""
 
-    def encode_continuation(self, messages: list[JsonDict]) -> list[int]:
+    def encode_continuation(self, messages: list[JsonDict], tokens_max: int | None = None) -> list[int]:
         return [token for message in messages for token in (7, *map(ord, message["content"]), 8)]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
@@ -26,6 +27,7 @@ from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup, OnRollout
 from rlpipe.environments.pool import EnvironmentFault
 from rlpipe.environments.protocol import Step
+from rlpipe.processes.pool import wait_for_end
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Rollout
 from rlpipe.records.turns import turns_of
@@ -435,7 +437,8 @@ async def test_an_environment_that_asks_something_else_later_is_invalid(session:
     prompts = await sample_prompts(session, iteration=0, round_index=0, before=None)
     for process in session.environments._processes:
         process.hello["path"] = "fickle:Other"
-        process._process.kill()
+        psutil.Process(process._process.pid).children()[0].kill()
+        wait_for_end(process._process)
     with pytest.raises(UserError, match="'environment_invalid': "):
         await generate(session, iteration=0, round_index=0, shard=0, prompts=prompts.ref, policy=POLICY)
 
