@@ -167,11 +167,12 @@ def test_sigterm_ends_a_command_with_one_line(monkeypatch: pytest.MonkeyPatch) -
 
 
 HANGS = """
-import asyncio, os, sys, threading, time
+import asyncio, os, signal, sys, threading, time
 from flows import cli, stopping
 from flows.server import run_flow
 from prefect.utilities.engine import capture_sigterm
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run in the background of a shell, which lets all ignore it
 stopping.END_S = 2.0
 def waits():
     while True:  # for an answer that does not come
