@@ -8,6 +8,7 @@ import logging
 import secrets
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,15 +138,17 @@ class EngineHost:
         if made not in (None, max(version, 0)):
             raise UserError(f"version={version}: {policy.folder} is weight version {made}")
         local = self.work_dir / "weights"
+        # what the gang has made just now is not read once more, for which a reload would wait: the proof of the engines finds NaN too
+        checked: Callable[[Path], Path] = check_finite if nearby is None else lambda folder: folder
         bases = local / BASES if self.config.model.adapter != "none" else None
         if bases is not None:
             base, adapter = base_and_adapter(store, policy, local, bases)
             if loads_adapters(self.config, base):
                 known = self.weights is not None and self.weights.folder == base
                 for folder in ([] if known else [base]) + ([adapter] if adapter else []):
-                    check_finite(folder)
+                    checked(folder)
                 return Weights(base, version, probe, str(adapter or ""), adapter)
-        folder = materialised = check_finite(whole_policy(store, policy, local, bases))
+        folder = materialised = checked(whole_policy(store, policy, local, bases))
         assert (folder / "config.json").is_file(), f"{folder} is no policy"
         if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
             folder = untied(folder)
