@@ -37,7 +37,7 @@ from rlpipe.store.nearby import Nearby
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import GangService, RegisteredGang
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError
+from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 KEY, POLICY, MOMENT = "the-key-of-all-services", "runs/a/rl/00000/policy", "2026-03-04T05:06:07.000+00:00"
@@ -229,3 +229,13 @@ async def test_without_a_services_key_none_is_asked_for(world: World, monkeypatc
     monkeypatch.setenv(KEY_VARIABLE, "")
     assert ServiceRecord("a", "http://127.0.0.1:1").key == ""
     assert {*file_keys(world.store, world.run.root).values()} == {""}
+
+
+async def test_a_key_that_is_none_is_refused_before_any_service_is_waited_for(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, f"{KEY}\x01")
+    with pytest.raises(UserError, match=f"{KEY_VARIABLE} has characters"):
+        HostFinder(world.run, tmp_path, nobody_starts)
+    with pytest.raises(UserError, match=f"{KEY_VARIABLE} has characters"):
+        RegisteredGang(world.run, nobody_starts)

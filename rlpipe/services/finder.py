@@ -18,6 +18,7 @@ from rlpipe.services.registration import (
     dismiss,
     node_name,
     registered,
+    service_key,
 )
 from rlpipe.store.run import Run
 from rlpipe.types import EngineError, JsonDict, TrainerError, UserError
@@ -94,6 +95,8 @@ class ServiceFinder:
     """The services of one kind that a run has; they may come and go while it runs."""
 
     def __init__(self, run: Run, kind: str, start_service: StartService) -> None:
+        """UserError when the services' key is none: no service could join."""
+        service_key()
         self._run = run
         self._kind = kind
         self._start_service = start_service
