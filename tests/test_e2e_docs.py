@@ -71,7 +71,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for command in commands.iterdir():
         command.chmod(0o755)
     # scripts/install.sh is to find all installed: it would install rlpipe again, from this folder, into the .venv of all tests
-    (tmp_path / ".venv/.installed").write_bytes(subprocess.check_output(STAMP, shell=True, cwd=tmp_path))
+    for extras in ("", "-agents"):
+        (tmp_path / f".venv/.installed{extras}").write_bytes(subprocess.check_output(STAMP, shell=True, cwd=tmp_path))
     shutil.copy(ROOT / "flows" / "presets" / "tiny.toml", tmp_path / "my.toml")
     return tmp_path
 
