@@ -182,8 +182,7 @@ def _serve(section: str, store: str, run: str, sets: list[str] | None, idle_time
         ended = asyncio.Event()
 
         def end(number: int) -> None:
-            if not ended.is_set():
-                bound_end(number)
+            bound_end(number)
             ended.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):

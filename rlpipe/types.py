@@ -80,6 +80,15 @@ def plain_json(value: Any) -> Any:
     return str(value)
 
 
+def json_object(text: bytes | bytearray) -> JsonDict | None:
+    """The object that is written there, by whomever; None for anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # RecursionError: a great many brackets
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def expanded(path: str) -> Path:
     """A path, `~` and `~USER` in it as the shell has them. UserError where nobody has that name."""
     try:

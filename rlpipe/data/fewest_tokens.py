@@ -9,9 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-ASSUMED_CHARS = (
-    128  # that a token stands for, where it may stand for any number: of a word of 10,000 letters WordPiece makes one
-)
+# that a token stands for, where it may stand for any number: of a word of 10,000 letters WordPiece makes one
+ASSUMED_CHARS = 128
 COMPOSED_CHARS = 4  # that NFC and NFKC make one of, at most; of them no two are ASCII
 COMPOSING, LENGTHENING = ("NFC", "NFKC"), ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel")  # normalizers
 KEEPING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")  # pre-tokenizers that leave nothing out
@@ -49,9 +48,8 @@ def _replaced(normalizers: list[Any]) -> int | None:
     for one in normalizers:
         match one:
             case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if content:
-                if (
-                    composes and not content.isascii()
-                ):  # an accent perhaps, which is composed with what was another ASCII character
+                # an accent perhaps, which is composed with what was another ASCII character
+                if composes and not content.isascii():
                     return None
                 replaced *= max(1, -(-len(pattern) // len(content)))
             case _ if one["type"] not in (*COMPOSING, *LENGTHENING):

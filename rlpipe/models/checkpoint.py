@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from rlpipe.models.finite import not_finite
+from rlpipe.models.finite import NOT_FINITE, not_finite
 from rlpipe.models.folder import file_shapes, weight_files
 from rlpipe.types import StoreError, UserError
 
@@ -78,7 +78,7 @@ def finite(rows: Tensor, name: str, folder: str) -> Tensor:
     """These fp32 rows of a tensor; StoreError naming it where a value is NaN or infinite."""
     # it takes no memory of the tensor's size, and NaN comes out of it
     if rows.numel() and not all(math.isfinite(edge.item()) for edge in rows.aminmax()):
-        raise StoreError(f"{folder}: {name} holds values that are NaN or infinite, which no trained policy has")
+        raise StoreError(f"{folder}: {name} {NOT_FINITE}")
     return rows
 
 

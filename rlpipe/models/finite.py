@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from rlpipe.models.folder import weight_files
 from rlpipe.types import StoreError
 
+NOT_FINITE = "holds values that are NaN or infinite, which no trained policy has"
 LENGTH_BYTES = 8  # before the header of a safetensors file: how long it is
 PIECE_BYTES = 1 << 18  # stays in a core's cache
 # how a number type is read, the bits to look at, and the smallest of those that says NaN, infinite, or above what fp32 holds. The others have none:
@@ -33,7 +34,7 @@ def check_finite(folder: Path) -> Path:
     """The folder; StoreError naming a tensor of its weights with a value that no model has."""
     for path in weight_files(folder):
         if name := not_finite(path):
-            raise StoreError(f"{path}: {name} holds values that are NaN or infinite, which no trained policy has")
+            raise StoreError(f"{path}: {name} {NOT_FINITE}")
     return folder
 
 

@@ -7,18 +7,14 @@ import json
 from collections.abc import Callable
 
 from rlpipe.processes.user_code import Record
-from rlpipe.types import JsonDict
+from rlpipe.types import JsonDict, json_object
 
 LINE_BYTES_MAX = 1 << 28  # of what a process answers, a hundred times the largest
 
 
 def parsed_line(line: bytes | bytearray) -> JsonDict:
     """The object in a line; ValueError where a user's code wrote something else to that pipe."""
-    try:
-        said = json.loads(line)
-    except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
+    if (said := json_object(line)) is None:
         raise ValueError(f"its code wrote {bytes(line[:40])!r} in the place of an answer")
     return said
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
 import orjson
 
-from rlpipe.types import JsonDict
+from rlpipe.types import JsonDict, json_object
 
 KEEPALIVE_S = 2.0
 EVENT, LAST_EVENT = b"data: ", b"data: [DONE]"
@@ -72,10 +71,6 @@ async def json_events(response: aiohttp.ClientResponse) -> AsyncGenerator[Iterat
 
 def json_of(url: str, status: int, content: bytes) -> JsonDict:
     """The JSON object of an answer; ConnectionError for any other: it comes from somebody else, a proxy perhaps."""
-    try:
-        answer = json.loads(content)
-    except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict):
+    if (answer := json_object(content)) is None:
         raise ConnectionError(f"{url}: answered {status} without JSON ({content[:80]!r})")
     return answer

@@ -117,10 +117,8 @@ def beat(orders: io.FileIO, store: Store, key: str, holder: Holder, every_s: flo
     while not select.select([orders], [], [], every_s)[0] and os.getppid() == parent:
         if psutil.Process(parent).status() in STOPPED:
             continue  # it works on nothing: another may take its run
-        with (
-            contextlib.suppress(OSError, StoreError),
-            hurrying(),
-        ):  # a fault of the store costs a beat; the next one tries again
+        # a fault of the store costs a beat; the next one tries again
+        with contextlib.suppress(OSError, StoreError), hurrying():
             look = Look(time.monotonic(), holder.beats, is_fenced=bool(fence) and store.exists(fence))
             if not look.is_fenced:
                 holder = replace(holder, beats=holder.beats + 1)
@@ -133,10 +131,8 @@ def beat(orders: io.FileIO, store: Store, key: str, holder: Holder, every_s: flo
 def main() -> None:
     logging.disable()  # the process that it beats for says itself that the store does not answer
     ended = psutil.NoSuchProcess, BrokenPipeError, ValueError  # the last: before it gave its order
-    with (
-        contextlib.suppress(*ended),
-        io.FileIO(0, closefd=False) as orders,
-    ):  # without a buffer, whose content `select` does not see
+    # without a buffer, whose content `select` does not see
+    with contextlib.suppress(*ended), io.FileIO(0, closefd=False) as orders:
         order = json.loads(orders.readline())
         store, holder = open_store(order.pop("store")), Holder(**order.pop("holder"))
         beat(orders, store, holder=holder, **order)
