@@ -6,6 +6,7 @@ import base64
 import contextlib
 import itertools
 import json
+import re
 import sqlite3
 import subprocess
 import threading
@@ -20,7 +21,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from rlpipe.config.source import read_config
-from rlpipe.processes.launch import free_port
+from rlpipe.processes.launch import CONNECTION_PORTS, free_port
 from rlpipe.records.columns import read_table
 from rlpipe.view.server import view_app
 from tests.conftest import S3Server
@@ -230,6 +231,11 @@ def test_a_run_leaves_no_secret_listens_on_loopback_only_and_unpickles_nothing(
         assert any(part in command for command in (*watch.listening.values(), *watch.commands)), part
     assert any("rlpipe.trainer.launcher" in command for command in watch.listening.values())  # where the ranks meet
     assert {place: command for place, command in watch.listening.items() if place[0] not in ("127.0.0.1", "::1")} == {}
+    # ports that were chosen before a server listened there are no connection's by then
+    named = [
+        int(port) for command in watch.commands for port in re.findall(r'(?:--port |--master-port |"port": ?)(\d+)', command)
+    ]
+    assert len({*named} - {0}) >= 3 and max(named) < int(CONNECTION_PORTS.read_text().split()[0])
     log = Path(environment["UNPICKLED"])
     lines = log.read_text().splitlines() if log.exists() else []
     assert [line for line in lines if "prefect server" not in line] == []  # its queue of background work is its own
