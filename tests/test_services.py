@@ -321,7 +321,8 @@ def slurm_says(folder: Path, answer: str, code: int = 0) -> None:
     """Puts a `squeue` into the folder that answers so."""
     (folder / "answer").write_text(answer)
     script = folder / "squeue"
-    script.write_text(f'#!/bin/sh\ncase "$*" in *--name=rlpipe-a-*) cat {folder}/answer; exit {code};; esac\n')
+    became = "*--states=all*--jobs=12*) echo '12 CANCELLED (None)';;"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *--me*--name=rlpipe-a-*) cat {folder}/answer; exit {code};; {became} esac\n')
     script.chmod(0o755)
 
 
@@ -360,7 +361,9 @@ async def test_a_queued_job_is_waited_for_as_long_as_it_is_queued_and_one_that_e
     await asyncio.sleep(0.2)
     assert not finding.done(), "what it said last holds"
     slurm_says(tmp_path, "")
-    with pytest.raises((EngineError, TrainerError), match=rf"Slurm job rlpipe-a-{kind}: none; its log says why it ended"):
+    with pytest.raises(
+        (EngineError, TrainerError), match=rf", and none will: Slurm job rlpipe-a-{kind}: 12 CANCELLED \(None\); its log"
+    ):
         await asyncio.wait_for(finding, DEADLINE_S)
 
 

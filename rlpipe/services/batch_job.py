@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -17,10 +18,14 @@ STARTED = ("RUNNING", "SUSPENDED", "STOPPED")
 
 @dataclass
 class BatchJob:
-    """The jobs of one name, one of which is to bring a service. As Slurm said last, at most ASK_S ago; `lines`: a job each, None: not known."""
+    """The jobs of one name, one of which is to bring a service. As Slurm said last, at most ASK_S ago; `lines`: a job each, None: not known.
+
+    `became`: what became of the last of them, a line each, as far as Slurm still knows.
+    """
 
     name: str
     lines: list[str] | None = None
+    became: list[str] = field(default_factory=list, init=False)
     _asked_at: float = field(default=float("-inf"), init=False)
 
     async def ask(self) -> None:
@@ -29,7 +34,12 @@ class BatchJob:
             return
         self._asked_at = time.monotonic()
         try:
-            self.lines = await _squeue(self.name)
+            lines = await _squeue("--me", f"--name={self.name}")
+            if self.lines and not lines:
+                ids = ",".join(line.split()[0] for line in self.lines)
+                with contextlib.suppress(OSError):  # it forgets a job after some minutes
+                    self.became = await _squeue("--states=all", f"--jobs={ids}")
+            self.lines = lines
         except OSError as error:
             log.warning("what became of the Slurm job %s is not known: %s", self.name, error)
 
@@ -44,8 +54,8 @@ class BatchJob:
         return self.lines == []
 
     def __str__(self) -> str:
-        """Example: `Slurm job rlpipe-a-trainer: 12 PENDING (Resources)`."""
-        return f"Slurm job {self.name}: {', '.join(self.lines or ()) or 'none'}"
+        """Examples: `Slurm job rlpipe-a-trainer: 12 PENDING (Resources)`, `Slurm job rlpipe-a-trainer: 12 CANCELLED (None)`."""
+        return f"Slurm job {self.name}: {', '.join(self.lines or self.became) or 'none'}"
 
 
 def batch_job(kind: str) -> BatchJob | None:
@@ -54,9 +64,9 @@ def batch_job(kind: str) -> BatchJob | None:
     return BatchJob(name) if name else None
 
 
-async def _squeue(name: str) -> list[str]:
-    """`ID STATE (REASON)` of each job of that name which has not ended. OSError when Slurm does not say."""
-    command = ("squeue", "--me", "--noheader", f"--name={name}", "--format=%A %T (%r)")
+async def _squeue(*which: str) -> list[str]:
+    """`ID STATE (REASON)` of each of these jobs, by default those that have not ended. OSError when Slurm does not say."""
+    command = ("squeue", "--noheader", *which, "--format=%A %T (%r)")
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -182,8 +182,10 @@ class ServiceFinder:
     def _fault(self, waited_s: float) -> Exception:
         fault, what, command = WANTED[self._kind]
         advice = f"{command} --store {self._run.store.url} --run {self._run.name}`"
+        if self._job and self._job.ended:
+            return fault(f"{what}, and none will: {self._job}; its log, if it began, says why it ended")
         if self._job and self._job.lines is not None:
-            advice = f"{self._job}{'; its log says why it ended' if self._job.ended else ''}"
+            advice = str(self._job)
         elif self._started_here:
             advice = f"does a worker serve the pool of {self._kind}.deployment={self._settings.deployment_of(self._kind)!r}?"
         return fault(f"{what} within {waited_s:.0f} s; {advice}")
