@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlpipe.algorithms.fused_scores import fused_scores
 from rlpipe.algorithms.losses import entropy
 
 LOGITS_MAX = 2**26  # elements of a chunk's logits: 256 MiB in fp32
@@ -41,12 +42,10 @@ def chunked_logprobs(
     assert hidden_NH.ndim == 2 and hidden_NH.shape[0] == targets_N.shape[0], "one target a position"
     assert temperature > 0 and chunk > 0, f"temperature={temperature}, chunk={chunk}"
 
+    scores = fused_scores if hidden_NH.device.type == "cuda" else scores_of
+
     def of_chunk(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        logits_CV = project(hidden_CH).float() / temperature
-        logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
-        # before the gather: the order in which gradients add up is part of a result
-        entropy_C = entropy(logprobs_CV if entropy_trained else logprobs_CV.detach())
-        return logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1), entropy_C
+        return scores(project(hidden_CH), targets_C, temperature, entropy_trained)
 
     parts = [
         checkpoint(of_chunk, hidden_CH, targets_C, use_reentrant=False, preserve_rng_state=False)
@@ -57,3 +56,11 @@ def chunked_logprobs(
     logprobs_N = torch.cat([part[0] for part in parts])
     assert logprobs_N.shape == targets_N.shape, "a position was lost"
     return logprobs_N, torch.cat([part[1] for part in parts])
+
+
+def scores_of(logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool) -> tuple[Tensor, Tensor]:
+    """Logprobs of the targets and entropies, fp32, an operation after the other."""
+    logprobs_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
+    # before the gather: the order in which gradients add up is part of a result
+    entropy_C = entropy(logprobs_CV if entropy_trained else logprobs_CV.detach())
+    return logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1), entropy_C

@@ -1,0 +1,87 @@
+"""Logprobs and entropies of logits on a GPU, in one kernel each way: an operation after the other reads and writes them some twenty times.
+
+Legend: C positions, V vocabulary. z: the logits by the temperature, in fp32; S: the sum of exp(z - max z) over the vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def fused_scores(logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool) -> tuple[Tensor, Tensor]:
+    """Logprobs of the targets and entropies, fp32; with and without gradient the same bits."""
+    return _Scores.apply(logits_CV, targets_C, temperature, entropy_trained)
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool) -> tuple[Tensor, Tensor]:  # fmt: skip  # pyright: ignore[reportIncompatibleMethodOverride]
+        logprobs_C, entropy_C, normal_C = compiled(scores)(logits_CV, targets_C, temperature)
+        ctx.save_for_backward(logits_CV, targets_C, normal_C, entropy_C)
+        ctx.temperature, ctx.entropy_trained = temperature, entropy_trained
+        if not entropy_trained:
+            ctx.mark_non_differentiable(entropy_C)
+        return logprobs_C, entropy_C
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_logprob_C: Tensor, by_entropy_C: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits_CV, targets_C, normal_C, entropy_C = (saved.detach() for saved in ctx.saved_tensors)
+        if ctx.entropy_trained:
+            slopes = compiled(entropy_slopes)(
+                logits_CV, targets_C, normal_C, entropy_C, by_logprob_C, by_entropy_C, ctx.temperature
+            )
+        else:
+            slopes = compiled(logprob_slopes)(logits_CV, targets_C, normal_C, by_logprob_C, ctx.temperature)
+        return slopes, None, None, None
+
+
+def scores(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of the targets, entropies, and the logarithm of the sum of exp(z)."""
+    z_CV = logits_CV.float() / temperature
+    highest_C1 = z_CV.amax(-1, keepdim=True)
+    below_CV = z_CV - highest_C1
+    powers_CV = below_CV.exp()
+    sum_C1 = powers_CV.sum(-1, keepdim=True)
+    log_sum_C1 = sum_C1.log()
+    logprobs_C1 = z_CV.gather(-1, targets_C[:, None]) - highest_C1 - log_sum_C1
+    entropy_C1 = log_sum_C1 - (powers_CV * below_CV).sum(-1, keepdim=True) / sum_C1  # of finite logits alone: 0 x -inf is none
+    return logprobs_C1.squeeze(-1), entropy_C1.squeeze(-1), (highest_C1 + log_sum_C1).squeeze(-1)
+
+
+def logprob_slopes(logits_CV: Tensor, targets_C: Tensor, normal_C: Tensor, by_logprob_C: Tensor, temperature: float) -> Tensor:
+    """Of the loss by the logits, whose logprobs p alone are in it: d logprob / dz = [v is the target] - p_v."""
+    logprobs_CV = logits_CV.float() / temperature - normal_C[:, None]
+    places_1V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)[None]
+    by_z_CV = by_logprob_C[:, None] * ((places_1V == targets_C[:, None]).float() - logprobs_CV.exp())
+    return (by_z_CV / temperature).to(logits_CV.dtype)
+
+
+def entropy_slopes(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    normal_C: Tensor,
+    entropy_C: Tensor,
+    by_logprob_C: Tensor,
+    by_entropy_C: Tensor,
+    temperature: float,
+) -> Tensor:
+    """The same where the entropies H are in it, too: dH / dz = -p_v (log p_v + H)."""
+    logprobs_CV = logits_CV.float() / temperature - normal_C[:, None]
+    shares_CV = logprobs_CV.exp()
+    places_1V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)[None]
+    by_z_CV = by_logprob_C[:, None] * ((places_1V == targets_C[:, None]).float() - shares_CV)
+    by_z_CV = by_z_CV - by_entropy_C[:, None] * shares_CV * (logprobs_CV + entropy_C[:, None])
+    return (by_z_CV / temperature).to(logits_CV.dtype)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as a kernel, made once for all lengths."""
+    return torch.compile(function, dynamic=True, fullgraph=True)
