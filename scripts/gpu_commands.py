@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from rlpipe.store.backend import open_store
 
@@ -71,7 +73,11 @@ class Commands:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a process and its group, as a machine that loses its power."""
+    """SIGKILL to a process and to all that it started, whatever their sessions, as a machine that loses its power."""
     if process.poll() is None:
+        family = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scripts import gpu_first
+from scripts.gpu_commands import kill
 from tests.test_gpu_smoke import smoke
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +41,16 @@ def test_a_part_that_fails_or_hangs_is_a_line_and_stops_none(
     assert hung["fault"].startswith("not done after 0.0 s") and "KeyError: 'no_such_part'" in failed["fault"]
     rows = capsys.readouterr().out.splitlines()[-2:]
     assert all("FAILED: " in row for row in rows) and rows[0].startswith("| kernels | ")
+
+
+def test_a_part_whose_time_is_up_ends_with_the_run_that_it_started() -> None:
+    """Which has a session of its own: it went on on the GPU beside the next part."""
+    program = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True).wait()"
+    part = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    while not (started := psutil.Process(part.pid).children()):
+        time.sleep(0.01)
+    kill(part)
+    assert psutil.wait_procs(started, timeout=30)[1] == []
 
 
 def test_what_is_no_part_is_refused_in_one_line() -> None:
