@@ -42,10 +42,11 @@ if ! has_torch; then
     if [ "$kind" = cuda ]; then
         $pip install -U "torch$torch"
     else
-        case $torch in ==*) cpu="torch$torch+cpu" ;; *) cpu="torch$torch" ;; esac # of a range pip takes +cpu where there is one
-        $pip install "$cpu" 2>/dev/null ||
-            $pip install "$cpu" --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
-            $pip install "torch$torch"
+        index=https://download.pytorch.org/whl/cpu
+        case $torch in
+        ==*) $pip install "torch$torch+cpu" 2>/dev/null || $pip install "torch$torch+cpu" --extra-index-url $index 2>/dev/null ;;
+        *) $pip install -U "torch$torch" --index-url $index 2>/dev/null ;; # beside another index, the newest would be one with CUDA
+        esac || $pip install -U "torch$torch"
     fi
 fi
 echo "installing rlpipe and what it needs"

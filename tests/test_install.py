@@ -185,6 +185,31 @@ def test_the_oldest_and_the_newest_versions_get_an_environment_beside_the_one_of
         assert (machine.folder / "began").read_text() == f"-m venv .venv-{option[2:]}\n"
 
 
+def test_the_newest_torch_is_asked_for_again_where_an_older_one_is_and_is_no_cuda_s_on_a_machine_without_gpus(
+    machine: Machine,
+) -> None:
+    """pip leaves alone what is there and fits, and of two indexes takes the newer torch, with gigabytes of CUDA."""
+    (machine.bin / "nvidia-smi").unlink()
+    (machine.folder / ".venv-newest" / "bin").mkdir(parents=True)
+    machine.python("3.12.4")
+    played = (machine.bin / "python3").read_text().replace("exit 9", "case $* in *torch.__version__*) exit 1;; esac")
+    for name in (".venv-newest/bin/python", ".venv/bin/python"):
+        (machine.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine.folder / name).write_text(played)
+        (machine.folder / name).chmod(0o755)
+    asked: list[list[str]] = []
+    for options in (["--newest"], ["test"]):
+        subprocess.run(
+            [str(machine.bin / "bash"), "scripts/install.sh", *options], cwd=machine.folder, timeout=60, check=True,
+            env={"PATH": str(machine.bin), "HOME": str(machine.folder)}, capture_output=True,
+        )  # fmt: skip
+        asked.append(re.findall(r"install (.*)", (machine.folder / "began").read_text()))
+        (machine.folder / "began").unlink()
+    cpu = "https://download.pytorch.org/whl/cpu"
+    assert asked[0] == [f"-U torch<2.16 --index-url {cpu}", "-c .venv-newest/constraints.txt -U transformers<6 -e .[test]"]
+    assert asked[1] == ["torch==2.13.0+cpu", "-c constraints.txt -e .[test]"]
+
+
 def test_what_pyproject_promises_is_what_the_oldest_environment_has() -> None:
     promised = dict(re.findall(r'"(torch|transformers)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
     (line,) = re.findall(r"^--oldest\) (.*)$", (ROOT / "scripts/install.sh").read_text(), re.M)
