@@ -1,6 +1,6 @@
-"""A policy on its way from the trainer's node to three other nodes at once, beside a raw copy of the same bytes to all three.
+"""A policy on its way from the trainer's nodes to three other nodes at once, beside a raw copy of the same bytes from one node to all three.
 
-    .venv/bin/python benchmarks/fetching.py FOLDER [--gb 2] [--files 1 4] [--gbit-per-s 1 10] [--tries 3]
+    .venv/bin/python benchmarks/fetching.py FOLDER [--gb 2] [--files 1 4] [--trainers 1 2] [--gbit-per-s 1 10] [--tries 3]
 
 As root: network namespaces are the nodes, every one with a cable that carries what `--gbit-per-s` says. The trainer's HTTP server, the hosts, what they
 ask one another and how they verify are rlpipe's own; no model is trained, and no engine is started: the policy is random bytes in so many files.
@@ -37,17 +37,18 @@ from rlpipe.services.registration import ENGINES, KEY_VARIABLE, TRAINER, Registr
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.backend import open_store
 from rlpipe.store.documents import sealed
-from rlpipe.store.nearby import Nearby
-from rlpipe.trainer.jobs import Board
+from rlpipe.store.nearby import Nearby, NodeDisk
+from rlpipe.trainer.node_server import NodeServer
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import BEGIN_S, Uploads
-from rlpipe.trainer.server import GangServer
 from rlpipe.types import ArtifactRef, FileRecord, Manifest
 from tests.network_world import Node, network, unavailable
 
 PRESETS = Path(__file__).parent.parent / "flows/presets"
 POLICY, MOMENT, KEY = "runs/a/rl/00000/policy", "2026-03-04T05:06:07.000+00:00", "the key of the nodes"
 HOSTS = ("host-a", "host-b", "host-c")
+TRAINERS = ("trainer", "trainer-1", "trainer-2", "trainer-3")
+Seconds = dict[float, dict[str, list[float]]]  # by the speed of the cables, and by what was brought
 PIECE_BYTES = 1 << 24
 ELSEWHERE = "/nobody/has/this/folder"
 
@@ -56,11 +57,11 @@ def record_of(name: str, url: str) -> ServiceRecord:
     return ServiceRecord(name, url, "local", start=name)
 
 
-def trainer(address: str, port: int, folder: Path) -> None:
-    """Serves what lies in the folder `published`, as rank 0 of a gang does."""
+def trainer(name: str, address: str, port: int, folder: Path) -> None:
+    """Serves what lies in the folder `published`, as each node of a gang does."""
     options = TrainerOptions(store=f"file://{folder}/store", run="a", host=address, port=port, work_dir=str(folder))
-    os.environ[KEY_VARIABLE] = record_of("trainer", "").key
-    server = GangServer(options, Board(), 1, Uploads(open_store(options.store), folder / "published", BEGIN_S))
+    os.environ[KEY_VARIABLE] = record_of(name, "").key
+    server = NodeServer(options, Uploads(open_store(options.store), folder / "published", BEGIN_S))
     print("ready", flush=True)
     asyncio.run(server.serve())
 
@@ -96,8 +97,8 @@ def started(node: Node, *arguments: object) -> subprocess.Popen[str]:
     return process
 
 
-def published(folder: Path, num_bytes: int, num_files: int, attempt: str) -> tuple[ArtifactRef, str]:
-    """A policy of random bytes below `folder`, and its manifest."""
+def published(folder: Path, num_bytes: int, num_files: int, attempt: str) -> tuple[ArtifactRef, str, list[str]]:
+    """A policy of random bytes below `folder`, its manifest, and the names of its files of weights."""
     records = []
     names = [f"model-{index:05d}.safetensors" for index in range(num_files)]
     for name, size in {"config.json": 0, **dict.fromkeys(names, num_bytes // num_files)}.items():
@@ -109,7 +110,21 @@ def published(folder: Path, num_bytes: int, num_files: int, attempt: str) -> tup
                 file.write(os.urandom(min(PIECE_BYTES, size - at)))
         records.append(FileRecord(f"{attempt}/{name}", path.stat().st_size, file_sha256(path)))
     manifest = sealed(Manifest("a", "rl", 0, "policy", {}, "0", {}, records, {}, 1, "x", MOMENT, MOMENT))
-    return ArtifactRef(POLICY, hashlib.sha256(manifest).hexdigest()), manifest.decode()
+    weights = [f"{attempt}/{name}" for name in names]
+    return ArtifactRef(POLICY, hashlib.sha256(manifest).hexdigest()), manifest.decode(), weights
+
+
+def shared(
+    folder: Path, weights: list[str], trainers: list[str], urls: dict[str, str]
+) -> tuple[list[NodeDisk], dict[str, int]]:
+    """The files as so many nodes of a trainer have made them: places, and which has which."""
+    made_on = {name: index % len(trainers) for index, name in enumerate(weights)}
+    for name, node in made_on.items():
+        source, target = (folder / trainer / "published" / POLICY / name for trainer in (TRAINERS[0], trainers[node]))
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.hardlink_to(source)
+    return [NodeDisk(ELSEWHERE, f"{urls[trainer]}/files") for trainer in trainers], made_on
 
 
 async def told(hosts: dict[str, subprocess.Popen[str]], urls: dict[str, str], policy: ArtifactRef, nearby: Nearby) -> float:
@@ -123,41 +138,43 @@ async def told(hosts: dict[str, subprocess.Popen[str]], urls: dict[str, str], po
     return max(float(line) for line in lines) - began
 
 
-def measure(
-    folder: Path, nodes: dict[str, Node], options: argparse.Namespace, num_files: int
-) -> dict[float, tuple[list[float], list[float]]]:
-    """Seconds of the tries, and of the raw copies, by the speed of the cables."""
-    for name in ("trainer", *HOSTS):
+def measure(folder: Path, nodes: dict[str, Node], options: argparse.Namespace, num_files: int) -> Seconds:
+    """Seconds of the tries, by the number of trainer nodes, and of the raw copies beside them."""
+    trainers = TRAINERS[: max(options.trainers)]
+    for name in (*trainers, *HOSTS):
         (folder / name).mkdir(parents=True)
     num_bytes = int(options.gb * 1e9)
-    policy, manifest = published(folder / "trainer/published", num_bytes, num_files, f"try{num_files}")
+    policy, manifest, weights = published(folder / "trainer/published", num_bytes, num_files, f"try{num_files}")
     copied = folder / "copied"
     with copied.open("wb") as file:
         file.write(os.urandom(PIECE_BYTES))
         file.truncate(num_bytes)
-    ports = {name: free_port() for name in ("trainer", *HOSTS)}
+    ports = {name: free_port() for name in (*trainers, *HOSTS)}
     urls = {name: f"http://{nodes[name].address}:{port}" for name, port in ports.items()}
     for name in HOSTS:
         store = open_store(f"file://{folder / name}/store")
         for other, url in urls.items():
             kind = ENGINES if other in HOSTS else TRAINER
             asyncio.run(Registration(store, "runs/a", kind, record_of(other, url)).enter())
-    nearby = Nearby(POLICY, manifest, ELSEWHERE, f"{urls['trainer']}/files")
+    ways = {
+        f"from {count}": Nearby(POLICY, manifest, *shared(folder, weights, list(trainers[:count]), urls))
+        for count in options.trainers
+    }
     processes = {name: started(nodes[name], "host", name, nodes[name].address, ports[name], folder / name) for name in HOSTS}
-    serving = started(nodes["trainer"], "trainer", nodes["trainer"].address, ports["trainer"], folder / "trainer")
-    seconds: dict[float, tuple[list[float], list[float]]] = {}
+    serving = [started(nodes[name], "trainer", name, nodes[name].address, ports[name], folder / name) for name in trainers]
+    seconds: Seconds = {}
     try:
         with copier(folder, nodes) as copy:
             for gbit_per_s in options.gbit_per_s:
-                for node in ("trainer", *HOSTS):
+                for node in (*trainers, *HOSTS):
                     nodes[node].throttle(gbit_per_s * 1e9 / 8)
-                took, raw = [], []
+                took = seconds[gbit_per_s] = {way: [] for way in (*ways, "raw copy")}
                 for _ in range(options.tries):
-                    took.append(asyncio.run(told(processes, urls, policy, nearby)))
-                    raw.append(copy(copied))
-                seconds[gbit_per_s] = took, raw
+                    for way, nearby in ways.items():
+                        took[way].append(asyncio.run(told(processes, urls, policy, nearby)))
+                    took["raw copy"].append(copy(copied))
     finally:
-        for process in (serving, *processes.values()):
+        for process in (*serving, *processes.values()):
             process.kill()
             process.wait(timeout=10)
     return seconds
@@ -168,6 +185,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--files", type=int, nargs="*", default=[1, 4])
+    parser.add_argument(
+        "--trainers", type=int, nargs="*", default=[1, 2], help="nodes of the trainer, each with its share of the files"
+    )
     parser.add_argument("--gbit-per-s", type=float, nargs="*", default=[1.0, 10.0])
     parser.add_argument("--tries", type=int, default=3)
     options = parser.parse_args()
@@ -176,28 +196,25 @@ def main() -> None:
     os.environ[KEY_VARIABLE] = KEY
     for num_files in options.files:
         folder = options.folder.resolve() / f"files-{num_files}"
-        with network("flow", "trainer", *HOSTS) as nodes:
+        with network("flow", *TRAINERS[: max(options.trainers)], *HOSTS) as nodes:
             from benchmarks.weights_world import enter
 
             enter(nodes["flow"])
             seconds = measure(folder, nodes, options, num_files)
         shutil.rmtree(folder)
-        for gbit_per_s, (took, raw) in seconds.items():
-            fetched, copied = statistics.median(took), statistics.median(raw)
-            spread = json.dumps(
-                {"fetched": [round(value, 2) for value in sorted(took)], "raw": [round(value, 2) for value in sorted(raw)]}
-            )
+        for gbit_per_s, took in seconds.items():
+            medians = ", ".join(f"{way} {statistics.median(tries):.2f} s" for way, tries in took.items())
+            spread = json.dumps({way: [round(value, 2) for value in sorted(tries)] for way, tries in took.items()})
             print(
-                f"{options.gb:g} GB in {num_files} files to {len(HOSTS)} nodes at {gbit_per_s:g} Gbit/s: {fetched:.2f} s, raw copy {copied:.2f} s, "
-                f"{fetched / copied:.2f} of it; {spread}",
+                f"{options.gb:g} GB in {num_files} files to {len(HOSTS)} nodes at {gbit_per_s:g} Gbit/s: {medians}; {spread}",
                 flush=True,
             )
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["trainer", address, port, folder]:
-            trainer(address, int(port), Path(folder))
+        case ["trainer", name, address, port, folder]:
+            trainer(name, address, int(port), Path(folder))
         case ["host", name, address, port, folder]:
             asyncio.run(host(name, address, int(port), Path(folder)))
         case _:

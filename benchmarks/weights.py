@@ -209,7 +209,7 @@ class World:
 def _published(session: Session) -> Path:
     """The newest file of weights on the trainer's disk."""
     nearby = next(iter(session.behind._nearby.values()))
-    return next(Path(nearby.disk).rglob(WEIGHTS))
+    return next(Path(nearby.places[0].disk).rglob(WEIGHTS))
 
 
 def show(title: str, reloads: list[Reload]) -> None:

@@ -23,7 +23,9 @@ def write(gang: Gang, folder: str, files: Files, base: ArtifactRef | None, is_ba
         if name.endswith(WEIGHTS):
             (writer.whole / name).write_bytes(files[name])
             writer.weights(writer.whole / name, [], 2)
+    writer.together()
     result = writer.documents({name: data for name, data in files.items() if not name.endswith(WEIGHTS)})
+    writer.keep()
     upload(gang.store, gang.published, publication(job, result))
     return result
 

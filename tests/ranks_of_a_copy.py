@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
 
+from rlpipe.trainer import policy_files
 from rlpipe.trainer.gang import join_gang
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef
@@ -15,12 +17,20 @@ from tests import trainer_world as world
 
 
 def main(folder: Path) -> None:
-    gang = join_gang(world.options(folder, tokens_max=512, ranks=2, nodes=2, split_over="node"))
+    node = int(os.environ["RANK"]) // 2
+    layout = {"ranks": 2, "nodes": 2, "split_over": "node"}
+    gang = join_gang(world.options(folder, work_dir=f"{folder}/node-{node}", tokens_max=512, **layout))
     assert (gang.copies, gang.parts, gang.part) == (2, 2, gang.rank % 2)
     trainer, job = Trainer(gang), json.loads((folder / "job.json").read_text())
     world.run(trainer, "load", world.load_new("new"))
     metrics = world.run(trainer, "train", job)["metrics"]
+    policy_files.FILE_BYTES_MAX = 100_000  # several files: each node makes its share
     saved = world.run(trainer, "save", world.save("one", "policy-copies", "state-copies"))
+    made_on = gang.gather(saved["made_on"])[0]
+    here = {path.name for path in gang.published.rglob("*.safetensors")}
+    policy = {record["name"] for record in saved["policy"] if record["name"].endswith(".safetensors")}
+    assert here == {name.rpartition("/")[2] for name in policy if made_on.get(name, 0) == node}
+    assert len(policy) > 2 and abs(2 * len(here) - len(policy)) <= 1, f"{len(here)} of {len(policy)} files"
     refs = gang.gather(world.saved(gang.store, "state-copies", saved["state"]).as_json() if gang.rank == 0 else None)
     world.run(trainer, "load", world.load_ref("again", "state", ArtifactRef.from_json(refs[0])))
     again = world.run(trainer, "save", world.save("again", "policy-again", "state-again"))

@@ -19,6 +19,7 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.holder import Holder
 from rlpipe.store.lease import TakenOver, acquire
+from rlpipe.store.nearby import NodeDisk
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, FileRecord, IterationRecord, Manifest, StoreError, UserError
 from tests.test_store_run import record_of, tiny
@@ -41,7 +42,7 @@ def record(run: Run) -> IterationRecord:
 
 
 def published(land: Callable[[], Awaitable[object]]) -> Published:
-    return Published("/nowhere", "", land)
+    return Published([NodeDisk("/nowhere", "")], {}, land)
 
 
 async def landed() -> None: ...

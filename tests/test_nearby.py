@@ -15,7 +15,7 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.store.disk import Disk
 from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.nearby import Nearby, nearer
+from rlpipe.store.nearby import Nearby, NodeDisk, nearer
 from rlpipe.store.transfer import PART_BYTES
 from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError
 
@@ -55,7 +55,7 @@ class World:
         self.manifest = Manifest("a", "rl", 0, "policy", {}, "0", {}, self.records, {}, 1, "x", MOMENT, MOMENT)
         document = sealed(self.manifest)
         self.ref = ArtifactRef(FOLDER, hashlib.sha256(document).hexdigest())
-        self.nearby = Nearby(FOLDER, document.decode(), str(self.disk), url)
+        self.nearby = Nearby(FOLDER, document.decode(), [NodeDisk(str(self.disk), url)])
         self.server = PlayedServer(folder / "elsewhere")
         monkeypatch.setattr(module, "file_server", lambda url, key: self.server)
 
@@ -174,4 +174,4 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, monkey
     world = World(tmp_path, monkeypatch)
     evil = Manifest("a", "rl", 0, "policy", {}, "0", {}, [FileRecord("a1/../../x", 1, "0")], {}, 1, "x", MOMENT, MOMENT)
     with pytest.raises(StoreError, match="leads elsewhere"):
-        nearer(world.store, Nearby(FOLDER, sealed(evil).decode(), str(tmp_path), ""), {})
+        nearer(world.store, Nearby(FOLDER, sealed(evil).decode(), [NodeDisk(str(tmp_path), "")]), {})

@@ -21,7 +21,7 @@ from rlpipe.store.backend import open_store
 from rlpipe.store.disk import Disk
 from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.nearby import Nearby, nearer
+from rlpipe.store.nearby import Nearby, NodeDisk, nearer
 from rlpipe.store.relay import Relay, order_of_parts, owner_of
 from rlpipe.store.remote import FileServer
 from rlpipe.store.transfer import PART_BYTES
@@ -29,7 +29,7 @@ from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError
 from tests.engine_world import config
 
 FOLDER, MOMENT, KEY = "runs/a/rl/00000/policy", "2026-03-04T05:06:07.000+00:00", "the key of the hosts"
-TRAINER, GONE = "http://trainer/files", "http://127.0.0.1:9/files"
+TRAINER, SECOND, GONE = "http://trainer/files", "http://trainer-1/files", "http://127.0.0.1:9/files"
 NUM_PARTS = 5
 LARGE = "model-2.safetensors"
 FILES = {
@@ -46,9 +46,10 @@ class PlayedTrainer(Disk):
         super().__init__(root)
         self.sent: list[tuple[str, int]] = []
         self.down = False
+        self.dies_after = 1_000  # parts
 
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
-        if self.down:
+        if self.down or len(self.sent) >= self.dies_after:
             raise ConnectionError("down")
         self.sent.append((key.rpartition("/")[2], start))
         return super().copy_part(key, start, end, descriptor)
@@ -68,9 +69,10 @@ class World:
         self.manifest = Manifest("a", "rl", 0, "policy", {}, "0", {}, records, {}, 1, "x", MOMENT, MOMENT)
         document = sealed(self.manifest)
         self.ref = ArtifactRef(FOLDER, hashlib.sha256(document).hexdigest())
+        self.second = PlayedTrainer(folder / "trainer-1")  # another node of the trainer
         self.hosts: list[HostService] = []
         self.runners: list[web.AppRunner] = []
-        self.nearby = Nearby(FOLDER, document.decode(), str(folder / "nowhere"), TRAINER)
+        self.nearby = Nearby(FOLDER, document.decode(), [NodeDisk(str(folder / "nowhere"), TRAINER)])
 
     async def host(self) -> HostService:
         host = HostService(
@@ -85,10 +87,18 @@ class World:
         return host
 
     async def fetched(self, host: HostService, nearby: Nearby | None = None) -> dict[str, bytes]:
-        keys = {TRAINER: KEY, GONE: KEY, **{host.relay.url: host.key for host in self.hosts}}
+        keys = {TRAINER: KEY, SECOND: KEY, GONE: KEY, **{host.relay.url: host.key for host in self.hosts}}
         store = nearer(self.store, nearby or self.nearby, keys, host.relay)
         folder = await asyncio.to_thread(materialise, store, self.ref, self.folder / f"{host.host.name}-weights")
         return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def share(self) -> None:
+        """The large file was made on the second node, and lies there alone."""
+        source, target = (root / FOLDER / "try" / LARGE for root in (self.folder / "trainer", self.folder / "trainer-1"))
+        target.parent.mkdir(parents=True)
+        source.rename(target)
+        places = [NodeDisk(str(self.folder / "nowhere"), url) for url in (TRAINER, SECOND)]
+        self.nearby = replace(self.nearby, places=places, made_on={f"try/{LARGE}": 1})
 
     def land(self) -> None:
         for record in self.manifest.files:
@@ -100,7 +110,8 @@ class World:
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     made = World(tmp_path)
-    monkeypatch.setattr(module, "file_server", lambda url, key: made.trainer if url == TRAINER else FileServer(url, key))
+    trainers = {TRAINER: made.trainer, SECOND: made.second}
+    monkeypatch.setattr(module, "file_server", lambda url, key: trainers[url] if url in trainers else FileServer(url, key))
     yield made
     for runner in made.runners:
         await runner.cleanup()
@@ -115,6 +126,40 @@ async def test_three_nodes_at_once_have_all_and_the_trainer_sent_every_part_once
     hosts = [await world.host() for _ in range(3)]
     assert await asyncio.gather(*(world.fetched(host) for host in hosts)) == [FILES] * 3
     assert sorted(world.trainer.sent) == PARTS_ONCE
+
+
+async def test_each_node_of_the_trainer_sends_the_files_that_it_made(world: World) -> None:
+    hosts = [await world.host() for _ in range(3)]
+    world.share()
+    assert await asyncio.gather(*(world.fetched(host) for host in hosts)) == [FILES] * 3
+    assert sorted(world.second.sent) == [(name, start) for name, start in PARTS_ONCE if name == LARGE]
+    assert sorted(world.trainer.sent) == [(name, start) for name, start in PARTS_ONCE if name != LARGE]
+
+
+async def test_a_node_of_the_trainer_that_dies_in_the_midst_is_replaced_by_the_store_and_the_others_go_on(world: World) -> None:
+    hosts = [await world.host() for _ in range(2)]
+    world.share()
+    world.second.dies_after = 2
+    faults = await asyncio.gather(*(world.fetched(host) for host in hosts), return_exceptions=True)
+    assert {type(fault) for fault in faults} == {StoreError}  # neither has it all, nor has the store
+    world.land()
+    world.trainer.sent.clear()
+    assert await asyncio.gather(*(world.fetched(host) for host in hosts)) == [FILES] * 2
+    assert sorted(world.trainer.sent) == [(name, start) for name, start in PARTS_ONCE if name != LARGE]
+
+
+async def test_a_host_on_a_node_of_the_trainer_links_what_was_made_there(world: World) -> None:
+    host = await world.host()
+    world.share()
+    places = [world.nearby.places[0], NodeDisk(str(world.folder / "trainer-1"), SECOND)]
+    assert await world.fetched(host, replace(world.nearby, places=places)) == FILES
+    assert not world.second.sent and world.trainer.sent
+
+
+def test_a_file_is_made_on_a_place_that_is_given() -> None:
+    for places, made_on in (([], {}), ([NodeDisk("/a", "")], {"try/x": 1}), ([NodeDisk("/a", "")], {"try/x": -1})):
+        with pytest.raises(ValueError, match="places are given"):
+            Nearby(FOLDER, "{}", places, made_on)
 
 
 async def test_a_node_that_joins_later_gets_all_from_the_others(world: World) -> None:

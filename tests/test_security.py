@@ -33,9 +33,10 @@ from rlpipe.services.registration import KEY_VARIABLE, service_key
 from rlpipe.store.artifacts import commit, file_sha256, new_attempt, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.nearby import Nearby
+from rlpipe.store.nearby import Nearby, NodeDisk
+from rlpipe.trainer import node_server as bounded
 from rlpipe.trainer import publishing
-from rlpipe.trainer import server as bounded
+from rlpipe.trainer import server as server_module
 from rlpipe.trainer.jobs import Board
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import Publication, Uploads
@@ -327,7 +328,7 @@ def test_the_gang_gives_what_it_published_to_who_has_the_key_and_nothing_else(ga
 def test_an_upload_is_waited_for_by_its_attempt_and_counts_as_work(
     gang_server: GangServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded, "WAIT_S", 0.05)
+    monkeypatch.setattr(server_module, "WAIT_S", 0.05)
     uploads, gate = gang_server.uploads, threading.Event()
 
     def post(attempt: str) -> tuple[int, dict[str, object]]:
@@ -387,7 +388,7 @@ async def test_a_host_that_cannot_reach_the_trainer_waits_until_the_store_has_th
         return remote.ServeRequest(policy=policy, version=version, probe=Probe([1, 2], [0.0]), nearby=nearby)
 
     def near(version: int) -> Nearby:
-        return Nearby(f"runs/a/{version}", "{}", "/nowhere", "http://127.0.0.1:1/files")
+        return Nearby(f"runs/a/{version}", "{}", [NodeDisk("/nowhere", "http://127.0.0.1:1/files")])
 
     waiting = asyncio.create_task(service._serve(wanted(1, near(1))))
     await asyncio.sleep(0.05)

@@ -33,7 +33,7 @@ from rlpipe.services.registration import (
 )
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import sealed
-from rlpipe.store.nearby import Nearby
+from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import GangService, RegisteredGang
@@ -131,11 +131,14 @@ async def ask_all(world: World, folder: Path) -> None:
     trainer = TrainerClient(RegisteredGang(world.run, nobody_starts))
     await trainer.start()
     await trainer.run("load", {"kind": "load"})
-    files_url = trainer.files_url
+    assert trainer.serves_files
+    files_url = trainer.url + FILES
     await trainer.close()
     record = FileRecord("try/config.json", 2, hashlib.sha256(b"{}").hexdigest())
     document = sealed(Manifest("a", "rl", 0, "policy", {}, "0", {}, [record], {}, 1, "x", MOMENT, MOMENT))
-    nearby = Nearby(POLICY, document.decode(), "/nowhere", files_url, [dead.files_url, hosts["living"].files_url])
+    nearby = Nearby(
+        POLICY, document.decode(), [NodeDisk("/nowhere", files_url)], peers=[dead.files_url, hosts["living"].files_url]
+    )
     policy = ArtifactRef(POLICY, hashlib.sha256(document).hexdigest())
     with pytest.raises(StoreError):  # the store has it no more than they do
         await asyncio.to_thread(world.living.host._fetch, policy, 1, Probe([1, 2], [0.0]), nearby)
@@ -205,7 +208,7 @@ async def test_nonsense_from_there_is_a_host_that_cannot_be_reached(world: World
 
 async def test_a_host_fetches_only_from_services_of_its_run(world: World) -> None:
     """Who has a host's key, and no other, cannot have it send that of another service to where he listens."""
-    stranger = Nearby(POLICY, "{}", "/nowhere", "http://10.6.6.6:1/files", ["http://10.6.6.7:1/files"])
+    stranger = Nearby(POLICY, "{}", [NodeDisk("/nowhere", "http://10.6.6.6:1/files")], peers=["http://10.6.6.7:1/files"])
     keys = file_keys(world.store, world.run.root)
     assert keys.keys() == {world.host.url + FILES, world.gang.url + FILES, world.living.registration.record.files_url}
     assert not keys.keys() & {*stranger.servers}
@@ -217,7 +220,7 @@ async def test_a_host_whose_store_is_away_fetches_with_the_keys_that_it_read_las
     def away(*_: object) -> dict[str, str]:
         raise OSError("the store is away")
 
-    host, nearby = world.living.host, Nearby(POLICY, "{}", "/nowhere", world.gang.url + FILES)
+    host, nearby = world.living.host, Nearby(POLICY, "{}", [NodeDisk("/nowhere", world.gang.url + FILES)])
     for read in (host_module.file_keys, away):
         monkeypatch.setattr(host_module, "file_keys", read)
         with pytest.raises(StoreError):  # there is no such policy, it found out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import socket
@@ -10,18 +11,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from rlpipe.processes.launch import PARENT_VARIABLE, free_port
 from rlpipe.services.calls import http_call, json_of, new_session
 from rlpipe.services.registration import KEY_VARIABLE
 from rlpipe.store.backend import open_store
 from rlpipe.trainer.client import TrainerClient
+from rlpipe.trainer.meeting import LOOK_S, Sent
 from rlpipe.trainer.process import torchrun_argv
-from rlpipe.types import JsonDict, TrainerError
+from rlpipe.types import JsonDict, StoreError, TrainerError
 from tests import trainer_world as world
 
 pytestmark = pytest.mark.e2e
@@ -37,18 +41,19 @@ class TwoNodes:
     key = KEY
 
     def __init__(self, folder: Path) -> None:
-        options = world.options(folder, port=free_port(), silent_s_max=SILENT_S_MAX, tokens_max=512, ranks=1, nodes=2)
-        self.url = f"http://127.0.0.1:{options.port}"
+        options = world.options(folder, silent_s_max=SILENT_S_MAX, tokens_max=512, ranks=1, nodes=2)
+        ports = [free_port(), free_port()]
+        self.url = f"http://127.0.0.1:{ports[0]}"
         self.log = folder / "gang.log"
         environment = {**os.environ, KEY_VARIABLE: KEY, "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
         rendezvous = f"127.0.0.1:{free_port()}"
         with self.log.open("wb") as log:
             self.nodes = [
                 subprocess.Popen(
-                    torchrun_argv(options.model_copy(update={"work_dir": f"{folder}/node-{node}"}), node, rendezvous),
+                    torchrun_argv(options.model_copy(update={"work_dir": f"{folder}/node-{node}", "port": port}), node, rendezvous),
                     stdout=log, stderr=log, env=environment,
                 )
-                for node in range(2)
+                for node, port in enumerate(ports)
             ]  # fmt: skip
 
     async def start(self) -> str:
@@ -116,6 +121,66 @@ async def test_the_lost_node_is_named(gang: TwoNodes, tmp_path: Path, how: str) 
     assert time.monotonic() - began < 60, "not by a deadline of a collective"
     await client.close()
     gang.nodes[0].wait(timeout=30)
+
+
+async def test_each_node_serves_and_uploads_what_it_made(gang: TwoNodes, tmp_path: Path) -> None:
+    await gang.health()
+    client, store = TrainerClient(gang), open_store(f"file://{tmp_path}/store")  # pyright: ignore[reportArgumentType]
+    await client.start()
+    await client.run("load", world.load_new("new"))
+    saved = await client.run("save", world.save("new", "runs/a/rl/00000/policy", "runs/a/rl/00000/state"))
+    (second,) = saved["made_on"]
+    assert second.endswith("/state-00001-of-00002.safetensors") and saved["made_on"][second] == 1
+    first, other = saved["places"]
+    assert [first["disk"], other["disk"]] == [f"{tmp_path}/node-{node}/published" for node in (0, 1)]
+    assert first["url"] == f"{gang.url}/files" != other["url"]
+    await client.run("upload", {"attempt": "a1"})
+    for name in ("policy", "state"):
+        for record in saved[name]:
+            assert hashlib.sha256(store.read(f"runs/a/rl/00000/{name}/{record['name']}")).hexdigest() == record["sha256"]
+    weights = next(record["name"] for record in saved["policy"] if record["name"].endswith(".safetensors"))
+    async with new_session() as session:
+        for place, key, expected in ((first, KEY, 200), (other, KEY, 404), (first, "another", 401), (other, "another", 401)):
+            url = f"{place['url']}/runs/a/rl/00000/policy/{weights}"
+            assert (await http_call(session, "GET", url, key, None, 5.0))[0] == expected, (url, key)
+        for method, path in (("GET", "/health"), ("GET", "/status"), ("POST", "/train"), ("POST", "/upload")):
+            url = other["url"].removesuffix("/files") + path
+            assert (await http_call(session, method, url, KEY, {} if method == "POST" else None, 5.0))[0] == 404, path
+    await client.close()
+
+
+class PlayedNode:
+    """What `Sent` asks of a gang."""
+
+    nodes = 3
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"), [(None, None), (OSError(28, "no space"), OSError), (StoreError("it was deleted"), StoreError)]
+)
+def test_the_first_node_waits_for_the_uploads_of_all_and_raises_what_went_wrong(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception | None, raised: type[Exception] | None
+) -> None:
+    meeting = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(meeting.port))
+    nodes = [Sent(PlayedNode(node)) for node in range(3)]  # pyright: ignore[reportArgumentType]
+    with ThreadPoolExecutor() as threads:
+        for said in (None, fault):  # two saves
+            waiting = threads.submit(nodes[0], None)
+            nodes[2](said)
+            time.sleep(3 * LOOK_S)
+            assert not waiting.done()
+            nodes[1](None)
+            if said is None:
+                assert waiting.result(timeout=DEADLINE_S) is None
+            else:
+                assert raised is not None
+                with pytest.raises(raised, match=f"node 2: .*{said.args[-1]}"):
+                    waiting.result(timeout=DEADLINE_S)
 
 
 def test_a_gang_that_is_told_to_end_says_so_and_shows_no_traceback(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from rlpipe.store.backend import open_store
 from rlpipe.trainer import publishing
+from rlpipe.trainer.node_server import FetchedFile
 from rlpipe.trainer.publishing import Fetches, Publication, Uploads, publish_bytes
-from rlpipe.trainer.server import FetchedFile
 
 KEY = "runs/a/rl/00000/policy/try/file"
 DEADLINE_S = 60.0

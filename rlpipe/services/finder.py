@@ -138,9 +138,11 @@ class ServiceFinder:
             peers = await self.current()
             if self._awaited and await asyncio.to_thread(anybody_registered, self._run.store, self._run.root, self._kind):
                 self._awaited, since = False, time.monotonic()
-            answers = await asyncio.gather(*(peer.answers() for peer in peers))
+            speakers = [peer for peer in peers if self._kind == ENGINES or peer.record.name == node_name(0)]  # of a gang node 0
+            answers = await asyncio.gather(*(peer.answers() for peer in speakers))
             if self._started_here:
-                await self._start_missing({peer.record.name for peer, answered in zip(peers, answers, strict=True) if answered})
+                names = (peer.record.name for peer, answered in zip(speakers, answers, strict=True) if answered)
+                await self._start_missing({*names})
             if any(answers):
                 return peers
             now = time.monotonic()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rlpipe.store.artifacts import commit
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.lease import fenced
-from rlpipe.store.nearby import Nearby
+from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.store.run import Run
 from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError
 
@@ -32,13 +32,13 @@ class CommittedLate(StoreError):
 
 @dataclass(frozen=True)
 class Published:
-    """Files that lie on the disk of the trainer's first node, and are on their way to the store.
+    """Files that lie on the disks of the trainer's nodes, and are on their way to the store.
 
-    `disk`: a folder there, `url`: a server of it for other nodes, empty without one. `land` returns when the store has all of them.
+    `places`, `made_on`: where each of them is, as `Nearby` has it. `land` returns when the store has all of them.
     """
 
-    disk: str
-    url: str
+    places: list[NodeDisk]
+    made_on: dict[str, int]
     land: Act
 
 
@@ -56,7 +56,7 @@ class Behind:
         document = sealed(manifest)
         ref = ArtifactRef(folder, hashlib.sha256(document).hexdigest())
         self._run.pending.artifacts[folder] = (ref, manifest)
-        self._nearby = {ref.sha256: Nearby(folder, document.decode(), published.disk, published.url)}
+        self._nearby = {ref.sha256: Nearby(folder, document.decode(), published.places, published.made_on)}
 
         async def land() -> None:
             await published.land()

@@ -128,7 +128,7 @@ class Session:
                 async with self.trainer_turn:
                     await self.memory.to_engines()
             nearby = self.behind.nearby(policy)
-            if nearby and not nearby.url and not self.config.engines_here:  # nobody reaches it there
+            if nearby and not nearby.servers and not self.config.engines_here:  # nobody reaches it there
                 await self.behind.committed([policy.sha256])
             probe = await asyncio.to_thread(self._probe, policy)
             try:

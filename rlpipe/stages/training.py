@@ -21,6 +21,7 @@ from rlpipe.stages.landing import Landing, OnProgress, Rebuild, do_job, send
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage_settings
 from rlpipe.store.artifacts import is_pruned
+from rlpipe.store.nearby import NodeDisk
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.jobs import LoadJob, NewAdapter, RlJob, SaveJob, SftJob
@@ -219,7 +220,9 @@ async def save(
     wanted = {*folders, *(["policy"] if policy else [])}
     assert {name for name, files in saved.items() if files} == wanted, f"saved {saved}, wanted {wanted}"
     landing = Landing(session, job, rebuild, answer)
-    published = Published(answer["published"], session.trainer.files_url, landing.land)
+    is_served = session.trainer.serves_files
+    places = [NodeDisk(place["disk"], place["url"] if is_served else "") for place in answer["places"]]
+    published = Published(places, answer["made_on"], landing.land)
     return Saved(**saved, probe=answer["probe"], metrics=answer["metrics"], published=published)
 
 

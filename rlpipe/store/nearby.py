@@ -25,23 +25,36 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
+class NodeDisk:
+    """Where a node has the files that it made: in the folder `disk` of its own, under their keys of the store, and at `url`/key, empty without a
+    server."""
+
+    disk: str
+    url: str
+
+
+@dataclass(frozen=True)
 class Nearby:
     """Where the files of an artifact are beside the store.
 
-    `folder`: of the artifact in the store; `manifest`: its document, as it is committed; `disk`: a folder of the node that made the files,
-    which has them under their keys of the store; `url`: of a server with the same files at `url`/key, empty without one; `peers`: such servers of
-    the nodes that fetch them at the same time, in the same order for all.
+    `folder`: of the artifact in the store; `manifest`: its document, as it is committed; `places`: of the nodes that made the files, `made_on`:
+    which of them has which, by its name there, and the first one has those that are not named; `peers`: the servers of the nodes that fetch them
+    at the same time, in the same order for all.
     """
 
     folder: str
     manifest: str
-    disk: str
-    url: str
+    places: list[NodeDisk]
+    made_on: dict[str, int] = field(default_factory=dict)
     peers: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not all(0 <= place < len(self.places) for place in (0, *self.made_on.values())):
+            raise ValueError(f"made_on={self.made_on!r:.200}: {len(self.places)} places are given, numbered from 0")
 
     @property
     def servers(self) -> list[str]:
-        return [url for url in (self.url, *self.peers) if url]
+        return [url for url in (*(place.url for place in self.places), *self.peers) if url]
 
 
 def nearer(store: Store, nearby: Nearby | None, keys: Mapping[str, str], relay: Relay | None = None) -> Store:
@@ -79,7 +92,7 @@ class NearStore(Store):
                     self._relay.has(key, target)
                 return wanted
         content = self._get(key, record.bytes, target)
-        if content != wanted and self._near.leave(f"{key} is damaged there"):
+        if content != wanted and self._near.leave(key, "it is damaged there"):
             content = self._get(key, record.bytes, target)
         return content
 
@@ -98,15 +111,15 @@ class NearObjects:
     """Reads of the files of one artifact; all else is the store's own. `own_url`: of this node among the peers."""
 
     def __init__(self, objects: Objects, nearby: Nearby, keys: Mapping[str, str], own_url: str) -> None:
-        self._disk, self._keys = Path(nearby.disk), keys
+        self._keys, self._places, self._made_on = keys, nearby.places, nearby.made_on
+        self._prefix = f"{nearby.folder}/"
         address, document = f"{nearby.folder}/{MANIFEST}", nearby.manifest.encode()
         self.records = {f"{nearby.folder}/{record.name}": record for record in parse_manifest(address, document).files}
         self._documents = {address: document}
-        self._store, self._node = objects, cast("Objects", Disk(self._disk))
-        self._server: Objects | None = file_server(nearby.url, keys[nearby.url]) if nearby.url in keys else None
-        self._left = False
+        self._store = objects
+        self._left: set[NodeDisk] = set()  # those that are not asked any more
+        self._servers: dict[str, Objects] = {}  # of places and peers that were asked
         self._peers, self._own_url = nearby.peers, own_url
-        self._peer_files: dict[str, Objects] = {}  # of those peers that were asked
         self._peers_left = set(nearby.peers) - keys.keys()
 
     def __getattr__(self, name: str) -> Any:
@@ -143,10 +156,10 @@ class NearObjects:
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
         """From the node that gets this part first, where that is another one, else from the nearest copy."""
         peer = self._peers[owner_of(start, len(self._peers))] if self._peers and key in self.records else self._own_url
-        if peer != self._own_url and peer not in self._peers_left and not self._left and self.on_disk(key) is None:
-            files = self._peer_files.get(peer) or self._peer_files.setdefault(peer, file_server(peer, self._keys[peer]))
+        asks = peer != self._own_url and peer not in self._peers_left and self._place(key) not in self._left
+        if asks and self.on_disk(key) is None:
             try:
-                if files.copy_part(key, start, end, descriptor) == end:
+                if self._server(peer).copy_part(key, start, end, descriptor) == end:
                     return end
                 why = f"{key} is not whole there"
             except OSError as error:
@@ -158,33 +171,45 @@ class NearObjects:
 
     def on_disk(self, key: str) -> Path | None:
         """A file of this node's disk, if it is there whole."""
-        path = self._disk / key
+        place = self._place(key)
+        path = Path(place.disk) / key
         try:
-            is_there = not self._left and path.is_file() and path.stat().st_size == self.records[key].bytes
+            is_there = place not in self._left and path.is_file() and path.stat().st_size == self.records[key].bytes
         except OSError:
             return None
         return path if is_there else None
 
-    def leave(self, why: str) -> bool:
-        """From here on the store is read alone; False when it was before."""
-        if not self._left:
-            log.warning("the store is read, not what is nearer: %s", why)
-        was_left, self._left = self._left, True
-        return not was_left
+    def leave(self, key: str, why: str) -> bool:
+        """From here on the files of the node that made this one are read from the store alone; False when they were before."""
+        place = self._place(key)
+        if place in self._left:
+            return False
+        self._left.add(place)
+        log.warning("the store is read, not what is nearer: %s: %s", key, why)
+        return True
+
+    def _place(self, key: str) -> NodeDisk:
+        return self._places[self._made_on.get(key.removeprefix(self._prefix), 0)]
+
+    def _server(self, url: str) -> Objects:
+        return self._servers.get(url) or self._servers.setdefault(url, file_server(url, self._keys[url]))
 
     def _nearest(self, key: str, read: Callable[[Objects], Answer], is_whole: Callable[[Answer], bool]) -> Answer:
-        """What this node's disk answers, else the server, else the store."""
-        if key in self.records and self.on_disk(key) is not None:
+        """What this node's disk answers, else the server of the node that made it, else the store."""
+        if key not in self.records:
+            return read(self._store)
+        place = self._place(key)
+        if self.on_disk(key) is not None:
             with contextlib.suppress(OSError):  # deleted meanwhile
-                if is_whole(answer := read(self._node)):
+                if is_whole(answer := read(cast("Objects", Disk(Path(place.disk))))):
                     return answer
-        if key in self.records and self._server is not None and not self._left:
+        if place.url in self._keys and place not in self._left:
             try:
-                if is_whole(answer := read(self._server)):
+                if is_whole(answer := read(self._server(place.url))):
                     return answer
-                self.leave(f"{key} is not whole there")
+                self.leave(key, "it is not whole there")
             except OSError as error:
-                self.leave(str(error))
+                self.leave(key, str(error))
         return read(self._store)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import aiohttp
 
 from rlpipe.services.calls import http_call, json_of, new_session
-from rlpipe.services.registration import FILES
 from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE
 from rlpipe.trainer.process import GangPlace, GangProcess
 from rlpipe.types import JsonDict, StepRefused, TrainerError
@@ -46,9 +45,9 @@ class TrainerClient:
         return self.session is not None
 
     @property
-    def files_url(self) -> str:
-        """Where other nodes get what this gang has published, by its key; empty for a gang of this process alone."""
-        return "" if isinstance(self.place, GangProcess) else self.url + FILES
+    def serves_files(self) -> bool:
+        """Whether other nodes get what this gang has published, by its keys; not from a gang of this process alone."""
+        return not isinstance(self.place, GangProcess)
 
     async def start(self) -> None:
         """Starts the gang, or finds it, and waits until it answers."""

@@ -8,25 +8,22 @@ import logging
 import os
 import platform
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from types import TracebackType
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch._C._distributed_c10d import TCPStore
 from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlpipe.models.team import Team, join_team
+from rlpipe.services.registration import FILES
 from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.types import StoreError, UserError
@@ -34,9 +31,6 @@ from rlpipe.types import StoreError, UserError
 log = logging.getLogger(__name__)
 DATA_TIMEOUT = timedelta(minutes=5)  # of a collective between computations
 CONTROL_TIMEOUT = timedelta(hours=2)  # one rank may wait so long for another that reads or writes the store
-BEAT_S = 1.0
-SILENT_S = 5.0  # of a rank whose gang has broken already: it is gone
-LAST_WORDS_S = 10.0  # a rank whose collective failed stays so long: then rank 0 knows who is silent
 LOCAL_FAULTS = (StoreError, ValueError, OSError, SafetensorError)
 
 
@@ -94,9 +88,32 @@ class Gang:
         return self.scratch("published")
 
     @property
-    def first_node(self) -> int:
-        """How many ranks share the disk of rank 0, which serves and uploads what is published there: the first ones."""
+    def files_url(self) -> str:
+        """Where this node serves what is published here."""
+        return f"http://{self.options.host}:{self.options.port}{FILES}"
+
+    @property
+    def node_ranks(self) -> int:
+        """How many ranks a node has: they share its disk, and the first of them serves and uploads what is published there."""
         return min(self.options.trainer.ranks, self.size)
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.node_ranks
+
+    @property
+    def node(self) -> int:
+        """Which of them this rank is on."""
+        return self.rank // self.node_ranks
+
+    @property
+    def leads_node(self) -> bool:
+        return self.rank % self.node_ranks == 0
+
+    def by_node(self, number: int) -> int:
+        """The rank that has the turn `number` where the nodes take turns, and on each of them its ranks: `size` turns are a round."""
+        local, node = divmod(number % self.size, self.nodes)
+        return node * self.node_ranks + local
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, on all ranks: torch's own gather would unpickle whatever comes in at the port."""
@@ -207,73 +224,3 @@ def join_gang(options: TrainerOptions) -> Gang:
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     team = join_team(size, options.trainer.context_ranks, rank, device)
     return Gang(options, rank, size, device, mesh, control, open_store(options.store), team)
-
-
-class Pulse:
-    """Every rank beats at torchrun's meeting point, in a thread of its own, and rank 0 listens: of a collective no rank learns who is gone.
-
-    `lost` is told why the gang cannot go on; it ends this process.
-    """
-
-    def __init__(self, gang: Gang, lost: Callable[[str], None]) -> None:
-        self._gang, self._lost, self._beats = gang, lost, 0
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = TCPStore(host, port, is_master=False, timeout=DATA_TIMEOUT, wait_for_workers=False)
-        self._beat()
-        self._places = gang.gather([int(os.environ["GROUP_RANK"]), socket.gethostname()])
-        self._heard = [(b"", time.monotonic())] * gang.size
-
-    def nodes(self) -> list[dict[str, object]]:
-        """All nodes, with their ranks and for how many seconds one of these has been silent."""
-        ranks: dict[tuple[int, str], list[int]] = {}
-        for rank, (node, host) in enumerate(self._places):
-            ranks.setdefault((node, host), []).append(rank)
-        return [
-            {"node": node, "host": host, "ranks": own, "silent_s": max(map(self._silent_s, own))}
-            for (node, host), own in ranks.items()
-        ]
-
-    def silent(self, seconds: float) -> str:
-        """The nodes with a rank that has been silent for longer; empty without one."""
-        silent = {rank: self._silent_s(rank) for rank in range(self._gang.size) if self._silent_s(rank) > seconds}
-        names = [
-            f"node {self._places[rank][0]} ({self._places[rank][1]}): rank {rank} has been silent for {silent[rank]:.0f} s"
-            for rank in silent
-        ]
-        return "; ".join(names)
-
-    def __enter__(self) -> Pulse:
-        threading.Thread(target=self._run, daemon=True, name="pulse").start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            log.error("rank %d failed", self._gang.rank, exc_info=error)
-            # rank 0 goes first: torchrun ends the other ranks of a node with the first that ends
-            time.sleep(LAST_WORDS_S * (1 if self._gang.rank == 0 else 2) if self._gang.size > 1 else 0)
-            self._lost(self.silent(SILENT_S) or f"rank {self._gang.rank} failed: {error!r:.300}")
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._beat()
-                if self._gang.rank == 0:
-                    self._listen()
-                time.sleep(BEAT_S)
-        except RuntimeError as error:
-            self._lost(f"node 0 is gone, and with it where the gang meets ({error!s:.300})")
-
-    def _beat(self) -> None:
-        self._beats += 1
-        self._store.set(f"rlpipe/beat/{self._gang.rank}", str(self._beats))
-
-    def _listen(self) -> None:
-        beats = self._store.multi_get([f"rlpipe/beat/{rank}" for rank in range(self._gang.size)])
-        for rank, beat in enumerate(beats):
-            if beat != self._heard[rank][0]:
-                self._heard[rank] = (beat, time.monotonic())
-        if silent := self.silent(self._gang.options.silent_s_max):
-            self._lost(silent)
-
-    def _silent_s(self, rank: int) -> float:
-        return round(time.monotonic() - self._heard[rank][1], 1)

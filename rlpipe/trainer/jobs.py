@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from rlpipe.config.training import RlConfig, SftConfig
 from rlpipe.models.adapter_files import Adapter
+from rlpipe.store.nearby import NodeDisk
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, UserError
 
 STATUS_OK = 200
@@ -194,7 +195,10 @@ class JobResult:
     gap: list[FileRecord] = field(default_factory=list)
     probe: dict[str, Sequence[float]] = field(default_factory=dict)  # tokens, and the logprobs of the last of them
     warnings: list[str] = field(default_factory=list)
-    published: str = ""  # the folder of the first node's disk where a save's files lie, under their keys in the store
+    places: list[NodeDisk] = field(default_factory=list)  # where the gang's nodes have a save's files, the first node first
+    made_on: dict[str, int] = field(
+        default_factory=dict
+    )  # which of them has a file, by its name; the first has those that are not named
 
 
 @dataclass(eq=False)

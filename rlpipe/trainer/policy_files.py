@@ -44,21 +44,24 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> Jo
     files = [
         (file, [name for block in in_file for name in blocks[block]]) for file, in_file in split.filename_to_tensors.items()
     ]
-    for first in range(0, len(files), gang.first_node):  # each of its ranks has one file in memory at a time
-        at_once = files[first : first + gang.first_node]
-        whole = _gathered(gang, tensors, [names for _, names in at_once], dtype)
+    for first in range(0, len(files), gang.size):  # each rank has one file in memory at a time, each node its share of them
+        at_once = {gang.by_node(turn): file for turn, file in enumerate(files[first : first + gang.size])}
+        whole = _gathered(gang, tensors, {rank: names for rank, (_, names) in at_once.items()}, dtype)
         with gang.together():
-            if gang.rank < len(at_once):
+            if gang.rank in at_once:
                 path, stored = writer.whole / at_once[gang.rank][0], hub_tensors(resident.policy.lm, whole)
                 save_file(stored, path, metadata={"format": "pt"})
                 writer.weights(path, stored, dtype.itemsize)
-    index, saved = writer.together(), JobResult()
+    index = writer.together()
+    saved = writer.weights_alone()
     with gang.together():
         if gang.rank == 0:
             beside = config_files(gang, resident, job.stop_token_ids) | tokenizer_files(gang, job.tokenizer)
             if split.is_sharded:
                 beside[INDEX] = json_bytes({"metadata": split.metadata, "weight_map": index})
             saved = writer.documents(beside)
+        if gang.leads_node:
+            writer.keep()
     return saved
 
 
@@ -72,15 +75,15 @@ def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return whole.detach().to(_saved_as(tensor, dtype))
 
 
-def _gathered(gang: Gang, tensors: dict[str, Tensor], files: list[list[str]], dtype: torch.dtype) -> dict[str, Tensor]:
+def _gathered(gang: Gang, tensors: dict[str, Tensor], files: dict[int, list[str]], dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of this rank's file, whole, in main memory. `files`: the names in the file of each rank.
 
     All ranks gather them, one of each file in turn: while a GPU copies its own, the others' are gathered and copied.
     """
     own: dict[str, Tensor] = {}
     with HostCopies(gang.device) as copies:
-        for turn in zip_longest(*files):
-            for rank, name in enumerate(turn):
+        for turn in zip_longest(*files.values()):
+            for rank, name in zip(files, turn, strict=True):
                 if name is not None:
                     whole = _whole(tensors[name], dtype)
                     if rank == gang.rank:

@@ -219,9 +219,7 @@ class GangService:
             key = self.registration.record.key  # another where the nodes meet anew
             self._gang = gang = GangProcess(self._config, self._work_dir, key, self._address, self._node, met_at)
             try:
-                url = await gang.start()
-                if self._node == 0:
-                    await self.registration.change(url=url, rendezvous=met_at)
+                await self.registration.change(url=await gang.start(), rendezvous=met_at)
                 while gang.alive and (self._node == 0 or await self._announced() in ("", met_at)):
                     await asyncio.sleep(WATCH_S)
             except TrainerError as error:
@@ -258,6 +256,7 @@ class GangService:
             return met_at
         while (met_at := await self._announced()) in ("", before):
             await asyncio.sleep(WATCH_S)
+        await self.registration.change(url="", rendezvous=met_at)  # and with it the key of what this node serves
         return met_at
 
     async def _announced(self) -> str:

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ GIVE_WAY_S = 120.0  # so long an upload leaves the cable to other nodes
 
 @dataclass(frozen=True)
 class Publication:
-    """The files of one save by their keys in the store. They lie below a folder of this node, or are in the store already.
+    """The files of one save that one node made, by their keys in the store. They lie below a folder of that node.
 
     Those `beside` a policy, of a state and of gaps, are deleted once the store has them: no engine needs them.
     """
@@ -40,11 +40,14 @@ class Publication:
     beside: dict[str, FileRecord]
 
 
-def publication(job: SaveJob, result: JobResult) -> Publication:
-    """What a save published, by its keys."""
-    policy = {f"{job.policy_folder}/{record.name}": record for record in result.policy}
-    state = {f"{job.state_folder}/{record.name}": record for record in result.state}
-    return Publication(job.attempt, policy, state | {f"{job.gap_folder}/{record.name}": record for record in result.gap})
+def publication(job: SaveJob, result: JobResult, node: int = 0) -> Publication:
+    """What a save published on a node, by its keys."""
+
+    def made_here(folder: str | None, records: list[FileRecord]) -> dict[str, FileRecord]:
+        return {f"{folder}/{record.name}": record for record in records if result.made_on.get(record.name, 0) == node}
+
+    beside = made_here(job.state_folder, result.state) | made_here(job.gap_folder, result.gap)
+    return Publication(job.attempt, made_here(job.policy_folder, result.policy), beside)
 
 
 def publish_bytes(folder: Path, name: str, data: bytes) -> FileRecord:
@@ -70,7 +73,7 @@ def upload(store: Store, disk: Path, publication: Publication) -> None:
     """Sends all files to the store. OSError when it cannot be reached, StoreError when a file is not what its record says."""
 
     def send(key: str, record: FileRecord) -> None:
-        if not (disk / key).is_file():  # a rank on another node has sent it itself
+        if not (disk / key).is_file():  # an earlier try has sent it
             if not store.objects.exists(key) or store.size(key) != record.bytes:
                 raise StoreError(f"{disk / key} was deleted before it was in the store")
         elif store.put_file(key, disk / key) != FileContent(record.bytes, record.sha256):
@@ -126,12 +129,18 @@ class Fetches:
 
 
 class Uploads:
-    """The uploads of a gang, one after the other in a thread of rank 0. The newest is known by its attempt."""
+    """The uploads of a node, one after the other in a thread of its first rank. The newest is known by its attempt.
 
-    def __init__(self, store: Store, disk: Path, begin_s: float = 0.0) -> None:
+    `on_sent`: is told how each ended; on a gang's first node it returns when all nodes have sent theirs, or raises what went wrong there.
+    """
+
+    def __init__(
+        self, store: Store, disk: Path, begin_s: float = 0.0, on_sent: Callable[[Exception | None], None] | None = None
+    ) -> None:
         self.disk = disk
         self.fetches = Fetches(begin_s)
         self._store = store
+        self._on_sent = on_sent or (lambda fault: None)
         self._newest: tuple[Publication, Future[None]] | None = None
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "upload")
@@ -139,7 +148,7 @@ class Uploads:
     def begin(self, publication: Publication) -> None:
         with self._lock:
             self._thread.submit(self.fetches.give_way)
-            self._newest = publication, self._thread.submit(self._upload, publication)
+            self._newest = publication, self._thread.submit(self._land, publication)
 
     def of(self, attempt: str) -> Future[None] | None:
         """The upload of a save; None where this gang has not published it, or other files since."""
@@ -152,6 +161,14 @@ class Uploads:
         """Whether something that was published is not in the store yet, and may come there."""
         with self._lock:
             return self._newest is not None and not self._newest[1].done()
+
+    def _land(self, publication: Publication) -> None:
+        try:
+            self._upload(publication)
+        except Exception as fault:
+            self._on_sent(fault)
+            raise
+        self._on_sent(None)
 
     def _upload(self, publication: Publication) -> None:
         """Sends until it succeeds, TRIES times at most; then the last OSError. What was replaced by another save is not tried again."""

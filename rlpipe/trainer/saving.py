@@ -37,8 +37,8 @@ WRITTEN: TypeAdapter[list[WrittenFiles]] = TypeAdapter(list[WrittenFiles])
 
 
 class PolicyWriter:
-    """Publishes the files of one policy, on the ranks of the first node. The caller makes whole files of weights in the folder `whole`, which
-    these ranks share, one after the other.
+    """Publishes the files of one policy, each on the node of the rank that has it. The caller makes whole files of weights in the folder `whole`,
+    which the ranks of a node share.
 
     A file is stored as its difference where the job names a base, and the base has a file of that name and size.
     """
@@ -51,6 +51,7 @@ class PolicyWriter:
         self._stored: list[FileRecord] = []
         self._files: list[DeltaFile] = []
         self._index: dict[str, str] = {}
+        self.made_on: dict[str, int] = {}  # the node of each file that is not on the first one
 
     @cached_property
     def _base(self) -> dict[str, FileRecord]:
@@ -70,8 +71,10 @@ class PolicyWriter:
             path.unlink()
 
     def together(self) -> dict[str, str]:
-        """What all ranks wrote is known to rank 0; the file of each tensor. A collective."""
+        """What all ranks wrote is known to all of them; the file of each tensor. A collective."""
         written = WRITTEN.validate_python(self._gang.gather(asdict(WrittenFiles(self._stored, self._files, self._index))))
+        made_by = {record.name: rank // self._gang.node_ranks for rank, part in enumerate(written) for record in part.stored}
+        self.made_on = {name: node for name, node in made_by.items() if node}
         self._stored = sorted((record for part in written for record in part.stored), key=lambda record: record.name)
         self._files = sorted((file for part in written for file in part.files), key=lambda file: file.name)
         return {name: file for part in written for name, file in part.index.items()}
@@ -93,8 +96,11 @@ class PolicyWriter:
             numbers = sum(file.bytes / file.width for file in self._files if file.stored == "xor")
             metrics["checkpoint/changed_fraction"] = sum(frame.changed for frame in frames) / numbers
         metrics["checkpoint/stored_bytes"] = sum(record.bytes for record in self._stored)
-        self._keep()
-        return JobResult(metrics, policy=self._stored)
+        return JobResult(metrics, policy=self._stored, made_on=self.made_on)
+
+    def weights_alone(self) -> JobResult:
+        """What a rank knows of that does not publish the small files."""
+        return JobResult(policy=self._stored, made_on=self.made_on)
 
     def _add(self, record: FileRecord) -> None:
         self._stored.append(record)
@@ -125,8 +131,8 @@ class PolicyWriter:
         weights = [[file.name.rpartition("/")[2], file.sha256] for file in files if file.name.endswith(WEIGHTS)]
         return self._gang.scratch("kept") / sha256_of(sorted(weights))
 
-    def _keep(self) -> None:
-        """Keeps the files of this policy for the next one, in place of those of the one before."""
+    def keep(self) -> None:
+        """Keeps the files of this policy that this node has for the next one, in place of those of the one before. Once a node, at the end."""
         for folder in self._gang.scratch("kept").iterdir():
             shutil.rmtree(folder)
         if self._job.is_base:

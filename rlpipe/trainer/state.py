@@ -22,6 +22,7 @@ from rlpipe.models.adapter_files import ADAPTED, Adapted
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
 from rlpipe.models.checkpoint import TensorFile, tensors_of
 from rlpipe.store.artifacts import Blocks, read_file, read_manifest
+from rlpipe.store.nearby import NodeDisk
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.gap import save_gaps
@@ -162,19 +163,20 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
     """Publishes the policy, the state and the gaps, in place of what was published before. Rank 0 gets the records of all files; the lists are
     empty where nothing was wanted.
 
-    Policies come from the ranks of the first node, the state from every rank; uploads and manifests are the caller's. `probe`: a text and the
+    Each node has the files that its ranks wrote; uploads and manifests are the caller's. `probe`: a text and the
     logprobs (temperature 1) of its last tokens, as an engine with these weights must give them.
     """
     with gang.together():
-        if gang.rank == 0:
+        if gang.leads_node:
             shutil.rmtree(gang.published, ignore_errors=True)  # an upload for a flow that is gone may delete its files too
             shutil.rmtree(gang.scratch("saving"))
     saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
-    state = save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else []
+    state, made_on = save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else ([], {})
     gap = save_gaps(gang, resident.taken.gaps, job.gap_folder, job.attempt) if job.gap_folder is not None else []
     tokens = probe_tokens(resident.config, job.context_tokens_max)
     probe = {"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)}
-    return replace(saved, state=state, gap=gap, probe=probe, published=str(gang.published))
+    places = [NodeDisk(*place) for place in gang.gather([str(gang.published), gang.files_url])][:: gang.node_ranks]
+    return replace(saved, state=state, gap=gap, probe=probe, places=places, made_on=saved.made_on | made_on)
 
 
 def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:
@@ -185,11 +187,11 @@ def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[fl
     return frozen_logprobs(resident.policy, [microbatch], temperature=1.0)[0].flatten().tolist()
 
 
-def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> list[FileRecord]:
-    """Every rank of the first copy of the model writes its own rows of weights and moments. Records on rank 0.
+def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> tuple[list[FileRecord], dict[str, int]]:
+    """Every rank of the first copy of the model writes its own rows of weights and moments. Their records, with that of `state.json` on rank 0, and
+    the node of each file that is not on the first one.
 
-    `state.json` holds what is needed to read the ranks' files on another number of ranks, and to check what was read. What ranks of other
-    nodes write is in the store already.
+    `state.json` holds what is needed to read the ranks' files on another number of ranks, and to check what was read.
     """
     first_copy = gang.rank < gang.parts
     path = gang.published / folder / attempt / state_file(gang.part, gang.parts)
@@ -199,9 +201,6 @@ def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> lis
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file(_own_rows(gang, resident), path)
             own = [asdict(part) for part in published_in_blocks(path)]
-            if gang.rank >= gang.first_node:
-                gang.store.put_file(f"{folder}/{attempt}/{path.name}", path)
-                path.unlink()
     written = [entry for entry in gang.gather(own) if entry]
     assert len(written) == gang.parts, f"{len(written)} of {gang.parts} parts of the state were written"
     records = [FileRecord(**record) for record, _ in written]
@@ -210,7 +209,8 @@ def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> lis
             document = _state_document(gang, resident) | {"blocks": [blocks for _, blocks in written]}
             data = json.dumps(document, indent=1, sort_keys=True).encode()
             records.append(publish_bytes(path.parent, "state.json", data))
-    return records
+    made_on = {record.name: rank // gang.node_ranks for rank, record in enumerate(records[: gang.parts])}
+    return records, {name: node for name, node in made_on.items() if node}
 
 
 def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from rlpipe.types import ArtifactRef
 class Trainer:
     """The gang's memory: the policy in training and the frozen reference. Both can be rebuilt from the store.
 
-    `on_published`: is given what each save published, on rank 0; without it the files are in the store when the job is done.
+    `on_published`: is given what each save published on a node, on its first rank; without it the files are in the store when the job is done.
     """
 
     def __init__(self, gang: Gang, on_published: Callable[[Publication], None] | None = None) -> None:
@@ -48,8 +48,8 @@ class Trainer:
             assert self.resident is not None, "a save of nothing"
             result = save(self.gang, self.resident, job)
             with self.gang.together():
-                if self.gang.rank == 0:
-                    self._on_published(publication(job, result))
+                if self.gang.leads_node:
+                    self._on_published(publication(job, result, self.gang.node))
             return result
         resident, self.resident = self.resident, None
         if isinstance(job, LoadJob):

@@ -1,0 +1,128 @@
+"""What the ranks of a gang tell each other at torchrun's meeting point, beside their collectives: that they live, and what became of uploads."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from torch._C._distributed_c10d import TCPStore
+
+from rlpipe.trainer.gang import DATA_TIMEOUT, Gang
+from rlpipe.types import StoreError
+
+log = logging.getLogger(__name__)
+BEAT_S = 1.0
+SILENT_S = 5.0  # of a rank whose gang has broken already: it is gone
+LAST_WORDS_S = 10.0  # a rank whose collective failed stays so long: then rank 0 knows who is silent
+LOOK_S = 0.2  # how often node 0 looks whether another node has sent its files
+
+
+def _meeting_point() -> TCPStore:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, is_master=False, timeout=DATA_TIMEOUT, wait_for_workers=False)
+
+
+class Sent:
+    """How the upload of each save ended on each node: the first node knows when the store has all of it. Called once a save, on each node."""
+
+    def __init__(self, gang: Gang) -> None:
+        self._nodes, self._node, self._saves = gang.nodes, gang.node, 0
+        self._store = _meeting_point()
+
+    def __call__(self, fault: Exception | None) -> None:
+        """Says how it ended here; the first node waits for the others, and raises what went wrong there. A node that is lost ends the gang, and this wait."""
+        self._saves += 1
+        if self._node:
+            ended = None if fault is None else [isinstance(fault, OSError), str(fault)]
+            self._store.set(self._key(self._node), json.dumps(ended))
+        elif fault is None:
+            for node in range(1, self._nodes):
+                self._wait_for(node)
+
+    def _wait_for(self, node: int) -> None:
+        while not self._store.check([self._key(node)]):
+            time.sleep(LOOK_S)
+        ended = json.loads(self._store.get(self._key(node)))
+        if ended is not None:
+            is_away, why = ended
+            message = f"node {node}: {why}"
+            raise OSError(errno.EIO, message) if is_away else StoreError(message)
+
+    def _key(self, node: int) -> str:
+        return f"rlpipe/sent/{self._saves}/{node}"
+
+
+class Pulse:
+    """Every rank beats at torchrun's meeting point, in a thread of its own, and rank 0 listens: of a collective no rank learns who is gone.
+
+    `lost` is told why the gang cannot go on; it ends this process.
+    """
+
+    def __init__(self, gang: Gang, lost: Callable[[str], None]) -> None:
+        self._gang, self._lost, self._beats = gang, lost, 0
+        self._store = _meeting_point()
+        self._beat()
+        self._places = gang.gather([int(os.environ["GROUP_RANK"]), socket.gethostname()])
+        self._heard = [(b"", time.monotonic())] * gang.size
+
+    def nodes(self) -> list[dict[str, object]]:
+        """All nodes, with their ranks and for how many seconds one of these has been silent."""
+        ranks: dict[tuple[int, str], list[int]] = {}
+        for rank, (node, host) in enumerate(self._places):
+            ranks.setdefault((node, host), []).append(rank)
+        return [
+            {"node": node, "host": host, "ranks": own, "silent_s": max(map(self._silent_s, own))}
+            for (node, host), own in ranks.items()
+        ]
+
+    def silent(self, seconds: float) -> str:
+        """The nodes with a rank that has been silent for longer; empty without one."""
+        silent = {rank: self._silent_s(rank) for rank in range(self._gang.size) if self._silent_s(rank) > seconds}
+        names = [
+            f"node {self._places[rank][0]} ({self._places[rank][1]}): rank {rank} has been silent for {silent[rank]:.0f} s"
+            for rank in silent
+        ]
+        return "; ".join(names)
+
+    def __enter__(self) -> Pulse:
+        threading.Thread(target=self._run, daemon=True, name="pulse").start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            log.error("rank %d failed", self._gang.rank, exc_info=error)
+            # rank 0 goes first: torchrun ends the other ranks of a node with the first that ends
+            time.sleep(LAST_WORDS_S * (1 if self._gang.rank == 0 else 2) if self._gang.size > 1 else 0)
+            self._lost(self.silent(SILENT_S) or f"rank {self._gang.rank} failed: {error!r:.300}")
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._beat()
+                if self._gang.rank == 0:
+                    self._listen()
+                time.sleep(BEAT_S)
+        except RuntimeError as error:
+            self._lost(f"node 0 is gone, and with it where the gang meets ({error!s:.300})")
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"rlpipe/beat/{self._gang.rank}", str(self._beats))
+
+    def _listen(self) -> None:
+        beats = self._store.multi_get([f"rlpipe/beat/{rank}" for rank in range(self._gang.size)])
+        for rank, beat in enumerate(beats):
+            if beat != self._heard[rank][0]:
+                self._heard[rank] = (beat, time.monotonic())
+        if silent := self.silent(self._gang.options.silent_s_max):
+            self._lost(silent)
+
+    def _silent_s(self, rank: int) -> float:
+        return round(time.monotonic() - self._heard[rank][1], 1)

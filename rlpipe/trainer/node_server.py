@@ -1,0 +1,121 @@
+"""The HTTP side of each node of a gang: what was published there, for other nodes. On the first node it is the gang's too (`server.py`).
+
+GET /files/KEY (bearer key).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_exceptions import HttpProcessingError
+
+from rlpipe.config.secrecy import key_fits
+from rlpipe.services.registration import FILES, LOOPBACK, service_key
+from rlpipe.trainer.process import TrainerOptions
+from rlpipe.trainer.publishing import Fetches, Uploads
+from rlpipe.types import is_key
+
+http_log = logging.getLogger("rlpipe.trainer.http")
+CONNECTIONS_MAX = 1024  # a host that fetches weights has eight
+REQUEST_S = 30.0  # for the head of a request, and again for its body; a connection without a request is closed
+REFUSED_S = 1.0  # a stranger's body is read for so long, so that he reads the answer; closing with more unread would reset it
+BODY_BYTES_MAX = 4 * 1024 * 1024
+FILE_CHUNK = 1024 * 1024
+
+
+class Connections(web.Server):
+    """At most CONNECTIONS_MAX at a time; one more is closed unheard."""
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self.connections) > CONNECTIONS_MAX:
+            asyncio.get_running_loop().call_soon(transport.abort)  # at once it would be lost before aiohttp knows of it
+
+
+class NodeServer:
+    """Strangers cannot fill it: they get little time, memory and room."""
+
+    def __init__(self, options: TrainerOptions, uploads: Uploads) -> None:
+        self.uploads = uploads
+        self._key = service_key()
+        assert self._key or options.host in LOOPBACK, f"{options.host}: a gang that others can reach needs a key"
+        self._listener = socket.create_server((options.host, options.port), backlog=CONNECTIONS_MAX)
+        self.address = self._listener.getsockname()
+
+    async def serve(self) -> None:
+        """Serves until it is cancelled; in a thread of a node's first rank with its own event loop, because the main thread trains."""
+        connections = Connections(
+            self.answer,
+            keepalive_timeout=REQUEST_S,
+            lingering_time=REFUSED_S,
+            auto_decompress=False,  # a body would grow beyond its bound
+            access_log=None,  # polls would fill the log
+            logger=http_log,
+        )
+        server = await asyncio.get_running_loop().create_server(connections, sock=self._listener)
+        try:
+            await server.serve_forever()
+        finally:
+            await connections.shutdown(0)
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """To whoever it is."""
+        if not key_fits(request.headers.get("Authorization", ""), self._key):
+            return _refused(401, "wrong or missing bearer key")
+        if "Transfer-Encoding" in request.headers:
+            return _refused(411, "say how long the body is, as Content-Length")
+        length = request.content_length or 0
+        if length > BODY_BYTES_MAX:
+            return _refused(413, f"the body has {length} bytes, at most {BODY_BYTES_MAX} are read")
+        async with asyncio.timeout(REQUEST_S):
+            body = await request.content.read()
+        return await self.answer_to(request, body)
+
+    async def answer_to(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        """To who has the key."""
+        if request.method in ("GET", "HEAD") and request.path.startswith(f"{FILES}/"):
+            return self._file(request.path.removeprefix(f"{FILES}/"))
+        return web.json_response({"error": f"no {request.path}"}, status=404)
+
+    def _file(self, key: str) -> web.StreamResponse:
+        """A file that was published, or the part of it that is wanted: other nodes get policies so, before the store has them."""
+        path, disk = self.uploads.disk / key, self.uploads.disk.resolve()
+        try:
+            is_published = is_key(key) and path.resolve().is_relative_to(disk) and path.is_file()
+        except OSError:  # a name that is too long for a file
+            is_published = False
+        if not is_published:
+            return web.json_response({"error": f"{key!r:.200} is not published here"}, status=404)
+        return FetchedFile(path, self.uploads.fetches)
+
+
+class FetchedFile(web.FileResponse):
+    """A published file, or a part of it; while it is sent, uploads give way."""
+
+    def __init__(self, path: Path, fetches: Fetches) -> None:
+        super().__init__(path, chunk_size=FILE_CHUNK)
+        self._fetches = fetches
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        with self._fetches.fetching():
+            return await super().prepare(request)
+
+
+def _refused(status: int, error: str) -> web.Response:
+    """The last answer of a connection."""
+    response = web.json_response({"error": error}, status=status)
+    response.force_close()
+    return response
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Bytes that are not HTTP are not logged: strangers would fill the log."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+http_log.addFilter(_is_our_fault)
