@@ -22,7 +22,7 @@ from rlpipe.engines.commands import EngineAddress, argv_of
 from rlpipe.engines.protocols import client_of
 from rlpipe.engines.weights import Probe, Weights, reading_s
 from rlpipe.processes.gpus import gpu_gib
-from rlpipe.report.plan import GIB, ModelSizes, memory_lines
+from rlpipe.report.plan import GIB, ModelSizes, memory_lines, process_lines
 from rlpipe.services.calls import new_session
 from rlpipe.stages.colocation import MemoryTurns
 from rlpipe.stages.session import Session
@@ -34,6 +34,7 @@ from rlpipe.types import ArtifactRef, EngineError, UserError
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 ONE_GPU = ["model.dtype=bfloat16", "trainer.gpu_ids=[0]", "engines.gpu_ids=[0]", "engines.count=1", "engines.kind=sglang"]
 COLOCATED = "engines.colocate=true"
+APART = ["trainer.place=elsewhere", "engines.place=elsewhere", "trainer.nodes=2", "engines.nodes=2"]  # nodes that run both
 
 
 def config(*sets: str) -> PipelineConfig:
@@ -43,8 +44,20 @@ def config(*sets: str) -> PipelineConfig:
 @pytest.mark.parametrize(
     ("sets", "line"),
     [
-        (["trainer.place=elsewhere"], r"trainer\.place='elsewhere': may be another machine, .*set trainer\.place = 'process'"),
-        (["engines.place=deployment"], r"engines\.place='deployment': may be another machine, .*colocate = false"),
+        (
+            ["trainer.place=elsewhere"],
+            r"engines\.place='process': may be another machine .*'elsewhere', .*set both to 'process', or both",
+        ),
+        (
+            ["engines.place=elsewhere"],
+            r"engines\.place='elsewhere': may be another machine .*'process', .*set both to 'process', or both",
+        ),
+        (["engines.place=deployment"], r"engines\.place='deployment': a work pool gives each .*colocate = false"),
+        (
+            [*APART, "trainer.place=deployment"],
+            r"trainer\.place='deployment': a work pool gives each .*, or 'elsewhere' on nodes",
+        ),
+        ([*APART, "engines.nodes=1"], r"engines\.nodes=1: .* on the nodes of the trainer; set it to trainer\.nodes, 2"),
         (["rl.overlap=iteration", "rl.importance=token_truncate"], r"rl\.overlap='iteration': trains and samples at once"),
         (
             ["rl.overlap=steps", "rl.filters={}", "rl.rounds_max=1", "rl.num_steps=2"],
@@ -130,6 +143,21 @@ def test_a_plan_says_what_each_side_holds_and_where_it_fits() -> None:
     assert not any("colocated" in line for line in memory_lines(read_config("tiny", [], PRESETS), sizes))
 
 
+def test_a_plan_of_nodes_says_what_each_of_them_holds_and_that_they_run_both() -> None:
+    sizes = ModelSizes(GIB, GIB // 8, GIB // 8, 2**14, GIB)
+    nodes = config(*ONE_GPU, *APART)
+    *_, shared, on_24, _, _, _ = memory_lines(nodes, sizes)
+    # half of 12 bytes a parameter on each node; NCCL stays too
+    assert "the trainer keeps 1.30 GiB, and 6.00 GiB of the memory of each of 2 hosts" in shared
+    assert "while training 10.25 + 3.00 that a released engine keeps" in shared and "an engine gets 0.80 of it" in on_24
+    *_, shared, _, _, _, _ = memory_lines(config(*ONE_GPU, *APART, "trainer.split_over=node"), sizes)
+    assert "and 12.00 GiB of the memory of each of 2 hosts" in shared  # a whole copy
+    assert [line.split(":")[0].strip() for line in process_lines(nodes)[:4]] == [
+        "train node 0", "train node 1", "sampling node 0", "sampling node 1",
+    ]  # fmt: skip
+    assert gpus_held(nodes, "rl") == 2
+
+
 class Sides:
     """A pool and a trainer that say what they hold. `failing`: what their next calls come to."""
 
@@ -144,7 +172,10 @@ class Sides:
             raise EngineError("it failed")
         self.holds[side] = False
 
-    async def release(self) -> None:
+    async def joined(self) -> list[Any]:
+        return []
+
+    async def release(self, joined: list[Any]) -> None:
         self._give_back("engines")
 
     async def offload(self) -> None:
@@ -155,7 +186,7 @@ class Sides:
 def test_both_never_hold_memory_at_once(turns: list[tuple[str, bool]]) -> None:
     async def take() -> None:
         sides: Any = Sides()
-        memory, before = MemoryTurns(sides, sides), "nobody"
+        memory, before = MemoryTurns(sides, sides.joined, sides), "nobody"
         for side, fails in turns:
             sides.failing, sides.calls = fails, []
             try:
@@ -188,9 +219,9 @@ async def test_a_session_makes_the_calls_in_turn(tmp_path: Path, monkeypatch: py
 
     release_all = pool.release
 
-    async def release() -> None:
+    async def release(joined: list[Any]) -> None:
         calls.append("release")
-        await release_all()
+        await release_all(joined)
 
     monkeypatch.setattr(session, "_probe", lambda _: Probe([1, 2], [-1.0]))
     for owner, call in ((pool, serve), (pool, release), (trainer, start), (trainer, offload)):

@@ -16,8 +16,10 @@ import pytest
 
 from rlpipe.engines import fleet
 from rlpipe.engines.client import EngineUnavailable
+from rlpipe.engines.finding import HostFinder
 from rlpipe.engines.fleet import Host
-from rlpipe.engines.remote import HostFinder, RemoteHost
+from rlpipe.engines.pool import EnginePool
+from rlpipe.engines.remote import RemoteHost
 from rlpipe.services.calls import new_session
 from rlpipe.services.finder import Peer, nobody_starts
 from rlpipe.services.registration import ENGINES, KEY_VARIABLE, own_address, registered
@@ -102,6 +104,14 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
         groups = await one.pool.generate(requests())
         assert len({completion.engine for group in groups for completion in group}) == 2 and versions(groups) == {one.version}
         assert tokens(groups) == tokens(undisturbed)
+
+        another = EnginePool(finder.find, 8, 60.0)  # of the next start of the run, which has had nobody serve anything
+        await another.release(await finder.joined())
+        assert await joined_host(one).clients(one.version) == []
+        await one.serve(1)
+        await one.serve(0)
+        await until_engines(one, one.version, 2)
+        assert tokens(await one.pool.generate(requests())) == tokens(undisturbed)
 
         with pytest.raises(StoreError, match="torn"):  # a host far away refuses as the one in this process does
             await joined_host(one).serve(one.policy(2, "torn", tear), one.version + 1, probe(2), None)

@@ -29,7 +29,10 @@ from rlpipe.engines.host import EngineHost
 from rlpipe.engines.remote import HostService
 from rlpipe.engines.weights import Probe
 from rlpipe.rewards.http import HttpScorer, RewardService
-from rlpipe.services.registration import KEY_VARIABLE, service_key
+from rlpipe.services import finder
+from rlpipe.services.calls import new_session
+from rlpipe.services.finder import Peer
+from rlpipe.services.registration import KEY_VARIABLE, ServiceRecord, service_key
 from rlpipe.store.artifacts import commit, file_sha256, new_attempt, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.local_copy import materialise
@@ -41,7 +44,7 @@ from rlpipe.trainer.jobs import Board
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import Publication, Uploads
 from rlpipe.trainer.server import GangServer
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError, is_key
+from rlpipe.types import ArtifactRef, EngineError, FileRecord, Manifest, StoreError, UserError, is_key
 
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "flows" / "presets"
@@ -404,6 +407,49 @@ async def test_a_host_that_cannot_reach_the_trainer_waits_until_the_store_has_th
     service.host.store.put("runs/a/4/manifest.json", b"{}")
     await service._serve(wanted(4, near(4)))
     assert isinstance(service.fault, StoreError)
+
+
+async def test_a_release_drops_what_waits_for_the_store_and_is_over_when_the_engines_have_released(
+    service: HostService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that came behind it would take the memory of the trainer, which trains by then."""
+    for name, seconds in (("COMMIT_POLL_S", 0.01), ("RELOAD_WAIT_S", 0.05), ("RELEASE_AGAIN_S", 0.01)):
+        monkeypatch.setattr(remote, name, seconds)
+    served, released, fault = list[int](), asyncio.Event(), [EngineError("it cannot")]
+
+    async def serve(policy: ArtifactRef, version: int, *_: object) -> None:
+        served.append(version)
+        raise StoreError("missing from the store")
+
+    async def release() -> None:
+        await released.wait()
+        if fault:
+            raise fault.pop()
+
+    monkeypatch.setattr(service.host, "serve", serve)
+    monkeypatch.setattr(service.host, "release", release)
+    policy, probe = {"folder": "runs/a/1", "sha256": "0" * 64}, {"tokens": [1, 2], "logprobs": [0.0]}
+    near = {"folder": "runs/a/1", "manifest": "{}", "places": [{"disk": "/nowhere", "url": ""}]}
+    body = {"policy": policy, "version": 1, "probe": probe, "nearby": near}
+    async with TestServer(service.app()) as server, new_session() as session:
+        record = ServiceRecord("node-0", f"http://127.0.0.1:{server.port}", start=service.registration.record.start)
+        host = remote.RemoteHost(Peer(record), session)
+        assert await host.peer.call("POST", "/serve", body) == (202, {})
+        await asyncio.sleep(0.05)
+        assert served == [1] and service._serving
+        releasing = asyncio.create_task(host.release())
+        await asyncio.sleep(0.2)  # it was told 202, and asks again
+        assert not releasing.done()
+        released.set()
+        with pytest.raises(EngineError, match=r"node-0 does not give its engines' memory back \(409\).*it cannot"):
+            await releasing
+        service.host.store.put("runs/a/1/manifest.json", b"{}")
+        await host.release()
+        await asyncio.sleep(0.05)
+        assert served == [1] and not service._serving
+    monkeypatch.setattr(finder, "LOST_S", 0.05)
+    async with asyncio.timeout(30):
+        await host.release()  # it is gone, and its engines with it
 
 
 async def test_the_host_asks_for_the_key_and_takes_only_what_it_knows(service: HostService, tmp_path: Path) -> None:

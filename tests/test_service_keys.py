@@ -16,7 +16,8 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines import host as host_module
 from rlpipe.engines.client import EngineUnavailable
-from rlpipe.engines.remote import HostFinder, HostService, RemoteHost
+from rlpipe.engines.finding import HostFinder
+from rlpipe.engines.remote import HostService, RemoteHost
 from rlpipe.engines.weights import Probe
 from rlpipe.processes.launch import free_port
 from rlpipe.services.calls import new_session

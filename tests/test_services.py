@@ -46,7 +46,7 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer import process as process_module
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.trainer.process import ALLOCATOR, GangProcess, GangService, TrainerOptions, torchrun_argv
+from rlpipe.trainer.process import ALLOCATOR, GangProcess, GangService, RegisteredGang, TrainerOptions, torchrun_argv
 from rlpipe.types import EngineError, TrainerError, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -254,6 +254,23 @@ async def test_missing_nodes_are_started_until_one_answers_and_dismissed_at_the_
     assert starts[2:] == ([(ENGINES, 1, False)] if kind == ENGINES else [])
     await finder.close()
     assert registered(store, ROOT, kind) == []
+
+
+async def test_a_gang_is_there_when_its_first_node_answers(
+    store: Store, neighbour: tuple[Neighbour, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have a URL too, of what they publish. `running` waits for nobody who has not come."""
+    monkeypatch.setattr(finding_module, "LOST_S", 0.2)
+    run, (_, url) = run_with(store, "trainer.place=elsewhere", "trainer.nodes=2"), neighbour
+    gang = RegisteredGang(run, nobody_starts)
+    assert await gang.running() == ""
+    await Registration(store, ROOT, TRAINER, ServiceRecord("node-1", url)).enter()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(gang.start(), 1.0)
+    assert await gang.running() == ""
+    for there, expected in (("", ""), (url, url), (f"http://127.0.0.1:{free_port()}", "")):
+        await Registration(store, ROOT, TRAINER, ServiceRecord("node-0", there)).enter()
+        assert await gang.running() == expected
 
 
 @pytest.mark.parametrize("kind", [ENGINES, TRAINER])

@@ -21,7 +21,7 @@ GPU_GIB_SMALLEST = 24.0  # what a GPU is taken for that nobody knows
 
 def trainer_rest_gib(config: PipelineConfig) -> float:
     """What a rank keeps of its GPU while its weights and moments are on the host."""
-    return CONTEXT_GIB + (NCCL_GIB if config.trainer.ranks > 1 else 0.0)
+    return CONTEXT_GIB + (NCCL_GIB if config.trainer.ranks * config.trainer.nodes > 1 else 0.0)
 
 
 def engine_fraction(config: PipelineConfig, gpu_gib: float) -> float:
@@ -34,11 +34,22 @@ def broken_colocation(config: PipelineConfig) -> Iterator[str]:
     """One line for each thing that keeps trainer and engines from sharing their GPUs."""
     trainer, engines, rl = config.trainer, config.engines, config.rl
     for name, part in (("trainer", trainer), ("engines", engines)):
-        if part.place != "process":
+        if part.place == "deployment":
             yield (
-                f"{name}.place={part.place!r}: may be another machine, and with engines.colocate trainer and engines take turns in the "
-                f"memory of one; set {name}.place = 'process', or engines.colocate = false"
+                f"{name}.place='deployment': a work pool gives each flow run GPUs of its own, and with engines.colocate trainer and engines have "
+                f"the same ones; set {name}.place = 'process', or 'elsewhere' on nodes that run both, or engines.colocate = false"
             )
+    places = {trainer.place, engines.place}
+    if places == {"process", "elsewhere"}:
+        yield (
+            f"{engines.place=}: may be another machine than that of {trainer.place=}, and with engines.colocate they take turns in the memory of "
+            "the same ones; set both to 'process', or both to 'elsewhere' for nodes that each run a `rlpipe trainer` and a `rlpipe host`"
+        )
+    elif places == {"elsewhere"} and engines.nodes != trainer.nodes:
+        yield (
+            f"{engines.nodes=}: with engines.colocate engines are on the nodes of the trainer; set it to trainer.nodes, {trainer.nodes}, or "
+            "engines.colocate = false"
+        )
     if rl.overlap != "none":
         yield (
             f"{rl.overlap=}: trains and samples at once, and with engines.colocate only one of them has the memory; set rl.overlap = 'none', "

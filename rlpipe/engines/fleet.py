@@ -130,10 +130,11 @@ class Fleet:
                     await self._take_in()
                 self._found_at = time.monotonic()
 
-    async def release(self) -> None:
-        """The engines of all hosts give their memory back; nothing is served until the next `serve`."""
+    async def release(self, joined: list[Host]) -> None:
+        """The engines of all hosts give their memory back; nothing is served until the next `serve`. `joined`: hosts that another process of the run
+        may have had serve something, beside those of this one."""
         self._served, self.clients, self._serving = None, [], set()
-        await asyncio.gather(*(host.release() for host in self.hosts))
+        await asyncio.gather(*(host.release() for host in {*self.hosts, *joined}))
 
     async def close(self) -> None:
         self._served = None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from rlpipe.engines.asking import EngineLoad, ask
 from rlpipe.engines.client import NOTHING_YET, Completion, EngineClient, EngineUnavailable, SampleRequest, Sampling
-from rlpipe.engines.fleet import FindHosts, Fleet
+from rlpipe.engines.fleet import FindHosts, Fleet, Host
 from rlpipe.engines.weights import Probe
 from rlpipe.store.nearby import Nearby
 from rlpipe.types import ArtifactRef, EngineError, rollout_seed
@@ -126,10 +126,10 @@ class EnginePool:
             raise failures.exceptions[0] from None  # one rollout's fault says it; hundreds of them say no more
         return completions
 
-    async def release(self) -> None:
-        """The engines of this machine give their memory back; nothing is served until the next `serve`."""
+    async def release(self, joined: list[Host]) -> None:
+        """The engines of all hosts, and of those that have `joined`, give their memory back; nothing is served until the next `serve`."""
         assert not any(load.in_flight for load in self._loads.values()), "a rollout is in flight"
-        await self.fleet.release()
+        await self.fleet.release(joined)
 
     async def close(self) -> None:
         await self.fleet.close()

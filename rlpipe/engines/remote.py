@@ -1,6 +1,6 @@
 """Engines on other nodes: `HostService` there, for `rlpipe host` and the deployment serve-engines; `RemoteHost` in the flow.
 
-GET /status, /files/KEY; POST /serve (JSON, bearer key). A flow finds the hosts of its run in the store.
+GET /status, /files/KEY; POST /serve, /release (JSON, bearer key). A flow finds the hosts of its run in the store.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 import shutil
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, Never
 
 import aiohttp
@@ -23,25 +22,23 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import key_fits
 from rlpipe.engines.client import EngineClient, EngineUnavailable
-from rlpipe.engines.fleet import Host
 from rlpipe.engines.host import EngineHost
 from rlpipe.engines.protocols import client_of
 from rlpipe.engines.weights import Probe
 from rlpipe.processes.launch import free_port
-from rlpipe.services.calls import new_session
-from rlpipe.services.finder import ANSWER_TIMEOUT_S, Peer, ServiceFinder, StartService
+from rlpipe.services.finder import ANSWER_TIMEOUT_S, Peer
 from rlpipe.services.registration import ENGINES, FILES, Registration, ServiceRecord
 from rlpipe.store.artifacts import MANIFEST
 from rlpipe.store.backend import Store
 from rlpipe.store.nearby import Nearby
 from rlpipe.store.relay import Relay
-from rlpipe.store.run import Run
 from rlpipe.store.transfer import PART_BYTES
 from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
 
 log = logging.getLogger(__name__)
 RELOAD_WAIT_S = 10.0
 SERVE_TIMEOUT_S = 20.0  # longer than a host waits for a reload
+RELEASE_AGAIN_S = 1.0
 COMMIT_WAIT_S = 7200.0  # for an upload
 COMMIT_POLL_S = 1.0
 SHUTDOWN_S = 1.0  # for answers that are still being written
@@ -96,6 +93,7 @@ class HostService:
         self.fault: Exception | None = None  # why the newest weights are not served
         self._serving: dict[asyncio.Task[None], ServeRequest] = {}
         self._wanted: ServeRequest | None = None  # the newest
+        self._releasing: asyncio.Task[None] | None = None
         self._waited = 0  # looks at the store for what is on its way there
         self._called_at = time.monotonic()
 
@@ -116,17 +114,18 @@ class HostService:
         return time.monotonic() - self._called_at
 
     async def close(self) -> None:
-        for serving in self._serving:
-            serving.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        under_way = [*self._serving, *([self._releasing] if self._releasing else [])]
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
         await self.host.close()
         await asyncio.to_thread(shutil.rmtree, self.host.work_dir / "weights", True)
         await asyncio.to_thread(self.relay.clear)
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._allowed])
-        routes = [web.get("/status", self.status), web.post("/serve", self.serve), web.get(f"{FILES}/{{key:.+}}", self.file)]
-        app.add_routes(routes)
+        routes = [web.get("/status", self.status), web.post("/serve", self.serve), web.post("/release", self.release)]
+        app.add_routes([*routes, web.get(f"{FILES}/{{key:.+}}", self.file)])
         return app
 
     @web.middleware
@@ -173,6 +172,24 @@ class HostService:
         except LOCAL_FAULTS as error:
             self.fault = error
             log.error("weight version %d is not served: %s", wanted.version, error)
+
+    async def release(self, request: web.Request) -> web.Response:
+        """Starts to give the engines' memory back (`engines.colocate`), and waits a moment for it: 202 until it is done. What is being served is
+        finished first, what is waited for is dropped."""
+        if (
+            self._releasing is None or self._releasing.done()
+        ):  # who was told 202 asks again, and then there is nothing left to do
+            self._wanted = None
+            self._releasing = asyncio.create_task(self._release())
+        await asyncio.wait({self._releasing}, timeout=RELOAD_WAIT_S)
+        if not self._releasing.done():
+            return web.json_response({}, status=202)
+        self._releasing.result()
+        return web.json_response({})
+
+    async def _release(self) -> None:
+        await asyncio.gather(*self._serving)
+        await self.host.release()
 
     async def _until_committed(self, wanted: ServeRequest, fault: StoreError) -> None:
         """Returns when the store has a policy that could not be had from the trainer's node; raises the fault where it had it all the time."""
@@ -228,7 +245,21 @@ class RemoteHost:
         body |= {"nearby": asdict(nearby)} if nearby else {}
         await self._call("POST", "/serve", body, SERVE_TIMEOUT_S)
 
-    async def release(self) -> None: ...  # of another machine: nobody waits for its memory
+    async def release(self) -> None:
+        """Returns when its engines have no memory: they gave it back, or the host is lost, and they ended with it. EngineError when it refuses."""
+        while True:
+            try:
+                status, answer = await self.peer.call("POST", "/release", {}, SERVE_TIMEOUT_S)
+            except ConnectionError as error:
+                if self.peer.lost:
+                    log.warning("%s: it is taken for lost, and its memory for free", error)
+                    return
+                await asyncio.sleep(RELEASE_AGAIN_S)
+                continue
+            if status == 200:
+                return
+            if status != 202:
+                raise EngineError(f"host {self.name} does not give its engines' memory back ({status}): {answer}")
 
     async def clients(self, version: int) -> list[EngineClient]:
         if self.peer.resting:
@@ -258,26 +289,3 @@ class RemoteHost:
         if "kind" in answer:
             raise FAULTS.get(str(answer["kind"]), EngineError)(str(answer.get("error")))
         raise EngineUnavailable(f"host {self.name} answered {status}: {answer}")
-
-
-class HostFinder:
-    """The hosts of a run, as they come and go: in child processes of the flow, in services of the run, or in both."""
-
-    def __init__(self, run: Run, work_dir: Path, start_service: StartService) -> None:
-        self._own: list[Host] = [EngineHost(run.config, run.store, work_dir)] if run.config.engines_here else []
-        self._services = ServiceFinder(run, ENGINES, start_service)
-        self._session: aiohttp.ClientSession | None = None
-        self._remote: dict[Peer, RemoteHost] = {}  # a host is the same one at each look
-
-    async def find(self) -> list[Host]:
-        """At least one host that can be reached, waiting for it where none is this process's own. EngineError past the wait."""
-        peers = await (self._services.current() if self._own else self._services.find())
-        self._session = session = self._session or new_session()
-        self._remote = {peer: self._remote.get(peer) or RemoteHost(peer, session) for peer in peers}
-        return [*self._own, *self._remote.values()]
-
-    async def close(self) -> None:
-        """Lets go of them; those that were started for the run are dismissed."""
-        await self._services.close()
-        if self._session is not None:
-            await self._session.close()

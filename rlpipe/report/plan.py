@@ -130,12 +130,14 @@ def _colocated_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
             "colocated: trainer and engines take turns in this memory; what a trainer on a CPU holds goes to disk meanwhile, for tests"
         ]
     peak, rest = peak_bytes(config, sizes) / GIB, ENGINE_REST_GIB[engines.kind]
-    away = sizes.parameters * (OFFLOADED_BYTES + (width if config.rl.kl != "none" else 0)) / trainer.nodes / GIB
+    bytes_away = OFFLOADED_BYTES + (width if config.rl.kl != "none" else 0)
+    away = sizes.parameters * bytes_away * share_of_rank(config) * trainer.ranks / GIB
+    where = "the host's memory" if trainer.nodes == 1 else f"the memory of each of {trainer.nodes} hosts"
     share = len(engines.gpu_ids) // engines.count
     weights, token = (part * width / share / GIB for part in (sizes.parameters, sizes.kv_token))
     lines = [
         f"colocated, a GPU estimated: while training {peak:.2f} + {rest:.2f} that a released engine keeps = {peak + rest:.2f} GiB; while sampling "
-        f"the trainer keeps {trainer_rest_gib(config):.2f} GiB, and {away:.2f} GiB of the host's memory"
+        f"the trainer keeps {trainer_rest_gib(config):.2f} GiB, and {away:.2f} GiB of {where}"
     ]
     for gpu_gib in GPUS_GIB:
         fraction = engine_fraction(config, gpu_gib)
@@ -159,7 +161,7 @@ def process_lines(config: PipelineConfig) -> list[str]:
     if not config.samples:
         return lines
     share = len(engines.gpu_ids) // engines.count
-    first_node = 0 if config.engines_here and trainer.nodes == 1 else trainer.nodes
+    first_node = 0 if engines.colocate or (config.engines_here and trainer.nodes == 1) else trainer.nodes
     for engine in range(engines.nodes * engines.count):
         node, index = divmod(engine, engines.count)
         place = device(engines.gpu_ids[index * share : (index + 1) * share], engines.threads)

@@ -22,8 +22,8 @@ from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.conversations import prompt_lengths
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.data.sources import PromptSets, fitting, load_sets, once, room_for
+from rlpipe.engines.finding import HostFinder
 from rlpipe.engines.pool import EnginePool
-from rlpipe.engines.remote import HostFinder
 from rlpipe.engines.weights import Probe
 from rlpipe.environments.pool import EnvironmentPool
 from rlpipe.processes.launch import raise_file_limit
@@ -64,7 +64,7 @@ class Session:
         self._hosts = HostFinder(run, work_dir, start_service)
         self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.progress_timeout_s)
         self.trainer = TrainerClient(gang_place(run, work_dir, start_service))
-        self.memory = MemoryTurns(self.pool, self.trainer) if engines.colocate else None
+        self.memory = MemoryTurns(self.pool, self._hosts.joined, self.trainer) if engines.colocate else None
         self.tracker = Tracker(run, partial(fetch_points, run))
         self.retention = Retention(run)
         self.behind = Behind(run)

@@ -89,7 +89,10 @@ class TrainerClient:
         )
 
     async def offload(self) -> None:
-        """The gang gives its memory back until its next job. One that was never started, or is lost meanwhile, holds none."""
+        """The gang gives its memory back until its next job: also one that worked for another process of the run. One that was never started, or
+        is lost meanwhile, holds none."""
+        if not self.started and (url := await self.place.running()):
+            self.url, self.session = url, new_session()
         if self.started:
             with contextlib.suppress(GangLost):
                 await self.run("offload", {"kind": "offload"})

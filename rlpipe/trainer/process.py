@@ -136,6 +136,10 @@ class GangProcess:
     def alive(self) -> bool:
         return self._service is not None and self._service.alive()
 
+    async def running(self) -> str:
+        """No other process has this one's child processes."""
+        return ""
+
     async def bring_back(self) -> str:
         """A dead rank ends its gang; it is started again here, within the budget. One that neither ends nor answers is ended."""
         service = self._service
@@ -180,6 +184,20 @@ class RegisteredGang:
         return record.url
 
     bring_back = start
+
+    async def running(self) -> str:
+        """The URL of node 0 of a gang that has joined, as soon as it answers; empty where there is none, it begins, or it is lost."""
+        while peers := [
+            peer for peer in await self._services.current() if peer.record.name == node_name(0) and peer.record.url
+        ]:
+            (peer,) = peers
+            if await peer.answers():
+                self.key = peer.record.key
+                return peer.record.url
+            if peer.lost:
+                return ""
+            await asyncio.sleep(WATCH_S)
+        return ""
 
     async def close(self) -> None:
         await self._services.close()
