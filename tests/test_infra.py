@@ -233,6 +233,13 @@ def test_dockerfile_is_clean_and_ends_without_root() -> None:
     assert "*" in ignored and ignored.index("infra/.env") > ignored.index("!infra")
 
 
+def test_the_image_that_trains_can_build_what_triton_starts_kernels_with() -> None:
+    """A C compiler, its library's headers, and Python's: those of python:3.11-slim, where a Debian's python3 would have none."""
+    stages = re.split(r"^FROM ", (INFRA / "Dockerfile").read_text(), flags=re.M)
+    (trainer,) = (stage for stage in stages if re.match(r"\S+ AS system-trainer\n", stage))
+    assert trainer.startswith("${PYTHON_IMAGE} ") and re.search(r"^RUN apt-get .* install .* gcc libc6-dev ", trainer, re.M)
+
+
 def test_dockerfile_has_the_versions_that_were_tested() -> None:
     text = (INFRA / "Dockerfile").read_text()
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))

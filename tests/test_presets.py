@@ -46,6 +46,12 @@ def test_every_preset_is_valid_and_can_be_planned(name: str) -> None:
     assert "rollouts" in "\n".join(plan_lines(read_config(name, [], PRESETS)))
 
 
+def test_nodes_of_a_large_gang_each_hold_a_whole_copy() -> None:
+    """Split over the gang, every layer would cross the network between nodes twice a microbatch."""
+    trainer = read_config("multi-node", [], PRESETS).trainer
+    assert (trainer.nodes, trainer.split_over) == (2, "node")
+
+
 def test_the_page_states_the_gpus_that_each_preset_asks_for() -> None:
     page = (PRESETS.parent.parent / "docs" / "presets.md").read_text()
     rows = re.findall(r"^\| `([a-z0-9.-]+)` \|(.*)\|$", page, re.MULTILINE)
