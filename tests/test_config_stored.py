@@ -114,7 +114,7 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
     newer: dict[str, JsonDict] = {  # what came since
         "tracking": {"project": "rlpipe", "view_url": ""},
         "trainer": {"deployment": "", "split_over": "gang", "context_ranks": 1, "offload": "none", "nccl_algo": "Ring"} | waits,
-        "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False} | waits,
+        "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False, "transport": "disk"} | waits,
         "rl": {
             "reference": "",
             "overlap": "none",

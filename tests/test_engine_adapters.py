@@ -195,7 +195,7 @@ async def test_the_adapter_that_a_restart_is_to_load_stays_while_a_newer_one_is_
     for name in "abc":
         (local / name).mkdir(parents=True)
 
-    async def nothing(_: Weights) -> None: ...
+    async def nothing(*_: object) -> None: ...
 
     monkeypatch.setattr(host, "_fetch", lambda *_: newest)
     monkeypatch.setattr(host, "_reload", nothing)

@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from rlpipe.engines.client import Completion, EngineUnavailable
 from rlpipe.engines.proof import TOLERANCE
-from rlpipe.engines.weights import check_compatible, reading_s
+from rlpipe.engines.weights import Weights, check_compatible, reading_s
 from rlpipe.models.folder import tensor_shapes
 from rlpipe.processes.launch import READY_TIMEOUT_S
 from rlpipe.types import EngineError, StoreError
@@ -135,6 +136,28 @@ async def test_a_hung_engine_does_not_keep_new_weights_from_the_other(two: World
     await two.serve(two.other)  # its calls run into their deadline
     assert versions(await two.pool.generate(requests())) == {two.version}
     await two.until_back()
+
+
+async def test_engines_with_another_policy_of_the_same_version_sample_nothing_until_they_have_this_one(
+    two: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flow was killed before it committed what its host serves, and the next start of the run has made other bits."""
+    fetch, proved = two.host._fetch, list[int | None]()
+
+    def fetched(*asked: Any) -> Weights:
+        proved.extend(engine.proved for engine in two.host.engines)
+        return fetch(*asked)
+
+    monkeypatch.setattr(two.host, "_fetch", fetched)
+    wanted = probe(two.other)
+    await two.host.serve(two.policy(two.other), two.version, wanted)
+    two.serving = two.other
+    assert proved == [None, None]
+    clients = await two.host.clients(two.version)
+    assert len(clients) == 2
+    for client in clients:
+        scored = await client.score(wanted.tokens, len(wanted.logprobs))
+        assert max(abs(one - other) for one, other in zip(scored, wanted.logprobs, strict=True)) < 1e-3
 
 
 async def test_an_engine_that_takes_several_iterations_to_come_back_finds_its_weights(two: World) -> None:
@@ -294,7 +317,7 @@ async def test_vllm_reloads_a_tied_model_wrongly_and_does_not_get_to_sample(
     two: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restarts = two.restarts()
-    monkeypatch.setattr("rlpipe.engines.host.untied", lambda folder: folder)
+    monkeypatch.setattr("rlpipe.engines.fetching.untied", lambda folder: folder)
     await two.serve(two.other)  # 200 and the right version from both; the probe says otherwise
     await two.until_back()
     assert two.restarts() == [count + 1 for count in restarts]

@@ -44,6 +44,26 @@ def test_what_cannot_run_is_refused_in_one_line(sets: list[str], line: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (["engines.kind=local"], "engines.transport='tensor': local engines read weights from disk; set engines.kind = 'sglang'"),
+        (["engines.kind=vllm"], "engines.transport='tensor': vllm engines read weights from disk; set engines.kind = 'sglang'"),
+        (["model.adapter=lora"], "engines.transport='tensor': of model.adapter='lora' engines load files; set engines.transport = 'disk'"),
+        (["engines.flags=['--pp-size=2']"], "engines.flags=.*: SGLang receives no tensors where --pp-size splits .* engine; leave it away"),
+        (["engines.flags=['--dp', '2']"], "engines.flags=.*: SGLang receives no tensors where --dp splits .* engine; leave it away"),
+        (["trainer.gpu_ids=[0]", "model.dtype=bfloat16"], "engines.transport='tensor': trainer and engines both have GPUs, or neither"),
+        (["trainer.gpu_ids=[0]", "model.dtype=bfloat16", "engines.gpu_ids=[0]", "engines.colocate=true"],
+         "engines.transport='tensor': NCCL joins no two processes on one GPU"),
+    ],
+)  # fmt: skip
+def test_what_cannot_send_tensors_is_refused_in_one_line(sets: list[str], line: str) -> None:
+    tensor = ["engines.transport=tensor", "engines.kind=sglang", "engines.count=1"]
+    with pytest.raises(UserError, match=rf"^{line}[^\n]*$"):
+        read_config("tiny", [*tensor, *sets], PRESETS)
+    assert read_config("tiny", tensor, PRESETS).engines.transport == "tensor"
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         [],

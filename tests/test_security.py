@@ -40,7 +40,7 @@ from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.trainer import node_server as bounded
 from rlpipe.trainer import publishing
 from rlpipe.trainer import server as server_module
-from rlpipe.trainer.jobs import Board
+from rlpipe.trainer.board import Board
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import Publication, Uploads
 from rlpipe.trainer.server import GangServer

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rlpipe.config.training import RlConfig
-from rlpipe.trainer.jobs import Board, GangJob, JobRecord, JobRefused, LoadJob, NewModel, OffloadJob, RlJob, SaveJob
+from rlpipe.trainer.board import Board, JobRecord, JobRefused
+from rlpipe.trainer.jobs import GangJob, LoadJob, NewModel, OffloadJob, RlJob, SaveJob
 from rlpipe.types import ArtifactRef
 
 LOAD = LoadJob("a", NewModel({}, 0), None, None)

@@ -147,6 +147,10 @@ class EnginesConfig(ServiceConfig):
     colocate: bool = Field(
         default=False, description="Trainer and engines have the same GPUs and take turns in their memory (docs/gpu.md)"
     )
+    transport: Literal["disk", "tensor"] = Field(
+        default="disk",
+        description="How a new policy gets from the trainer to SGLang. tensor: from its memory, over NCCL or on CPUs gloo, where that goes, else from disk",
+    )
     python: str = Field(default="", description="Interpreter that has SGLang or vLLM installed; empty: this one")
     flags: list[str] = Field(default_factory=list, description="More flags for SGLang's or vLLM's server")
     environment: dict[str, str] = Field(default_factory=dict, description="More environment variables for the engines")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rlpipe.config.colocation import broken_colocation
 from rlpipe.config.operational import LOCAL_THREADS, broken_environment
 from rlpipe.config.overlap import broken_overlap
+from rlpipe.config.transport import PARALLEL_FLAGS, broken_transport
 
 if TYPE_CHECKING:
     from rlpipe.config.model import ModelConfig
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
     from rlpipe.config.training import RlConfig
 
 NUMBER_MAX, FLOAT_MAX = 1 << 53, 1e30
-# flags of SGLang's and vLLM's servers by which one engine takes several GPUs: tensor, pipeline and data parallelism
-PARALLEL_FLAGS = (
-    ("--tp-size", "--tp", "--tensor-parallel-size", "-tp"),
-    ("--pp-size", "--pp", "--pipeline-parallel-size", "-pp"),
-    ("--dp-size", "--dp", "--data-parallel-size", "-dp"),
-)
 
 
 def is_run_name(name: str) -> bool:
@@ -250,6 +245,7 @@ def broken_layout(config: PipelineConfig) -> Iterator[str]:
         yield f"{trainer.ranks=}: a rank has one GPU, and trainer.gpu_ids names {num_gpus}; set trainer.ranks = {num_gpus}, or name others"
     if engines.gpu_ids:
         yield from _of_engine_gpus(engines)
+    yield from broken_transport(config)
     if engines.colocate:
         yield from broken_colocation(config)
     elif trainer.place == engines.place == "process" and (both := {*trainer.gpu_ids} & {*engines.gpu_ids}):

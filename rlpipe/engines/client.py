@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import aiohttp
 import numpy as np
 
+from rlpipe.records.sending import Group, TensorBucket
 from rlpipe.services.calls import http_call, http_stream, json_events
 from rlpipe.types import EngineError
 
@@ -157,6 +158,14 @@ class EngineClient(ABC):
 
         An answer of 200 proves nothing: the caller reads the version back and scores a probe. After a fault: restart the engine.
         """
+
+    async def receive(self, group: Group, rank: int, buckets: list[TensorBucket], version: int) -> None:
+        """As `load`, of tensors that rank 0 of a group sends; `rank`: the engine's first one. It is paused, and stays so until `leave`."""
+        raise NotImplementedError(f"{self.name} receives no weights")
+
+    async def leave(self, group: Group, *, go_on: bool) -> None:
+        """Out of the group that it received from. `go_on`: it samples again; else it stays paused, and has to `load` or to be restarted."""
+        raise NotImplementedError(f"{self.name} receives no weights")
 
     async def load_adapter(self, path: str, version: int) -> None:
         """As `load`: puts an adapter in place of the one before, beside the weights that the engine was started on; an empty path: none."""

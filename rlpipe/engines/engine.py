@@ -34,6 +34,10 @@ class Engine:
     unwell_since: float | None = None
     given_up: str = ""  # why it is not restarted any more
 
+    def serves(self, version: int) -> bool:
+        """Whether it was proved to, runs, and answered when it was looked at last."""
+        return self.proved == version and self.service.alive() and self.unwell_since is None
+
     def move_to(self, port: int) -> None:
         """Where it listens from its next start on."""
         assert not self.service.alive(), "it listens already"

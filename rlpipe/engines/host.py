@@ -8,36 +8,32 @@ import logging
 import secrets
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
 
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.engines.adapters import loads_adapters
 from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
 from rlpipe.engines.engine import Engine
+from rlpipe.engines.fetching import BASES, fetched, weight_hashes
 from rlpipe.engines.proof import prove
 from rlpipe.engines.protocols import client_of
-from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, reading_s, same_weights, untied
-from rlpipe.models.finite import check_finite
-from rlpipe.models.whole import base_and_adapter, whole_policy
+from rlpipe.engines.receiving import Transfer
+from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, reading_s
 from rlpipe.processes.launch import READY_TIMEOUT_S, Service, answers, free_port
 from rlpipe.services.calls import new_session
 from rlpipe.services.registration import file_keys
-from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.nearby import Nearby, nearer
 from rlpipe.store.patience import hurrying
 from rlpipe.store.relay import Relay
-from rlpipe.types import ArtifactRef, EngineError, UserError
+from rlpipe.types import ArtifactRef, EngineError, StoreError
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.5
 HEALTH_S = 5.0
-BASES = "bases"  # the folder of what adapters are merged into, beside what they are merged to
 RESTARTS_MAX = 5  # of an engine within one start of a run
 
 
@@ -76,19 +72,22 @@ class EngineHost:
         async with self._serving:
             if self._served == (policy, version) and any(engine.proved == version for engine in self.engines):
                 return
+            for engine in self.engines:
+                if engine.proved == version:  # of another policy with this number, which was never committed
+                    engine.proved = None
+            received = await self._receive(policy, version, probe, nearby)
             self._fetching = True
             try:
                 weights = await asyncio.to_thread(self._fetch, policy, version, probe, nearby)
             finally:
                 self._fetching = False
-            serving = (self.weights or weights).folder
-            await asyncio.to_thread(check_compatible, serving, weights.folder)
+            await asyncio.to_thread(check_compatible, (self.weights or weights).folder, weights.folder)
             self._served = (policy, version)
             if self.weights is None:
                 await self._start(weights)
                 return
             self.weights = weights
-            await self._reload(weights)
+            await self._reload(weights, received)
             # an engine that is being restarted may still read older ones
             local = self.work_dir / "weights"
             read = [weights, *(engine.restarting_on for engine in self.engines if engine.restarting_on)]
@@ -126,41 +125,50 @@ class EngineHost:
         if self._session is not None:
             await self._session.close()
 
-    # weights
-
     def _fetch(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> Weights:
-        if nearby and nearby.servers:
+        store = nearer(self.store, nearby, self._keys_of(nearby), self.relay)
+        return fetched(
+            self.config, store, policy, version, probe, self.work_dir / "weights", self.weights, checked=nearby is None
+        )
+
+    def _keys_of(self, nearby: Nearby | None) -> dict[str, str]:
+        """The bearer keys of what serves files to this run, where any is to be asked."""
+        if nearby and (nearby.servers or nearby.sender):
             with contextlib.suppress(OSError), hurrying():  # those that were read last will do while the store is away
                 self._file_keys = file_keys(self.store, f"runs/{self.config.run}")
-        store = nearer(self.store, nearby, self._file_keys, self.relay)
-        made = read_manifest(store, policy.folder, policy.sha256).weight_version
-        # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
-        if made not in (None, max(version, 0)):
-            raise UserError(f"version={version}: {policy.folder} is weight version {made}")
-        local = self.work_dir / "weights"
-        # what the gang has made just now is not read once more, for which a reload would wait: the proof of the engines finds NaN too
-        checked: Callable[[Path], Path] = check_finite if nearby is None else lambda folder: folder
-        bases = local / BASES if self.config.model.adapter != "none" else None
-        if bases is not None:
-            base, adapter = base_and_adapter(store, policy, local, bases)
-            if loads_adapters(self.config, base):
-                known = self.weights is not None and self.weights.folder == base
-                for folder in ([] if known else [base]) + ([adapter] if adapter else []):
-                    checked(folder)
-                return Weights(base, version, probe, str(adapter or ""), adapter)
-        folder = materialised = checked(whole_policy(store, policy, local, bases))
-        assert (folder / "config.json").is_file(), f"{folder} is no policy"
-        if self.config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
-            folder = untied(folder)
-        before = self.weights
-        differs = before.version if before is not None and not same_weights(before.folder, folder) else None
-        return Weights(folder, version, probe, materialised=materialised, differs_from=differs)
+        return self._file_keys
 
-    async def _reload(self, weights: Weights) -> None:
-        """The first engine that reloads is the canary. When none can, one is restarted: if that fails, the weights are at fault."""
+    async def _receive(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> list[Engine]:
+        """The engines that have got a policy from the trainer's memory, and were proved; all others are to load it from disk."""
+        before, sender = self.weights, nearby.sender if nearby else None
+        receivers = [engine for engine in self.engines if before and sender and engine.serves(before.version)]
+        if before is None or sender is None or not receivers:
+            return []
+        async with contextlib.AsyncExitStack() as stack:
+            for engine in receivers:
+                await stack.enter_async_context(engine.control)
+            try:
+                keys = await asyncio.to_thread(self._keys_of, nearby)
+                files = await asyncio.to_thread(weight_hashes, nearer(self.store, nearby, keys), policy)
+                await Transfer(self.config, sender, keys, receivers).receive(before.folder, version, files)
+            except (EngineError, StoreError, OSError) as error:
+                log.warning(
+                    "weight version %d does not come from the trainer's memory (%s): it is read from disk", version, error
+                )
+                return []
+            # where the trainer's own answers of the two are equal, they may have the same weights, and the proof knows it
+            weights = replace(before, version=version, probe=probe, differs_from=before.version)
+            proofs = await asyncio.gather(*(self._prove(engine, weights) for engine in receivers), return_exceptions=True)
+            for fault in filter(None, proofs):
+                log.warning("what came from the trainer's memory is not served (%s): it is read from disk", fault)
+            return [engine for engine, fault in zip(receivers, proofs, strict=True) if fault is None]
+
+    async def _reload(self, weights: Weights, received: list[Engine]) -> None:
+        """The first engine that reloads is the canary. When none can, and none has `received` them, one is restarted: if that fails, the weights
+        are at fault."""
         # an engine that hangs or is being restarted would make all others wait for it
         living = sorted(
-            (engine for engine in self.engines if not engine.given_up),
+            (engine for engine in self.engines if not engine.given_up and engine not in received),
             key=lambda engine: engine.restarting_on is not None or engine.unwell_since is not None,
         )
         waiting = iter(living)
@@ -168,7 +176,8 @@ class EngineHost:
             if await self._put(engine, weights):
                 break
         else:
-            await self._restart_one(living, weights)
+            if not received:
+                await self._restart_one(living, weights)
         await asyncio.gather(*(self._put(engine, weights) for engine in waiting if not engine.restarting_on))
 
     async def _restart_one(self, engines: list[Engine], weights: Weights) -> None:
@@ -199,8 +208,6 @@ class EngineHost:
         """EngineError where it does not serve them."""
         engine.answered = await prove(engine.client, weights, self.config.model, engine.answered)
         engine.proved, engine.unwell_since = weights.version, None
-
-    # processes
 
     async def _start(self, weights: Weights) -> None:
         """Starts all engines and waits until each is proved; a fault here is the configuration's, so it is not retried."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,12 @@ from rlpipe.engines.client import (
 )
 from rlpipe.engines.vllm import VllmClient, number_of
 from rlpipe.engines.weights import reading_s
+from rlpipe.records.sending import Group, TensorBucket
+from rlpipe.types import EngineError
 
 log = logging.getLogger(__name__)
 UPDATES_MAX = 3
+RECEIVE_TIMEOUT_S = 90.0  # longer than the trainer waits for all receivers, and for a bucket to reach them
 IDLE_S = 20  # a request that was aborted may take so long to end
 BATCH_MAX = 64  # requests of one call: an engine takes bodies of at most 64 MiB
 
@@ -170,6 +173,27 @@ class SglangClient(EngineClient):
                     if attempt == UPDATES_MAX - 1:
                         raise
         finally:
+            await self.control("/continue_generation", {})
+
+    async def receive(self, group: Group, rank: int, buckets: list[TensorBucket], version: int) -> None:
+        await self.read("/server_info", CONTROL_TIMEOUT_S)
+        await self.control("/pause_generation", {"mode": "retract"})
+        place = {"master_address": group.address, "master_port": group.port, "rank_offset": rank, "world_size": group.size}
+        group_name = {"group_name": group.name}
+        await self.control("/init_weights_update_group", place | group_name | {"backend": group.backend}, RECEIVE_TIMEOUT_S)
+        await self.control("/begin_weight_update", {})
+        for bucket in buckets:
+            body = {**asdict(bucket), **group_name, "flush_cache": bucket is buckets[-1], "weight_version": str(version)}
+            await self.control("/update_weights_from_distributed", body, RECEIVE_TIMEOUT_S)
+        await self.control("/end_weight_update", {}, RECEIVE_TIMEOUT_S)
+
+    async def leave(self, group: Group, *, go_on: bool) -> None:
+        if not go_on:  # there may be no session to end; what hangs is found by the load that comes next
+            with contextlib.suppress(EngineError):
+                await self.control("/end_weight_update", {})
+        with contextlib.suppress(EngineError):
+            await self.control("/destroy_weights_update_group", {"group_name": group.name})
+        if go_on:
             await self.control("/continue_generation", {})
 
     @property

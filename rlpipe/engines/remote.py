@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Never
 
 import aiohttp
@@ -241,6 +241,8 @@ class RemoteHost:
         self.progress = 0  # as the host said last
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
+        if nearby is not None and nearby.sender is not None and nearby.sender.key:  # a child process of the flow: out of reach
+            nearby = replace(nearby, sender=None)
         body = {"policy": policy.as_json(), "version": version, "probe": asdict(probe)}
         body |= {"nearby": asdict(nearby)} if nearby else {}
         await self._call("POST", "/serve", body, SERVE_TIMEOUT_S)

@@ -78,11 +78,16 @@ def check_compatible(serving: Path, candidate: Path) -> None:
 
     Number types may differ (engines cast), and what a model does not train: a copied tied head, rotary frequencies.
     """
-    old, new = tensor_shapes(serving), tensor_shapes(candidate)
-    untrained = {name for name in old.keys() ^ new.keys() if name == HEAD or name.endswith("inv_freq")}
-    differ = sorted(name for name in {*old, *new} - untrained if old.get(name) != new.get(name))
+    check_shapes(serving, tensor_shapes(candidate), str(candidate))
+
+
+def check_shapes(serving: Path, new: dict[str, list[int]], name: str) -> None:
+    """As `check_compatible`, of tensors with these shapes; `name`: what has them."""
+    old = tensor_shapes(serving)
+    untrained = {key for key in old.keys() ^ new.keys() if key == HEAD or key.endswith("inv_freq")}
+    differ = sorted(key for key in {*old, *new} - untrained if old.get(key) != new.get(key))
     if differ:
-        raise StoreError(f"{candidate} does not fit the model that is served: {len(differ)} tensors differ, first {differ[:3]}")
+        raise StoreError(f"{name} does not fit the model that is served: {len(differ)} tensors differ, first {differ[:3]}")
 
 
 def untied(folder: Path) -> Path:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
+from rlpipe.records.sending import Sender
 from rlpipe.store.artifacts import commit
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.lease import fenced
@@ -34,12 +35,13 @@ class CommittedLate(StoreError):
 class Published:
     """Files that lie on the disks of the trainer's nodes, and are on their way to the store.
 
-    `places`, `made_on`: where each of them is, as `Nearby` has it. `land` returns when the store has all of them.
+    `places`, `made_on`: where each of them is, as `Nearby` has it. `land` returns when the store has all of them. `sender`: as of `Nearby`.
     """
 
     places: list[NodeDisk]
     made_on: dict[str, int]
     land: Act
+    sender: Sender | None = None
 
 
 class Behind:
@@ -56,7 +58,8 @@ class Behind:
         document = sealed(manifest)
         ref = ArtifactRef(folder, hashlib.sha256(document).hexdigest())
         self._run.pending.artifacts[folder] = (ref, manifest)
-        self._nearby = {ref.sha256: Nearby(folder, document.decode(), published.places, published.made_on)}
+        places, made_on, sender = published.places, published.made_on, published.sender
+        self._nearby = {ref.sha256: Nearby(folder, document.decode(), places, made_on, sender=sender)}
 
         async def land() -> None:
             await published.land()

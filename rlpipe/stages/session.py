@@ -132,7 +132,8 @@ class Session:
                 await self.behind.committed([policy.sha256])
             probe = await asyncio.to_thread(self._probe, policy)
             try:
-                await self.pool.serve(policy, version, probe, nearby)
+                async with self.trainer_turn if nearby and nearby.sender else contextlib.nullcontext():
+                    await self.pool.serve(policy, version, probe, nearby)
             except StoreError as error:  # the trainer that had it was lost
                 if not self.behind.is_under_way(policy):
                     raise

@@ -222,7 +222,8 @@ async def save(
     landing = Landing(session, job, rebuild, answer)
     is_served = session.trainer.serves_files
     places = [NodeDisk(place["disk"], place["url"] if is_served else "") for place in answer["places"]]
-    published = Published(places, answer["made_on"], landing.land)
+    sender = session.trainer.sender(position) if session.config.engines.transport == "tensor" else None
+    published = Published(places, answer["made_on"], landing.land, sender)
     return Saved(**saved, probe=answer["probe"], metrics=answer["metrics"], published=published)
 
 

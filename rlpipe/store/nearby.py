@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from rlpipe.records.sending import Sender
 from rlpipe.store.artifacts import MANIFEST, parse_manifest
 from rlpipe.store.backend import Objects, Store
 from rlpipe.store.disk import Disk, link
@@ -39,7 +40,7 @@ class Nearby:
 
     `folder`: of the artifact in the store; `manifest`: its document, as it is committed; `places`: of the nodes that made the files, `made_on`:
     which of them has which, by its name there, and the first one has those that are not named; `peers`: the servers of the nodes that fetch them
-    at the same time, in the same order for all.
+    at the same time, in the same order for all; `sender`: a gang that has the policy in its memory, and sends it; None where it travels as files alone.
     """
 
     folder: str
@@ -47,6 +48,7 @@ class Nearby:
     places: list[NodeDisk]
     made_on: dict[str, int] = field(default_factory=dict)
     peers: list[str] = field(default_factory=list)
+    sender: Sender | None = None
 
     def __post_init__(self) -> None:
         if not all(0 <= place < len(self.places) for place in (0, *self.made_on.values())):

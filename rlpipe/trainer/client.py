@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import aiohttp
 
+from rlpipe.records.sending import Sender
 from rlpipe.services.calls import http_call, json_of, new_session
 from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE
 from rlpipe.trainer.process import GangPlace, GangProcess
@@ -48,6 +49,10 @@ class TrainerClient:
     def serves_files(self) -> bool:
         """Whether other nodes get what this gang has published, by its keys; not from a gang of this process alone."""
         return not isinstance(self.place, GangProcess)
+
+    def sender(self, position: str) -> Sender:
+        """Who sends the policy at `position` to engines, while it is held."""
+        return Sender(self.url, position, self.place.key if isinstance(self.place, GangProcess) else "")
 
     async def start(self) -> None:
         """Starts the gang, or finds it, and waits until it answers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import zip_longest
 from types import TracebackType
 
@@ -21,8 +22,33 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
 from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.step import Resident
+from rlpipe.types import JsonDict
 
+METADATA = {"format": "pt"}  # of a file of weights
 BUFFERS, BUFFER_BYTES = 2, 64 << 20  # of pinned memory, a rank
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of a policy's weights. `files`: their blocks, each the names of its tensors; `metadata`: of the index, empty of a single file."""
+
+    files: dict[str, list[list[str]]]
+    metadata: JsonDict
+
+
+def layout_of(gang: Gang, resident: Resident) -> Layout:
+    """Which file each tensor of the resident policy is in: a block of layers is in one."""
+    dtype, tensors = getattr(torch, gang.options.dtype), tensors_of(resident.policy.lm)
+    blocks: dict[str, list[str]] = {}
+    for name in tensors:
+        blocks.setdefault(block_of(name), []).append(name)
+    bytes_of = {name: tensor.numel() * saved_as(tensor, dtype).itemsize for name, tensor in tensors.items()}
+    sizes = {block: sum(bytes_of[name] for name in names) for block, names in blocks.items()}
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
+    )
+    files = {file: [blocks[block] for block in in_file] for file, in_file in split.filename_to_tensors.items()}
+    return Layout(files, split.metadata if split.is_sharded else {})
 
 
 def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> JobResult:
@@ -30,49 +56,38 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> Jo
     if resident.policy.adapted is not None:
         target, documents = gang.published / folder / job.attempt, config_files(gang, resident, job.stop_token_ids)
         return JobResult(policy=save_adapter(gang, resident, target, documents))
-    dtype = getattr(torch, gang.options.dtype)
-    tensors = tensors_of(resident.policy.lm)
-    blocks: dict[str, list[str]] = {}
-    for name in tensors:
-        blocks.setdefault(block_of(name), []).append(name)
-    bytes_of = {name: tensor.numel() * _saved_as(tensor, dtype).itemsize for name, tensor in tensors.items()}
-    sizes = {block: sum(bytes_of[name] for name in names) for block, names in blocks.items()}
-    split = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
-    )
+    tensors, layout, dtype = tensors_of(resident.policy.lm), layout_of(gang, resident), getattr(torch, gang.options.dtype)
     writer = PolicyWriter(gang, job, folder)
-    files = [
-        (file, [name for block in in_file for name in blocks[block]]) for file, in_file in split.filename_to_tensors.items()
-    ]
+    files = [(file, [name for block in blocks for name in block]) for file, blocks in layout.files.items()]
     for first in range(0, len(files), gang.size):  # each rank has one file in memory at a time, each node its share of them
         at_once = {gang.by_node(turn): file for turn, file in enumerate(files[first : first + gang.size])}
         whole = _gathered(gang, tensors, {rank: names for rank, (_, names) in at_once.items()}, dtype)
         with gang.together():
             if gang.rank in at_once:
                 path, stored = writer.whole / at_once[gang.rank][0], hub_tensors(resident.policy.lm, whole)
-                save_file(stored, path, metadata={"format": "pt"})
+                save_file(stored, path, metadata=METADATA)
                 writer.weights(path, stored, dtype.itemsize)
     index = writer.together()
     saved = writer.weights_alone()
     with gang.together():
         if gang.rank == 0:
             beside = config_files(gang, resident, job.stop_token_ids) | tokenizer_files(gang, job.tokenizer)
-            if split.is_sharded:
-                beside[INDEX] = json_bytes({"metadata": split.metadata, "weight_map": index})
+            if layout.metadata:
+                beside[INDEX] = json_bytes({"metadata": layout.metadata, "weight_map": index})
             saved = writer.documents(beside)
         if gang.leads_node:
             writer.keep()
     return saved
 
 
-def _saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+def saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """A parameter is saved in the number type of the forward pass; a buffer in its own, in which the model uses it."""
     return dtype if isinstance(tensor, DTensor) else tensor.dtype
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().to(_saved_as(tensor, dtype))
+    return whole.detach().to(saved_as(tensor, dtype))
 
 
 def _gathered(gang: Gang, tensors: dict[str, Tensor], files: dict[int, list[str]], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -85,7 +100,7 @@ def _gathered(gang: Gang, tensors: dict[str, Tensor], files: dict[int, list[str]
         for turn in zip_longest(*files.values()):
             for rank, name in zip(files, turn, strict=True):
                 if name is not None:
-                    whole = _whole(tensors[name], dtype)
+                    whole = whole_tensor(tensors[name], dtype)
                     if rank == gang.rank:
                         own[name] = copies.copy(whole)
     return own

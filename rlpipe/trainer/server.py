@@ -1,6 +1,7 @@
 """The trainer process: one rank of a torchrun gang. All ranks do the jobs; rank 0 also answers HTTP, in a thread of its own.
 
-GET /health, /status, /files/KEY; POST /load, /train, /save, /offload, /upload (JSON, bearer key). A POST waits up to WAIT_S, then answers 202: ask again.
+GET /health, /status, /files/KEY; POST /load, /train, /save, /offer, /send, /offload, /upload (JSON, bearer key). A POST
+waits up to WAIT_S, then answers 202: ask again.
 """
 
 from __future__ import annotations
@@ -22,15 +23,14 @@ from rlpipe.processes.launch import die_with_parent
 from rlpipe.processes.memory import settle_heap
 from rlpipe.services.registration import LOOPBACK
 from rlpipe.store.patience import working
+from rlpipe.trainer.board import Board, JobRefused
 from rlpipe.trainer.gang import join_gang
 from rlpipe.trainer.jobs import (
     ANY_JOB,
     STATUS_LOST,
     STATUS_OK,
     STATUS_STORE,
-    Board,
     GangJob,
-    JobRefused,
     LoadJob,
     attempt_of,
     check_place,
@@ -93,7 +93,7 @@ class GangServer(NodeServer):
         if self.board.lost:
             return web.json_response({"error": self.board.lost}, status=STATUS_LOST)
         match request.method, request.path:
-            case "POST", "/load" | "/train" | "/save" | "/offload":
+            case "POST", "/load" | "/train" | "/save" | "/offer" | "/send" | "/offload":
                 return await self._do(request.path.removeprefix("/"), body)
             case "POST", "/upload":
                 return await self._await_upload(body)

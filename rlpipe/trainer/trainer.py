@@ -10,12 +10,13 @@ from torch import Tensor
 from rlpipe.processes.memory import collect
 from rlpipe.trainer.adapted import adapter_of_reference
 from rlpipe.trainer.gang import Gang
-from rlpipe.trainer.jobs import GangJob, JobResult, LoadJob, OffloadJob, SaveJob, SftJob
+from rlpipe.trainer.jobs import GangJob, JobResult, LoadJob, OfferJob, OffloadJob, SaveJob, SendJob, SftJob
 from rlpipe.trainer.model import load_policy
 from rlpipe.trainer.offload import Offloaded, offload
 from rlpipe.trainer.publishing import Publication, publication, upload
 from rlpipe.trainer.rl import Reference, train_rl
 from rlpipe.trainer.selftest import proven_rows
+from rlpipe.trainer.sending import Sending
 from rlpipe.trainer.sft import train_sft
 from rlpipe.trainer.state import load, save
 from rlpipe.trainer.step import Resident
@@ -34,6 +35,7 @@ class Trainer:
         self.resident: Resident | None = None
         self._reference: tuple[str, Reference] | None = None
         self._offloaded: Offloaded | None = None
+        self._sending = Sending(gang)
 
     def run(self, job: GangJob) -> JobResult:
         """Does one job on all ranks. UserError, StoreError and StepRefused are raised on all of them alike.
@@ -51,6 +53,11 @@ class Trainer:
                 if self.gang.leads_node:
                     self._on_published(publication(job, result, self.gang.node))
             return result
+        if isinstance(job, OfferJob | SendJob):
+            assert self.resident is not None, "nothing to send"
+            if isinstance(job, OfferJob):
+                return self._sending.offer(self.resident, job)
+            return self._sending.send(self.resident, job)
         resident, self.resident = self.resident, None
         if isinstance(job, LoadJob):
             if self._reference is not None and self._reference[1].adapter:

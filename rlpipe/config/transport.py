@@ -1,0 +1,35 @@
+"""How weights get from the trainer to engines (`engines.transport`): what keeps them from coming out of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlpipe.config.pipeline import PipelineConfig
+
+# flags of SGLang's and vLLM's servers by which one engine takes several GPUs: tensor, pipeline and data parallelism
+PARALLEL_FLAGS = (
+    ("--tp-size", "--tp", "--tensor-parallel-size", "-tp"),
+    ("--pp-size", "--pp", "--pipeline-parallel-size", "-pp"),
+    ("--dp-size", "--dp", "--data-parallel-size", "-dp"),
+)
+
+
+def broken_transport(config: PipelineConfig) -> Iterator[str]:
+    """A line for each thing for which engines cannot get weights from the trainer's memory."""
+    engines, or_disk = config.engines, "or engines.transport = 'disk'"
+    if engines.transport == "disk":
+        return
+    if engines.kind != "sglang":
+        yield f"{engines.transport=}: {engines.kind} engines read weights from disk; set engines.kind = 'sglang', {or_disk}"
+    if config.model.adapter != "none":
+        yield f"{engines.transport=}: of model.adapter={config.model.adapter!r} engines load files; set engines.transport = 'disk'"
+    if engines.colocate:
+        yield f"{engines.transport=}: NCCL joins no two processes on one GPU ({engines.colocate=}); set engines.transport = 'disk'"
+    if bool(engines.gpu_ids) != bool(config.trainer.gpu_ids):
+        yield f"{engines.transport=}: trainer and engines both have GPUs, or neither; set trainer.gpu_ids and engines.gpu_ids, {or_disk}"
+    _, *splits = PARALLEL_FLAGS
+    words = {flag.split("=", 1)[0] for flag in engines.flags}
+    for flag in sorted(words & {name for names in splits for name in names}):
+        yield f"{engines.flags=}: SGLang receives no tensors where {flag} splits or copies an engine; leave it away, {or_disk}"

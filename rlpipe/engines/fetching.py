@@ -1,0 +1,60 @@
+"""A policy as engines read it: a folder of this machine, out of the store or from nearer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.engines.adapters import loads_adapters
+from rlpipe.engines.weights import Probe, Weights, same_weights, untied
+from rlpipe.models.finite import check_finite
+from rlpipe.models.whole import base_and_adapter, whole_policy
+from rlpipe.store.artifacts import read_manifest
+from rlpipe.store.backend import Store
+from rlpipe.store.local_copy import whole_files
+from rlpipe.types import ArtifactRef, UserError
+
+BASES = "bases"  # the folder of what adapters are merged into, beside what they are merged to
+
+
+def fetched(
+    config: PipelineConfig,
+    store: Store,
+    policy: ArtifactRef,
+    version: int,
+    probe: Probe,
+    local: Path,
+    before: Weights | None,
+    *,
+    checked: bool,
+) -> Weights:
+    """A policy in folders below `local`, for engines that serve `before` now. UserError where it is another version than is said.
+
+    `checked`: all weights are read for NaN. What the gang has made just now is not read once more, for which a reload would wait: the proof of
+    the engines finds NaN too.
+    """
+    made = read_manifest(store, policy.folder, policy.sha256).weight_version
+    # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
+    if made not in (None, max(version, 0)):
+        raise UserError(f"version={version}: {policy.folder} is weight version {made}")
+    check: Callable[[Path], Path] = check_finite if checked else lambda folder: folder
+    bases = local / BASES if config.model.adapter != "none" else None
+    if bases is not None:
+        base, adapter = base_and_adapter(store, policy, local, bases)
+        if loads_adapters(config, base):
+            known = before is not None and before.folder == base
+            for folder in ([] if known else [base]) + ([adapter] if adapter else []):
+                check(folder)
+            return Weights(base, version, probe, str(adapter or ""), adapter)
+    folder = materialised = check(whole_policy(store, policy, local, bases))
+    assert (folder / "config.json").is_file(), f"{folder} is no policy"
+    if config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
+        folder = untied(folder)
+    differs = before.version if before is not None and not same_weights(before.folder, folder) else None
+    return Weights(folder, version, probe, materialised=materialised, differs_from=differs)
+
+
+def weight_hashes(store: Store, policy: ArtifactRef) -> dict[str, str]:
+    """The sha256 of each file of a policy's weights, however it is stored."""
+    return {name: record.sha256 for name, record in whole_files(store, policy).items() if name.endswith(".safetensors")}

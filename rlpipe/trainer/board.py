@@ -1,0 +1,111 @@
+"""What rank 0 knows of the jobs of its gang: which runs, which are done, and what is resident. Needs no torch.
+
+A job asked twice is done once: jobs with equal fields are one job. The HTTP thread submits and waits; the main thread works.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from rlpipe.trainer.jobs import STATUS_LOST, STATUS_OK, AtPosition, GangJob, OffloadJob, TrainJob
+
+
+@dataclass(eq=False)
+class JobRecord:
+    """A job on the board. `answer`: HTTP status and body, once it is done."""
+
+    job: GangJob
+    answer: Future[tuple[int, dict[str, object]]] = field(default_factory=Future)
+    progress: dict[str, int] = field(default_factory=lambda: {"done": 0, "total": 0})
+
+
+class JobRefused(Exception):
+    """A job that may not run now; `answer` says why, and which position is resident."""
+
+    def __init__(self, error: str, position: str | None) -> None:
+        super().__init__(error)
+        self.answer = {"error": error, "position": position}
+
+
+class Board:
+    """At most one job at a time; positions change only by jobs that succeed."""
+
+    def __init__(self) -> None:
+        self.position: str | None = None
+        self.running: JobRecord | None = None
+        self.nodes: Callable[[], list[dict[str, object]]] = list  # of the gang, and for how long they have been silent
+        self.lost = ""  # why the gang ends
+        self._finished: list[JobRecord] = []  # the job that led to the position, and those after it that left it there
+        self._waiting: queue.SimpleQueue[JobRecord] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._worked = time.monotonic()  # when somebody last asked for work, or it ended
+
+    def submit(self, job: GangJob) -> JobRecord:
+        """The record of this job: it runs, or it is done and still holds, or it is new. JobRefused otherwise."""
+        with self._lock:
+            self._worked = time.monotonic()
+            for record in [self.running] if self.running else self._finished:
+                if record.job == job:
+                    return record
+            if self.running is not None:
+                raise JobRefused("busy", self.position)
+            starts_from = (
+                job.start if isinstance(job, TrainJob) else job.position if isinstance(job, AtPosition) else self.position
+            )
+            if starts_from != self.position:
+                raise JobRefused("not resident", self.position)
+            # what was offloaded comes back with this job, so an offload after it is another one
+            self._finished = [record for record in self._finished if not isinstance(record.job, OffloadJob)]
+            if not isinstance(job, AtPosition | OffloadJob):
+                self.position = None
+                self._finished.clear()
+            self.running = JobRecord(job)
+            self._waiting.put(self.running)
+            return self.running
+
+    def next(self, timeout_s: float) -> JobRecord | None:
+        """The next job for the main thread, or None after the timeout."""
+        try:
+            return self._waiting.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def progress(self, done: int, total: int) -> None:
+        """What the running job has done so far."""
+        assert 0 <= done <= total, f"{done} of {total}"
+        if self.running is not None:
+            self.running.progress = {"done": done, "total": total}
+
+    def finish(self, record: JobRecord, status: int, answer: dict[str, object]) -> None:
+        """Ends the running job; one that succeeded sets the position."""
+        with self._lock:
+            assert self.running is record, "another job was running"
+            if status == STATUS_OK and not isinstance(record.job, OffloadJob):
+                self.position = record.job.result if isinstance(record.job, TrainJob) else record.job.position
+            self._finished.append(record)
+            self.running, self._worked = None, time.monotonic()
+        record.answer.set_result((status, answer))
+
+    def give_up(self, why: str) -> None:
+        """The gang ends: whoever waits for a job, or asks for one, is told why."""
+        with self._lock:
+            self.lost, running = why, self.running
+        if running is not None and not running.answer.done():
+            running.answer.set_result((STATUS_LOST, {"error": why}))
+
+    def delivered(self, record: JobRecord) -> None:
+        """The answer was sent: a failure is forgotten, so that the same job can be tried again."""
+        with self._lock:
+            if record.answer.result()[0] != STATUS_OK and record in self._finished:
+                self._finished.remove(record)
+
+    def status(self) -> dict[str, object]:
+        """What is resident, what runs and how far it is, and for how many seconds there was nothing to do."""
+        running = self.running
+        progress, idle_s = (running.progress, 0.0) if running else (None, time.monotonic() - self._worked)
+        return {"position": self.position, "busy": running is not None, "progress": progress, "idle_s": idle_s}

@@ -1,0 +1,201 @@
+"""How the resident policy leaves the ranks for engines: gathered bucket by bucket, broadcast by rank 0 to a group that it makes with them for this
+one policy. What was sent is hashed as the files that hold it, so that the policy has one name, however it travelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Backend, _abort_process_group, _new_process_group_helper, _world
+
+from rlpipe.models.checkpoint import LENGTH_BYTES, hub_tensors, tensors_of
+from rlpipe.records.sending import Offer, TensorBucket
+from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.jobs import JobResult, OfferJob, SendJob
+from rlpipe.trainer.policy_files import METADATA, HostCopies, layout_of, saved_as, whole_tensor
+from rlpipe.trainer.step import Resident
+from rlpipe.types import FileRecord, StoreError
+
+Made = TypeVar("Made")
+BUCKET_BYTES = 256 << 20  # of a bucket, or one block of layers
+STALL_S = 60.0  # for all receivers to join, and for a bucket to reach them
+ABORT_S = 15.0  # for a call to end whose group was aborted
+HASHERS = 4  # files that a rank hashes at a time
+
+
+class Sending:
+    """What a gang sends. Rank 0 is in the group with engines; every rank gathers, and hashes its files of what was sent."""
+
+    def __init__(self, gang: Gang) -> None:
+        self._gang = gang
+        self._position = ""  # of the policy that was offered last
+        self._meetings: dict[str, TCPStore] = {}  # where the groups meet that it was offered to
+
+    def offer(self, resident: Resident, job: OfferJob) -> JobResult:
+        """What `send` will send, and where the group meets: an address of this gang alone, open until another policy is offered."""
+        offer: Offer | None = None
+        with self._gang.together():
+            if self._gang.rank == 0:
+                host = self._gang.options.host
+                listener = socket.create_server((host, 0))
+                port, wait = listener.getsockname()[1], timedelta(seconds=STALL_S)
+                # torch's own socket would listen at every address of the machine
+                store = TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach())
+                if job.position != self._position:
+                    self._position, self._meetings = job.position, {}
+                self._meetings[job.group] = store
+                buckets = [bucket for _, in_file in _plan(self._gang, resident) for bucket in in_file]
+                offer = Offer(host, port, [_described(self._gang, resident, names) for names in buckets])
+        return JobResult(offer=offer)
+
+    def send(self, resident: Resident, job: SendJob) -> JobResult:
+        """Sends the policy; rank 0 gets the records of the files that hold what was sent. StoreError, on all ranks, when it did not reach every receiver."""
+        gang, lm, dtype = self._gang, resident.policy.lm, getattr(torch, self._gang.options.dtype)
+        tensors, group = tensors_of(lm), None
+        with gang.together():
+            if gang.rank == 0:
+                group = self._group(job)
+        with (
+            contextlib.closing(group) if group else contextlib.nullcontext(),
+            ThreadPoolExecutor(HASHERS, "hashing") as threads,
+        ):
+            hashed = []
+            for index, (file, buckets) in enumerate(_plan(gang, resident)):
+                own: dict[str, Tensor] = {}
+                with HostCopies(gang.device) as copies:
+                    for names in buckets:
+                        sent = hub_tensors(lm, {name: whole_tensor(tensors[name], dtype) for name in names})
+                        with gang.together():
+                            if group is not None:
+                                group.broadcast([*sent.values()])
+                        if gang.by_node(index) == gang.rank:  # who writes that file when it is saved
+                            own |= {name: copies.copy(tensor) for name, tensor in sent.items()}
+                if own:
+                    hashed.append(threads.submit(file_of, file, own))
+            records = [asdict(record.result()) for record in hashed]
+        return JobResult(sent=[FileRecord(**record) for own in gang.gather(records) for record in own])
+
+    def _group(self, job: SendJob) -> ReceiverGroup:
+        if job.position != self._position or job.group not in self._meetings:
+            raise StoreError(f"group {job.group} was offered nothing of {job.position}")
+        return ReceiverGroup(self._meetings[job.group], job, self._gang.device)
+
+
+class ReceiverGroup:
+    """The group of rank 0 and what receives, for one policy. Every call has a deadline; OSError when a receiver is gone, or late.
+
+    torch's calls are made in a thread: one of NCCL that waits for a receiver which died does not end by itself.
+    """
+
+    def __init__(self, store: TCPStore, job: SendJob, device: torch.device) -> None:
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, "sending")
+        self._group: dist.ProcessGroup | None = None
+        # NCCL's own deadline ends the process: it comes after this one
+        timeout = timedelta(seconds=STALL_S if job.backend == "gloo" else 10 * STALL_S)
+
+        def join() -> dist.ProcessGroup:
+            size, backend, name = 1 + job.receivers, Backend(job.backend), cast("Any", job.group)
+            met = PrefixStore(job.group, store)  # as SGLang's side has it
+            made, _ = _new_process_group_helper(size, 0, [], backend, met, group_name=name, timeout=timeout)
+            assert isinstance(made, dist.ProcessGroup), "rank 0 is in the group"
+            _world.pg_group_ranks[made] = {rank: rank for rank in range(size)}
+            return made
+
+        try:
+            self._group = self._within(join)
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        """Sends them one after the other; returns when they have left."""
+
+        def send() -> None:
+            works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
+            for work in works:
+                assert work is not None, "this rank is in the group"
+                work.wait()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+
+        self._within(send)
+
+    def close(self) -> None:
+        """Leaves the group; receivers that still wait for something are told by its connections."""
+        assert self._group is not None, "torch would end all groups"
+        with contextlib.suppress(OSError):
+            self._within(partial(dist.destroy_process_group, self._group))
+        self._group = None
+        self._thread.shutdown(wait=False)
+
+    def _within(self, act: Callable[[], Made]) -> Made:
+        doing = self._thread.submit(act)
+        try:
+            return doing.result(STALL_S + 1)  # gloo's own comes first, and says more
+        except TimeoutError:
+            with contextlib.suppress(RuntimeError, ValueError):
+                _abort_process_group(self._group)
+        except (RuntimeError, ValueError) as error:
+            raise OSError(f"a receiver of weights was lost: {error!s:.300}") from error
+        try:
+            doing.exception(ABORT_S)
+        except TimeoutError:  # this process cannot be trusted any more: it ends, and the gang is made anew from the store
+            raise RuntimeError(f"a group with engines hangs, {STALL_S:g} s and its abort are over") from None
+        raise OSError(f"a receiver of weights was late by {STALL_S:g} s")
+
+
+def _plan(gang: Gang, resident: Resident) -> Iterator[tuple[str, list[list[str]]]]:
+    """For each file of the policy the buckets that it is sent in: names of the module's tensors, whole blocks."""
+    tensors, dtype = tensors_of(resident.policy.lm), getattr(torch, gang.options.dtype)
+    for file, blocks in layout_of(gang, resident).files.items():
+        buckets, room = [], 0
+        for block in blocks:
+            size = sum(tensors[name].numel() * saved_as(tensors[name], dtype).itemsize for name in block)
+            if size > room:
+                buckets.append([])
+                room = BUCKET_BYTES
+            buckets[-1] += block
+            room -= size
+        yield file, buckets
+
+
+def _described(gang: Gang, resident: Resident, names: list[str]) -> TensorBucket:
+    """What is sent of these tensors of the module."""
+    lm, dtype = resident.policy.lm, getattr(torch, gang.options.dtype)
+    tensors = tensors_of(lm)
+    empty = {name: torch.empty(tensors[name].shape, dtype=saved_as(tensors[name], dtype), device="meta") for name in names}
+    sent = hub_tensors(lm, empty)
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in sent.values()]
+    return TensorBucket([*sent], dtypes, [[*tensor.shape] for tensor in sent.values()])
+
+
+def file_of(name: str, tensors: dict[str, Tensor]) -> FileRecord:
+    """The record of the file that has these tensors of main memory, without the file: as safetensors would write it, which orders them its way."""
+    head = save({key: tensor.new_empty(0) for key, tensor in tensors.items()}, METADATA)
+    header, size = json.loads(head[LENGTH_BYTES:]), 0
+    order = [key for key in header if key != "__metadata__"]
+    for key in order:
+        header[key]["shape"] = [*tensors[key].shape]
+        header[key]["data_offsets"] = [size, size + tensors[key].nbytes]
+        size += tensors[key].nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    digest = hashlib.sha256(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    for key in order:
+        digest.update(tensors[key].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return FileRecord(name, LENGTH_BYTES + len(text) + size, digest.hexdigest())
