@@ -24,7 +24,8 @@ from rlpipe.models.causal import empty_model, restore_buffers, small_windows, ta
 from rlpipe.models.small import VOCABULARY, small_config, small_model
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows
-from rlpipe.trainer.selftest import LENGTHS, own_logprobs, prove, row_logprobs, sequence
+from rlpipe.trainer.probe_rows import LENGTHS, own_logprobs, row_logprobs, sequence
+from rlpipe.trainer.selftest import prove
 from rlpipe.types import UserError
 from scripts.page_table import PageTable
 

@@ -25,7 +25,8 @@ from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.flops import flex_tokens
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import BRANCHES, Row, Rows, Text, TrainSequence, plan_texts, shapes, text_tokens
-from rlpipe.trainer.selftest import PROMPT, behind, own_logprobs, row_logprobs, sequence
+from rlpipe.trainer.probe_rows import behind, own_logprobs, row_logprobs, sequence
+from rlpipe.trainer.selftest import PROMPT
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.trial import LiveBytes
 from rlpipe.types import UserError

@@ -14,7 +14,7 @@ from rlpipe.models.small import VOCABULARY, small_config, small_model
 from rlpipe.trainer import flops
 from rlpipe.trainer.flops import Work, flex_tokens, forward_flops, mfu, peak_flops, work_of
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.selftest import behind, sequence
+from rlpipe.trainer.probe_rows import behind, sequence
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 

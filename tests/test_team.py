@@ -18,7 +18,8 @@ from rlpipe.models.team import Team, check_team, use_team, uses_team
 from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.model import PolicyModel, layers_of, recompute
 from rlpipe.trainer.packing import Row, Text
-from rlpipe.trainer.selftest import PROMPT, behind, sequence
+from rlpipe.trainer.probe_rows import behind, sequence
+from rlpipe.trainer.selftest import PROMPT
 from rlpipe.trainer.trial import LiveBytes
 from rlpipe.types import UserError
 from tests.team_world import on_ranks

@@ -27,6 +27,7 @@ from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX,
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, finite, local_files, ranged_file, tensors_of, tied_names
 from rlpipe.models.flex import own_attention, uses_flex
+from rlpipe.models.fused import as_written
 from rlpipe.models.linear import use_fast_linears
 from rlpipe.models.masks import AttentionMask, Masks
 from rlpipe.models.team import Team, use_team, uses_team
@@ -93,7 +94,7 @@ class PolicyModel(nn.Module):
     def plain_logprobs(self, tokens_L: Tensor) -> Tensor:
         """Logprobs of `tokens_L` but the first, as the language model itself gives them for this text alone: what `forward` must equal."""
         given = {"use_cache": False} if takes(self.lm, "use_cache") else {}
-        with own_attention(self.lm):
+        with own_attention(self.lm), as_written():
             logits_LV = self.lm(input_ids=tokens_L[None], **given).logits[0, :-1].float()
         return torch.log_softmax(logits_LV, dim=-1).gather(-1, tokens_L[1:, None]).squeeze(-1)
 

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlpipe.models.causal import MODEL_FAULTS, WINDOW_TESTED, other_windows, small_windows
 from rlpipe.models.flex import leave_flex, own_attention, try_kernels, use_flex, uses_flex
+from rlpipe.models.fused import as_written, leave_fused, use_fused, uses_fused
 from rlpipe.models.team import uses_team
-from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.packing import Rows, TrainSequence, text_tokens
+from rlpipe.trainer.packing import Rows, TrainSequence
+from rlpipe.trainer.probe_rows import LENGTHS, behind, own_logprobs, row_logprobs, sequence, settle
 from rlpipe.types import UserError
 
 log = logging.getLogger(__name__)
-LENGTHS = (29, 17, 5, 3)  # longest first; the longer ones exceed any window while it is tried
 LONG = (200, 150, 40, 9)  # of more than one block of flex_attention
 PROMPT = 11  # that they share
-ROOM = 8  # of padding
 assert min(LENGTHS[1], PROMPT) > WINDOW_TESTED
 # arithmetic in another order stays below: far for one text computed in two shapes, near for one shape with other tokens elsewhere in it,
 # which changes nothing but how many tokens an expert has
@@ -37,6 +33,8 @@ FAR_GRADIENT = {"float32": 1e-3, "bfloat16": 0.2}  # of the whole gradient's nor
 NEAR = {"float32": 1e-5, "bfloat16": 0.02}
 EXACT, TIMES = 1e-6, 4.0
 FLEX_DEVICES = ("cuda",)  # on a CPU it has no kernel for the backward pass
+FUSED_DEVICES = ("cuda",)
+FIRST_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,27 @@ def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
 
 
 def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
-    """The same with flex_attention, which the policy keeps; None, and it keeps its own attention, where that is not what its own code computes."""
+    """The same with flex_attention, which the policy keeps; None, and it keeps its own attention, where that is not what its own code computes.
+    On GPUs its norms, rotary positions and MLPs are kernels, too, unless that is what is wrong."""
+    lm, fault = policy.lm, ""
+    for choose in (use_fused, leave_fused) if gang.device.type in FUSED_DEVICES else (leave_fused,):
+        choose(lm)
+        rows, fault = _tried_flex(gang, policy)
+        if not fault:
+            how = "flex_attention, norms and MLPs by kernels" if uses_fused(lm) else "flex_attention"
+            log.info("%s: attention is computed by %s, rows are %s", lm.config.model_type, how, rows.name.lower())
+            return rows
+        leave_flex(lm)
+        settle(policy, gang.device)
+        if uses_fused(lm):
+            gang.warn(f"{lm.config.model_type}: norms and MLPs are computed as its own code has them, a fifth slower ({fault})")
+    how = "attention is computed as its own code has it, not by flex_attention: one sequence a row, several times slower"
+    gang.warn(f"{lm.config.model_type}: {how} ({fault})")
+    return None
+
+
+def _tried_flex(gang: Gang, policy: PolicyModel) -> tuple[Rows, str]:
+    """With flex_attention from here on, how sequences may be put into rows; and why it will not do."""
     lm, rows, fault = policy.lm, Rows.SINGLE, ""
     try:
         if own := other_windows(lm.config):
@@ -106,26 +124,34 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
         with gang.together():
             try_kernels(lm, gang.device, getattr(torch, gang.options.dtype))
         use_flex(lm)
+        if uses_fused(lm):
+            _make_kernels(gang, policy)
         rows = _of_ranks(gang, policy).rows(lm.config.model_type, gang.options.dtype)
         fault = "" if rows >= Rows.PACKED else "packed sequences see each other"
     except MODEL_FAULTS as error:
         fault = f"{error!s:.300}"
     if not fault and not (far := gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED)) <= FAR_GRADIENT[gang.options.dtype]:
         fault = f"its gradients differ by {far:.2g}"
-    if not fault:
-        log.info("%s: attention is computed by flex_attention, rows are %s", lm.config.model_type, rows.name.lower())
-        return rows
-    leave_flex(lm)
-    _settle(policy, gang.device)
-    how = "attention is computed as its own code has it, not by flex_attention: one sequence a row, several times slower"
-    gang.warn(f"{lm.config.model_type}: {how} ({fault})")
-    return None
+    return rows, fault
+
+
+def _make_kernels(gang: Gang, policy: PolicyModel) -> None:
+    """Both passes over a text of one length: what torch makes for all lengths depends on the first, and so would the bits of a run that goes on."""
+    length = min(FIRST_TOKENS, getattr(policy.lm.config.get_text_config(), "max_position_embeddings", None) or FIRST_TOKENS)
+    texts = [sequence(length, policy.lm.config.get_text_config().vocab_size, 0)]
+    row_logprobs(policy, texts, Rows.SINGLE, gang.device)
+    if any(parameter.requires_grad for parameter in policy.parameters()):
+        _gradients(gang, policy, texts, Rows.SINGLE)
 
 
 def _alone(gang: Gang) -> str:
     """What is to be tried where ranks share rows and it does not come to the same; with flex_attention, which no longer computes anything."""
     count = gang.context_ranks
     return f" where {count} ranks share each row; use trainer.context_ranks = 1" if count > 1 else ""
+
+
+def _mean(one_N: Tensor, other_N: Tensor) -> float:
+    return float((one_N.double() - other_N.double()).abs().mean())
 
 
 def _of_ranks(gang: Gang, policy: PolicyModel) -> Proof:
@@ -148,7 +174,7 @@ def gradient_distance(gang: Gang, policy: PolicyModel, *kinds: Rows) -> float:
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         return 0.0
     with small_windows(policy.lm.config):
-        with own_attention(policy.lm):
+        with own_attention(policy.lm), as_written():
             own = _gradients(gang, policy, texts, Rows.SINGLE)
         whole = gang.sum(_square(own)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
         distances: list[float] = []
@@ -214,7 +240,7 @@ def _prove_shared(
         shared, leak = tried(policy, texts, others, Rows.SHARED, device)
     except MODEL_FAULTS as error:
         log.info("%s: prompts are not shared: %.300s", policy.lm.config.model_type, error)
-        _settle(policy, device)
+        settle(policy, device)
         return math.inf, math.inf
     return _mean(torch.cat(shared), torch.cat(own)), leak
 
@@ -230,70 +256,3 @@ def tried(
     ]
     beside = [row_logprobs(policy, half, rows, device) for half in halves]
     return given, float(np.max([_mean(part, beside[1 - index % 2][index]) for index, part in enumerate(given)]))
-
-
-def _settle(policy: PolicyModel, device: torch.device) -> None:
-    """A forward pass that comes to its end: without, FSDP would stay in the middle of the one that failed."""
-    policy.zero_grad(set_to_none=True)
-    own_logprobs(policy, [sequence(LENGTHS[-1], policy.lm.config.get_text_config().vocab_size, 0)], device)
-
-
-@torch.no_grad()
-def own_logprobs(policy: PolicyModel, sequences: Sequence[TrainSequence], device: torch.device) -> list[Tensor]:
-    """Of every token but the first, by the model's own forward pass of each sequence."""
-    logprobs = [policy.plain_logprobs(torch.from_numpy(sequence.tokens).to(device)).cpu() for sequence in sequences]
-    _reshard(policy)
-    return logprobs
-
-
-def row_logprobs(
-    policy: PolicyModel,
-    sequences: list[TrainSequence],
-    rows: Rows,
-    device: torch.device,
-    padding: int = 0,
-    gradient: bool = False,
-) -> list[Tensor]:
-    """Of the scored tokens, on the host, by the policy's forward pass of rows, in which `padding` is the token behind the sequences."""
-    texts = [sequences] if rows is Rows.SHARED else [[sequence] for sequence in sequences]
-    lengths = list(map(text_tokens, texts))
-    planned = [[index] for index in range(len(texts))] if rows is Rows.SINGLE else [[*range(len(texts))]]
-    # rows of one sequence have no padding but behind the shorter ones: as they are trained
-    microbatch = collate(texts, planned, 0 if rows is Rows.SINGLE else ROOM)
-    for tokens_L, row in zip(microbatch.tokens_RL, planned, strict=True):
-        tokens_L[sum(lengths[index] for index in row) :] = padding
-    microbatch = microbatch.to(device)
-    with torch.set_grad_enabled(gradient):
-        logprobs_N, _ = policy(
-            microbatch.tokens_RL,
-            microbatch.positions_RL,
-            microbatch.source_N,
-            microbatch.target_N,
-            temperature=1.0,
-            branch_RL=microbatch.branch_RL,
-        )
-    if not gradient:
-        _reshard(policy)
-    return list(logprobs_N.cpu().split([len(sequence.scored) for sequence in sequences]))
-
-
-def _reshard(policy: PolicyModel) -> None:
-    if isinstance(policy, FSDPModule):
-        policy.reshard()
-
-
-def _mean(one_N: Tensor, other_N: Tensor) -> float:
-    return float((one_N.double() - other_N.double()).abs().mean())
-
-
-def behind(prompt: np.ndarray, text: TrainSequence) -> TrainSequence:
-    """A text as the completion of a prompt."""
-    tokens, count = np.concatenate([prompt, text.tokens]), len(text.tokens)
-    return TrainSequence(tokens, np.arange(len(prompt), len(tokens)), np.zeros(count, dtype=np.float32), num_shared=len(prompt))
-
-
-def sequence(length: int, vocab_size: int, salt: int) -> TrainSequence:
-    """Tokens that look random, the same everywhere."""
-    digest = hashlib.shake_128(bytes([length, salt])).digest(4 * length)
-    tokens = np.frombuffer(digest, dtype="<u4").astype(np.int64) % vocab_size
-    return TrainSequence(tokens, np.arange(1, length), np.zeros(length - 1, dtype=np.float32))

@@ -1,0 +1,82 @@
+"""Texts that look random, and their logprobs: by the policy's forward pass of rows, and by the model's own of each alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from rlpipe.trainer.batches import collate
+from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.packing import Rows, TrainSequence, text_tokens
+
+LENGTHS = (29, 17, 5, 3)  # longest first; the longer ones exceed any window while it is tried
+ROOM = 8  # of padding
+
+
+def settle(policy: PolicyModel, device: torch.device) -> None:
+    """A forward pass that comes to its end: without, FSDP would stay in the middle of the one that failed."""
+    policy.zero_grad(set_to_none=True)
+    own_logprobs(policy, [sequence(LENGTHS[-1], policy.lm.config.get_text_config().vocab_size, 0)], device)
+
+
+@torch.no_grad()
+def own_logprobs(policy: PolicyModel, sequences: Sequence[TrainSequence], device: torch.device) -> list[Tensor]:
+    """Of every token but the first, by the model's own forward pass of each sequence."""
+    logprobs = [policy.plain_logprobs(torch.from_numpy(sequence.tokens).to(device)).cpu() for sequence in sequences]
+    _reshard(policy)
+    return logprobs
+
+
+def row_logprobs(
+    policy: PolicyModel,
+    sequences: list[TrainSequence],
+    rows: Rows,
+    device: torch.device,
+    padding: int = 0,
+    gradient: bool = False,
+) -> list[Tensor]:
+    """Of the scored tokens, on the host, by the policy's forward pass of rows, in which `padding` is the token behind the sequences."""
+    texts = [sequences] if rows is Rows.SHARED else [[sequence] for sequence in sequences]
+    lengths = list(map(text_tokens, texts))
+    planned = [[index] for index in range(len(texts))] if rows is Rows.SINGLE else [[*range(len(texts))]]
+    # rows of one sequence have no padding but behind the shorter ones: as they are trained
+    microbatch = collate(texts, planned, 0 if rows is Rows.SINGLE else ROOM)
+    for tokens_L, row in zip(microbatch.tokens_RL, planned, strict=True):
+        tokens_L[sum(lengths[index] for index in row) :] = padding
+    microbatch = microbatch.to(device)
+    with torch.set_grad_enabled(gradient):
+        logprobs_N, _ = policy(
+            microbatch.tokens_RL,
+            microbatch.positions_RL,
+            microbatch.source_N,
+            microbatch.target_N,
+            temperature=1.0,
+            branch_RL=microbatch.branch_RL,
+        )
+    if not gradient:
+        _reshard(policy)
+    return list(logprobs_N.cpu().split([len(sequence.scored) for sequence in sequences]))
+
+
+def _reshard(policy: PolicyModel) -> None:
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
+
+
+def behind(prompt: np.ndarray, text: TrainSequence) -> TrainSequence:
+    """A text as the completion of a prompt."""
+    tokens, count = np.concatenate([prompt, text.tokens]), len(text.tokens)
+    return TrainSequence(tokens, np.arange(len(prompt), len(tokens)), np.zeros(count, dtype=np.float32), num_shared=len(prompt))
+
+
+def sequence(length: int, vocab_size: int, salt: int) -> TrainSequence:
+    """Tokens that look random, the same everywhere."""
+    seed = length.to_bytes(1 + (length > 255), "big") + bytes([salt])
+    digest = hashlib.shake_128(seed).digest(4 * length)
+    tokens = np.frombuffer(digest, dtype="<u4").astype(np.int64) % vocab_size
+    return TrainSequence(tokens, np.arange(1, length), np.zeros(length - 1, dtype=np.float32))
