@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -103,8 +104,10 @@ class Comparison:
         # the last policy of a run is evaluated, whatever evaluation.every is: TRL's is not
         evaluated_s = [values.get("time/evaluate_s", 0.0) for values in metrics]
         seconds = [after - before - spent for (before, after), spent in zip(pairwise(ended), evaluated_s[1:], strict=True)]
-        batches = [read_rl_batch(run.store, record.artifact("batch"), run.config.rl.num_steps) for record in records]
-        steps = [[len(sequence.scored) for sequence in step] for batch in batches for step in batch.steps]
+        with tempfile.TemporaryDirectory() as folder:
+            read = partial(read_rl_batch, run.store, num_steps=run.config.rl.num_steps, folder=Path(folder))
+            batches = [read(record.artifact("batch")) for record in records]
+        steps = [[sequence.num_scored for sequence in step] for batch in batches for step in batch.steps]
         rewards = [float(values["rollout/reward_mean"]) for values in metrics]
         tokens = [int(values["rollout/num_tokens"]) for values in metrics]
         return Seen([0.0, *seconds], rewards, tokens, [len(step) for step in steps], [sum(step) for step in steps]), run

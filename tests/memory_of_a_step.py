@@ -14,7 +14,7 @@ import numpy as np
 
 from rlpipe.config.training import SftConfig
 from rlpipe.trainer.jobs import LoadJob, job_of
-from rlpipe.trainer.packing import TrainSequence
+from rlpipe.trainer.packing import sequence_of
 from rlpipe.trainer.sft import _cross_entropy
 from rlpipe.trainer.state import load
 from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
@@ -36,7 +36,7 @@ def main(folder: str, recomputed: str, offload: str, model: str) -> None:
     assert isinstance(job, LoadJob)
     held, _ = load(gang, job)
     tokens, scored = np.arange(LENGTH) % 1000, np.arange(1, LENGTH)
-    sequences = [TrainSequence(tokens, scored, np.zeros(0, dtype=np.float32)) for _ in range(TOKENS // LENGTH)]
+    sequences = [sequence_of(tokens, scored) for _ in range(TOKENS // LENGTH)]
     batch = plan_batch(gang, held.policy, held.rows, sequences)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     how = StepSettings(SftConfig(learning_rate=1e-4), 0, 1.0, "memory", entropy_trained=False)

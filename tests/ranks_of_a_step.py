@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlpipe.config.training import RlConfig
-from rlpipe.trainer.batches import Microbatch, read_rl_batch
+from rlpipe.trainer.batches import Microbatch
 from rlpipe.trainer.gang import join_gang
 from rlpipe.trainer.gap import Gaps
 from rlpipe.trainer.packing import Rows
@@ -19,6 +19,7 @@ from rlpipe.trainer.rl import advantages, loss_part, with_advantages, with_froze
 from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
+from tests.batches import read_rl_batch
 
 
 def whole_gradients(policy: Any) -> int:

@@ -28,11 +28,12 @@ from rlpipe.stages.scoring import score
 from rlpipe.stages.session import Session
 from rlpipe.stages.steps import score_step
 from rlpipe.store.artifacts import read_manifest, read_records
-from rlpipe.trainer.batches import RlBatch, read_rl_batch
+from rlpipe.trainer.batches import RlBatch
 from rlpipe.trainer.rl import advantages
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef
 from tests import trainer_world
+from tests.batches import read_rl_batch
 from tests.rows import rollout
 from tests.test_agents_stage import POLICY, made_session
 from tests.test_gap import gaps_of
@@ -289,9 +290,9 @@ def test_the_trainer_gives_branches_the_advantage_of_their_rollout(tmp_path: Pat
     ref = trainer_world.artifact(gang.store, "branched", files, {"empty_groups": []})
     alone, both = read_rl_batch(gang.store, plain, 3), read_rl_batch(gang.store, ref, 3)
     assert both.rollout_B.tolist() == [0, 0, 1, 2, 3, 4, 4, 4, 5] and [len(step) for step in both.steps] == [3, 2, 4]
-    assert [one.first for step in both.steps for one in step] == (np.cumsum(both.lengths_B) - both.lengths_B).tolist()
+    assert [one.row for step in both.steps for one in step] == [*range(9)]
     settings_of_job = RlConfig.model_validate(trainer_world.RL)
-    expected_N, found_N = (advantages(gang, batch, [], settings_of_job).tolist() for batch in (alone, both))
+    expected_N, found_N = (np.concatenate(advantages(gang, batch, [], settings_of_job)).tolist() for batch in (alone, both))
     starts = {place: found_N[int(start)] for place, start in zip(both.rollout_B.tolist(), np.cumsum(both.lengths_B) - both.lengths_B, strict=True)}  # fmt: skip
     assert [starts[place] for place in range(6)] == [
         expected_N[int(start)] for start in np.cumsum(alone.lengths_B) - alone.lengths_B

@@ -20,8 +20,8 @@ from rlpipe.stages.filtering import Survivors, carried_rollouts
 from rlpipe.stages.iteration import account
 from rlpipe.stages.rollouts import loss_mask, prior_of
 from rlpipe.store.backend import open_store
-from rlpipe.trainer.batches import read_rl_batch
 from rlpipe.types import StoreError
+from tests.batches import read_rl_batch
 from tests.rows import CARRIED, from_parquet
 from tests.trainer_world import artifact
 

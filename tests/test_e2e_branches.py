@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlpipe.store.run import open_existing
-from rlpipe.trainer.batches import read_rl_batch
+from tests.batches import read_rl_batch
 from tests.pipeline import Folder, kill_group
 from tests.test_e2e_agents import SHARD, SMALL, folder_of, wait_for_replies
 
@@ -42,7 +42,7 @@ def test_every_reply_is_trained_once(undisturbed: Folder) -> None:
         for sequence in (sequence for step in read.steps for sequence in step):
             stretches = np.split(sequence.scored, np.flatnonzero(np.diff(sequence.scored) > 1) + 1)
             trained.update(tuple(sequence.tokens[places].tolist()) for places in stretches)
-            num_shared += int(sequence.scored[0] > sequence.num_shared)
+            num_shared += int(sequence.scored[0] > len(sequence.prompt))
         assert trained == replies and trained.total() == 12 * 4
         record = run.iteration(iteration)
         assert record is not None and record.metrics["rollout/num_trained"] == 12

@@ -24,7 +24,7 @@ from rlpipe.trainer import selftest
 from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.flops import flex_tokens
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.packing import BRANCHES, Row, Rows, Text, TrainSequence, plan_texts, shapes, text_tokens
+from rlpipe.trainer.packing import BRANCHES, Row, Rows, Text, TrainSequence, plan_texts, sequence_of, shapes, text_tokens
 from rlpipe.trainer.probe_rows import behind, own_logprobs, row_logprobs, sequence
 from rlpipe.trainer.selftest import PROMPT
 from rlpipe.trainer.trainer import Trainer
@@ -341,7 +341,7 @@ def test_the_kernel_on_cuda_gives_the_same(family: str, rows: Callable[[], Place
     """Compared with the attention of the family's own code, each sequence in a row of its own."""
     policy, texts = small_policy(family, head_dim=16), rows()[0]
     policy.cuda()
-    alone = [[replace(sequence, num_shared=0)] for text in texts for sequence in text]
+    alone = [[sequence_of(sequence.tokens, sequence.scored)] for text in texts for sequence in text]
     expected, expected_gradient = passes(
         policy, collate(alone, [[index] for index in range(len(alone))]).to(torch.device("cuda"))
     )
@@ -359,7 +359,7 @@ def test_a_long_row_takes_no_memory_of_its_square_on_cuda() -> None:
     policy = small_policy("qwen3", head_dim=16).cuda()
     use_flex(policy.lm)
     tokens = np.arange(32768) % VOCABULARY
-    long = TrainSequence(tokens, np.arange(1, len(tokens)), np.zeros(len(tokens) - 1, dtype=np.float32))
+    long = sequence_of(tokens, np.arange(1, len(tokens)))
     batch = collate([[long]], [[0]]).to(torch.device("cuda"))
     passes(policy, batch)
     torch.cuda.reset_peak_memory_stats()

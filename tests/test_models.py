@@ -17,7 +17,6 @@ from rlpipe.engines.local.model import LocalModel
 from rlpipe.models.causal import empty_model, hf_config, probe_tokens, restore_buffers, small_windows
 from rlpipe.models.small import small_config, small_model
 from rlpipe.store.local_copy import materialise
-from rlpipe.trainer.batches import read_conversations
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import Proof, prove
@@ -26,6 +25,7 @@ from rlpipe.trainer.trial import rows_of
 from rlpipe.types import JsonDict, UserError
 from scripts.models_table import in_page, try_family
 from tests import trainer_world as world
+from tests.batches import read_conversations
 
 IN_PAGE = in_page()
 FAMILIES = [

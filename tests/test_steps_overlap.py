@@ -18,9 +18,9 @@ from rlpipe.stages.steps import score_step
 from rlpipe.stages.training import position, rl_job, step_jobs
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.run import Run
-from rlpipe.trainer.batches import read_rl_batch
 from rlpipe.trainer.packing import TrainSequence
 from rlpipe.types import ArtifactRef, StageResult, UserError
+from tests.batches import read_rl_batch
 from tests.rows import BATCH, PROMPTS, SCORES, grouped
 from tests.test_oversampling import POLICY, PRESETS, PlayedPool, PlayedRewards, World
 

@@ -21,6 +21,7 @@ from rlpipe.trainer.packing import (
     fullest,
     plan_step,
     plan_texts,
+    sequence_of,
     shapes,
     text_pairs,
     text_tokens,
@@ -54,7 +55,8 @@ def test_rows_hold_the_sequences_side_by_side(lengths: list[int], seed: int) -> 
     sequences = []
     for length in lengths:
         scored = 1 + np.flatnonzero(random.random(length - 1) < 0.5)
-        sequences.append(TrainSequence(random.integers(1, 99, length), scored, -random.random(len(scored))))
+        made = sequence_of(random.integers(1, 99, length), scored)
+        sequences.append(replace(made, logprobs=-random.random(length).astype(np.float32)))
     (plan,) = plan_step(lengths, 1, 256)
     scored_targets = []
     for rows in plan:
@@ -95,7 +97,7 @@ def steps_of_groups(draw: st.DrawFn) -> list[TrainSequence]:
         for length in draw(st.lists(st.integers(1, 30), min_size=1, max_size=9)):
             scored = len(prompt) + np.flatnonzero(random.random(length) < 0.7)
             tokens = np.concatenate([prompt, random.integers(1, 99, length)])
-            sequences.append(TrainSequence(tokens, scored, -random.random(len(scored)), num_shared=len(prompt)))
+            sequences.append(sequence_of(tokens, scored, num_shared=len(prompt)))
     return sequences
 
 
@@ -141,7 +143,7 @@ def test_a_prompt_is_shared_by_as_many_as_pay() -> None:
     def group(prompt: int, completion: int, size: int) -> list[TrainSequence]:
         tokens = np.arange(prompt + completion)
         scored = np.arange(prompt, prompt + completion)
-        return [TrainSequence(tokens, scored, np.zeros(completion), num_shared=prompt) for _ in range(size)]
+        return [sequence_of(tokens, scored, num_shared=prompt) for _ in range(size)]
 
     def largest(sequences: list[TrainSequence], rows: Rows = Rows.SHARED) -> int:
         return max(map(len, plan_texts(sequences, 1, 8192, rows)[0]))
@@ -152,7 +154,7 @@ def test_a_prompt_is_shared_by_as_many_as_pay() -> None:
     assert largest(group(400, 10, 16), Rows.PACKED) == 1
     assert max(map(len, plan_texts(group(400, 10, 64), 1, 512, Rows.SHARED)[0])) == 11, "as many as a microbatch holds"
     assert largest([*group(400, 10, 16), *group(300, 1500, 1)]) == 16, "a long one beside keeps none from it"
-    assert largest([replace(sequence, num_shared=0) for sequence in group(400, 10, 16)]) == 1
+    assert largest([sequence_of(sequence.tokens, sequence.scored) for sequence in group(400, 10, 16)]) == 1
 
 
 # groups, completions of each, tokens of a prompt, fewest and most tokens of a completion; slots with masks of L x L, slots with flex_attention
@@ -173,7 +175,7 @@ def test_with_flex_attention_a_prompt_is_computed_once(
         for length in random.integers(fewest, most + 1, size):
             tokens = np.full(prompt + length, group)
             scored = np.arange(prompt, len(tokens))
-            sequences.append(TrainSequence(tokens, scored, np.zeros(length), num_shared=prompt))
+            sequences.append(sequence_of(tokens, scored, num_shared=prompt))
     found = []
     for flex_tokens in (None, 24641.0):  # of a model of 4B parameters
         texts, plans = plan_texts(sequences, 1, 16384, Rows.SHARED, 1, flex_tokens)
@@ -185,7 +187,7 @@ def test_with_flex_attention_a_prompt_is_computed_once(
 
 def test_a_text_has_no_more_sequences_than_branches_have_numbers() -> None:
     tokens = np.arange(4)
-    group = [TrainSequence(tokens, np.array([3]), np.zeros(1), num_shared=3) for _ in range(5000)]
+    group = [sequence_of(tokens, np.array([3]), num_shared=3) for _ in range(5000)]
     texts, plans = plan_texts(group, 1, 16384, Rows.SHARED, 1, 1000.0)
     assert len(texts[0]) == BRANCHES - 1
     for rows in plans[0]:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from rlpipe.algorithms.steps import step_ranges
 from rlpipe.records.rollout import UNRECORDED
-from rlpipe.trainer.batches import read_rl_batch, rows_of_steps
+from rlpipe.trainer.batches import rows_of_steps
 from rlpipe.trainer.gap import of_whole_batch
 from rlpipe.trainer.step import frozen_logprobs, plan_batch
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict, UserError
 from tests import trainer_world as world
+from tests.batches import read_rl_batch
 
 NUM_GROUPS = 9
 EMPTY = 4  # a group of which nothing is trained
@@ -139,7 +140,7 @@ def test_an_engine_with_the_trainers_own_logprobs_saves_the_pass_and_changes_no_
     batches = [plan_batch(trainer.gang, resident.policy, resident.rows, step) for step in read.steps]
     passes = [(batch.microbatches, frozen_logprobs(resident.policy, batch.microbatches, 1.0)) for batch in batches]
     parts = [part for microbatches, logprobs in passes for part in zip(microbatches, logprobs, strict=True)]
-    own = iter(of_whole_batch(trainer.gang, int(read.lengths_B.sum()), parts).tolist())
+    own = iter(of_whole_batch(trainer.gang, read.lengths_B, parts).tolist())
     for row in rows:
         row["rollout_logprobs"] = [next(own) if scored else -1.0 for scored in row["loss_mask"]]
     batch = world.batch(trainer.gang.store, "exact", rows)

@@ -54,7 +54,33 @@ def token_advantages(
     kl_coef: float = 0.0,
     rollout_B: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Advantages of the N scored tokens of a batch: what the trainer trains on.
+    """Advantages of the N scored tokens of a batch, row after row: as `row_advantages`, put together."""
+    advantages_B = row_advantages(
+        rewards_B,
+        group_index_B,
+        lengths_B,
+        estimator=estimator,
+        gamma=gamma,
+        kl_N=kl_N,
+        kl_coef=kl_coef,
+        rollout_B=rollout_B,
+    )
+    return np.concatenate([np.zeros(0), *advantages_B])
+
+
+def row_advantages(
+    rewards_B: np.ndarray,
+    group_index_B: np.ndarray,
+    lengths_B: np.ndarray,
+    *,
+    estimator: str,
+    gamma: float = 1.0,
+    kl_N: np.ndarray | None = None,
+    kl_coef: float = 0.0,
+    rollout_B: np.ndarray | None = None,
+) -> list[np.ndarray]:
+    """Advantages of the scored tokens of each row of a batch: what the trainer trains on. Where all tokens of a row have the same, they are one number
+    in memory.
 
     `kl_N` is subtracted from the rewards: token by token for `reinforce_plus_plus`, for the others as its sum over the rollout.
     `gamma` is read by `reinforce_plus_plus` alone. ValueError on an unknown estimator.
@@ -68,15 +94,22 @@ def token_advantages(
     rewards_B, lengths_B = np.asarray(rewards_B, dtype=np.float64), np.asarray(lengths_B, dtype=np.int64)
     assert rewards_B.shape == lengths_B.shape and (kl_N is None or len(kl_N) == lengths_B.sum()), "one KL a scored token"
     if estimator == "reinforce_plus_plus":
-        return _whitened(_returns(rewards_B, lengths_B, gamma, kl_N, kl_coef))
-    if rollout_B is not None:
-        first_R = np.flatnonzero(np.diff(rollout_B, prepend=-1))
-        lengths_B, rewards_B, group_index_B = rollout_sums(lengths_B, rollout_B), rewards_B[first_R], group_index_B[first_R]
+        return _of_rows(_whitened(_returns(rewards_B, lengths_B, gamma, kl_N, kl_coef)), lengths_B)
+    rollout_B = np.arange(len(lengths_B)) if rollout_B is None else rollout_B
+    first_R, lengths_R = np.flatnonzero(np.diff(rollout_B, prepend=-1)), rollout_sums(lengths_B, rollout_B)
+    rewards_R, group_index_R = rewards_B[first_R], np.asarray(group_index_B)[first_R]
     if kl_N is not None:
-        rewards_B = rewards_B - kl_coef * np.bincount(_rows(lengths_B), weights=kl_N, minlength=len(lengths_B))
+        rewards_R = rewards_R - kl_coef * np.bincount(_rows(lengths_R), weights=kl_N, minlength=len(lengths_R))
     if estimator == "reinforce_plus_plus_baseline":
-        return _whitened(np.repeat(group_advantages(rewards_B, group_index_B, estimator="dr_grpo"), lengths_B))
-    return np.repeat(group_advantages(rewards_B, group_index_B, estimator=estimator, lengths_B=lengths_B), lengths_B)
+        whitened_N = _whitened(np.repeat(group_advantages(rewards_R, group_index_R, estimator="dr_grpo"), lengths_R))
+        return _of_rows(whitened_N, lengths_B)
+    advantages_R = group_advantages(rewards_R, group_index_R, estimator=estimator, lengths_B=lengths_R)
+    return [np.broadcast_to(advantages_R[rollout], length) for rollout, length in zip(rollout_B, lengths_B, strict=True)]
+
+
+def _of_rows(values_N: np.ndarray, lengths_B: np.ndarray) -> list[np.ndarray]:
+    """Values of all scored tokens, row by row."""
+    return [values_N[end - length : end] for end, length in zip(np.cumsum(lengths_B), lengths_B, strict=True)]
 
 
 def rollout_sums(lengths_B: np.ndarray, rollout_B: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from rlpipe.types import JsonDict
 
 Record = TypeVar("Record")
 ITEMS_MAX = 2**31 - 1  # of one column of lists: Arrow's offsets are 32 bits wide
+ROWS_AT_ONCE = 64  # of a file that is decoded into another
 NUMPY = {pa.int32(): np.int32, pa.int8(): np.int8, pa.float32(): np.float32, pa.float16(): np.float16}
 ARROW: dict[Kind, pa.DataType] = {
     "int32": pa.int32(), "int64": pa.int64(), "text": pa.string(), "float64": pa.float64(), "tokens": pa.list_(pa.int32()),
@@ -171,3 +173,19 @@ def read_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     names = None if columns is None else list(columns)
     table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(names, use_threads=False)
     return table if names is None else table.select(names)
+
+
+def decode_file(source: Path, target: Path, record: type[Any]) -> None:
+    """Writes the columns of a record in a Parquet file as an Arrow file, with its types; a few rows are in memory at a time. ValueError: see `typed`."""
+    with pq.ParquetFile(source, memory_map=True, pre_buffer=False) as file:
+        names = [name for name in schema_of(record).names if name in file.schema_arrow.names]
+        schema = typed(file.schema_arrow.empty_table().select(names), record).schema
+        with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=names, use_threads=False):
+                writer.write_table(typed(pa.Table.from_batches([batch]), record))
+
+
+def map_table(path: Path) -> pa.Table:
+    """An Arrow file as a table whose columns are its pages."""
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_file(source).read_all()

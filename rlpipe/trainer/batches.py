@@ -6,6 +6,7 @@ Legend: R rows of a microbatch, L tokens of a row, N scored positions, B sequenc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from rlpipe.algorithms.steps import step_ranges
 from rlpipe.records.kinds import Float, Int32, Logprobs, Mask, Tokens
 from rlpipe.records.rollout import BRANCHES_FILE, Branch, Conversation, with_branches
-from rlpipe.store.artifacts import read_manifest, read_records, read_records_if_any
+from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
+from rlpipe.store.mapped import map_records
 from rlpipe.trainer.packing import BRANCHES, Row, Text, TrainSequence, fullest, text_tokens
 from rlpipe.types import ArtifactRef, StoreError
 
@@ -50,8 +52,8 @@ class RlBatch:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass needs. `slot_N` places the N scored positions into the B x T of the losses, `place_N` among all
-    scored tokens of the batch.
+    """What one forward pass needs. `slot_N` places the N scored positions into the B x T of the losses; they are those of `rows` of the batch, in
+    this order.
 
     Without sequences it has one row of padding and one scored position outside the mask: the same collectives, gradient 0.
     """
@@ -63,7 +65,7 @@ class Microbatch:
     source_N: Tensor
     target_N: Tensor
     slot_N: Tensor
-    place_N: Tensor
+    rows: tuple[int, ...]
     mask_BT: Tensor
     rollout_logprobs_BT: Tensor
     advantages_BT: Tensor | None = None
@@ -75,8 +77,12 @@ class Microbatch:
         flat = values_N.new_zeros(self.mask_BT.numel())
         return flat.index_put((self.slot_N,), values_N).view(self.mask_BT.shape)
 
+    def scored(self, values_BT: Tensor) -> Tensor:
+        """Values of B x T at the scored positions, row after row; none of a microbatch of padding."""
+        return values_BT.flatten()[self.slot_N] if self.rows else values_BT.new_zeros(0)
+
     def to(self, device: torch.device) -> Microbatch:
-        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
 
@@ -90,21 +96,23 @@ def collate(texts: list[Text], rows: list[Row], padding: int = 0) -> Microbatch:
     shape = (max(len(rows), 1), row_tokens)
     tokens_RL, positions_RL, branch_RL = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     chosen = [sequence for row in rows for index in row for sequence in texts[index]]
-    width = max((len(sequence.scored) for sequence in chosen), default=1)
+    read = [(sequence.tokens, sequence.scored) for sequence in chosen]
+    width, unread = max((sequence.num_scored for sequence in chosen), default=1), iter(read)
     source: list[np.ndarray] = []
     for row_index, row in enumerate(rows):
         start = 0
         if len(chosen) == len(rows) and not padding:
             positions_RL[row_index] = np.arange(row_tokens)
         for number, text in enumerate((texts[index] for index in row), start=1):
-            first, shared = start, text[0].num_shared
-            for branch, sequence in enumerate(text, start=1):
+            first, shared = start, len(text[0].prompt)
+            for branch in range(1, len(text) + 1):
+                tokens, scored = next(unread)
                 skipped = shared if branch > 1 else 0
-                end = start + len(sequence.tokens) - skipped
-                tokens_RL[row_index, start:end] = sequence.tokens[skipped:]
-                positions_RL[row_index, start:end] = np.arange(skipped, len(sequence.tokens))
+                end = start + len(tokens) - skipped
+                tokens_RL[row_index, start:end] = tokens[skipped:]
+                positions_RL[row_index, start:end] = np.arange(skipped, len(tokens))
                 branch_RL[row_index, start:end] = BRANCHES * number + branch
-                before = sequence.scored - 1
+                before = scored - 1
                 source.append(row_index * row_tokens + np.where(before < skipped, first, start - skipped) + before)
                 start = end
             branch_RL[row_index, first : first + shared] = BRANCHES * number
@@ -113,10 +121,10 @@ def collate(texts: list[Text], rows: list[Row], padding: int = 0) -> Microbatch:
         *(torch.from_numpy(array) for array in (tokens_RL, positions_RL)),
         branch_RL=torch.from_numpy(branch_RL) if any(len(texts[index]) > 1 for row in rows for index in row) else None,
         source_N=_joined(source),
-        target_N=_joined([sequence.tokens[sequence.scored] for sequence in chosen]),
-        slot_N=_joined([b * width + np.arange(len(sequence.scored)) for b, sequence in enumerate(chosen)]),
-        place_N=_joined([sequence.first + np.arange(len(sequence.scored)) for sequence in chosen]),
-        mask_BT=_padded([np.ones(len(sequence.scored)) for sequence in chosen], width) > 0,
+        target_N=_joined([tokens[scored] for tokens, scored in read]),
+        slot_N=_joined([b * width + np.arange(len(scored)) for b, (_, scored) in enumerate(read)]),
+        rows=tuple(sequence.row for sequence in chosen),
+        mask_BT=_padded([np.ones(len(scored)) for _, scored in read], width) > 0,
         rollout_logprobs_BT=_padded([sequence.rollout_logprobs for sequence in chosen], width),
     )
 
@@ -132,13 +140,13 @@ def _padded(rows: list[np.ndarray], width: int) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
-    """The rollouts of a batch, in as many steps as it has groups for. StoreError naming the group of a row that makes no sense."""
-    rollouts = read_records(store, data, "batch.parquet", BatchRow)
-    rows, rollout_B = with_branches(rollouts, read_records_if_any(store, data, BRANCHES_FILE, Branch))
+def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path) -> RlBatch:
+    """The rollouts of a batch, in as many steps as it has groups for; `folder`: as `map_records` has it. StoreError naming the group of a row that
+    makes no sense."""
+    rollouts = map_records(store, data, "batch.parquet", BatchRow, folder)
+    rows, rollout_B = with_branches(rollouts, map_records(store, data, BRANCHES_FILE, Branch, folder))
     rewards = [rollouts[place].reward for place in rollout_B]
     sequences: list[TrainSequence] = []
-    first = 0
     for row, reward in zip(rows, rewards, strict=True):
         same = len(row.completion_tokens) == len(row.loss_mask) == len(row.rollout_logprobs)
         if not (same and len(row.prompt_tokens) and np.isfinite(reward)):
@@ -146,11 +154,8 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
                 f"{store.address(data.folder)}: row of group {row.group_index}: prompt, completion and masks do not fit, "
                 f"or its reward {reward} is not finite"
             )
-        scored = np.flatnonzero(row.loss_mask)
-        tokens = np.concatenate([row.prompt_tokens, row.completion_tokens])
-        num_shared = len(row.prompt_tokens)
-        sequences.append(TrainSequence(tokens, scored + num_shared, row.rollout_logprobs[scored], first, num_shared))
-        first += len(scored)
+        parts, num_scored = (row.prompt_tokens, row.completion_tokens, row.loss_mask), int(np.count_nonzero(row.loss_mask))
+        sequences.append(TrainSequence(*parts, row.rollout_logprobs, num_scored, len(sequences)))
     group_index_B = np.array([row.group_index for row in rows], dtype=np.int64)
     empty_groups = read_manifest(store, data.folder, data.sha256).metrics.get("empty_groups")
     return RlBatch(
@@ -158,7 +163,7 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
         group_index_B=group_index_B,
         rollout_B=rollout_B,
         rollout_index_B=np.array([row.rollout_index for row in rows], dtype=np.int64),
-        lengths_B=np.array([len(sequence.scored) for sequence in sequences], dtype=np.int64),
+        lengths_B=np.array([sequence.num_scored for sequence in sequences], dtype=np.int64),
         steps=[[sequences[row] for row in step] for step in rows_of_steps(group_index_B, empty_groups, num_steps)],
     )
 
@@ -182,16 +187,17 @@ def rows_of_steps(group_index_B: np.ndarray, empty_groups: list[int] | None, num
     return steps
 
 
-def read_conversations(store: Store, data: ArtifactRef, name: str) -> list[TrainSequence]:
-    """The conversations of a file of an SFT data set, in order; none where there is no such file. StoreError for one that makes no sense."""
-    sequences = []
-    for row in read_records_if_any(store, data, name, Conversation):
+def read_conversations(store: Store, data: ArtifactRef, name: str, folder: Path) -> list[TrainSequence]:
+    """The conversations of a file of an SFT data set, in order; none where there is no such file. `folder`: as `map_records` has it. StoreError for
+    one that makes no sense."""
+    sequences, none = [], np.zeros(0, dtype=np.float32)
+    for row in map_records(store, data, name, Conversation, folder):
         if not len(row.tokens) == len(row.loss_mask) > 0:
             raise StoreError(
                 f"{store.address(data.folder)}: a conversation has {len(row.tokens)} tokens and a mask of {len(row.loss_mask)}"
             )
-        places = np.flatnonzero(row.loss_mask)
-        sequences.append(TrainSequence(row.tokens, places[places > 0], np.zeros(0, dtype=np.float32)))
+        loss_mask = row.loss_mask if not row.loss_mask[0] else np.concatenate([row.loss_mask[:1] * 0, row.loss_mask[1:]])
+        sequences.append(TrainSequence(row.tokens[:0], row.tokens, loss_mask, none, int(np.count_nonzero(loss_mask))))
     return sequences
 
 

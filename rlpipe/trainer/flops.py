@@ -51,7 +51,7 @@ class Work:
 
 def work_of(texts: list[Text]) -> Work:
     """A prompt that several completions share is computed once."""
-    scored = sum(len(sequence.scored) for text in texts for sequence in text)
+    scored = sum(sequence.num_scored for text in texts for sequence in text)
     return Work(sum(map(text_tokens, texts)), scored, sum(map(text_pairs, texts)))
 
 

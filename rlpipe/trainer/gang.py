@@ -7,13 +7,14 @@ import json
 import logging
 import os
 import platform
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 DATA_TIMEOUT = timedelta(minutes=5)  # of a collective between computations
 CONTROL_TIMEOUT = timedelta(hours=2)  # one rank may wait so long for another that reads or writes the store
 LOCAL_FAULTS = (StoreError, ValueError, OSError, SafetensorError)
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -137,6 +139,19 @@ class Gang:
         dist.all_reduce(values)
         return values
 
+    def to_first(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The values of every rank, in the order of ranks, on rank 0, and none on the others: host tensors of one dimension and any length."""
+        counts = self.gather(len(values))
+        of_ranks = [values] if self.rank == 0 else []
+        for rank in range(1, self.size):  # one by one: of what rank 0 has not asked for yet nothing is under way
+            part = values.contiguous() if self.rank == rank else values.new_empty(counts[rank])
+            if counts[rank] and self.rank == rank:
+                dist.send(part.view(torch.uint8), 0, group=self.control)
+            elif counts[rank] and self.rank == 0:
+                dist.recv(part.view(torch.uint8), rank, group=self.control)
+            of_ranks += [part] if self.rank == 0 else []
+        return of_ranks
+
     def fingerprint(self) -> dict[str, str]:
         """What the bits of a result depend on, beside the code: equal on one kind of machine with equal libraries."""
         if self.device.type == "cpu":
@@ -184,6 +199,19 @@ class Gang:
         if faults:
             users, message = faults[0]
             raise UserError(message) if users else StoreError(message)
+
+    def in_turn(self, read: Callable[[Path], Found]) -> Found:
+        """What `read` finds, given a new folder of this node: one rank of the node goes first, the others then find there what it has put there. It is
+        deleted behind them. A collective; faults as in `together`."""
+        first, folder, result = os.environ.get("LOCAL_RANK", "0") == "0", self.scratch("in-turn"), None
+        for is_turn in (first, True):
+            with self.together():
+                if is_turn:
+                    result = read(folder) if result is None else result
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+        assert result is not None, "an error is raised"
+        return result
 
 
 def _bytes(data: bytes, length: int) -> torch.Tensor:

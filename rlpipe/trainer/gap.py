@@ -1,6 +1,6 @@
 """How far engine and trainer are apart at every scored token of an iteration. The steps have it at hand, so it costs no forward pass.
 
-Legend: B sequences of a microbatch, T their scored tokens, N scored tokens of the whole batch.
+Legend: B sequences of a microbatch, or all rows of the batch (as `RlBatch`), T scored tokens of a sequence, N of the whole batch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from rlpipe.trainer.publishing import publish_bytes
 from rlpipe.types import FileRecord
 
 
-def of_whole_batch(gang: Gang, num_tokens: int, parts: Iterable[tuple[Microbatch, Tensor]]) -> Tensor:
+def of_whole_batch(gang: Gang, lengths_B: np.ndarray, parts: Iterable[tuple[Microbatch, Tensor]]) -> Tensor:
     """Values_BT of every microbatch of every rank as [N], float32 on the host, on all ranks: each team of ranks fills in its own."""
-    values_N = torch.zeros(num_tokens)
+    ends_B = np.cumsum(lengths_B)
+    values_N = torch.zeros(int(lengths_B.sum()))
     for microbatch, values_BT in parts:
-        scored_N = microbatch.mask_BT.flatten()[microbatch.slot_N]  # none in a microbatch of padding
-        values_N[microbatch.place_N[scored_N].cpu()] = values_BT.flatten()[microbatch.slot_N][scored_N].cpu()
+        own = microbatch.scored(values_BT).cpu().split([int(lengths_B[row]) for row in microbatch.rows])
+        for row, values in zip(microbatch.rows, own, strict=True):
+            values_N[ends_B[row] - len(values) : ends_B[row]] = values
     return gang.join(gang.once(values_N))
 
 
@@ -32,22 +34,36 @@ class Gaps:
     """The gaps of this rank's microbatches, while a job takes its steps. They stay on the device until all are there: no step waits for them."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Microbatch, Tensor]] = []
+        self._rows: list[int] = []
+        self._gaps: list[Tensor] = []  # of their scored tokens
 
     def add(self, microbatch: Microbatch, start_BT: Tensor, recorded_BT: Tensor) -> None:
         """The trainer's logprobs of a microbatch, by the weights that the iteration started from; `recorded`: where they and the engine's are known."""
         gap_BT = (start_BT - microbatch.rollout_logprobs_BT).masked_fill(~recorded_BT, torch.nan)
-        self._parts.append((microbatch, gap_BT))
+        self._rows += microbatch.rows
+        self._gaps.append(microbatch.scored(gap_BT))
 
     def gathered(self, gang: Gang, rollouts: RlBatch) -> list[TokenGaps]:
-        """A row for each rollout of the batch, in its order, on rank 0; none on the others. Branches beside them have none. A collective."""
-        gap_N = of_whole_batch(gang, int(rollouts.lengths_B.sum()), self._parts).half().numpy()
-        own_B = np.diff(rollouts.rollout_B, prepend=-1) > 0  # the first row of each rollout
-        ends_B = np.cumsum(rollouts.lengths_B)
-        rows = zip(rollouts.group_index_B, rollouts.rollout_index_B, rollouts.lengths_B, ends_B, own_B, strict=True)
+        """A row for each rollout of the batch, in its order, on rank 0; none on the others, which send it theirs. Branches beside them have none. A
+        collective."""
+        rows, gaps = (
+            torch.tensor(self._rows, dtype=torch.int64),
+            torch.cat(self._gaps).cpu().half() if self._gaps else torch.zeros(0).half(),
+        )
+        if gang.team and gang.team.rank:  # all ranks of a team have the same
+            rows, gaps = rows[:0], gaps[:0]
+        gap_of_row: dict[int, np.ndarray] = {}
+        for rows_of_rank, gaps_of_rank in zip(gang.to_first(rows), gang.to_first(gaps), strict=True):
+            parts = gaps_of_rank.split(rollouts.lengths_B[rows_of_rank.numpy()].tolist())
+            gap_of_row.update(zip(rows_of_rank.tolist(), (part.numpy() for part in parts), strict=True))
+        none, own_B = (
+            np.zeros(0, dtype=np.float16),
+            np.diff(rollouts.rollout_B, prepend=-1) > 0,
+        )  # the first row of each rollout
+        places = zip(rollouts.group_index_B, rollouts.rollout_index_B, own_B, strict=True)
         return [
-            TokenGaps(int(group), int(index), gap_N[end - length : end])
-            for group, index, length, end, own in rows
+            TokenGaps(int(group), int(index), gap_of_row.get(row, none))
+            for row, (group, index, own) in enumerate(places)
             if own and not gang.rank
         ]
 

@@ -36,15 +36,42 @@ class Rows(IntEnum):
     SHARED = 2  # and a prompt once for several of its completions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainSequence:
-    """Tokens, and which of them are trained. Example: TrainSequence([5, 9, 2], scored=[1, 2], [-0.1, -2.3])."""
+    """Tokens, and which of them are trained. All ranks plan with its prompt and its counts; what is long may be pages of a file, which a rank
+    has in memory once it asks for `tokens`, `scored` or `rollout_logprobs`."""
 
-    tokens: np.ndarray
-    scored: np.ndarray  # positions of trained tokens, rising, never 0: the first token is predicted by nothing
-    rollout_logprobs: np.ndarray  # of the scored tokens; empty for SFT
-    first: int = 0  # of its scored tokens, the first one's place among those of the whole batch
-    num_shared: int = 0  # tokens at its beginning, none of them scored, that others of its group have too: the prompt
+    prompt: np.ndarray  # tokens at its beginning, none of them scored, that others of its group have too
+    completion: np.ndarray  # the tokens behind it
+    loss_mask: np.ndarray  # of the completion; never 1 at the first token of all, which is predicted by nothing
+    logprobs: np.ndarray  # of the completion, recorded while sampling; empty for SFT
+    num_scored: int
+    row: int = 0  # of the batch
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.concatenate([self.prompt, self.completion])
+
+    @property
+    def scored(self) -> np.ndarray:
+        """Positions of trained tokens, rising."""
+        return np.flatnonzero(self.loss_mask) + len(self.prompt)
+
+    @property
+    def rollout_logprobs(self) -> np.ndarray:
+        """Of the scored tokens; empty for SFT."""
+        return self.logprobs[np.flatnonzero(self.loss_mask)] if len(self.logprobs) else self.logprobs
+
+
+def sequence_of(tokens: np.ndarray, scored: np.ndarray, num_shared: int = 0) -> TrainSequence:
+    """A made sequence, without logprobs. Example: sequence_of([5, 9, 2], scored=[1, 2])."""
+    loss_mask = np.zeros(len(tokens), dtype=np.int8)
+    loss_mask[scored] = 1
+    return TrainSequence(tokens[:num_shared], tokens[num_shared:], loss_mask[num_shared:], np.zeros(0, np.float32), len(scored))
 
 
 Text = list[TrainSequence]  # of several the prompts are equal
@@ -52,12 +79,12 @@ Text = list[TrainSequence]  # of several the prompts are equal
 
 def text_tokens(text: Text) -> int:
     """Tokens of a text: the prompt once."""
-    return sum(len(sequence.tokens) for sequence in text) - (len(text) - 1) * text[0].num_shared
+    return sum(sequence.num_tokens for sequence in text) - (len(text) - 1) * len(text[0].prompt)
 
 
 def text_pairs(text: Text) -> int:
     """Pairs of a text's tokens, as if each saw all of its sequence; those of a shared prompt once. The causal half of them is what is seen."""
-    return sum(len(sequence.tokens) ** 2 for sequence in text) - (len(text) - 1) * text[0].num_shared ** 2
+    return sum(sequence.num_tokens**2 for sequence in text) - (len(text) - 1) * len(text[0].prompt) ** 2
 
 
 def share_prompts(sequences: list[TrainSequence], tokens_max: int) -> list[Text]:
@@ -65,8 +92,7 @@ def share_prompts(sequences: list[TrainSequence], tokens_max: int) -> list[Text]
     texts: list[Text] = []
     prompt, room = np.zeros(0), 0
     for sequence in sequences:
-        own = sequence.tokens[: sequence.num_shared]
-        added = len(sequence.tokens) - len(own)
+        own, added = sequence.prompt, len(sequence.completion)
         if len(own) and added <= room and len(texts[-1]) < BRANCHES - 1 and np.array_equal(own, prompt):
             texts[-1].append(sequence)
         else:
@@ -116,7 +142,7 @@ def plan_texts(
     all. With flex_attention (`flex_tokens`: at this length of a text its attention costs as much as all else) only what is seen costs: then
     rows and texts are as long as a microbatch, and what is shared by too many keeps ranks from having the same to do.
     """
-    longest = max((len(sequence.tokens) for sequence in sequences), default=0)
+    longest = max((sequence.num_tokens for sequence in sequences), default=0)
     longest_row = tokens_max * context_ranks
     shared_max = min(SHARED_TOKENS_MAX, longest_row) if flex_tokens is None else longest_row
     limits: set[int] = set()

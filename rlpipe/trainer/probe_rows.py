@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.packing import Rows, TrainSequence, text_tokens
+from rlpipe.trainer.packing import Rows, TrainSequence, sequence_of, text_tokens
 
 LENGTHS = (29, 17, 5, 3)  # longest first; the longer ones exceed any window while it is tried
 ROOM = 8  # of padding
@@ -60,7 +60,7 @@ def row_logprobs(
         )
     if not gradient:
         _reshard(policy)
-    return list(logprobs_N.cpu().split([len(sequence.scored) for sequence in sequences]))
+    return list(logprobs_N.cpu().split([sequence.num_scored for sequence in sequences]))
 
 
 def _reshard(policy: PolicyModel) -> None:
@@ -70,8 +70,8 @@ def _reshard(policy: PolicyModel) -> None:
 
 def behind(prompt: np.ndarray, text: TrainSequence) -> TrainSequence:
     """A text as the completion of a prompt."""
-    tokens, count = np.concatenate([prompt, text.tokens]), len(text.tokens)
-    return TrainSequence(tokens, np.arange(len(prompt), len(tokens)), np.zeros(count, dtype=np.float32), num_shared=len(prompt))
+    tokens = np.concatenate([prompt, text.tokens])
+    return sequence_of(tokens, np.arange(len(prompt), len(tokens)), num_shared=len(prompt))
 
 
 def sequence(length: int, vocab_size: int, salt: int) -> TrainSequence:
@@ -79,4 +79,4 @@ def sequence(length: int, vocab_size: int, salt: int) -> TrainSequence:
     seed = length.to_bytes(1 + (length > 255), "big") + bytes([salt])
     digest = hashlib.shake_128(seed).digest(4 * length)
     tokens = np.frombuffer(digest, dtype="<u4").astype(np.int64) % vocab_size
-    return TrainSequence(tokens, np.arange(1, length), np.zeros(length - 1, dtype=np.float32))
+    return sequence_of(tokens, np.arange(1, length))

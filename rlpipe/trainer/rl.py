@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpipe.algorithms.advantages import token_advantages
+from rlpipe.algorithms.advantages import row_advantages
 from rlpipe.algorithms.losses import aggregate, importance_weights, kl, policy_terms
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import UNRECORDED
@@ -25,7 +25,7 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.gap import Gaps, of_whole_batch
 from rlpipe.trainer.jobs import JobResult, RlJob
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.packing import Rows, TrainSequence
+from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.step import (
     LossPart,
     Resident,
@@ -70,10 +70,10 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     those weights. Of an only step they are those of its own forward pass. Advantages are of all that the job trains at once.
     With `proximal = "engine"` they are what was recorded while sampling, and no pass is made; UserError where that is not known.
     """
-    settings, rollouts = job.settings, None
-    with gang.together():
-        rollouts = read_rl_batch(gang.store, job.data, settings.num_steps if job.step is None else 1)
-    assert rollouts is not None
+    settings = job.settings
+    rollouts = gang.in_turn(
+        lambda folder: read_rl_batch(gang.store, job.data, settings.num_steps if job.step is None else 1, folder)
+    )
     started, first, num_steps, sequences = time.monotonic(), job.step or 0, len(rollouts.steps), rollouts.steps
     if job.step is not None:  # one of which nothing can be trained is a step all the same
         num_steps, sequences = settings.num_steps, rollouts.steps or [[]]
@@ -85,7 +85,7 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     rows = resident.rows if reference is None else min(resident.rows, reference.rows)
     planned = [plan_batch(gang, resident.policy, rows, step) for step in sequences]
     if settings.proximal == "engine":
-        check_recorded(job.data.folder, sequences)
+        check_recorded(gang, job.data.folder, planned)
         planned = [as_recorded(batch) for batch in planned]
     batches = {index: batch for index, batch in enumerate(planned, first) if batch.num_tokens}
     before = resident.policy if computed else None
@@ -96,12 +96,12 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
             others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
             batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature, others)
             gang.report(progress := progress + ahead * len(batch.microbatches), total)
-    advantages_N, gaps = advantages(gang, rollouts, list(batches.values()), settings), Gaps()
+    advantages_B, gaps = advantages(gang, rollouts, list(batches.values()), settings), Gaps()
     for index, batch in batches.items():
         place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
         how = StepSettings(settings, job.first_step + index - first, settings.temperature, place, entropy_trained=trained)
         part = loss_part(batch, settings, gaps, moved=len(taken.metrics) > 0)
-        sums = optimizer_step(gang, resident, with_advantages(batch, advantages_N), part, how)
+        sums = optimizer_step(gang, resident, with_advantages(batch, advantages_B), part, how)
         taken.metrics.append({name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()})
         gang.report(progress := progress + len(batch.microbatches), total)
     taken.batches += [replace(batch, microbatches=[]) for batch in planned]
@@ -113,9 +113,11 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     return JobResult(metrics_of(gang, resident, passes, settings))
 
 
-def check_recorded(folder: str, steps: list[list[TrainSequence]]) -> None:
-    """UserError, the same on every rank, where nobody recorded the logprob of a token to train."""
-    if unknown := sum(int((sequence.rollout_logprobs == UNRECORDED).sum()) for step in steps for sequence in step):
+def check_recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> None:
+    """UserError, the same on every rank, where nobody recorded the logprob of a token to train. A collective."""
+    recorded = [microbatch.scored(microbatch.rollout_logprobs_BT) for batch in batches for microbatch in batch.microbatches]
+    own = torch.tensor([sum(float((logprobs == UNRECORDED).sum()) for logprobs in recorded)], dtype=torch.float64)
+    if unknown := int(gang.sum(gang.once(own))):
         raise UserError(
             f"rl.proximal='engine': {unknown} tokens of {folder} have no logprob that was recorded while sampling; start another run, "
             "or a fork, with rl.proximal = 'trainer'"
@@ -181,9 +183,9 @@ def with_frozen(
     return replace(batch, microbatches=microbatches)
 
 
-def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings: RlConfig) -> Tensor:
-    """Advantages of all N scored tokens, fp32: the same on every rank."""
-    advantages_N = token_advantages(
+def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings: RlConfig) -> list[np.ndarray]:
+    """Advantages of the scored tokens of every row of the batch: the same on every rank."""
+    return row_advantages(
         rollouts.rewards_B,
         rollouts.group_index_B,
         rollouts.lengths_B,
@@ -193,16 +195,16 @@ def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings
         kl_coef=settings.kl_coef,
         rollout_B=rollouts.rollout_B,
     )
-    return torch.from_numpy(advantages_N).float().to(gang.device)
 
 
-def with_advantages(batch: StepBatch, advantages_N: Tensor) -> StepBatch:
-    """The batch with each token's advantage."""
-    microbatches = [
-        replace(microbatch, advantages_BT=microbatch.spread(advantages_N[microbatch.place_N]))
-        for microbatch in batch.microbatches
-    ]
-    return replace(batch, microbatches=microbatches)
+def with_advantages(batch: StepBatch, advantages_B: list[np.ndarray]) -> StepBatch:
+    """The batch with the advantage of each token, fp32."""
+
+    def of(microbatch: Microbatch) -> Tensor:
+        own = [advantages_B[row] for row in microbatch.rows] or [np.zeros(1)]  # padding has one position
+        return microbatch.spread(torch.from_numpy(np.concatenate(own)).float().to(microbatch.slot_N.device))
+
+    return replace(batch, microbatches=[replace(microbatch, advantages_BT=of(microbatch)) for microbatch in batch.microbatches])
 
 
 def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimator: str) -> np.ndarray:
@@ -214,7 +216,7 @@ def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimato
         return kl(proximal_BT, reference_BT, estimator=estimator)
 
     parts = ((microbatch, of(microbatch)) for batch in batches for microbatch in batch.microbatches)
-    return of_whole_batch(gang, int(rollouts.lengths_B.sum()), parts).double().numpy()
+    return of_whole_batch(gang, rollouts.lengths_B, parts).double().numpy()
 
 
 def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) -> LossPart:

@@ -207,7 +207,8 @@ def prove(policy: PolicyModel, device: torch.device) -> Proof:
     vocab_size = policy.lm.config.get_text_config().vocab_size
     texts, others = ([sequence(length, vocab_size, salt) for length in LENGTHS] for salt in (0, 1))
     later = [
-        replace(text, tokens=np.append(text.tokens[:-1], other.tokens[-1])) for text, other in zip(texts, others, strict=True)
+        replace(text, completion=np.append(text.completion[:-1], other.tokens[-1]))
+        for text, other in zip(texts, others, strict=True)
     ]
     with small_windows(policy.lm.config):
         own = torch.cat(own_logprobs(policy, texts, device))

@@ -15,7 +15,6 @@ from rlpipe.trainer.batches import Microbatch, conversations_of_step, read_conve
 from rlpipe.trainer.flops import TRAINED, mfu
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SftJob
-from rlpipe.trainer.packing import TrainSequence
 from rlpipe.trainer.step import Resident, StepBatch, StepSettings, frozen_logprobs, optimizer_step, plan_batch, summary
 from rlpipe.types import ArtifactRef, Metrics, StepRefused
 
@@ -23,9 +22,7 @@ from rlpipe.types import ArtifactRef, Metrics, StepRefused
 def train_sft(gang: Gang, resident: Resident, job: SftJob) -> JobResult:
     """Runs the global steps first_step .. first_step + num_steps - 1. StepRefused names the data folder and the step."""
     settings, data = job.settings, job.data
-    conversations: list[TrainSequence] = []
-    with gang.together():
-        conversations = read_conversations(gang.store, data, "conversations.parquet")
+    conversations = gang.in_turn(lambda folder: read_conversations(gang.store, data, "conversations.parquet", folder))
     resident.policy.experts.forget()
     started = time.monotonic()
     steps: list[Metrics] = []
@@ -55,9 +52,7 @@ def _cross_entropy(
 
 def _validation(gang: Gang, resident: Resident, data: ArtifactRef, batch_size: int) -> Metrics:
     """The mean cross-entropy of the masked tokens of `validation.parquet`, where the data has one; nothing is updated."""
-    sequences: list[TrainSequence] = []
-    with gang.together():
-        sequences = read_conversations(gang.store, data, "validation.parquet")
+    sequences = gang.in_turn(lambda folder: read_conversations(gang.store, data, "validation.parquet", folder))
     if not sequences:
         return {}
     total, num_tokens = torch.zeros(1, dtype=torch.float64), 0

@@ -41,7 +41,7 @@ from rlpipe.trainer.model import (
     with_adapter,
 )
 from rlpipe.trainer.moments import MOMENTS
-from rlpipe.trainer.packing import TrainSequence
+from rlpipe.trainer.packing import sequence_of
 from rlpipe.trainer.policy_files import save_policy
 from rlpipe.trainer.publishing import publish_bytes, published_in_blocks
 from rlpipe.trainer.selftest import proven_rows
@@ -182,8 +182,7 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
 def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:
     """Of the last PROBE_TOKENS. Every rank computes the same row: the forward pass of sharded weights is a collective."""
     scored = np.arange(max(1, len(tokens) - PROBE_TOKENS), len(tokens))
-    sequence = TrainSequence(np.array(tokens), scored, np.zeros(len(scored), dtype=np.float32))
-    microbatch = collate([[sequence]], [[0]]).to(gang.device)
+    microbatch = collate([[sequence_of(np.array(tokens), scored)]], [[0]]).to(gang.device)
     return frozen_logprobs(resident.policy, [microbatch], temperature=1.0)[0].flatten().tolist()
 
 

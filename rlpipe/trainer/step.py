@@ -154,19 +154,19 @@ def learning_rate(settings: OptimizerConfig, step: int) -> float:
 
 
 def plan_batch(gang: Gang, policy: PolicyModel, rows: Rows, sequences: list[TrainSequence]) -> StepBatch:
-    """Packs the sequences of one step, as costs least with the policy's attention; those without a scored token take no part. UserError when one is
-    too long."""
-    kept = [sequence for sequence in sequences if len(sequence.scored)]
+    """Packs the sequences of one step, as costs least with the policy's attention; those without a scored token take no part. Of the others this rank
+    reads its own. UserError when one is too long."""
+    kept = [sequence for sequence in sequences if sequence.num_scored]
     tokens_max, attention = gang.options.trainer.tokens_max, flex_tokens(policy)
     texts, plans = plan_texts(kept, gang.size, tokens_max, rows, gang.context_ranks, attention)
     lengths = list(map(text_tokens, texts))
     microbatches = [collate(texts, filled).to(gang.device) for filled in plans[gang.rank]]
-    num_tokens = sum(len(sequence.scored) for sequence in kept)
+    num_tokens = sum(sequence.num_scored for sequence in kept)
     return StepBatch(
         microbatches,
         num_tokens,
         len(kept),
-        sum(len(sequence.tokens) for sequence in kept),
+        sum(sequence.num_tokens for sequence in kept),
         sum(slots for slots, _ in shapes(plans[:: gang.context_ranks], lengths)),
         work_of(texts),
     )

@@ -1,0 +1,39 @@
+"""Records of a file that is read once on a machine: decoded into a file there, whose pages its processes share, and have in memory where they look at them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+
+from rlpipe.records.columns import decode_file, from_table, map_table
+from rlpipe.store.artifacts import read_manifest
+from rlpipe.store.backend import Store
+from rlpipe.store.local_copy import fetch, made_once
+from rlpipe.types import ArtifactRef, StoreError
+
+Record = TypeVar("Record")
+DECODED = "decoded.arrow"
+
+
+def map_records(store: Store, ref: ArtifactRef, name: str, record: type[Record], folder: Path) -> list[Record]:
+    """All records of one Parquet file of an artifact; none where it has no such file. StoreError when they are others.
+
+    Their arrays are pages of a file in `folder`, which the first process makes. Once all have theirs it may be deleted: its pages stay for as long as
+    an array does.
+    """
+    files = [file for file in read_manifest(store, ref.folder, ref.sha256).files if file.plain_name == name]
+    if not files:
+        return []
+    target = folder / f"{ref.sha256[:12]}-{name}"
+    try:
+        if not target.is_dir():
+            with made_once(target) as partial:
+                fetch(store, ref.folder, files, partial)
+                decode_file(partial / name, partial / DECODED, record)
+                (partial / name).unlink()
+        return from_table(map_table(target / DECODED), record)
+    except (pa.ArrowException, KeyError, ValueError, TypeError, RecursionError) as error:
+        address = f"{store.address(ref.folder)}/{files[0].name}"
+        raise StoreError(f"{address} is no file of {record.__name__} records ({error})") from error

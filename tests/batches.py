@@ -1,0 +1,22 @@
+"""What the trainer reads of a batch and of conversations, without a gang: the files that it maps are gone again, their pages stay."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from rlpipe.store.backend import Store
+from rlpipe.trainer import batches
+from rlpipe.trainer.batches import RlBatch
+from rlpipe.trainer.packing import TrainSequence
+from rlpipe.types import ArtifactRef
+
+
+def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
+    with tempfile.TemporaryDirectory() as folder:
+        return batches.read_rl_batch(store, data, num_steps, Path(folder))
+
+
+def read_conversations(store: Store, data: ArtifactRef, name: str) -> list[TrainSequence]:
+    with tempfile.TemporaryDirectory() as folder:
+        return batches.read_conversations(store, data, name, Path(folder))
