@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+import tracemalloc
 
 import pytest
 
 from rlpipe.config.operational import EnginesConfig
-from rlpipe.engines.client import Completion
+from rlpipe.engines.client import Completion, Heard
 from rlpipe.engines.pool import EnginePool
 from tests.slow_engine import PROMPT, VERSION, SlowEngine, slow_pool, text, wanted
 
@@ -128,3 +130,18 @@ async def test_a_token_a_second_for_a_quarter_of_an_hour_at_the_default_deadline
             f"{time.monotonic() - started:.0f} s; {first.num_sampled} tokens before the kill, {kept} kept, {second.num_sampled} after"
         )
     assert kept >= first.num_sampled - 1 and kept + second.num_sampled == 900
+
+
+def test_what_is_in_flight_is_packed_and_what_is_said_after_the_end_is_not_in_it() -> None:
+    heard, events = Heard(), [([70_000 + place, 5], [-0.1, None]) for place in range(2000)]
+    tracemalloc.start()
+    for tokens, logprobs in events:
+        heard.add(tokens, [*logprobs])
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    completion = heard.completion("abort", [(VERSION, 4000)], "a")
+    heard.add([9], [-1.0])
+    assert held < 12 * 4000  # as lists 41 bytes a token and more
+    assert completion.tokens.tolist() == [token for tokens, _ in events for token in tokens]
+    assert completion.rollout_logprobs[:1].tolist() == [pytest.approx(-0.1)] and math.isnan(completion.rollout_logprobs[1])
+    assert completion.rollout_logprobs.typecode == "f" and len(completion.rollout_logprobs) == 4000

@@ -104,21 +104,22 @@ NOTHING_YET = Completion(tokens_of([]), logprobs_of([]), "abort", [], "")
 
 @dataclass(eq=False)
 class Heard:
-    """What an engine has said so far of one request: it is left when the engine is lost. `on_tokens`: told when there is more."""
+    """What an engine has said so far of one request, packed as in `Completion`: it is left when the engine is lost. `on_tokens`: told when there is
+    more."""
 
     on_tokens: Callable[[], None] = lambda: None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
 
     def add(self, tokens: list[int], logprobs: list[float | None]) -> None:
         assert len(tokens) == len(logprobs), "every token comes with its logprob"
-        self.tokens += tokens
-        self.logprobs += logprobs
+        self.tokens.fromlist(tokens)
+        self.logprobs += logprobs_of(logprobs)
         self.on_tokens()
 
     def completion(self, finish_reason: str, spans: list[tuple[int, int]], engine: str) -> Completion:
-        """What was said, packed."""
-        return Completion(tokens_of(self.tokens), logprobs_of(self.logprobs), finish_reason, spans, engine)
+        """What was said until now: what a request that was given up says later is not in it."""
+        return Completion(self.tokens[:], self.logprobs[:], finish_reason, spans, engine)
 
 
 @dataclass(eq=False)
