@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from rlpipe.models.small import VOCABULARY, small_config, small_model
 from rlpipe.models.team import Team, check_team, use_team, uses_team
 from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.model import PolicyModel, layers_of, recompute
-from rlpipe.trainer.packing import Row, Text
+from rlpipe.trainer.packing import Row, Text, sequence_of
 from rlpipe.trainer.probe_rows import behind, sequence
 from rlpipe.trainer.selftest import PROMPT
 from rlpipe.trainer.trial import LiveBytes
@@ -109,7 +108,7 @@ def test_flex_attention_of_shared_rows_too(family: str) -> None:
 def test_a_rank_holds_its_share_of_what_a_long_row_takes(recomputed: bool) -> None:
     """Bytes at the most, of the forward and backward pass over one row."""
     text = sequence(255, VOCABULARY, 0)
-    batch = collate([[replace(text, tokens=np.resize(text.tokens, 2048), scored=np.arange(1, 2048))]], [[0]])
+    batch = collate([[sequence_of(np.resize(text.tokens, 2048), np.arange(1, 2048))]], [[0]])
 
     def held(team: Team | None) -> int:
         policy = policy_of("qwen2", team, num_hidden_layers=4)
