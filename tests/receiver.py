@@ -19,7 +19,7 @@ def main(argument: str) -> None:
     place = json.loads(argument)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     address = f"tcp://{place['address']}:{place['port']}"
-    store, rank, size = next(rendezvous(address, 1, place["size"], timeout=timedelta(seconds=60)))
+    store, rank, size = next(rendezvous(address, place.get("rank", 1), place["size"], timeout=timedelta(seconds=60)))
     prefixed = PrefixStore(place["group"], store)
     group, _ = _new_process_group_helper(
         size, rank, [], Backend("gloo"), prefixed, group_name=place["group"], timeout=timedelta(seconds=60)

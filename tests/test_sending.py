@@ -124,6 +124,17 @@ def test_a_receiver_that_dies_or_never_comes_holds_the_trainer_up_no_longer_than
         assert process.wait(timeout=60) == 0
 
 
+def test_who_still_receives_hears_at_once_that_another_receiver_died(tmp_path: Path) -> None:
+    trainer = Trainer(solo_gang(tmp_path))
+    run(trainer, "load", load_new())
+    offer = run(trainer, *ask("offer"))["offer"]
+    dying = {**offer, "buckets": [{"names": [], "dtypes": [], "shapes": []}], "die": True, "rank": 2}
+    with receiver(offer, "g1", tmp_path / "none", size=3) as survivor, receiver(dying, "g1", tmp_path / "none", size=3):
+        with pytest.raises(StoreError, match="a receiver of weights was lost"):
+            run(trainer, *ask("send", receivers=2, backend="gloo"))
+        assert survivor.wait(timeout=15) == 1
+
+
 def test_jobs_that_send_are_checked() -> None:
     for changes, fault in (({"receivers": 0}, "receivers"), ({"backend": "mpi"}, "backend"), ({"group": "../x"}, "group")):
         body = {"position": "new", "group": "g1", "receivers": 1, "backend": "gloo", **changes}

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import socket
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -148,15 +149,24 @@ class ReceiverGroup:
         try:
             return doing.result(STALL_S + 1)  # gloo's own comes first, and says more
         except TimeoutError:
-            with contextlib.suppress(RuntimeError, ValueError):
-                _abort_process_group(self._group)
+            if self._group is not None:  # torch would abort all groups
+                with contextlib.suppress(RuntimeError, ValueError):
+                    _abort_process_group(self._group)
         except (RuntimeError, ValueError) as error:
+            _forget_frames(error)
             raise OSError(f"a receiver of weights was lost: {error!s:.300}") from error
         try:
-            doing.exception(ABORT_S)
+            error = doing.exception(ABORT_S)
         except TimeoutError:  # this process cannot be trusted any more: it ends, and the gang is made anew from the store
             raise RuntimeError(f"a group with engines hangs, {STALL_S:g} s and its abort are over") from None
+        _forget_frames(error)
         raise OSError(f"a receiver of weights was late by {STALL_S:g} s")
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """What was under way in them holds gloo's connections: receivers would wait until it is collected, and hear of nothing before."""
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
 
 
 def _plan(gang: Gang, resident: Resident) -> Iterator[tuple[str, list[list[str]]]]:
