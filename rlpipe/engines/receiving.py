@@ -65,14 +65,17 @@ class Transfer:
         sending = asyncio.create_task(self._ask("send", body))
         for engine in self._engines:
             engine.proved = None
-        outcomes = await asyncio.gather(
-            sending,
-            *(
-                engine.client.receive(group, 1 + index * self._ranks, offer.buckets, version)
-                for index, engine in enumerate(self._engines)
-            ),
-            return_exceptions=True,
+        receiving = (
+            engine.client.receive(group, 1 + index * self._ranks, offer.buckets, version)
+            for index, engine in enumerate(self._engines)
         )
+        try:
+            received = await asyncio.gather(*receiving, return_exceptions=True)
+            if any(received):  # nobody is left to send to: the gang may have other work first
+                sending.cancel()
+            outcomes = [*await asyncio.gather(sending, return_exceptions=True), *received]
+        finally:
+            sending.cancel()
         fault = next((outcome for outcome in reversed(outcomes) if isinstance(outcome, BaseException)), None)
         if fault is None and (sent := _hashes(outcomes[0])) != files:
             fault = EngineError(f"it sent files {sent}, the policy has {files}")
@@ -98,7 +101,9 @@ class Transfer:
                 raise EngineError(f"the trainer does not answer: {error}") from error
             if status == 200:
                 return answer["result"]
-            if status != 202 and answer.get("error") != "busy":
+            # of a gang that is busy with its policy another host has its turn; of one that trains it is gone
+            waits = answer.get("error") == "busy" and answer.get("position") == self._sender.position
+            if status != 202 and not waits:
                 raise EngineError(f"the trainer does not {job} it: {answer.get('error')}")
             await asyncio.sleep(BUSY_RETRY_S if status != 202 else 0)
         raise EngineError(f"the trainer did not {job} within {SEND_TIMEOUT_S:g} s")
