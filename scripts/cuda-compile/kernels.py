@@ -1,4 +1,4 @@
-"""The kernels of rlpipe/models/flex.py as a card would get them, made where there is none: `make test-cuda-compile`.
+"""The kernels of rlpipe/models/flex.py and rlpipe/algorithms/fused_scores.py as a card would get them, made where there is none: `make test-cuda-compile`.
 
 A process for each card; it prints a table of shared memory, and ends with 1 where a kernel is not made, or one does not fit that should.
 """
@@ -20,6 +20,7 @@ import torch  # isort: skip
 from torch import Tensor
 from torch._inductor.utils import fresh_cache
 
+from rlpipe.algorithms import fused_scores
 from rlpipe.models import flex
 
 HEAD_DIMS = (64, 128, 256)
@@ -29,6 +30,7 @@ TOO_LARGE = {
     (card, *form) for card in ("sm_89", "sm_120") for form in (("bf16", 256), ("fp32", 128), ("fp32", 256))
 }  # docs/gpu.md
 SINKS = torch.zeros(HEADS)
+LOGITS = (300, 151_936)  # positions and vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,19 @@ def attend(case: Case) -> None:
         out.sum().backward()
 
 
+def score() -> None:
+    """Logprobs and entropies of logits, and the slopes of both kinds."""
+    logits, targets, of_each = (
+        torch.zeros(LOGITS, dtype=torch.bfloat16),
+        torch.zeros(LOGITS[0], dtype=torch.int64),
+        torch.zeros(LOGITS[0]),
+    )
+    with on_the_card(), torch.no_grad():
+        fused_scores.compiled(fused_scores.scores)(logits, targets, 0.7)
+        fused_scores.compiled(fused_scores.logprob_slopes)(logits, targets, of_each, of_each, 0.7)
+        fused_scores.compiled(fused_scores.entropy_slopes)(logits, targets, *[of_each] * 4, 0.7)
+
+
 def of_card(name: str, chosen: list[Case]) -> int:
     """Prints a line of JSON a kernel, how many faults to the end."""
     warnings.simplefilter("error")  # as pytest has them
@@ -108,7 +123,12 @@ def of_card(name: str, chosen: list[Case]) -> int:
         if any(kernel.shared > limit for kernel in made) != (case.new and (name, case.dtype, case.head_dim) in TOO_LARGE):
             faults += 1
             print(f"{name}: {case}: that is not what TOO_LARGE and docs/gpu.md say", file=sys.stderr)
-    return faults
+    made.clear()
+    with fresh_cache():
+        score()
+    for kernel in made:
+        print(f"{name}: logits of {LOGITS[0]} x {LOGITS[1]}: {line(kernel, limit)}", file=sys.stderr)
+    return faults + (not made or any(kernel.shared > limit for kernel in made))
 
 
 def line(kernel: Kernel, limit: int) -> str:
