@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.engines import host as engine_host
 from rlpipe.engines import receiving
 from rlpipe.engines.commands import EngineAddress
 from rlpipe.engines.engine import Engine
@@ -16,8 +17,10 @@ from rlpipe.engines.receiving import Transfer
 from rlpipe.processes.launch import Service
 from rlpipe.records.sending import Group, Sender, TensorBucket
 from rlpipe.services.calls import new_session
+from rlpipe.store.artifacts import MANIFEST
+from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.types import EngineError, JsonDict
-from tests.engine_world import config
+from tests.engine_world import config, probe, world
 
 Answer = tuple[int, JsonDict]
 OFFERED: Answer = (200, {"result": {"offer": {"address": "127.0.0.1", "port": 1, "buckets": []}}})
@@ -60,3 +63,29 @@ async def test_a_trainer_that_trains_already_is_not_waited_for(tmp_path: Path, m
 async def test_who_receives_nothing_does_not_wait_for_his_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_another: Answer = (409, {"error": "busy", "position": "p"})
     assert await fault_of({"offer": OFFERED, "send": of_another}, monkeypatch, tmp_path) == "no group"
+
+
+class Broken(Transfer):
+    """The way from the trainer's memory, on which it is lost in the middle."""
+
+    tries = 0
+
+    async def receive(self, serving: Path, version: int, files: dict[str, str]) -> None:
+        Broken.tries += 1
+        for engine in self._engines:
+            engine.proved = None
+        raise EngineError("lost")
+
+
+@pytest.mark.e2e
+async def test_a_way_that_is_broken_again_and_again_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_host, "Transfer", Broken)
+    async with world(tmp_path, "engines.count=1") as one:
+        for version in range(4, 7):
+            policy = one.policy(version % 2)
+            document = one.store.read(f"{policy.folder}/{MANIFEST}").decode()
+            sender = Sender("http://127.0.0.1:1", "p")
+            nearby = Nearby(policy.folder, document, [NodeDisk("/nowhere", "")], sender=sender)
+            await one.host.serve(policy, version, probe(version % 2), nearby)
+            assert len(await one.host.clients(version)) == 1, "it was read from disk"
+        assert Broken.tries == 2 and one.restarts() == [0]

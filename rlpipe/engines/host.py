@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.5
 HEALTH_S = 5.0
 RESTARTS_MAX = 5  # of an engine within one start of a run
+SPOILT_MAX = 2  # policies in a row; each may cost engines, which wait for the rest, a restart
 
 
 @dataclass(eq=False, repr=False)
@@ -60,6 +61,7 @@ class EngineHost:
     _watches: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _fetching: bool = field(default=False, init=False)
+    _spoilt: int = field(default=0, init=False)  # policies in a row that were lost on their way from the trainer
 
     # what the pool asks
 
@@ -142,7 +144,7 @@ class EngineHost:
         """The engines that have got a policy from the trainer's memory, and were proved; all others are to load it from disk."""
         before, sender = self.weights, nearby.sender if nearby else None
         receivers = [engine for engine in self.engines if before and sender and engine.serves(before.version)]
-        if before is None or sender is None or not receivers:
+        if before is None or sender is None or not receivers or self._spoilt >= SPOILT_MAX:
             return []
         async with contextlib.AsyncExitStack() as stack:
             for engine in receivers:
@@ -155,7 +157,11 @@ class EngineHost:
                 log.warning(
                     "weight version %d does not come from the trainer's memory (%s): it is read from disk", version, error
                 )
+                self._spoilt += any(engine.proved is None for engine in receivers)
+                if self._spoilt == SPOILT_MAX:
+                    log.warning("that was %d policies in a row: from here on this host reads them from disk", SPOILT_MAX)
                 return []
+            self._spoilt = 0
             # where the trainer's own answers of the two are equal, they may have the same weights, and the proof knows it
             weights = replace(before, version=version, probe=probe, differs_from=before.version)
             proofs = await asyncio.gather(*(self._prove(engine, weights) for engine in receivers), return_exceptions=True)
