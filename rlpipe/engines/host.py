@@ -20,7 +20,7 @@ from rlpipe.engines.engine import Engine
 from rlpipe.engines.fetching import BASES, fetched, weight_hashes
 from rlpipe.engines.proof import prove
 from rlpipe.engines.protocols import client_of
-from rlpipe.engines.receiving import Transfer
+from rlpipe.engines.receiving import SPOILT_MAX, Transfer
 from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, reading_s
 from rlpipe.processes.launch import READY_TIMEOUT_S, Service, answers, free_port
 from rlpipe.services.calls import new_session
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.5
 HEALTH_S = 5.0
 RESTARTS_MAX = 5  # of an engine within one start of a run
-SPOILT_MAX = 2  # policies in a row; each may cost engines, which wait for the rest, a restart
 
 
 @dataclass(eq=False, repr=False)
@@ -128,10 +127,8 @@ class EngineHost:
             await self._session.close()
 
     def _fetch(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> Weights:
-        store = nearer(self.store, nearby, self._keys_of(nearby), self.relay)
-        return fetched(
-            self.config, store, policy, version, probe, self.work_dir / "weights", self.weights, checked=nearby is None
-        )
+        store, local = nearer(self.store, nearby, self._keys_of(nearby), self.relay), self.work_dir / "weights"
+        return fetched(self.config, store, policy, version, probe, local, self.weights, checked=nearby is None)
 
     def _keys_of(self, nearby: Nearby | None) -> dict[str, str]:
         """The bearer keys of what serves files to this run, where any is to be asked."""
@@ -154,12 +151,9 @@ class EngineHost:
                 files = await asyncio.to_thread(weight_hashes, nearer(self.store, nearby, keys), policy)
                 await Transfer(self.config, sender, keys, receivers).receive(before.folder, version, files)
             except (EngineError, StoreError, OSError) as error:
-                log.warning(
-                    "weight version %d does not come from the trainer's memory (%s): it is read from disk", version, error
-                )
                 self._spoilt += any(engine.proved is None for engine in receivers)
-                if self._spoilt == SPOILT_MAX:
-                    log.warning("that was %d policies in a row: from here on this host reads them from disk", SPOILT_MAX)
+                onward = ", and so are all that follow" if self._spoilt == SPOILT_MAX else ""
+                log.warning("weight version %d is read from disk, not from the trainer (%s)%s", version, error, onward)
                 return []
             self._spoilt = 0
             # where the trainer's own answers of the two are equal, they may have the same weights, and the proof knows it
