@@ -54,6 +54,7 @@ def test_what_cannot_run_is_refused_in_one_line(sets: list[str], line: str) -> N
         (["trainer.gpu_ids=[0]", "model.dtype=bfloat16"], "engines.transport='tensor': trainer and engines both have GPUs, or neither"),
         (["trainer.gpu_ids=[0]", "model.dtype=bfloat16", "engines.gpu_ids=[0]", "engines.colocate=true"],
          "engines.transport='tensor': NCCL joins no two processes on one GPU"),
+        (["engines.place=elsewhere"], "engines.transport='tensor': engines that are not on the flow's machine do not reach a trainer"),
     ],
 )  # fmt: skip
 def test_what_cannot_send_tensors_is_refused_in_one_line(sets: list[str], line: str) -> None:

@@ -27,6 +27,11 @@ def broken_transport(config: PipelineConfig) -> Iterator[str]:
         yield f"{engines.transport=}: of model.adapter={config.model.adapter!r} engines load files; set engines.transport = 'disk'"
     if engines.colocate:
         yield f"{engines.transport=}: NCCL joins no two processes on one GPU ({engines.colocate=}); set engines.transport = 'disk'"
+    if config.trainer.place == "process" != engines.place:
+        yield (
+            f"{engines.transport=}: engines that are not on the flow's machine do not reach a trainer that is its child process ({engines.place=}); "
+            f"set trainer.place = 'elsewhere', {or_disk}"
+        )
     if bool(engines.gpu_ids) != bool(config.trainer.gpu_ids):
         yield f"{engines.transport=}: trainer and engines both have GPUs, or neither; set trainer.gpu_ids and engines.gpu_ids, {or_disk}"
     _, *splits = PARALLEL_FLAGS
