@@ -14,7 +14,7 @@ from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.rollout import BRANCHES_FILE, Branch, Conversation
 from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.store.backend import Store, open_store
-from rlpipe.store.mapped import map_records
+from rlpipe.store.mapped import map_records, map_records_if_any
 from rlpipe.trainer.batches import BatchRow
 from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.step import plan_batch
@@ -68,7 +68,9 @@ def test_another_process_that_was_first_is_no_fault(store: Store, tmp_path: Path
     (made.parent / f".{made.name}.killed").mkdir()  # what a process left that died in it
     os.utime(made)
     assert as_lists(map_records(store, ref, "batch.parquet", BatchRow, tmp_path / "here")) == expected
-    assert map_records(store, ref, BRANCHES_FILE, Branch, tmp_path / "here") == []
+    assert map_records_if_any(store, ref, BRANCHES_FILE, Branch, tmp_path / "here") == []
+    with pytest.raises(StoreError, match=BRANCHES_FILE):
+        map_records(store, ref, BRANCHES_FILE, Branch, tmp_path / "here")
 
 
 def test_a_file_of_other_records_or_a_damaged_one_is_named_and_leaves_nothing(store: Store, tmp_path: Path) -> None:

@@ -18,22 +18,26 @@ DECODED = "decoded.arrow"
 
 
 def map_records(store: Store, ref: ArtifactRef, name: str, record: type[Record], folder: Path) -> list[Record]:
-    """All records of one Parquet file of an artifact; none where it has no such file. StoreError when they are others.
+    """All records of one Parquet file of an artifact. StoreError when there is no such file, or they are others.
 
     Their arrays are pages of a file in `folder`, which the first process makes. Once all have theirs it may be deleted: its pages stay for as long as
     an array does.
     """
-    files = [file for file in read_manifest(store, ref.folder, ref.sha256).files if file.plain_name == name]
-    if not files:
-        return []
+    file = read_manifest(store, ref.folder, ref.sha256).file(name)
     target = folder / f"{ref.sha256[:12]}-{name}"
     try:
         if not target.is_dir():
             with made_once(target) as partial:
-                fetch(store, ref.folder, files, partial)
+                fetch(store, ref.folder, [file], partial)
                 decode_file(partial / name, partial / DECODED, record)
                 (partial / name).unlink()
         return from_table(map_table(target / DECODED), record)
     except (pa.ArrowException, KeyError, ValueError, TypeError, RecursionError) as error:
-        address = f"{store.address(ref.folder)}/{files[0].name}"
+        address = f"{store.address(ref.folder)}/{file.name}"
         raise StoreError(f"{address} is no file of {record.__name__} records ({error})") from error
+
+
+def map_records_if_any(store: Store, ref: ArtifactRef, name: str, record: type[Record], folder: Path) -> list[Record]:
+    """As `map_records`; none where the artifact has no such file."""
+    files = read_manifest(store, ref.folder, ref.sha256).files
+    return map_records(store, ref, name, record, folder) if name in [file.plain_name for file in files] else []

@@ -17,7 +17,7 @@ from rlpipe.records.kinds import Float, Int32, Logprobs, Mask, Tokens
 from rlpipe.records.rollout import BRANCHES_FILE, Branch, Conversation, with_branches
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
-from rlpipe.store.mapped import map_records
+from rlpipe.store.mapped import map_records, map_records_if_any
 from rlpipe.trainer.packing import BRANCHES, Row, Text, TrainSequence, fullest, text_tokens
 from rlpipe.types import ArtifactRef, StoreError
 
@@ -144,7 +144,7 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path)
     """The rollouts of a batch, in as many steps as it has groups for; `folder`: as `map_records` has it. StoreError naming the group of a row that
     makes no sense."""
     rollouts = map_records(store, data, "batch.parquet", BatchRow, folder)
-    rows, rollout_B = with_branches(rollouts, map_records(store, data, BRANCHES_FILE, Branch, folder))
+    rows, rollout_B = with_branches(rollouts, map_records_if_any(store, data, BRANCHES_FILE, Branch, folder))
     rewards = [rollouts[place].reward for place in rollout_B]
     sequences: list[TrainSequence] = []
     for row, reward in zip(rows, rewards, strict=True):
@@ -191,7 +191,7 @@ def read_conversations(store: Store, data: ArtifactRef, name: str, folder: Path)
     """The conversations of a file of an SFT data set, in order; none where there is no such file. `folder`: as `map_records` has it. StoreError for
     one that makes no sense."""
     sequences, none = [], np.zeros(0, dtype=np.float32)
-    for row in map_records(store, data, name, Conversation, folder):
+    for row in map_records_if_any(store, data, name, Conversation, folder):
         if not len(row.tokens) == len(row.loss_mask) > 0:
             raise StoreError(
                 f"{store.address(data.folder)}: a conversation has {len(row.tokens)} tokens and a mask of {len(row.loss_mask)}"
