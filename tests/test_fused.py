@@ -43,8 +43,8 @@ def passes(lm: torch.nn.Module, tokens: Tensor) -> list[Tensor]:
     return [logits.detach(), *gradients]
 
 
-# norms of heads, two more norms a layer, experts beside MLPs, half of a head turned, MLPs without a gate and no rotary positions
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe", "glm", "gpt2"])
+# norms of heads, two more norms a layer, MLPs without a gate and no rotary positions
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
 def test_both_passes_are_those_of_the_familys_own_code(family: str) -> None:
     lm = small_model(small_config(AutoConfig.for_model(family)))
     tokens = torch.arange(2 * 19).view(2, 19) % VOCABULARY
@@ -63,6 +63,7 @@ def test_both_passes_are_those_of_the_familys_own_code(family: str) -> None:
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     monkeypatch.setattr(selftest, "FLEX_DEVICES", ("cpu",))
     monkeypatch.setattr(selftest, "FUSED_DEVICES", ("cpu",))
+    monkeypatch.setattr(selftest, "FIRST_TOKENS", 300)
     monkeypatch.setattr(selftest, "use_fused", partial(use_fused, backend=TRACED))
     trainer = Trainer(world.solo_gang(folder, activation_checkpointing=True))
     world.run(trainer, "load", world.load_new())
