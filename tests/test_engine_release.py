@@ -108,8 +108,8 @@ async def test_a_host_s_engines_go_die_and_come_back(tmp_path: Path) -> None:
     async with world(tmp_path) as made:
         first = await made.pool.generate(requests())
         check_whole(first, 6)
-        await made.pool.release()
-        await made.pool.release()
+        await made.pool.release([])
+        await made.pool.release([])
         assert made.pool.version is None and await made.host.clients(made.version) == []
         made.signal(0, signal.SIGKILL)
         await asyncio.sleep(2)  # several looks of the watch: it must not start what others have the memory for
@@ -123,7 +123,7 @@ async def test_a_host_s_engines_go_die_and_come_back(tmp_path: Path) -> None:
             raise EngineUnavailable("it hangs")
 
         made.engine(1).client.release = refuse  # type: ignore[method-assign]
-        await made.pool.release()
+        await made.pool.release([])
         assert not made.engine(1).service.alive(), "one that cannot give its memory back is ended"
         await made.serve(1)
         await made.until_back()
