@@ -1,10 +1,15 @@
-"""What the trainer reads of a batch and of conversations, without a gang: the files that it maps are gone again, their pages stay."""
+"""What the trainer reads of a batch and of conversations, without a gang: the files that it maps are gone again, their pages stay. And the
+advantages of all its tokens."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from rlpipe.algorithms.advantages import all_tokens, row_advantages
 from rlpipe.store.backend import Store
 from rlpipe.trainer import batches
 from rlpipe.trainer.batches import RlBatch
@@ -20,3 +25,8 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:
 def read_conversations(store: Store, data: ArtifactRef, name: str) -> list[TrainSequence]:
     with tempfile.TemporaryDirectory() as folder:
         return batches.read_conversations(store, data, name, Path(folder))
+
+
+def token_advantages(*given: Any, **named: Any) -> np.ndarray:
+    """Those of each row, row after row."""
+    return all_tokens(row_advantages(*given, **named))

@@ -19,9 +19,9 @@ from rlpipe.algorithms.advantages import (
     GROUP_ESTIMATORS,
     group_advantages,
     rollout_means,
-    token_advantages,
 )
 from tests import maths_oracle as oracle
+from tests.batches import token_advantages
 
 groups_of = st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=6), min_size=1, max_size=5)
 seeds = st.integers(0, 10_000)

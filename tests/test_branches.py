@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.agents.conversation import Node, masks_of_each_reply_once
-from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means, rollout_sums, token_advantages
+from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means, rollout_sums
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
 from rlpipe.records.columns import to_parquet, to_table
@@ -33,7 +33,7 @@ from rlpipe.trainer.rl import advantages
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef
 from tests import trainer_world
-from tests.batches import read_rl_batch
+from tests.batches import read_rl_batch, token_advantages
 from tests.rows import rollout
 from tests.test_agents_stage import POLICY, made_session
 from tests.test_gap import gaps_of

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means, token_advantages
+from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import Rollout
 from rlpipe.stages.filtering import Survivors, trainable, with_advantages
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.types import JsonDict
-from tests.batches import read_rl_batch
+from tests.batches import read_rl_batch, token_advantages
 from tests.rows import BATCH, SCORES, grouped, prompt_record, rollout
 from tests.rows import PROMPTS as PROMPT_ROWS
 from tests.test_oversampling import PlayedPool, PlayedRewards, World, check_iteration

@@ -43,31 +43,6 @@ GROUP_ESTIMATORS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 ESTIMATORS = (*GROUP_ESTIMATORS, "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
-def token_advantages(
-    rewards_B: np.ndarray,
-    group_index_B: np.ndarray,
-    lengths_B: np.ndarray,
-    *,
-    estimator: str,
-    gamma: float = 1.0,
-    kl_N: np.ndarray | None = None,
-    kl_coef: float = 0.0,
-    rollout_B: np.ndarray | None = None,
-) -> np.ndarray:
-    """Advantages of the N scored tokens of a batch, row after row: as `row_advantages`, put together."""
-    advantages_B = row_advantages(
-        rewards_B,
-        group_index_B,
-        lengths_B,
-        estimator=estimator,
-        gamma=gamma,
-        kl_N=kl_N,
-        kl_coef=kl_coef,
-        rollout_B=rollout_B,
-    )
-    return np.concatenate([np.zeros(0), *advantages_B])
-
-
 def row_advantages(
     rewards_B: np.ndarray,
     group_index_B: np.ndarray,
@@ -107,13 +82,18 @@ def row_advantages(
     return [np.broadcast_to(advantages_R[rollout], length) for rollout, length in zip(rollout_B, lengths_B, strict=True)]
 
 
+def all_tokens(values_B: list[np.ndarray]) -> np.ndarray:
+    """Values of all N scored tokens of a batch, of those of each row."""
+    return np.concatenate([np.zeros(0), *values_B])
+
+
 def _of_rows(values_N: np.ndarray, lengths_B: np.ndarray) -> list[np.ndarray]:
     """Values of all scored tokens, row by row."""
     return [values_N[end - length : end] for end, length in zip(np.cumsum(lengths_B), lengths_B, strict=True)]
 
 
 def rollout_sums(lengths_B: np.ndarray, rollout_B: np.ndarray) -> np.ndarray:
-    """The scored tokens of each of R rollouts: those of its rows together. `rollout_B` as in `token_advantages`."""
+    """The scored tokens of each of R rollouts: those of its rows together. `rollout_B` as in `row_advantages`."""
     return np.bincount(rollout_B, weights=lengths_B).astype(np.int64)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlpipe.algorithms.advantages import rollout_means, rollout_sums, token_advantages
+from rlpipe.algorithms.advantages import all_tokens, rollout_means, rollout_sums, row_advantages
 from rlpipe.algorithms.filters import NOTHING_LEFT, apply_filters, resolve_filters
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
@@ -226,8 +226,8 @@ def with_advantages(rollouts: list[Rollout], estimator: str, gamma: float, branc
     rewards_B = np.array([rollout.reward for rollout in rollouts])[rollout_B]
     group_index_B = np.array([row.group_index for row in rows], dtype=np.int64)
     lengths_B = np.array([np.count_nonzero(row.loss_mask) for row in rows], dtype=np.int64)
-    advantages_N = token_advantages(rewards_B, group_index_B, lengths_B, estimator=estimator, gamma=gamma, rollout_B=rollout_B)
-    advantages_R = rollout_means(advantages_N, rollout_sums(lengths_B, rollout_B))
+    advantages_B = row_advantages(rewards_B, group_index_B, lengths_B, estimator=estimator, gamma=gamma, rollout_B=rollout_B)
+    advantages_R = rollout_means(all_tokens(advantages_B), rollout_sums(lengths_B, rollout_B))
     return [replace(rollout, advantage=float(advantage)) for rollout, advantage in zip(rollouts, advantages_R, strict=True)]
 
 
