@@ -18,7 +18,9 @@ from rlpipe.models.small import VOCABULARY, small_config, small_model
 from rlpipe.trainer import selftest
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.trainer import Trainer
+from rlpipe.types import UserError
 from tests import trainer_world as world
+from tests.test_flex import NoRoom, small_policy
 from tests.test_flex import backward_on_a_cpu as backward_on_a_cpu
 
 pytestmark = [
@@ -98,3 +100,26 @@ def test_those_that_give_something_else_are_left_and_flex_attention_stays(
     assert trainer.resident is not None and not uses_fused(trainer.resident.policy.lm)
     assert "norms and MLPs are computed as its own code has them" in caplog.text
     assert "attention is computed by flex_attention, rows are shared" in caplog.text
+
+
+def test_a_backward_pass_that_no_kernel_has_ends_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it left in sharded weights would be added to the first gradient."""
+    right = fused.Fused.__call__
+
+    def without_backward(self: fused.Fused, *given: object, **named: object) -> object:
+        out = right(self, *given, **named)
+        return out if fused._PLAIN or not isinstance(out, Tensor) else NoRoom.apply(out)
+
+    monkeypatch.setattr(fused.Fused, "__call__", without_backward)
+    with pytest.raises(UserError, match=r"qwen3 has no gradient here .*OutOfResources"):
+        load(tmp_path, monkeypatch)
+
+
+def test_where_flex_attention_is_at_fault_nothing_is_said_of_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(selftest, "FUSED_DEVICES", ("cpu",))
+    policy = small_policy("bloom")
+    assert selftest.flex_rows(world.solo_gang(tmp_path), policy) is None and not uses_fused(policy.lm)
+    (record,) = [record for record in caplog.records if record.name == "rlpipe.trainer.gang"]
+    assert "does not support flex_attention" in record.getMessage()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,50 +99,52 @@ def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
 def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
     """The same with flex_attention, which the policy keeps; None, and it keeps its own attention, where that is not what its own code computes.
     On GPUs its norms, rotary positions and MLPs are kernels, too, unless that is what is wrong."""
-    lm, fault = policy.lm, ""
+    lm, faults = policy.lm, list[str]()
     for choose in (use_fused, leave_fused) if gang.device.type in FUSED_DEVICES else (leave_fused,):
         choose(lm)
         rows, fault = _tried_flex(gang, policy)
         if not fault:
             how = "flex_attention, norms and MLPs by kernels" if uses_fused(lm) else "flex_attention"
             log.info("%s: attention is computed by %s, rows are %s", lm.config.model_type, how, rows.name.lower())
+            for own in faults:  # of the kernels alone
+                gang.warn(
+                    f"{lm.config.model_type}: norms and MLPs are computed as its own code has them, a fifth slower ({own})"
+                )
             return rows
+        faults.append(fault)
         leave_flex(lm)
         settle(policy, gang.device)
-        if uses_fused(lm):
-            gang.warn(f"{lm.config.model_type}: norms and MLPs are computed as its own code has them, a fifth slower ({fault})")
     how = "attention is computed as its own code has it, not by flex_attention: one sequence a row, several times slower"
-    gang.warn(f"{lm.config.model_type}: {how} ({fault})")
+    gang.warn(f"{lm.config.model_type}: {how} ({faults[-1]})")
     return None
 
 
 def _tried_flex(gang: Gang, policy: PolicyModel) -> tuple[Rows, str]:
     """With flex_attention from here on, how sequences may be put into rows; and why it will not do."""
-    lm, rows, fault = policy.lm, Rows.SINGLE, ""
+    lm, rows, fault, first = policy.lm, Rows.SINGLE, "", list[TrainSequence]()
     try:
         if own := other_windows(lm.config):
             raise UserError(f"its own code bounds attention ({', '.join(own)})")
         with gang.together():
             try_kernels(lm, gang.device, getattr(torch, gang.options.dtype))
         use_flex(lm)
-        if uses_fused(lm):
-            _make_kernels(gang, policy)
+        first = [sequence(_first_tokens(lm), lm.config.get_text_config().vocab_size, 0)] if uses_fused(lm) else []
+        if first:
+            row_logprobs(policy, first, Rows.SINGLE, gang.device)
         rows = _of_ranks(gang, policy).rows(lm.config.model_type, gang.options.dtype)
         fault = "" if rows >= Rows.PACKED else "packed sequences see each other"
     except MODEL_FAULTS as error:
         fault = f"{error!s:.300}"
+    if not fault and first and any(parameter.requires_grad for parameter in policy.parameters()):
+        _gradients(gang, policy, first, Rows.SINGLE)
     if not fault and not (far := gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED)) <= FAR_GRADIENT[gang.options.dtype]:
         fault = f"its gradients differ by {far:.2g}"
     return rows, fault
 
 
-def _make_kernels(gang: Gang, policy: PolicyModel) -> None:
-    """Both passes over a text of one length: what torch makes for all lengths depends on the first, and so would the bits of a run that goes on."""
-    length = min(FIRST_TOKENS, getattr(policy.lm.config.get_text_config(), "max_position_embeddings", None) or FIRST_TOKENS)
-    texts = [sequence(length, policy.lm.config.get_text_config().vocab_size, 0)]
-    row_logprobs(policy, texts, Rows.SINGLE, gang.device)
-    if any(parameter.requires_grad for parameter in policy.parameters()):
-        _gradients(gang, policy, texts, Rows.SINGLE)
+def _first_tokens(lm: Any) -> int:
+    """Of the text over which both passes go first, of one length for all runs: what torch makes for all lengths depends on it, and so would bits."""
+    return min(FIRST_TOKENS, getattr(lm.config.get_text_config(), "max_position_embeddings", None) or FIRST_TOKENS)
 
 
 def _alone(gang: Gang) -> str:
