@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.models.qwen3 import modeling_qwen3
 
 from rlpipe.models import fused
 from rlpipe.models.fused import as_written, leave_fused, use_fused, uses_fused
@@ -32,8 +34,12 @@ TRACED = "aot_eager"  # what the compiler traces, run operation by operation: a 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
+    """Their rotary positions are a function of the family's file: what a test leaves there, those behind it would compute with."""
     yield
     fused.fused.cache_clear()
+    for name, file in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and isinstance(left := vars(file).get(fused.ROTARY), fused.Fused):
+            setattr(file, fused.ROTARY, left.written)
 
 
 def passes(lm: torch.nn.Module, tokens: Tensor) -> list[Tensor]:
@@ -113,6 +119,7 @@ def test_a_backward_pass_that_no_kernel_has_ends_the_load(tmp_path: Path, monkey
     monkeypatch.setattr(fused.Fused, "__call__", without_backward)
     with pytest.raises(UserError, match=r"qwen3 has no gradient here .*OutOfResources"):
         load(tmp_path, monkeypatch)
+    assert not isinstance(modeling_qwen3.apply_rotary_pos_emb, fused.Fused), "others of its family in this process would use it"
 
 
 def test_where_flex_attention_is_at_fault_nothing_is_said_of_norms(

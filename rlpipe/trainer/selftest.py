@@ -102,7 +102,11 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
     lm, faults = policy.lm, list[str]()
     for choose in (use_fused, leave_fused) if gang.device.type in FUSED_DEVICES else (leave_fused,):
         choose(lm)
-        rows, fault = _tried_flex(gang, policy)
+        try:
+            rows, fault = _tried_flex(gang, policy)
+        except UserError:
+            leave_fused(lm)  # the load ends, the process and its other models of this family go on
+            raise
         if not fault:
             how = "flex_attention, norms and MLPs by kernels" if uses_fused(lm) else "flex_attention"
             log.info("%s: attention is computed by %s, rows are %s", lm.config.model_type, how, rows.name.lower())
