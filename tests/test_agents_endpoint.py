@@ -165,6 +165,15 @@ async def test_a_reply_that_the_limit_cut_off_ends_the_rollout_for_that(pool: Sp
         assert reply.choices[0].finish_reason == "length" and rollout.finish_reason == "length"
 
 
+async def test_a_reply_that_was_cut_off_is_the_reason_whatever_is_refused_after_it(pool: SpokenPool) -> None:
+    pool.texts = ["123456789"]
+    async with client_of(rollout := rollout_of(pool, tokens=8, calls=1)) as client:
+        await client.chat.completions.create(model="policy", messages=ASKED)
+        with pytest.raises(openai.BadRequestError, match=r"rl\.turns_max=1"):
+            await client.chat.completions.create(model="policy", messages=ASKED)
+    assert rollout.limit == "turns" and rollout.finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     "asked",
     [{"stop": ["."]}, {"response_format": {"type": "json_object"}}, {"tools": [TOOL], "tool_choice": "required"},

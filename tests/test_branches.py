@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.agents.conversation import Node, masks_of_each_reply_once
+from rlpipe.agents.chat import read_request
+from rlpipe.agents.conversation import ConversationTree, Node, masks_of_each_reply_once
 from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means, rollout_sums
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.rollout import ROLLOUTS as ROLLOUT_COLUMNS
 from rlpipe.records.rollout import Branch, Rollout, with_branches
+from rlpipe.stages.agents import branch_rows
 from rlpipe.stages.branches import branches_of, shards_with_branches
 from rlpipe.stages.filtering import filter_groups, with_advantages
 from rlpipe.stages.generation import generate
@@ -36,6 +38,7 @@ from tests import trainer_world
 from tests.batches import read_rl_batch, token_advantages
 from tests.rows import rollout
 from tests.test_agents_stage import POLICY, made_session
+from tests.test_data_chat import make
 from tests.test_gap import gaps_of
 
 # parent of each node (-1: none), what the agent put before its reply, and tokens of the reply
@@ -98,6 +101,52 @@ def test_each_reply_is_trained_once(parts: list[tuple[int, int, int]], random: A
     assert trained == Counter(token for reply in replies for token in reply)
 
 
+@given(parts=TREES, cut=st.sets(st.integers(0, 24)), random=st.randoms(use_true_random=False))
+def test_with_masked_truncation_a_whole_reply_is_trained_once_and_one_that_was_cut_never(
+    parts: list[tuple[int, int, int]], cut: set[int], random: Any
+) -> None:
+    """Whole replies of a branch that was cut off later were in no loss, where no branch before it had them."""
+    nodes, replies = tree_of([(place, max(num_put, 1), max(num_sampled, 1)) for place, num_put, num_sampled in parts])
+    inner = {id(node.parent) for node in nodes}
+    leaves = [node for node in nodes if id(node) not in inner]
+    random.shuffle(leaves)
+    is_cut = {id(leaf) for leaf in leaves[1:] if nodes.index(leaf) in cut}  # nothing goes on from one that was cut off
+    reasons = ["length" if id(leaf) in is_cut else "stop" for leaf in leaves]
+    ended = [
+        replace(leaf, completion=replace(leaf.completion, finish_reason=reason))
+        for leaf, reason in zip(leaves, reasons, strict=True)
+    ]
+    own = rollout_row(0, 0, 0.0, "stop", ended[0].completion.tokens, ended[0].policy_mask)
+    for masking in (False, True):
+        rl = RlConfig(branches="all", agent="a:b", mask_truncated=masking)
+        rows: list[Any] = [own, *branches_of([own], branch_rows(0, 0, ended, rl), rl)]
+        trained = Counter(int(token) for row in rows for token in row.completion_tokens[row.loss_mask == 1])
+        kept = [reply for node, reply in zip(nodes, replies, strict=True) if not (masking and id(node) in is_cut)]
+        assert trained == Counter(token for reply in kept for token in reply)
+        assert all(row.loss_mask.any() for row in rows), "no row for nothing"
+    cut_off = replace(own, finish_reason="length")
+    masking_rl = RlConfig(branches="all", agent="a:b", mask_truncated=True)
+    assert branches_of([cut_off], branch_rows(0, 0, ended, masking_rl), masking_rl) == [], "its reward is of what was cut off"
+
+
+def test_two_replies_that_nothing_stands_between_are_two_branches() -> None:
+    """A mask would show one reply, of which the half is masked when it was cut off."""
+    silent = "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    tree = ConversationTree(make(silent))
+    asked: list[Any] = [{"role": "user", "content": "hi"}]
+    first = read_request({"messages": asked})
+    said = Completion(tokens_of([1, 2]), logprobs_of([-0.5] * 2), "stop", [(0, 2)], "e")
+    node = tree.reply(first, tree.context(first, 100), said, {"role": "assistant", "content": "x"})
+    for content, parent in (("", None), ("more", node)):
+        news = {"role": "user" if content else "system", "content": content}
+        assert tree.context(read_request({"messages": [*node.messages, news]}), 100).parent is parent
+
+
+def rollout_row(group_index: int, rollout_index: int, reward: float, reason: str, tokens: Any, mask: bytes) -> Rollout:
+    place = {"group_index": group_index, "rollout_index": rollout_index, "environment": "", "finish_reason": reason}
+    return rollout(place | {"completion_tokens": tokens.tolist(), "loss_mask": [*mask], "reward": reward})
+
+
 def branch(group_index: int, rollout_index: int, mask: Sequence[int], finish_reason: str = "stop") -> Branch:
     tokens = np.arange(len(mask), dtype=np.int32)
     logprobs = np.full(len(mask), -0.5, dtype=np.float32)
@@ -145,9 +194,7 @@ def test_five_branches_do_not_move_the_mean_of_the_group() -> None:
 
 
 def made_rollout(group_index: int, rollout_index: int, reward: float, reason: str) -> Rollout:
-    ones = [1, 1]
-    place = {"group_index": group_index, "rollout_index": rollout_index, "environment": "", "finish_reason": reason}
-    return rollout(place | {"completion_tokens": ones, "loss_mask": ones, "reward": reward})
+    return rollout_row(group_index, rollout_index, reward, reason, np.ones(2, np.int32), bytes([1, 1]))
 
 
 def test_branches_stand_behind_their_rollout_and_one_of_none_is_a_fault() -> None:

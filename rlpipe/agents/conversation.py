@@ -75,6 +75,8 @@ class ConversationTree:
                 raise
             except UserError:  # a template that does not continue: the next best is to begin anew
                 continue
+            if not tokens:  # nothing would stand between two replies, and a mask shows where one ends
+                continue
             version, _ = node.completion.spans[-1]
             said = Completion(
                 tokens_of(tokens), logprobs_of([0.0] * len(tokens)), CUT_SHORT, [(version, len(tokens))], node.completion.engine

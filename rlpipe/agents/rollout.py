@@ -170,12 +170,12 @@ class AgentRollout:
 
     @property
     def finish_reason(self) -> str:
-        """Why the rollout ended, once its agent has: a limit, or "stop"."""
+        """Why the rollout ended, once its agent has: its last reply was cut off, or a limit refused its last call; else "stop"."""
         last = self.conversation.last
         is_cut = (
             last is not None and last.completion.finish_reason == TRUNCATED and len(last.completion.tokens) >= self._room(last)
         )
-        return self.limit or (TRUNCATED if is_cut else "stop")
+        return TRUNCATED if is_cut else self.limit or "stop"
 
     def _room(self, node: Node) -> int:
         return min(self.terms.params.max_new_tokens, self.terms.context_tokens_max - len(node.prompt_tokens))

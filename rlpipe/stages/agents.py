@@ -104,18 +104,24 @@ def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Pr
 
 
 def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]], rl: RlConfig) -> list[FileRecord]:
-    """The branches that are no rollout's own, as one file; none where there are none. `groups`: (index in the iteration, completions).
-
-    Where all branches are trained, their masks have each reply once: none that the rollout or an earlier branch has.
-    """
-    masks_of = masks_of_each_reply_once if rl.branches == "all" else _policy_masks
-    rollouts = [
-        (group_index, rollout_index, completion.branches)
+    """The branches that are no rollout's own, as one file; none where there are none. `groups`: (index in the iteration, completions)."""
+    branches = [
+        branch
         for group_index, completions in groups
         for rollout_index, completion in enumerate(completions)
         if isinstance(completion, ActedCompletion)
+        for branch in branch_rows(group_index, rollout_index, completion.branches, rl)
     ]
-    branches = [
+    return [attempt.write(BRANCHES_FILE, branches, Branch)] if branches else []
+
+
+def branch_rows(group_index: int, rollout_index: int, nodes: list[Node], rl: RlConfig) -> list[Branch]:
+    """The rows of a rollout's branches but for its own, which is the first of `nodes`.
+
+    Where all branches are trained, their masks have each reply once: none that the rollout or an earlier branch has.
+    """
+    masks = masks_of_each_reply_once(nodes) if rl.branches == "all" else [node.policy_mask for node in nodes]
+    return [
         Branch(
             group_index,
             rollout_index,
@@ -126,14 +132,8 @@ def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]],
             np.array(node.completion.rollout_logprobs, dtype=np.float32),
             node.completion.finish_reason,
         )
-        for group_index, rollout_index, nodes in rollouts
-        for branch_index, (node, mask) in enumerate(list(zip(nodes, masks_of(nodes), strict=True))[1:])
+        for branch_index, (node, mask) in enumerate(list(zip(nodes, masks, strict=True))[1:])
     ]
-    return [attempt.write(BRANCHES_FILE, branches, Branch)] if branches else []
-
-
-def _policy_masks(branches: list[Node]) -> list[bytes]:
-    return [node.policy_mask for node in branches]
 
 
 async def _keep_nothing(call: CallKey, completions: list[Completion]) -> None:

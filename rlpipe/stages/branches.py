@@ -6,6 +6,7 @@ They lie beside the rollouts of a shard and of a batch, in a file of their own: 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,18 +34,28 @@ def read_branches(store: Store, shards: list[ArtifactRef] | None) -> list[Branch
 
 
 def branches_of(rollouts: Iterable[Rollout], branches: Iterable[Branch], rl: RlConfig) -> list[Branch]:
-    """The branches of these rollouts: with `rl.mask_truncated` neither those that were cut off, nor any of a rollout that was."""
+    """The branches of these rollouts as they are trained.
+
+    With `rl.mask_truncated` none of a rollout that was cut off; of a branch that was cut off the replies before the one that was.
+    """
     places = {
         (rollout.group_index, rollout.rollout_index)
         for rollout in rollouts
         if not (rl.mask_truncated and rollout.finish_reason == TRUNCATED)
     }
-    return [
-        branch
-        for branch in branches
-        if (branch.group_index, branch.rollout_index) in places
-        and not (rl.mask_truncated and branch.finish_reason == TRUNCATED)
-    ]
+    ours = [branch for branch in branches if (branch.group_index, branch.rollout_index) in places]
+    if not rl.mask_truncated:
+        return ours
+    whole = [_without_last_reply(branch) if branch.finish_reason == TRUNCATED else branch for branch in ours]
+    return [branch for branch in whole if branch.loss_mask.any()]
+
+
+def _without_last_reply(branch: Branch) -> Branch:
+    """The branch with no token trained after the last that is not: that reply is in no other row, and something was said before it."""
+    untrained = np.flatnonzero(branch.loss_mask == 0)
+    loss_mask = branch.loss_mask.copy()
+    loss_mask[untrained[-1] if len(untrained) else 0 :] = 0
+    return replace(branch, loss_mask=loss_mask)
 
 
 def branch_metrics(branches: list[Branch], rl: RlConfig) -> Metrics:
