@@ -198,7 +198,7 @@ class World:
         rewards = 'rl.rewards={"scorers:spelled" = 0.5, "scorers:long" = 0.5}'
         rows = healthy_rows(random.Random(f"hacked/{seed}"), HACKED_ITERATIONS)
         self.from_rows(names["length_hacked"], rows, rewards, "rl.learning_rate=5e-4", iterations=HACKED_ITERATIONS)
-        self._stale(parent, names["stale_engine"], seed)
+        self.stale(parent, names["stale_engine"], seed)
         self._reference(parent, names["wrong_reference"], names["learning_rate"])
         return names
 
@@ -217,7 +217,7 @@ class World:
         with self.file("broken_tool"):
             self.fork(f"before-{run}", AT - 1, run)
 
-    def _stale(self, parent: str, run: str, seed: int) -> None:
+    def stale(self, parent: str, run: str, seed: int) -> None:
         """Rollouts that a policy sampled which stopped to learn at iteration 2, under the versions that the engine should have had."""
         frozen = f"frozen-{seed}"
         self.fork(parent, 1, frozen, "rl.learning_rate=1e-12")

@@ -32,17 +32,19 @@ def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second =
     from rlpipe.report.around import History  # scipy takes a moment to import
     from rlpipe.report.proof import proof_lines
     from rlpipe.report.second import parting, parts_ways, rescored, second_lines
+    from rlpipe.report.today import Today
     from rlpipe.report.why import judged, why_lines
 
-    history = History(open_existing(readable_store(store), run))
+    found = open_existing(readable_store(store), run)
     if second is not None:
         if prove or at is not None:
             raise UserError("--second compares two rewards over the whole run: leave --at and --prove away")
-        both = rescored(history, second)
+        both = rescored(History(found), second)
         echo_all(second_lines(both, second))
         is_named = parts_ways(parting(both)[1])
     else:
-        verdict = judged(history, at)
+        with Today(found) as today:
+            verdict = judged(History(found, today), at)
         echo_all([*why_lines(verdict), *proof_lines(verdict)])
         is_named = bool(verdict.findings)
         if prove and is_named:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlpipe.algorithms.changes import NO_SHIFT, fitted, shift
+from rlpipe.algorithms.changes import NO_SHIFT, matched, shift
 
 
 def passes(rng: np.random.Generator, rates_T: np.ndarray, groups: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -51,11 +51,29 @@ def test_a_few_groups_that_agree_are_no_proof() -> None:
     assert shift(np.array([np.nan, 1.0]), np.array([0, 1]), 1) == NO_SHIFT
 
 
-def test_what_is_fitted_is_learnt_from_the_rows_that_are_named() -> None:
+def test_what_is_matched_is_learnt_from_rows_of_other_groups_that_are_alike() -> None:
     rng = np.random.default_rng(2)
-    features = rng.normal(size=(200, 2))
+    features = rng.normal(size=(800, 2))
     values = 1 + features @ np.array([2.0, 0.0])
-    values[100:] -= 5
-    predicted, share = fitted(features, values, np.arange(200) < 100)
-    assert share > 0.99 and (values - predicted)[100:].mean() == pytest.approx(-5, abs=0.05)
-    assert fitted(np.zeros((200, 0)), values, np.arange(200) < 100)[1] == pytest.approx(0.0, abs=1e-9)
+    values[400:] -= 5
+    learnt, groups = np.arange(800) < 400, np.arange(800) // 4
+    expected, share = matched(features, values, learnt, groups)
+    known = np.isfinite(expected)
+    assert share > 0.8 and known.mean() > 0.8
+    assert (values - expected)[known & ~learnt].mean() == pytest.approx(-5, abs=0.1)
+    assert matched(np.zeros((800, 0)), values, learnt, groups)[1] == 0.0
+
+
+def test_nothing_is_matched_where_nothing_before_was_alike() -> None:
+    """A straight line through a few near misses says nothing of garbage that is far from all of them."""
+    before, after = np.linspace(0.7, 1.0, 200), np.linspace(0.0, 0.3, 200)
+    features = np.concatenate([before, after])[:, None]
+    expected, share = matched(features, features[:, 0], np.arange(400) < 200, np.arange(400))
+    assert share > 0.9 and np.isfinite(expected[:200]).all() and np.isnan(expected[200:]).all()
+
+
+def test_a_row_says_nothing_of_its_own_group() -> None:
+    features, groups = np.zeros((40, 1)), np.repeat(np.arange(10), 4)
+    values = groups.astype(float)
+    expected, _ = matched(features, values, np.ones(40, bool), groups)
+    assert expected == pytest.approx((values.sum() - 4 * values) / 36)

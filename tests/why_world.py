@@ -66,6 +66,7 @@ def near(prompt: RewardPrompt, completion: str) -> float:
 
 def rewarded(rollout: Rollout, parts: dict[str, float], config: PipelineConfig) -> Rollout:
     weights = {label(name): weight for name, weight in config.rl.rewards.items()}
+    parts = {name: value for name, value in parts.items() if name in weights}
     total = sum(weights[name] * value for name, value in parts.items())
     return replace(rollout, reward=total, reward_parts=parts)
 

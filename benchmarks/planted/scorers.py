@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 BROKEN = Path("broken").exists()
+BROKEN_NEAR = Path("broken_near").exists()
 
 
 def _answer(completion: str) -> str:
@@ -18,7 +19,9 @@ def spelled(prompt: dict[str, Any], completion: str) -> float:
 
 
 def near(prompt: dict[str, Any], completion: str) -> float:
-    """The share of letters at their place."""
+    """The share of letters at their place; of none any more, once the file is there."""
+    if BROKEN_NEAR:
+        return 0.0
     answer, label = _answer(completion), prompt["answer"]
     return sum(a == b for a, b in zip(answer, label, strict=False)) / max(len(label), len(answer))
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
+from scipy.spatial import cKDTree
 
+CALIPER = 0.5  # of a feature's spread: how far apart rows may be that are alike
+ALIKE_MIN, ALIKE_MAX = 4, 64  # rows that are alike: below nothing is known, above no more are asked
 TREND_MIN = 3  # iterations on the longer side, below which no trend can be told from a jump
 
 
@@ -121,13 +124,26 @@ def within_correlation(
     return float((first * second).sum() / scale) if scale > 1e-12 else float("nan")
 
 
-def fitted(features_NF: np.ndarray, values_N: np.ndarray, learnt_N: np.ndarray) -> tuple[np.ndarray, float]:
-    """The values that the features predict, by a ridge regression on the rows `learnt_N` alone; and its R2 on them."""
-    center, spread = features_NF[learnt_N].mean(0), features_NF[learnt_N].std(0)
-    design_NF = np.concatenate([np.ones((len(values_N), 1)), (features_NF - center) / np.where(spread > 0, spread, 1)], axis=1)
-    learnt, targets = design_NF[learnt_N], values_N[learnt_N]
-    ridge = np.eye(design_NF.shape[1]) * 1e-3 * len(targets)
-    ridge[0, 0] = 0.0
-    predicted_N = design_NF @ np.linalg.solve(learnt.T @ learnt + ridge, learnt.T @ targets)
-    total = float(((targets - targets.mean()) ** 2).sum())
-    return predicted_N, 1 - float(((targets - predicted_N[learnt_N]) ** 2).sum()) / total if total > 0 else 0.0
+def matched(
+    features_NF: np.ndarray, values_N: np.ndarray, learnt_N: np.ndarray, group_N: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """What the rows `learnt_N` that are most like each row have for a value, [N], and how well that does on themselves, an R2.
+
+    Alike: every feature within CALIPER of its spread, and of another group. nan where fewer than ALIKE_MIN rows are: nothing is extrapolated.
+    """
+    expected_N, learnt = np.full(len(values_N), np.nan), np.flatnonzero(learnt_N)
+    if not len(learnt) or not features_NF.shape[1]:
+        return expected_N, 0.0
+    spread = features_NF[learnt].std(0)
+    units_NF = features_NF / (CALIPER * np.where(spread > 0, spread, 1.0))
+    tree = cKDTree(units_NF[learnt], balanced_tree=False)
+    near_NK, found_NK = tree.query(units_NF, k=min(ALIKE_MAX, len(learnt)), p=np.inf, distance_upper_bound=1.0)
+    for row, (far_K, found_K) in enumerate(zip(np.atleast_2d(near_NK), np.atleast_2d(found_NK), strict=True)):
+        alike = learnt[found_K[np.isfinite(far_K)]]
+        alike = alike[group_N[alike] != group_N[row]]
+        if len(alike) >= ALIKE_MIN:
+            expected_N[row] = values_N[alike].mean()
+    tried = learnt[np.isfinite(expected_N[learnt])]
+    total = float(((values_N[tried] - values_N[tried].mean()) ** 2).sum()) if len(tried) else 0.0
+    left = float(((values_N[tried] - expected_N[tried]) ** 2).sum())
+    return expected_N, 1 - left / total if total > 0 else 0.0

@@ -16,6 +16,7 @@ from rlpipe.algorithms.changes import Shift, group_means, shift
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, TRUNCATED, Group, Rollout, TokenGaps, grouped
+from rlpipe.report.today import Today
 from rlpipe.rewards.score import gives, label
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.forks import differences
@@ -39,6 +40,7 @@ class History:
     """The iterations of a run, each read when it is first asked for."""
 
     run: Run
+    today: Today | None = None  # None: nothing is scored again
     num_iterations: int = field(init=False)
     _groups: dict[int, list[ScoredGroup]] = field(default_factory=dict)
 
@@ -67,7 +69,7 @@ class History:
         groups = [group for iteration in range(first, last) for group in self.groups(iteration)]
         metrics = {iteration: self.metrics[iteration] for iteration in range(first, last)}
         changed = differences(self.config(at), self.config(at - 1)) if at in self.fork_points else []
-        return Around(self.run, at, groups, metrics, self.config(at), self.config(at - 1), changed)
+        return Around(self.run, at, groups, metrics, self.config(at), self.config(at - 1), changed, self.today)
 
     @cached_property
     def fork_points(self) -> list[int]:
@@ -107,6 +109,7 @@ class Around:
     config: PipelineConfig  # of iteration `at`
     config_before: PipelineConfig
     changed: list[str]  # the settings that differ, "rl.learning_rate: 0.0002 -> 0.005"
+    rewards_today: Today | None = None
 
     @cached_property
     def rollouts(self) -> list[Rollout]:
@@ -182,6 +185,34 @@ class Around:
         """The parts of the reward by name, [R]; nan in a rollout without one."""
         names = sorted({name for rollout in self.rollouts for name in rollout.reward_parts})
         return {name: np.array([rollout.reward_parts.get(name, np.nan) for rollout in self.rollouts]) for name in names}
+
+    @cached_property
+    def today(self) -> dict[str, np.ndarray]:
+        """The parts of the reward as today's code gives them, with each side's own arguments, [R]; nan where that is not known."""
+        before, after = (self.parts_today(config) for config in (self.config_before, self.config))
+        nothing = np.full(len(self.rollouts), np.nan)
+        return {name: np.where(self.after_R, after.get(name, nothing), before.get(name, nothing)) for name in {*before, *after}}
+
+    def parts_today(self, config: PipelineConfig) -> dict[str, np.ndarray]:
+        """The same with the arguments of one config for both sides."""
+        known: dict[tuple[int, int, int], dict[str, float]] = {}
+        for iteration in sorted({group.iteration for group in self.groups}) if self.rewards_today else []:
+            assert self.rewards_today is not None
+            groups = [group for group in self.groups if group.iteration == iteration]
+            known |= {
+                (iteration, *place): parts for place, parts in self.rewards_today.parts(config.rl, iteration, groups).items()
+            }
+        rows = [
+            known.get((self.groups[group].iteration, rollout.group_index, rollout.rollout_index), {})
+            for group, rollout in zip(self.group_R, self.rollouts, strict=True)
+        ]
+        names = {name for parts in known.values() for name in parts}
+        return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
+
+    @property
+    def why_not_today(self) -> str:
+        """Why today's code could not be asked of all that it should have been; empty where it was."""
+        return self.rewards_today.why_not if self.rewards_today else ""
 
     def weight(self, part: str) -> float:
         """What a part counts in the reward of iteration `at`; 0 where no reward of its config has it."""

@@ -9,6 +9,7 @@ import numpy as np
 from rlpipe.report.show import REWARD
 from rlpipe.report.suspects.finding import Finding, WhatIf
 from rlpipe.report.why import Verdict
+from rlpipe.store.forks import AT_SFT
 from rlpipe.store.run import Run
 
 
@@ -33,7 +34,7 @@ def fork_arguments(verdict: Verdict, finding: Finding, proof: WhatIf) -> list[st
         "fork",
         run.name,
         "--at",
-        str(proof.at),
+        "sft" if proof.at == AT_SFT else str(proof.at),
         "--run",
         fork_name(verdict, finding),
         "--store",

@@ -16,14 +16,16 @@ from rlpipe.report.around import Around, History
 from rlpipe.report.show import parts_text, text_line
 from rlpipe.report.suspects.evaluation import evaluation
 from rlpipe.report.suspects.finding import Finding, Suspect, from_to
-from rlpipe.report.suspects.policy import length, mismatch, moved, reference, settings, staleness, truncation
-from rlpipe.report.suspects.prompts import duplicates, labels, mix, template
-from rlpipe.report.suspects.scoring import faults, hacked, reward_parts
+from rlpipe.report.suspects.labels import labels
+from rlpipe.report.suspects.policy import length, mismatch, moved, rate, reference, settings, staleness, truncation
+from rlpipe.report.suspects.prompts import duplicates, mix, template
+from rlpipe.report.suspects.reward_parts import reward_parts
+from rlpipe.report.suspects.scoring import faults, hacked, reward_settings
 from rlpipe.types import UserError
 
 SUSPECTS: tuple[Suspect, ...] = (
-    faults, reward_parts, hacked, template, mix, duplicates, labels, settings, mismatch, reference, staleness, moved, truncation,
-    length, evaluation,
+    faults, reward_settings, reward_parts, hacked, template, mix, duplicates, labels, settings, rate, mismatch, reference, staleness,
+    moved, truncation, length, evaluation,
 )  # fmt: skip
 ALPHA = 0.01  # of a whole report: the chance of naming anything where nothing changed
 CERTAIN = 2  # suspects whose being there is no matter of chance: their p-values are corrected for these alone
@@ -101,6 +103,7 @@ def judge(around: Around, looks: int) -> Verdict:
     findings = [finding for finding in findings if finding.shift.p * (CERTAIN if finding.certain else looks) < ALPHA]
     changed = change.p * looks < ALPHA or any(finding.certain for finding in findings)
     findings = [finding for finding in findings if changed or not finding.symptom]
+    findings = [finding for finding in findings if not _is_against(finding, change)]
     shares = sum(finding.explains or 0.0 for finding in findings if not finding.symptom)
     direction = float(np.sign(change.size)) if changed else 0.0
     verdict = Verdict(around, change, [], change.size - shares if changed else 0.0, looks, direction)
@@ -109,6 +112,11 @@ def judge(around: Around, looks: int) -> Verdict:
     explained = any(not finding.symptom and verdict.toward(finding) >= SMALL * abs(change.size) for finding in kept)
     kept.sort(key=lambda finding: (finding.symptom and explained, -round(verdict.toward(finding), 9), -abs(finding.shift.z)))
     return replace(verdict, findings=kept)
+
+
+def _is_against(finding: Finding, change: Shift) -> bool:
+    """Whether a finding would explain the opposite of how the reward changed, by more than the change's own noise."""
+    return abs(change.z) > 1 and (finding.explains or 0.0) * change.size < 0 and not finding.certain
 
 
 def why_lines(verdict: Verdict) -> list[str]:

@@ -10,7 +10,10 @@ import numpy as np
 from rlpipe.algorithms.changes import NO_SHIFT, Shift, shift
 from rlpipe.config.pipeline import identity
 from rlpipe.report.around import Around
+from rlpipe.report.curves import evaluation_of
 from rlpipe.report.suspects.finding import Finding, Findings, WhatIf, as_toml, from_to, rows_to_show
+from rlpipe.store.forks import AT_SFT
+from rlpipe.types import Metrics
 
 FLOOR = 1e-9  # of a metric
 RATIO_MIN = 3.0  # a metric that grew by less is not named
@@ -19,6 +22,16 @@ KL_MIN = 1e-3  # of a KL that is named
 RATE_RATIO = 1.5
 GAP_LARGE = 0.1  # nats: a token's probability is 10 % another
 MOVES_OF_PROOF = 3  # iterations that a fork samples with the old settings
+SCHEDULE = (
+    "rl.learning_rate",
+    "rl.warmup_steps",
+    "rl.schedule",
+    "rl.decay_steps",
+    "rl.num_steps",
+)  # what the rate of a step follows from
+UPDATES = ("train/learning_rate", "train/grad_norm", "train/clip_fraction_high", "train/clip_fraction_low", "train/proximal_kl")
+FIRST = 2  # iterations whose policy the first updates made
+FAR_KL, FAR_CLIPPED = 0.02, 0.1  # of the updates of an iteration (docs/why.md: what is seen in healthy runs)
 MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.reward_fallback")  # other suspects name these
 
 Scale = Callable[[np.ndarray], np.ndarray]
@@ -27,10 +40,13 @@ Scale = Callable[[np.ndarray], np.ndarray]
 def settings(around: Around) -> Findings:
     """Settings that a fork changed at this iteration, and a learning rate that is no more what it was."""
     lines = [line for line in around.changed if not line.startswith(MECHANISMS)]
+    evidence = [*lines, *_moved_lines(around)]
     rates = [around.metrics[number].get("train/learning_rate", 0.0) for number in (around.at - 1, around.at)]
-    warming = around.at * around.config.rl.num_steps < around.config.rl.warmup_steps
-    if rates[0] > 0 and not warming and not 1 / RATE_RATIO < rates[1] / rates[0] < RATE_RATIO:
-        lines.append(f"learning rate of the last step: {from_to(*rates)}")
+    if rates[0] > 0 and not _is_warming(around) and not 1 / RATE_RATIO < rates[1] / rates[0] < RATE_RATIO:
+        line = f"learning rate of the last step: {from_to(*rates)}"
+        evidence.insert(len(lines), line)
+        if not any(changed.startswith(SCHEDULE) for changed in lines):  # what a changed setting does is no other change
+            lines.append(line)
     if not lines:
         return
     # what the policy is trained with changes the rollouts of the next iteration
@@ -41,11 +57,56 @@ def settings(around: Around) -> Findings:
         lines[0] if len(lines) == 1 else f"{lines[0]}, and {len(lines) - 1} more",
         replace(clearer, p=min(1.0, 2 * clearer.p)),
         None,
-        [*lines, *_moved_lines(around)],
+        evidence,
         rows_to_show(around, np.ones(len(around.rollouts), bool), around.reward_R),
         certain=True,
         proof=_with_old_settings(around),
     )
+
+
+def _is_warming(around: Around) -> bool:
+    """Whether the rate was still rising in the updates that made the policy of this iteration."""
+    return around.at * around.config.rl.num_steps <= around.config.rl.warmup_steps
+
+
+def rate(around: Around) -> Findings:
+    """A reward that falls while the learning rate still rises in its warm-up, or from the first updates on: the policy of this iteration is
+    made by updates that went far. Where the rate is what it was, `settings` and `moved` say what there is to say."""
+    change, last = around.reward_change, around.metrics[around.at - 1]
+    is_first = around.at <= FIRST
+    if around.changed or change.size >= 0 or not (is_first or _is_warming(around)) or not _went_far(last):
+        return
+    rl, steps = around.config.rl, around.at * around.config.rl.num_steps
+    now = last.get("train/learning_rate", 0.0)
+    if _is_warming(around):
+        title = f"the learning rate still rises: {now:.3g} of {rl.learning_rate:g}, step {steps} of {rl.warmup_steps} of its warm-up"
+    else:
+        title = f"the reward falls from the first updates on: rl.learning_rate={rl.learning_rate:g} may be too high"
+    known = [number for number in sorted(around.metrics) if number < around.at][-3:]
+    evidence = [f"updates of iteration {number}: {_updates(around.metrics[number])}" for number in known]
+    if (start := evaluation_of(around.run, 0)) is not None:
+        means = [f"{name} {value:.3g}" for name, value in sorted(start.metrics.items()) if name.endswith("_reward_mean")]
+        evidence.insert(0, f"the policy that RL began with: {', '.join(means)}; reward of iteration 0: {_first_reward(around)}")
+    sets = [f"rl.learning_rate={now / 10 if is_first else now / 3:.1g}"]
+    proof = WhatIf(AT_SFT if is_first else around.at - 1, sets, num_iterations=around.at + MOVES_OF_PROOF)
+    yield Finding("rate", title, change, None, evidence, rows_to_show(around, np.ones(len(around.rollouts), bool), around.reward_R), proof=proof)  # fmt: skip
+
+
+def _updates(metrics: Metrics) -> str:
+    """Example: learning_rate 0.0021, grad_norm 14.2, clip_fraction_high 0.21."""
+    return ", ".join(f"{name.partition('/')[2]} {metrics[name]:.3g}" for name in UPDATES if name in metrics)
+
+
+def _first_reward(around: Around) -> str:
+    """The mean reward of the oldest iteration that is looked at."""
+    rewards_R = around.reward_R[around.iteration_G[around.group_R] == around.iteration_G.min()]
+    return f"{float(rewards_R.mean()):.3g}"
+
+
+def _went_far(metrics: Metrics) -> bool:
+    """Whether updates moved the policy further than they should: by its KL, or by the share of tokens that the loss had to clip."""
+    clipped = metrics.get("train/clip_fraction_high", 0.0) + metrics.get("train/clip_fraction_low", 0.0)
+    return metrics.get("train/proximal_kl", 0.0) >= FAR_KL or clipped >= FAR_CLIPPED
 
 
 def _with_old_settings(around: Around) -> WhatIf | None:

@@ -1,4 +1,4 @@
-"""Suspects in what is asked: other prompts, the same one again and again, another template around them, labels that are wrong."""
+"""Suspects in what is asked: other prompts, the same one again and again, another template around them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rlpipe.report.suspects.finding import Finding, Findings, from_to, rows_to_s
 PROMPTS_MIN = 6  # distinct prompts of a side, for what they have in common to be no accident
 TEMPLATE_TOKENS_MIN = 2
 NEW_SHARE = 0.5  # of the prompts from the iteration on, above which those before say little of them
-AGREEMENT = 0.75  # share of a group's rollouts with the same answer, from which the policy is sure
 
 
 def template(around: Around) -> Findings:
@@ -182,41 +181,3 @@ def duplicates(around: Around) -> Findings:
     ]
     explains = rise.size * (float(np.nanmean(rewards_G[late])) - usual)
     yield Finding("duplicates", f"the same prompts again: {rise.before:.1%} -> {rise.after:.1%} of the groups", rise, explains, evidence, rows_to_show(around, repeats_G[around.group_R]))  # fmt: skip
-
-
-def labels(around: Around) -> Findings:
-    """Prompts for which the policy is sure of an answer and the label says another, more than before."""
-    if not np.isfinite(around.matched_R).any():
-        return
-    sure_G, wrong_G = _sure_and_wrong(around)
-    if sure_G.sum() < 4 or not (sure_G & around.after_G).any():
-        return
-    share = shift(np.where(sure_G, wrong_G.astype(float), np.nan), around.iteration_G, around.at)
-    rise = shift(wrong_G.astype(float), around.iteration_G, around.at)
-    if min(share.size, rise.size) <= 0:
-        return
-    rewards_G = around.per_group(around.reward_R)
-    right, wrong = rewards_G[sure_G & ~wrong_G], rewards_G[sure_G & wrong_G]
-    lost = (float(right.mean()) if len(right) else 0.0) - (float(wrong.mean()) if len(wrong) else 0.0)
-    before, after = (sure_G & (around.after_G == side) for side in (False, True))
-    evidence = [
-        f"of the groups whose rollouts agree ({AGREEMENT:.0%} or more give one answer) the label is another one in {int(wrong_G[before].sum())} of "
-        f"{int(before.sum())} before, {int(wrong_G[after].sum())} of {int(after.sum())} from {around.at} on",
-        f"their reward: {float(right.mean()) if len(right) else float('nan'):.3g} where the label agrees, {float(wrong.mean()) if len(wrong) else float('nan'):.3g} where not",
-    ]  # fmt: skip
-    rows = rows_to_show(around, (wrong_G & sure_G)[around.group_R])
-    yield Finding("labels", f"labels against a policy that is sure: {share.before:.1%} -> {share.after:.1%} of such groups", rise, -rise.size * lost, evidence, rows)  # fmt: skip
-
-
-def _sure_and_wrong(around: Around) -> tuple[np.ndarray, np.ndarray]:
-    """Of each group whether its rollouts agree, and whether they agree on what is not the label. One that was cut off has given no answer."""
-    sure, wrong, row = [], [], 0
-    for group in around.groups:
-        rows = range(row, row + len(group.rollouts))
-        row += len(group.rollouts)
-        answers = ["" if around.truncated_R[index] else around.answer_R[index] for index in rows]
-        answer, count = Counter(answers).most_common(1)[0]
-        agreed = len(rows) > 1 and bool(answer) and count >= AGREEMENT * len(rows)
-        sure.append(agreed)
-        wrong.append(agreed and around.matched_R[rows[answers.index(answer)]] == 0)
-    return np.array(sure), np.array(wrong)

@@ -1,4 +1,4 @@
-"""Suspects in the scoring: faults, a part of the reward that says something else of the same completions, a part that is hacked."""
+"""Suspects in the scoring: faults, other weights and arguments of rewards, a part that is hacked."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections import Counter
 
 import numpy as np
 
-from rlpipe.algorithms.changes import NO_SHIFT, Shift, fitted, within_correlation
+from rlpipe.algorithms.changes import within_correlation
 from rlpipe.records.rollout import WORLD_FAULTS
 from rlpipe.report.around import Around
 from rlpipe.report.suspects.finding import Finding, Findings, WhatIf, as_toml, from_to, rows_to_show
-from rlpipe.rewards.registry import is_service
-from rlpipe.rewards.score import gives, label
+from rlpipe.rewards.score import gives
 
-PREDICTED = 0.25  # R2 from which a part is taken as known from what else is known of a rollout
 PART_MIN = 0.05  # smallest shift of a part that is named, of its spread
 
 
@@ -41,76 +39,58 @@ def faults(around: Around) -> Findings:
     )
 
 
-def reward_parts(around: Around) -> Findings:
-    """A part of the reward that gives completions something else than the other parts and their answers let expect."""
-    for name, values_R in around.parts.items():
-        shift = _unexpected(around, name)
-        before, after = around.means(values_R)
-        raw = after - before
-        spread = float(np.nanstd(values_R))
-        if shift.size * raw <= 0 or abs(shift.size) < PART_MIN * spread:
-            continue
-        weight = around.weight(name)
-        size = min(raw, shift.size, key=abs)
-        constant = _constant(values_R[around.after_R])
-        others = [f"part {other}: {from_to(*around.means(column))}" for other, column in around.parts.items() if other != name]
-        evidence = [f"weight {weight:g}, part {name}: {from_to(before, after)}", *others, *_matched_lines(around)]
-        if constant is not None:
-            evidence.insert(0, f"all {int(around.after_R.sum())} rollouts from {around.at} on have {name} = {constant:g}")
-        service = next((reward for reward in around.config.rl.rewards if is_service(reward) and label(reward) == name), "")
-        title = f"reward part {name} {'falls' if raw < 0 else 'rises'}" + (f" (the service {service})" if service else "")
-        surprising = values_R - _expected(around, name)[0]
-        rows = rows_to_show(around, np.isfinite(values_R), surprising if raw < 0 else -surprising)
-        yield Finding("reward_part", title, shift, weight * size, evidence, rows, proof=_without(around, name))
+def reward_settings(around: Around) -> Findings:
+    """Weights and arguments of rewards that a fork changed. What the completions from the iteration on would have had by those of before is known
+    by the stored parts, and by today's code where arguments changed; where it is not, what the others leave over is theirs."""
+    lines = [line for line in around.changed if line.startswith(("rl.rewards", "rl.reward_args"))]
+    if not lines:
+        return
+    old, new = around.config_before.rl, around.config.rl
+    difference_R = _by_the_old(around)
+    known = np.isfinite(difference_R) & around.after_R
+    explains = float(difference_R[known].mean()) if known.any() else None
+    evidence = [*lines, *(f"part {name}: {from_to(*around.means(column))}" for name, column in around.parts.items())]
+    if explains is not None:
+        evidence.append(
+            f"the same {int(known.sum())} completions from {around.at} on by the settings of before: {explains:+.3f}"
+        )
+    yield Finding(
+        "reward_settings",
+        lines[0] if len(lines) == 1 else f"{lines[0]}, and {len(lines) - 1} more",
+        around.reward_change,
+        explains,
+        evidence,
+        rows_to_show(around, known if known.any() else np.ones(len(known), bool), -np.abs(np.nan_to_num(difference_R))),
+        certain=True,
+        proof=WhatIf(around.at, [f"rl.rewards={as_toml(old.rewards)}", f"rl.reward_args={as_toml(old.reward_args)}"], "score")
+        if new.rewards != old.rewards or new.reward_args != old.reward_args
+        else None,
+    )
 
 
-def _features(around: Around, name: str) -> np.ndarray:
-    """What is known of each rollout beside one part: the other parts, whether its answer is the prompt's. [R, F]"""
-    columns = [column for other, column in around.parts.items() if other != name]
-    if np.isfinite(around.matched_R).any():
-        columns.append(around.matched_R)
-    filled = [np.where(np.isfinite(column), column, _mean(column)) for column in columns if np.isfinite(column).any()]
-    return np.stack(filled, axis=1) if filled else np.zeros((len(around.rollouts), 0))
+def _by_the_old(around: Around) -> np.ndarray:
+    """How much more reward a rollout has by the settings of the iteration than by those of before, [R]; nan where that is not known."""
+    old, new = around.config_before.rl, around.config.rl
+    if old.reward_args == new.reward_args and new.rewards.keys() == old.rewards.keys():
+        now = before = around.parts
+    else:
+        now, before = around.parts_today(around.config), around.parts_today(around.config_before)
+    totals = [_total(parts, rewards, len(around.rollouts)) for parts, rewards in ((now, new.rewards), (before, old.rewards))]
+    return np.where(around.fault_R, np.nan, totals[0] - totals[1])
 
 
-def _expected(around: Around, name: str) -> tuple[np.ndarray, float]:
-    """What the iterations before let expect of a part, [R], and how well they do."""
-    values_R = around.parts[name]
-    learnt_R = np.isfinite(values_R) & ~around.after_R & ~around.fault_R
-    if learnt_R.sum() < 2:
-        return values_R, 0.0
-    return fitted(_features(around, name), values_R, learnt_R)
+def _total(parts: dict[str, np.ndarray], rewards: dict[str, float], count: int) -> np.ndarray:
+    """The weighted sum of the parts of rewards, [R]; nan in a rollout that lacks one of them."""
+    total_R = np.zeros(count)
+    for reward, weight in rewards.items():
+        columns = [column for name, column in parts.items() if gives(reward, name)]
+        total_R += weight * np.sum(columns, axis=0) if columns else np.nan
+    return total_R
 
 
-def _unexpected(around: Around, name: str) -> Shift:
-    """How a part shifts beyond what is expected of it. Of one of which nothing is known: only where it stops to vary at all."""
-    values_R, (expected_R, known) = around.parts[name], _expected(around, name)
-    if known >= PREDICTED:
-        return around.shift_of(values_R - expected_R, trend=True)
-    if _constant(values_R[around.after_R]) is not None and _constant(values_R[~around.after_R]) is None:
-        return around.shift_of(values_R, trend=True)
-    return NO_SHIFT
-
-
-def _constant(values: np.ndarray) -> float | None:
-    """The one value that they all have."""
-    known = values[np.isfinite(values)]
-    return float(known[0]) if len(known) >= 16 and np.ptp(known) == 0 else None
-
-
-def _matched_lines(around: Around) -> list[str]:
-    if not np.isfinite(around.matched_R).any():
-        return []
-    return [f"completions whose answer is the prompt's, by its text: {from_to(*around.means(around.matched_R))}"]
-
-
-def _without(around: Around, part: str) -> WhatIf | None:
-    """The iteration scored without the reward that a part is of; where there is no other, by what scores today. A fork that changed
-    the rewards is scored by those of before."""
+def without(around: Around, part: str) -> WhatIf | None:
+    """The iteration scored without the reward that a part is of; where there is no other, by what scores today."""
     rewards, args = around.config.rl.rewards, around.config.rl.reward_args
-    if any(line.startswith(("rl.rewards", "rl.reward_args")) for line in around.changed):
-        old = around.config_before.rl
-        return WhatIf(around.at, [f"rl.rewards={as_toml(old.rewards)}", f"rl.reward_args={as_toml(old.reward_args)}"], "score")
     suspect = next((name for name in rewards if gives(name, part)), None)
     if suspect is None or len(rewards) == 1:
         return WhatIf(around.at, [], "score") if suspect else None
@@ -147,7 +127,7 @@ def hacked(around: Around) -> Findings:
         ]
         order = columns[victim] - np.sign(weight) * columns[name]
         rows = rows_to_show(around, np.isfinite(order), order)
-        yield Finding("hacked_part", f"{name} is paid, and {victim} falls", weaker, weight * shift.size, evidence, rows, proof=_without(around, name))  # fmt: skip
+        yield Finding("hacked_part", f"{name} is paid, and {victim} falls", weaker, weight * shift.size, evidence, rows, proof=without(around, name))  # fmt: skip
 
 
 def _mean(values: np.ndarray) -> float:

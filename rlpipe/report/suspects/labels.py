@@ -1,0 +1,109 @@
+"""The suspect of labels that are wrong, told from a policy that is sure of a wrong answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from difflib import SequenceMatcher
+
+import numpy as np
+
+from rlpipe.algorithms.changes import shift
+from rlpipe.report.around import Around
+from rlpipe.report.suspects.finding import Finding, Findings, rows_to_show
+
+AGREEMENT = 0.75  # share of a group's rollouts with the same answer, from which the policy is sure
+CHARS = 200  # of two answers, that are compared
+OTHERS_MAX = 64  # labels of other prompts that an answer is compared with
+ALIKE_MIN = 0.5  # of two answers of which one may be the other with a mistake
+UNLIKE = 0.9  # share of them that are less like the answer than its own label: from here on it is that label with a mistake
+OFTEN = 3.0  # times as often given as it is a label: an answer that the policy has for anything
+
+
+def labels(around: Around) -> Findings:
+    """Prompts for which the policy is sure of an answer and the label says another, more than before. Not where the answer speaks against the
+    policy: it is the label with a mistake, or it is given to whatever is asked, or the same prompt with the same label was answered before."""
+    if not np.isfinite(around.matched_R).any():
+        return
+    sure_G, wrong_G = _sure_and_wrong(around)
+    if sure_G.sum() < 4 or not (sure_G & around.after_G).any():
+        return
+    share = shift(np.where(sure_G, wrong_G.astype(float), np.nan), around.iteration_G, around.at)
+    rise = shift(wrong_G.astype(float), around.iteration_G, around.at)
+    if min(share.size, rise.size) <= 0:
+        return
+    rewards_G = around.per_group(around.reward_R)
+    right, wrong = rewards_G[sure_G & ~wrong_G], rewards_G[sure_G & wrong_G]
+    lost = (float(right.mean()) if len(right) else 0.0) - (float(wrong.mean()) if len(wrong) else 0.0)
+    before, after = (sure_G & (around.after_G == side) for side in (False, True))
+    evidence = [
+        f"of the groups whose rollouts agree ({AGREEMENT:.0%} or more give one answer) the label is quite another in {int(wrong_G[before].sum())} of "
+        f"{int(before.sum())} before, {int(wrong_G[after].sum())} of {int(after.sum())} from {around.at} on",
+        f"their reward: {float(right.mean()) if len(right) else float('nan'):.3g} where the label agrees, {float(wrong.mean()) if len(wrong) else float('nan'):.3g} where not",
+    ]  # fmt: skip
+    rows = rows_to_show(around, (wrong_G & sure_G)[around.group_R])
+    yield Finding("labels", f"labels against a policy that is sure: {share.before:.1%} -> {share.after:.1%} of such groups", rise, -rise.size * lost, evidence, rows)  # fmt: skip
+
+
+def _sure_and_wrong(around: Around) -> tuple[np.ndarray, np.ndarray]:
+    """Of each group whether its rollouts agree, and whether they agree on what is not the label while nothing speaks against the policy."""
+    agreed = [_agreed(around, index) for index in range(len(around.groups))]
+    own = ["" if group.prompt.answer is None else str(group.prompt.answer).strip().lower() for group in around.groups]
+    wrong = np.array([bool(answer) and not is_right for answer, is_right in agreed])
+    answers = [answer for answer, _ in agreed]
+    excused = _given_to_all(answers, own, around.after_G) | _right_before(around, own)
+    for index in np.flatnonzero(wrong & ~excused):
+        excused[index] = _is_a_mistake(answers[index], own[index], own)
+    return np.array([bool(answer) for answer in answers]), wrong & ~excused
+
+
+def _agreed(around: Around, index: int) -> tuple[str, bool]:
+    """The answer of a group that is sure, and whether it is the label; empty where it is not. One that was cut off has given no answer."""
+    rows = np.flatnonzero(around.group_R == index)
+    answers = ["" if around.truncated_R[row] else around.answer_R[row] for row in rows]
+    answer, count = Counter(answers).most_common(1)[0]
+    if len(rows) < 2 or not answer or count < AGREEMENT * len(rows):
+        return "", False
+    return answer, around.matched_R[rows[answers.index(answer)]] != 0
+
+
+def _given_to_all(answers: list[str], own: list[str], after_G: np.ndarray) -> np.ndarray:
+    """Of each group whether its answer is one that the policy gives, on its side, OFTEN times as often as it is a label."""
+    flags = np.zeros(len(answers), bool)
+    for side in (False, True):
+        groups = [index for index in np.flatnonzero(after_G == side) if answers[index]]
+        given, labelled = (
+            Counter(answers[index] for index in groups),
+            Counter(own[index] for index in np.flatnonzero(after_G == side)),
+        )
+        for index in groups:
+            flags[index] = given[answers[index]] > 1 and given[answers[index]] > OFTEN * labelled[answers[index]]
+    return flags
+
+
+def _right_before(around: Around, own: list[str]) -> np.ndarray:
+    """Of each group whether an earlier version agreed on its label, asked the same: then the label was not wrong."""
+    right_before: set[tuple[tuple[int, ...], str]] = set()
+    texts, flags = around.texts(), np.zeros(len(own), bool)
+    for index in np.argsort(around.iteration_G, kind="stable"):
+        key = (texts[index], own[index])
+        answer, is_right = _agreed(around, int(index))
+        flags[index] = key in right_before
+        if answer and is_right:
+            right_before.add(key)
+    return flags
+
+
+def _is_a_mistake(answer: str, label: str, labels: list[str]) -> bool:
+    """Whether the answer is more like its label than like those of nearly all other prompts."""
+    others = [other for other in dict.fromkeys(labels) if other not in (label, answer)]
+    chosen = (
+        [others[place] for place in sorted({*np.linspace(0, len(others) - 1, OTHERS_MAX).round().astype(int).tolist()})]
+        if others
+        else []
+    )
+    alike = _alike(answer, label)
+    return bool(chosen) and alike >= ALIKE_MIN and float(np.mean([_alike(answer, other) < alike for other in chosen])) > UNLIKE
+
+
+def _alike(one: str, other: str) -> float:
+    return SequenceMatcher(None, one[:CHARS], other[:CHARS], autojunk=False).ratio()

@@ -1,0 +1,107 @@
+"""Stored completions scored again by the code of today: the same code gives the same text the same reward, so where it does not, the code changed.
+
+Nothing is written. Rewards run where they always run, in child processes; services and models are not asked.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+import numpy as np
+
+from rlpipe.config.training import RlConfig
+from rlpipe.report.stored_turns import turns_reader
+from rlpipe.rewards.pool import RewardPool
+from rlpipe.rewards.registry import is_service
+from rlpipe.rewards.score import Item, facts_of
+from rlpipe.store.run import Run
+from rlpipe.types import StoreError, UserError
+
+if TYPE_CHECKING:
+    from rlpipe.report.around import ScoredGroup
+
+ROLLOUTS_MAX = 128  # of an iteration
+SECONDS_MAX = 60.0  # of a report: nothing is begun after it
+RECORDED = "environment"  # a reward that repeats what was recorded: it says nothing of the code that gave it
+
+PartsToday: TypeAlias = "dict[tuple[int, int], dict[str, float]]"  # (group_index, rollout_index) -> the parts of its reward
+
+
+class Today:
+    """The reward functions of a run as they are today; a context manager, which ends their processes."""
+
+    def __init__(self, run: Run) -> None:
+        self.why_not = ""  # why functions could not be called, the first reason
+        self._turns = turns_reader(run)
+        self._pools: dict[str, RewardPool | None] = {}
+        self._known: dict[tuple[str, int], PartsToday] = {}
+        self._processes = ExitStack()
+        self._end: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._processes.close()
+
+    def parts(self, rl: RlConfig, iteration: int, groups: list[ScoredGroup]) -> PartsToday:
+        """What the functions of `rl.rewards` give completions of an iteration with the arguments of `rl`: of at most ROLLOUTS_MAX rollouts, in
+        whole groups, evenly over the iteration. Without those that have a fault, then or today."""
+        names = sorted(name for name in rl.rewards if not is_service(name) and name != RECORDED)
+        args = {name: rl.reward_args[name] for name in names if name in rl.reward_args}
+        key = json.dumps([names, args], sort_keys=True)
+        if (key, iteration) not in self._known:
+            pool = self._pool(key, names, rl) if names and groups else None
+            self._known[key, iteration] = self._scored(pool, groups) if pool else {}
+        return self._known[key, iteration]
+
+    def _pool(self, key: str, names: list[str], rl: RlConfig) -> RewardPool | None:
+        """The processes that have these functions; None where one cannot be loaded, or the time is over."""
+        self._end = self._end or time.monotonic() + SECONDS_MAX
+        if time.monotonic() > self._end:
+            self.why_not = self.why_not or f"{SECONDS_MAX:g} s were not enough for all iterations"
+            return None
+        if key not in self._pools:
+            args = {name: rl.reward_args[name] for name in names if name in rl.reward_args}
+            try:
+                pool = RewardPool(
+                    dict.fromkeys(names, 1.0),
+                    args,
+                    workers=rl.reward_workers,
+                    timeout_s=rl.reward_timeout_s,
+                    secrets=rl.secrets,
+                )
+                self._pools[key] = self._processes.enter_context(pool)
+            except UserError as error:
+                self._pools[key] = None
+                self.why_not = self.why_not or f"{error!s:.200}"
+        return self._pools[key]
+
+    def _scored(self, pool: RewardPool, groups: list[ScoredGroup]) -> PartsToday:
+        wanted = max(1, ROLLOUTS_MAX // len(groups[0].rollouts))
+        chosen = [groups[place] for place in sorted({*np.linspace(0, len(groups) - 1, wanted).round().astype(int).tolist()})]
+        pairs = [(group, rollout) for group in chosen for rollout in group.rollouts if not rollout.reward_fault]
+        try:
+            items: list[Item] = [
+                {
+                    "prompt": group.prompt.for_reward(),
+                    "completion": rollout.completion,
+                    "rollout": facts_of(rollout, self._turns(rollout)),
+                }
+                for group, rollout in pairs
+            ]
+        except StoreError as error:  # without the tokenizer nobody knows the turns
+            self.why_not = self.why_not or f"{error!s:.200}"
+            return {}
+        scores = pool.score(items, quiet=True)
+        if (failed := next((score for score in scores if score.reason), None)) is not None:
+            self.why_not = self.why_not or f"{failed.message:.200}"
+        return {
+            (rollout.group_index, rollout.rollout_index): score.parts
+            for (_, rollout), score in zip(pairs, scores, strict=True)
+            if score.reason is None
+        }
