@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlpipe.agents.chat import ChatRefused, ChatRequest, checked_body, read_request
+from rlpipe.agents.chat import ChatRefused, ChatRequest, checked_body, json_text, read_request
 from rlpipe.agents.rollout import GivenReplies
 from rlpipe.types import JsonDict
 
@@ -58,7 +58,7 @@ class AnthropicWire:
                 empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
             else:
                 empty = {**block, "input": {}}
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                delta = {"type": "input_json_delta", "partial_json": json_text(block["input"])}
             yield _event("content_block_start", index=index, content_block=empty)
             yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
@@ -117,7 +117,7 @@ def _usage(answer: GivenReplies) -> JsonDict:
 
 
 def _event(name: str, **fields: Any) -> str:
-    return f"event: {name}\ndata: {json.dumps({'type': name, **fields})}\n\n"
+    return f"event: {name}\ndata: {json_text({'type': name, **fields})}\n\n"
 
 
 def _invalid(name: str, what: str) -> ChatRefused:

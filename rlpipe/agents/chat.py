@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.records import messages as reading
-from rlpipe.records.prompt import Message, Messages
+from rlpipe.records.prompt import Message, Messages, is_text
 from rlpipe.types import JsonDict, UserError
 
+MODEL = "policy"
 CHOICES_MAX = 128
 CALL_BEGINS, CALL_ENDS = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -73,7 +74,7 @@ def read_request(body: Any) -> ChatRequest:
         raise _invalid("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
     limit = body.get("max_completion_tokens", body.get("max_tokens"))
     return ChatRequest(
-        model=str(body.get("model", "policy")),
+        model=body["model"] if is_text(body.get("model")) else MODEL,
         messages=[read_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
         tools=tools,
         calls_tools=bool(tools) and choice == "auto",
@@ -128,7 +129,7 @@ def assistant_message(text: str, request: ChatRequest, new_id: Callable[[int], s
 def on_the_wire(message: Message) -> JsonDict:
     """An assistant's message as OpenAI's clients read it: arguments are text, no content is null."""
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": json_text(call["function"]["arguments"])}}
         for call in message.get("tool_calls", [])
     ]
     return {
@@ -136,6 +137,11 @@ def on_the_wire(message: Message) -> JsonDict:
         "content": message["content"] or (None if calls else ""),
         **({"tool_calls": calls} if calls else {}),
     }
+
+
+def json_text(value: Any) -> str:
+    """A value on the wire. ValueError where it would be JSON for Python alone."""
+    return json.dumps(value, allow_nan=False)
 
 
 def as_text(message: Message) -> Message:

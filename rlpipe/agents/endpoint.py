@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
-import json
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -17,20 +17,21 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rlpipe.agents.anthropic_wire import AnthropicWire
-from rlpipe.agents.chat import ChatRefused, ChatRequest
+from rlpipe.agents.chat import MODEL, ChatRefused, ChatRequest, json_text
 from rlpipe.agents.openai_wire import OpenAiWire
 from rlpipe.agents.rollout import AgentRollout, GivenReplies
 from rlpipe.config.secrecy import key_fits
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.records.messages import strict_json
 from rlpipe.types import UserError
 
 BODY_BYTES_MAX = 64 << 20
 BACKLOG = 1024
 KEEP_ALIVE_S = 10.0  # a stream whose reply is not there yet says so
 SHUTDOWN_S = 2.0
-MODEL = "policy"
 CHAT, MESSAGES = "/{rollout}/v1/chat/completions", "/{rollout}/v1/messages"
 Wire = OpenAiWire | AnthropicWire
+_json = functools.partial(web.json_response, dumps=json_text)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class AgentEndpoint:
             refused = error
         except web.HTTPException as error:
             refused = ChatRefused(error.status, f"{request.method} {request.path}: {error.reason}", "not_found")
-        return web.json_response(self._wire(request).error(refused), status=refused.status, headers={"x-should-retry": "false"})
+        return _json(self._wire(request).error(refused), status=refused.status, headers={"x-should-retry": "false"})
 
     def _wire(self, request: web.Request) -> Wire:
         resource = request.match_info.route.resource
@@ -108,13 +109,13 @@ class AgentEndpoint:
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlpipe"}
-        return web.json_response({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [model]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         wire = self._wire(request)
         try:
-            body = json.loads(await request.read())
-        except (ValueError, RecursionError) as error:
+            body = strict_json(await request.read())
+        except (ValueError, RecursionError, web.RequestPayloadError) as error:
             raise ChatRefused(400, f"the body is no JSON: {error}", "invalid_json") from error
         call, guest = wire.read(body), self._guests.get(request.match_info["rollout"])
         if guest is None:
@@ -122,7 +123,7 @@ class AgentEndpoint:
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"  # what OpenAI's and Anthropic's clients say
         answering = asyncio.ensure_future(guest.rollout.answer(call, is_repeated))
         if not call.stream:
-            return web.json_response(wire.whole(call, await answering))
+            return _json(wire.whole(call, await answering))
         await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
         if answering.done():
             answering.result()  # while a status can still say that it was refused
@@ -141,7 +142,7 @@ async def _events(wire: Wire, call: ChatRequest, answering: asyncio.Future[Given
     try:
         answer = answering.result()
     except ChatRefused as error:  # too late for a status
-        yield f"event: error\ndata: {json.dumps(wire.error(error))}\n\n"
+        yield f"event: error\ndata: {json_text(wire.error(error))}\n\n"
         return
     for event in wire.events(call, answer):
         yield event

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import math
 import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlpipe.agents.chat import ChatRefused, ChatRequest, on_the_wire, read_request
+from rlpipe.agents.chat import ChatRefused, ChatRequest, json_text, on_the_wire, read_request
 from rlpipe.agents.rollout import GivenReplies
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
 from rlpipe.records.prompt import Message
 from rlpipe.types import JsonDict
+
+UNKNOWN = -9999.0  # the logprob where there is no number, as OpenAI gives it
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,14 @@ class OpenAiWire:
         """Of every sampled token; nothing else is known of the distribution."""
         if not call.with_logprobs:
             return None
-        pieces = [self.tokenizer.decode_raw([token]) for token in sampled.tokens]
+        pieces = self.tokenizer.token_bytes(sampled.tokens)
         content: list[Any] = [
-            {"token": piece, "logprob": logprob, "bytes": [*piece.encode()], "top_logprobs": []}
+            {
+                "token": piece.decode(errors="replace"),
+                "logprob": logprob if math.isfinite(logprob) else UNKNOWN,
+                "bytes": [*piece],
+                "top_logprobs": [],
+            }
             for piece, logprob in zip(pieces, sampled.rollout_logprobs, strict=True)
         ]
         return {"content": content, "refusal": None}
@@ -85,4 +92,4 @@ def _usage(answer: GivenReplies) -> JsonDict:
 
 
 def _event(body: JsonDict) -> str:
-    return f"data: {json.dumps(body)}\n\n"
+    return f"data: {json_text(body)}\n\n"

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from rlpipe.data.encoding import Encoder, Span, any_of
 from rlpipe.data.template import ChatTemplate
+from rlpipe.data.token_bytes import TokenBytes
 from rlpipe.data.tokenizer_files import folder_template, read_tokenizer, special_texts
 from rlpipe.data.turn_in_place import turn_in_place
 from rlpipe.records.messages import content_text
@@ -91,6 +92,11 @@ class ChatTokenizer:
         stops = (self._tokenizer.id_to_token(token_id) for token_id in self.stop_token_ids)
         ids = {token: self._tokenizer.token_to_id(token) for token in (*self._named.values(), *stops) if token}
         return {token_id: token for token, token_id in ids.items() if token_id is not None}
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What gives the bytes of each token of a text, special tokens too."""
+        return TokenBytes(self._tokenizer)
 
     @classmethod
     def from_folder(

@@ -65,6 +65,12 @@ def parsed_json(text: str) -> Any:
         return None
 
 
+def strict_json(text: str | bytes) -> Any:
+    """The value of JSON text. ValueError or RecursionError where it is none: NaN and numbers that no float holds are none, though Python
+    reads and writes them."""
+    return json.loads(text, parse_constant=_refused, parse_float=_finite)
+
+
 def without_nulls(value: Any) -> Any:
     """`value` without the keys that are null, at any depth: Arrow gives every record of a column the keys of all others."""
     if isinstance(value, Mapping):
@@ -136,7 +142,7 @@ def _tool(tool: Any, where: str) -> JsonDict:
 def _parsed(text: str) -> Any:
     """The same, in which a text may hold half a surrogate pair."""
     try:
-        value = json.loads(text, parse_constant=_refused, parse_float=_finite)
+        value = strict_json(text)
         check_depth(value, "JSON text")
         return value
     except (ValueError, RecursionError):
