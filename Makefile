@@ -22,7 +22,7 @@ smollm2: ## the model of preset smollm2, SmolLM2-135M-Instruct, in ~/.cache/rlpi
 docs: install ## docs/config.md of the fields in rlpipe/config
 	.venv/bin/python -m rlpipe.config.fields >docs/.config.md && mv docs/.config.md docs/config.md
 
-test: ## lint, types, unit tests, then the end-to-end ones
+test: ## lint, types, unit tests and the end-to-end ones: both parts run, the last line says which failed
 	@scripts/install.sh test
 	@scripts/check.sh
 

@@ -1,9 +1,19 @@
 #!/usr/bin/env bash
-# Everything that must hold, in the order that fails fastest.
+# Everything that must hold, in the order that fails fastest. Lint and types are quick, and end it; of the tests both parts always run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+trap 'exit 130' INT
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/pyright
-.venv/bin/python -m pytest -q -n 4 -m "not e2e and not contract and not learning and not nightly"
-.venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "(e2e or contract) and not learning and not soak and not nightly"
+failed=()
+.venv/bin/python -m pytest -q -n 4 -m "not e2e and not contract and not learning and not nightly" ||
+    failed+=("unit tests")
+.venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "(e2e or contract) and not learning and not soak and not nightly" ||
+    failed+=("end-to-end tests")
+if [ ${#failed[@]} -gt 0 ]; then
+    said=$(printf ', %s' "${failed[@]}")
+    echo "failed: ${said:2}" >&2
+    exit 1
+fi
+echo "passed: lint, types, unit tests, end-to-end tests"
