@@ -47,7 +47,7 @@ def main() -> None:
         kill_group(process)
         killed += 1
         print(f"kill {killed:2d} after {pause_s:5.1f} s: {progress(folder, told.run)}", flush=True)
-    folder.complete(told.run, timeout_s=1200)
+    folder.complete(told.run)
     code, output = folder.rlpipe("verify", told.run, "--store", folder.store)
     print(output.strip().splitlines()[-1], "exit", code)
     print(f"killed {killed} times; final policy sha256 {folder.final_sha256(told.run, ITERATIONS)}")

@@ -145,7 +145,7 @@ class World:
         self.folder = Folder(path, f"file://{path}/store", environment | code)
 
     def complete(self, *arguments: str) -> None:
-        code, output = self.folder.rlpipe(*arguments, timeout_s=1200)
+        code, output = self.folder.rlpipe(*arguments)
         assert code == 0, output[-3000:]
 
     def has(self, run: str, iterations: int) -> bool:

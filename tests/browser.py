@@ -10,10 +10,12 @@ from pathlib import Path
 
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
+from tests.deadlines import DEADLINE_S
+
 OUTPUT = Path(__file__).parent / "output"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")  # the system's: Playwright's own is no package
 SECOND = 1000.0  # Playwright counts milliseconds
-WAIT_S = 60  # for what is to be seen; the machine may be busy
+WAIT_MS = DEADLINE_S * SECOND
 
 
 class Browser:
@@ -65,8 +67,8 @@ def browser(root: str) -> Iterator[Browser]:
     with sync_playwright() as playwright:
         process = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
         page = process.new_page(viewport={"width": 1280, "height": 900})
-        page.set_default_timeout(WAIT_S * SECOND)
-        expect.set_options(timeout=WAIT_S * SECOND)
+        page.set_default_timeout(WAIT_MS)
+        expect.set_options(timeout=WAIT_MS)
         told = Browser(page, root)
         try:
             yield told

@@ -13,17 +13,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.deadlines import DEADLINE_S, until
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 POSTGRES = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), Path("/usr/lib/postgresql/bin"))
 OUTSIDE = "10.9.9.1"  # where a service reaches another; beside it, 127.0.0.1 is a container's own
-START_TIMEOUT_S = 300
 
 
 def unavailable() -> str:
@@ -65,7 +65,7 @@ class Compose:
     def inside(self, *command: str) -> list[str]:
         return ["nsenter", f"--target={self.holder.pid}", "--net", "--mount", f"--wdns={ROOT}", *command]
 
-    def run(self, name: str, *command: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, name: str, *command: str, timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
         """A command beside the service `name`, as `docker compose exec` would."""
         return subprocess.run(
             self.inside(*command), env=self.environment(name), capture_output=True, text=True, timeout=timeout_s,
@@ -119,16 +119,11 @@ class Compose:
             self._wait(name, service)
 
     def _wait(self, name: str, service: dict[str, Any]) -> None:
-        end = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < end:
-            code = self.processes[name].poll()
-            if "healthcheck" not in service and code == 0:
-                return
-            assert code is None, f"{name} ended with {code}:\n{self.log(name)}"
-            if "healthcheck" in service and self.run(name, *service["healthcheck"]["test"][1:]).returncode == 0:
-                return
-            time.sleep(0.5)
-        raise AssertionError(f"{name} did not get ready:\n{self.log(name)}")
+        if "healthcheck" not in service:
+            assert self.processes[name].wait(timeout=DEADLINE_S) == 0, self.log(name)
+            return
+        check = service["healthcheck"]["test"][1:]
+        until(lambda: self.run(name, *check).returncode == 0, lambda: self.log(name), running=self.processes[name], look_s=0.5)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()[-3000:]
@@ -139,9 +134,9 @@ class Compose:
                 process.terminate()
         for process in reversed(self.processes.values()):
             try:
-                process.wait(timeout=30)
+                process.wait(timeout=DEADLINE_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
-                process.wait(timeout=10)
-        self.holder.communicate("\n", timeout=10)
+                process.wait(timeout=DEADLINE_S)
+        self.holder.communicate("\n", timeout=DEADLINE_S)
         shutil.rmtree(self.database)

@@ -11,6 +11,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 from rlpipe.store.backend import Store, open_store
+from tests.deadlines import PIPELINE_S
 from tests.pipeline import Folder, Undisturbed, run_undisturbed
 from tests.prefect_stand import bare_server
 from tests.s3_world import S3Proxy, S3Server, serving
@@ -41,7 +42,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The run that others are compared with. The processes of pytest-xdist share one."""
     base = tmp_path_factory.getbasetemp()
     path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"
-    with FileLock(f"{path}.lock", timeout=900):
+    with FileLock(f"{path}.lock", timeout=PIPELINE_S):
         if not (path / "duration_s").exists():
             path.mkdir()
             duration_s = run_undisturbed(Folder(path, f"file://{path}/store", tracked=True))

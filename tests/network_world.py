@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.deadlines import DEADLINE_S
+
 NET = "10.9.8"
 BURST_BYTES = 256 * 1024  # of a throttled cable: more than the largest piece that the kernel hands over
 
@@ -76,7 +78,7 @@ def _namespace() -> Iterator[int]:
             raise OSError("unshare --net, or ip link add type bridge, was refused")
         yield holder.pid
     finally:
-        holder.communicate("\n", timeout=10)
+        holder.communicate("\n", timeout=DEADLINE_S)
 
 
 def _join(switch: int, holder: int, index: int) -> None:

@@ -17,6 +17,7 @@ import psutil
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.local_copy import whole_files
 from rlpipe.store.run import open_existing
+from tests.deadlines import DEADLINE_S, PIPELINE_S, until
 
 BIN = Path(sys.executable).parent
 # a pipeline of every kind of stage in well under a minute; it learns nothing and must not need to
@@ -65,13 +66,13 @@ class Folder:
             return subprocess.Popen([*self.inside, str(BIN / "rlpipe"), *arguments], cwd=self.path, env=environment, stdout=log,
                                     stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
 
-    def rlpipe(self, *arguments: str, timeout_s: float = 600) -> tuple[int, str]:
+    def rlpipe(self, *arguments: str) -> tuple[int, str]:
         """Exit code and output of `rlpipe ARGUMENTS`."""
         log = self.path / "output.log"
         before = log.stat().st_size if log.exists() else 0
         process = self.start(*arguments)
         try:
-            code = process.wait(timeout=timeout_s)
+            code = process.wait(timeout=PIPELINE_S)
         finally:
             kill_group(process)
         return code, log.read_bytes()[before:].decode()
@@ -82,9 +83,9 @@ class Folder:
         overrides = [f"store={self.store}", f"tracking.uri={tracking}", *sets]
         return ["run", preset, "--run", run, *[part for each in overrides for part in ("--set", each)]]
 
-    def complete(self, run: str, *sets: str, preset: str = "tiny", timeout_s: float = 600) -> str:
+    def complete(self, run: str, *sets: str, preset: str = "tiny") -> str:
         """Runs to the end and returns the output; AssertionError with the output when it fails."""
-        code, output = self.rlpipe(*self.run_arguments(run, *sets, preset=preset), timeout_s=timeout_s)
+        code, output = self.rlpipe(*self.run_arguments(run, *sets, preset=preset))
         assert code == 0, output[-4000:]
         return output
 
@@ -103,13 +104,14 @@ class Folder:
             return found.committed("sft", found.num_segments - 1, "evaluation")[1].metrics
         return found.committed("rl", version - 1, "evaluation")[1].metrics
 
-    def wait_for(self, run: str, key: str, process: subprocess.Popen[str], timeout_s: float = 300) -> None:
-        """Returns when `runs/<run>/<key>` exists; AssertionError when the process ends or the time is up first."""
-        store, deadline = self.open_store(), time.monotonic() + timeout_s
-        while not store.exists(f"runs/{run}/{key}"):
-            assert process.poll() is None, f"it ended first:\n{(self.path / 'output.log').read_text()[-4000:]}"
-            assert time.monotonic() < deadline, f"{key} did not appear in {timeout_s} s"
-            time.sleep(0.05)
+    def said(self) -> str:
+        """The end of what the commands have printed."""
+        return (self.path / "output.log").read_text()[-4000:]
+
+    def wait_for(self, run: str, key: str, process: subprocess.Popen[str]) -> None:
+        """Returns when `runs/<run>/<key>` exists; AssertionError when the process ends first."""
+        store, whole = self.open_store(), f"runs/{run}/{key}"
+        until(lambda: store.exists(whole), lambda: f"{key}: {self.said()}", running=process, within_s=PIPELINE_S, look_s=0.05)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def run_undisturbed(folder: Folder) -> float:
     try:
         folder.wait_for("a", "rl/00004/iteration.json", process)
         duration_s = time.monotonic() - started
-        assert process.wait(timeout=300) == 0, (folder.path / "output.log").read_text()[-4000:]
+        assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
@@ -141,7 +143,7 @@ def kill_group(process: subprocess.Popen[str]) -> None:
     """SIGKILL to the whole process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=DEADLINE_S)
 
 
 def descendants(process: subprocess.Popen[str], word: str) -> list[psutil.Process]:
@@ -156,8 +158,8 @@ def descendants(process: subprocess.Popen[str], word: str) -> list[psutil.Proces
     return found
 
 
-def all_gone(processes: list[psutil.Process], within_s: float) -> bool:
-    _gone, alive = psutil.wait_procs(processes, timeout=within_s)
+def all_gone(processes: list[psutil.Process]) -> bool:
+    _gone, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
     return not alive
 
 

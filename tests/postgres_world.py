@@ -7,17 +7,16 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from rlpipe.processes.launch import free_port
 from tests.compose_world import POSTGRES
+from tests.deadlines import until
 from tests.pipeline import kill_group
 
 INSTALLED = (POSTGRES / "initdb").exists()
 AS_POSTGRES = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
-START_TIMEOUT_S = 120
 
 
 @contextlib.contextmanager
@@ -38,10 +37,8 @@ def running_postgres() -> Iterator[str]:
         process = subprocess.Popen(serve, stdout=log, stderr=log, cwd="/", env=environment, start_new_session=True, text=True)
     try:
         ready = [str(POSTGRES / "pg_isready"), "-h", "127.0.0.1", "-p", str(port)]
-        end = time.monotonic() + START_TIMEOUT_S
-        while subprocess.run(ready, capture_output=True).returncode:
-            assert time.monotonic() < end and process.poll() is None, log_path.read_text()[-3000:]
-            time.sleep(0.2)
+        is_ready = lambda: subprocess.run(ready, capture_output=True).returncode == 0  # noqa: E731
+        until(is_ready, lambda: log_path.read_text()[-3000:], running=process, look_s=0.2)
         yield f"postgresql+asyncpg://prefect@127.0.0.1:{port}/postgres"
     finally:
         kill_group(process)

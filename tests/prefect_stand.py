@@ -19,11 +19,11 @@ import psutil
 from flows.server import DEFAULTS
 from rlpipe.processes.launch import answers, free_port
 from rlpipe.types import JsonDict
+from tests.deadlines import DEADLINE_S, PIPELINE_S, until
 from tests.pipeline import BIN, kill_group
 
 ROOT = Path(__file__).parent.parent
 CALLS_MAX = 20
-START_TIMEOUT_S = 120
 DONE = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -60,21 +60,23 @@ class Stand:
     def start_server(self) -> None:
         self.spawn_program("server", str(BIN / "rlpipe"), "server", "--host", "127.0.0.1", "--port", str(self.port), cwd=ROOT)
 
-    def prefect(self, *arguments: str, deadline_s: float = 60) -> str:
-        """Output of `prefect ARGUMENTS`, tried again until it succeeds or the time is up."""
-        end = time.monotonic() + deadline_s
-        while True:
-            done = subprocess.run([str(BIN / "prefect"), "--no-prompt", *arguments], cwd=ROOT, env=self.environment,
-                                  capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)  # fmt: skip
-            if done.returncode == 0:
-                return done.stdout
-            assert time.monotonic() < end, done.stdout + done.stderr
-            time.sleep(1)
+    def prefect(self, *arguments: str) -> str:
+        """Output of `prefect ARGUMENTS`, tried again until it succeeds."""
+        tried = []
+
+        def succeeds() -> bool:
+            command = [str(BIN / "prefect"), "--no-prompt", *arguments]
+            tried.append(subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S,
+                                        stdin=subprocess.DEVNULL))  # fmt: skip
+            return tried[-1].returncode == 0
+
+        until(succeeds, lambda: tried[-1].stdout + tried[-1].stderr, look_s=1)
+        return tried[-1].stdout
 
     def run(self, *arguments: object) -> str:
         """Output of a program that talks to the server; it has to succeed."""
         done = subprocess.run([str(each) for each in arguments], cwd=self.path, env=self.environment, capture_output=True,
-                              text=True, timeout=120, stdin=subprocess.DEVNULL)  # fmt: skip
+                              text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL)  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -89,23 +91,30 @@ class Stand:
         body = {"parameters": parameters, "job_variables": job_variables}
         return self.api("POST", f"/deployments/{found}/create_flow_run", body)["id"]
 
-    def wait(self, flow_run: str, timeout_s: float = 400) -> dict[str, str]:
+    def wait(self, flow_run: str) -> dict[str, str]:
         """The final state of a flow run."""
-        return self.wait_for(flow_run, DONE, timeout_s=timeout_s)
+        return self.wait_for(flow_run, DONE)
 
-    def wait_for(self, flow_run: str, told: tuple[str, ...], timeout_s: float = 400) -> dict[str, str]:
+    def wait_for(self, flow_run: str, told: tuple[str, ...]) -> dict[str, str]:
         """The state of a flow run once its type or name is one of these."""
-        end = time.monotonic() + timeout_s
         state: dict[str, str] = {}
-        while time.monotonic() < end:
-            state = self.api("GET", f"/flow_runs/{flow_run}")["state"]
-            if state["type"] in told or state["name"] in told:
-                return state
-            if state["type"] in ("COMPLETED", "FAILED", "CANCELLED"):  # a crashed one may be retried
-                break
-            time.sleep(1)
-        log = self.path / "worker.log"
-        raise AssertionError(f"flow run {flow_run} is {state}, not {told}; the worker said:\n{log.read_text()[-3000:]}")
+
+        def faulty() -> str:
+            return f"flow run {flow_run} is {state}, not {told}; the worker said:\n{(self.path / 'worker.log').read_text()[-3000:]}"
+
+        def reached() -> bool:
+            state.update(self.api("GET", f"/flow_runs/{flow_run}")["state"])
+            is_so = state["type"] in told or state["name"] in told
+            assert is_so or state["type"] not in ("COMPLETED", "FAILED", "CANCELLED"), faulty()  # a crashed one may be retried
+            return is_so
+
+        until(reached, faulty, within_s=PIPELINE_S, look_s=1)
+        return state
+
+    def retry(self, flow_run: str) -> None:
+        """As somebody does in the UI, with a flow run that has failed; returns when that is its state no more."""
+        self.prefect("flow-run", "retry", flow_run)
+        until(lambda: self.api("GET", f"/flow_runs/{flow_run}")["state"]["type"] != "FAILED", "it is not retried", look_s=0.5)
 
     def states(self, flow_run: str) -> list[dict[str, str]]:
         """All states that a flow run was in, the oldest first."""
@@ -123,7 +132,7 @@ def call(method: str, url: str, body: object = None, auth: str | None = None) ->
     for attempt in range(CALLS_MAX):
         request = urllib.request.Request(url, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S / 5) as answer:
                 return json.loads(answer.read() or b"null")
         except TimeoutError:
             if method != "GET" or attempt == CALLS_MAX - 1:
@@ -149,10 +158,8 @@ def bare_server(path: Path, environment: dict[str, str] | None = None) -> Iterat
     stand = Stand(path, environment)
     try:
         stand.start_server()
-        end = time.monotonic() + START_TIMEOUT_S
-        while not answers(f"{stand.environment['PREFECT_API_URL']}/health"):
-            assert time.monotonic() < end, (path / "server.log").read_text()[-2000:]
-            time.sleep(0.2)
+        url, log = f"{stand.environment['PREFECT_API_URL']}/health", path / "server.log"
+        until(lambda: answers(url), lambda: log.read_text()[-2000:], running=stand.processes["server"], look_s=0.2)
         yield stand
     finally:
         for process in reversed(stand.processes.values()):

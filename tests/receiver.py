@@ -18,12 +18,10 @@ from torch.distributed.rendezvous import rendezvous
 def main(argument: str) -> None:
     place = json.loads(argument)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    address = f"tcp://{place['address']}:{place['port']}"
-    store, rank, size = next(rendezvous(address, place.get("rank", 1), place["size"], timeout=timedelta(seconds=60)))
+    address, timeout = f"tcp://{place['address']}:{place['port']}", timedelta(seconds=place["deadline_s"])
+    store, rank, size = next(rendezvous(address, place.get("rank", 1), place["size"], timeout=timeout))
     prefixed = PrefixStore(place["group"], store)
-    group, _ = _new_process_group_helper(
-        size, rank, [], Backend("gloo"), prefixed, group_name=place["group"], timeout=timedelta(seconds=60)
-    )
+    group, _ = _new_process_group_helper(size, rank, [], Backend("gloo"), prefixed, group_name=place["group"], timeout=timeout)
     _world.pg_group_ranks[group] = {index: index for index in range(size)}
     if place.get("die"):
         os._exit(9)

@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 
 from rlpipe.processes.launch import free_port
 from rlpipe.store.backend import open_store
+from tests.deadlines import DEADLINE_S, until
 from tests.network_world import Node
 
-START_TIMEOUT_S = 60
 HANG_S = 1.0
-HELD_MAX_S = 600  # longer than any client waits
+HELD_MAX_S = 2 * DEADLINE_S  # longer than any client waits
 HERE = Node((), "127.0.0.1")
 
 
@@ -60,7 +60,7 @@ def serving(folder: Path, node: Node = HERE) -> Iterator[S3Server]:
         yield S3Server(environment["AWS_ENDPOINT_URL"], "rlpipe", environment)
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=DEADLINE_S)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
@@ -86,17 +86,17 @@ def _start_weed(folder: Path, endpoint_port: int, node: Node) -> subprocess.Pope
 
 
 def _wait_for_bucket(process: subprocess.Popen[bytes], folder: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    last = ""
-    while time.monotonic() < deadline:
-        assert process.poll() is None, (folder / "weed.log").read_text()[-2000:]
+    faults = []
+
+    def takes() -> bool:
         try:
             open_store("s3://rlpipe/ready").put("probe", b"x")
-            return
         except OSError as error:
-            last = str(error)
-            time.sleep(0.5)
-    raise AssertionError(f"SeaweedFS did not start in {START_TIMEOUT_S} s: {last}\n{(folder / 'weed.log').read_text()[-2000:]}")
+            faults.append(str(error))
+            return False
+        return True
+
+    until(takes, lambda: f"{faults[-1:]}\n{(folder / 'weed.log').read_text()[-2000:]}", running=process, look_s=0.5)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class S3Proxy:
                         ends[end].sendall(data)
 
     def _ask(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=60)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=DEADLINE_S)
         try:
             connection.putrequest(handler.command, handler.path, skip_host=True, skip_accept_encoding=True)
             for name, value in handler.headers.items():  # also Host, which the signature is of

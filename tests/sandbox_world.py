@@ -12,14 +12,13 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlpipe.rewards.sandbox import confinement, runner
 from rlpipe.rewards.sandbox.confinement import ProgramLimits
+from tests.deadlines import DEADLINE_S, SHORT_S, until
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 PATIENT = ProgramLimits(time_s=30.0, total_s=30.0, memory_mb=256, processes=4, files_mb=8)
@@ -350,15 +349,6 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
-def becomes(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 # leaves a daemon, and waits
 DAEMON = HOSTILE["daemon"][1].replace('print("left")', "import time\ntime.sleep(60)")
 STARTER = """
@@ -371,27 +361,28 @@ list(run(python, ProgramLimits(time_s, time_s, 256, 4, 8), source, [("stdin", ""
 KILLED = ("starter", "upper supervisor", "lower supervisor")
 
 
-def daemon_after_kill(python: str, killed: str, time_s: float) -> str:
-    """What SIGKILL to one of the processes above a program leaves of a daemon that the program has made: "ended" or "stays"."""
+def kill_above_a_daemon(python: str, killed: str, time_s: float) -> None:
+    """SIGKILL to one of the processes above a program that has made a daemon; returns when the daemon has ended."""
     mark = f"{int.from_bytes(os.urandom(4), 'big') + 100000}"
     pipe = subprocess.PIPE
     starter = subprocess.Popen([sys.executable, "-c", STARTER], stdin=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
     assert starter.stdin is not None
     starter.stdin.write(json.dumps([python, DAEMON.replace("MARK", mark), time_s]).encode())
     starter.stdin.close()
-    assert becomes(lambda: len(marked(mark)) == 1), "the daemon did not start"
+    until(lambda: len(marked(mark)) == 1, "the daemon did not start")
     (upper,) = _children(starter.pid)
     (lower,) = _children(upper)
     if killed == "starter":
         os.killpg(starter.pid, 9)  # as the pool does
     else:
         os.kill(upper if killed.startswith("upper") else lower, 9)
-    has_ended = becomes(lambda: marked(mark) == [], 10.0)
-    starter.kill()
-    starter.wait()
-    for pid in marked(mark):
-        os.kill(pid, 9)
-    return "ended" if has_ended else "stays"
+    try:
+        until(lambda: marked(mark) == [], "the daemon stays")
+    finally:
+        starter.kill()
+        starter.wait()
+        for pid in marked(mark):
+            os.kill(pid, 9)
 
 
 def _children(parent: int) -> list[int]:
@@ -447,10 +438,9 @@ def main() -> None:
         enter_container()
     with tempfile.TemporaryDirectory() as folder:
         results = {name: attack(sys.executable, name, Path(folder)) for name in HOSTILE}
-    daemons = {
-        killed: daemon_after_kill(sys.executable, killed, 3.0 if killed.startswith("upper") else 60.0) for killed in KILLED
-    }
-    print(json.dumps([runner.check_interpreter(sys.executable), results, daemons]))
+    for killed in KILLED:
+        kill_above_a_daemon(sys.executable, killed, SHORT_S if killed.startswith("upper") else DEADLINE_S)
+    print(json.dumps([runner.check_interpreter(sys.executable), results]))
 
 
 if __name__ == "__main__":

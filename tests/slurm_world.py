@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import time
 from pathlib import Path
+
+from tests.deadlines import DEADLINE_S, until
 
 NODES = 5
 CONF = """
@@ -85,24 +86,22 @@ class Slurm:
             self._inside(*command), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 
-    def run(self, *command: str, cwd: Path | None = None, timeout_s: float = 60) -> str:
+    def run(self, *command: str, cwd: Path | None = None) -> str:
         """The output of a command on the login node; AssertionError with its errors when it fails."""
         told = subprocess.run(
-            self._inside(*command, cwd=cwd), capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+            self._inside(*command, cwd=cwd), capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL
         )
         assert told.returncode == 0, told.stdout + told.stderr
         return told.stdout
 
     def _until_idle(self) -> None:
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            told = subprocess.run(
-                self._inside("sinfo", "-h", "-t", "idle", "-o", "%D"), capture_output=True, text=True, timeout=60
-            )
-            if told.stdout.strip() == str(NODES):
-                return
-            time.sleep(1)
-        raise AssertionError(f"Slurm did not come up:\n{(self.folder / 'slurmctld.log').read_text()[-3000:]}")
+        command = self._inside("sinfo", "-h", "-t", "idle", "-o", "%D")
+
+        def idle() -> bool:
+            told = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+            return told.stdout.strip() == str(NODES)
+
+        until(idle, lambda: f"Slurm did not come up:\n{(self.folder / 'slurmctld.log').read_text()[-3000:]}", look_s=1)
 
     def states(self) -> dict[str, str]:
         """The state of every job, by its name."""
@@ -120,17 +119,17 @@ class Slurm:
         job = self.run(
             "sbatch", "--parsable", "--job-name=other", f"--nodes={NODES}", "--gpus-per-node=8", "--wrap=sleep 86400"
         ).strip()
-        while self.states()["other"] != "RUNNING":
-            time.sleep(1)
+        until(lambda: self.states()["other"] == "RUNNING", "all GPUs are free", look_s=1)
         return job
 
     def close(self) -> None:
-        subprocess.run(self._inside("scancel", "--user=root"), capture_output=True, timeout=60)
-        end = time.monotonic() + 30
-        while time.monotonic() < end and subprocess.run(self._inside("squeue", "-h"), capture_output=True, timeout=60).stdout:
-            time.sleep(1)
+        subprocess.run(self._inside("scancel", "--user=root"), capture_output=True, timeout=DEADLINE_S)
+        queue = self._inside("squeue", "-h")
+        until(
+            lambda: not subprocess.run(queue, capture_output=True, timeout=DEADLINE_S).stdout, "jobs that do not end", look_s=1
+        )
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:
-            daemon.wait(timeout=30)
-        self.holder.communicate("\n", timeout=10)
+            daemon.wait(timeout=DEADLINE_S)
+        self.holder.communicate("\n", timeout=DEADLINE_S)

@@ -14,7 +14,6 @@ from tests.postgres_world import running_postgres
 from tests.prefect_stand import Stand, kill_tree
 
 POOLS = ("cpu", "train-gpu", "rollout-gpu")
-START_TIMEOUT_S = 120
 
 
 class TeamStand(Stand):
@@ -60,7 +59,7 @@ def team_stand(path: Path, s3: S3Server) -> Iterator[TeamStand]:
                             "--workers", "1")  # fmt: skip
         stand.start_server()
         for pool in POOLS:
-            stand.prefect("work-pool", "create", pool, "--type", "process", "--overwrite", deadline_s=START_TIMEOUT_S)
+            stand.prefect("work-pool", "create", pool, "--type", "process", "--overwrite")
         stand.prefect("deploy", "--all")
         stand.run(BIN / "rlpipe", "automations")
         for pool in POOLS:

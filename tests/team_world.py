@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlpipe.models.team import Team
+from tests.deadlines import DEADLINE_S
 
-DEADLINE_S = 120.0
 Result = TypeVar("Result")
 
 

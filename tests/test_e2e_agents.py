@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rlpipe.store.run import Run, open_existing
+from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import Folder, descendants, kill_group
 from tests.rows import BATCH, read_rows
 
@@ -88,7 +88,7 @@ def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
     try:
         for word in ("calculator_agent.py", "rlpipe.engines.local.server"):
             os.kill(wait_for_process(process, word).pid, signal.SIGKILL)
-        assert process.wait(timeout=300) == 0, (folder.path / "output.log").read_text()[-4000:]
+        assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
@@ -96,16 +96,9 @@ def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
 
 
 def wait_for_replies(folder: Folder, process: subprocess.Popen[str]) -> None:
-    store, deadline = folder.open_store(), time.monotonic() + 300
-    while not store.list(f"runs/a/rl/00000/{SHARD}/calls"):
-        assert process.poll() is None and time.monotonic() < deadline, (folder.path / "output.log").read_text()[-4000:]
-        time.sleep(0.05)
+    store, calls = folder.open_store(), f"runs/a/rl/00000/{SHARD}/calls"
+    until(lambda: store.list(calls), folder.said, running=process, look_s=0.05)
 
 
 def wait_for_process(process: subprocess.Popen[str], word: str) -> psutil.Process:
-    deadline = time.monotonic() + 300
-    while True:
-        for found in descendants(process, word):
-            return found
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    return until(lambda: descendants(process, word), f"no {word}", running=process, look_s=0.05)[0]

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, str]
 
 
 def refused(folder: Folder, arguments: list[str], *needles: str) -> None:
-    code, output = folder.rlpipe(*arguments, timeout_s=120)
+    code, output = folder.rlpipe(*arguments)
     assert code == 2, output
     for needle in needles:
         assert needle in output, output
@@ -83,7 +83,7 @@ def test_what_fails_inside_a_flow_is_one_line_with_the_advice_and_its_traceback_
         '[[data]]\nname = "w"\nuse = "rl"\nsource = "moody:rows"\n[rl.rewards]\nexact = 1.0\n'
         '[tracking]\nuri = ""\n[model]\nhidden_size = 16\nnum_layers = 1\n'
     )
-    code, output = folder.rlpipe("run", "moody.toml", "--run", "moody", timeout_s=120)
+    code, output = folder.rlpipe("run", "moody.toml", "--run", "moody")
     begun, warning, *steps, last = output.splitlines()
     assert code == 2 and begun.startswith("run moody: ") and warning.startswith("WARNING RL of a new model without SFT")
     assert all(step.startswith("run moody: ") for step in steps), output

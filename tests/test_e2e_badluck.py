@@ -11,6 +11,7 @@ import pytest
 
 from rlpipe.processes.launch import free_port
 from rlpipe.store.run import open_existing
+from tests.deadlines import SHORT_S
 from tests.pipeline import MINI, Folder, read_record
 
 pytestmark = pytest.mark.e2e
@@ -50,7 +51,9 @@ def folder(folder: Folder) -> Folder:
 def test_graders_that_raise_or_hang_are_counted_and_an_absent_mlflow_does_no_harm(folder: Folder) -> None:
     away = f"tracking.uri=http://127.0.0.1:{free_port()}"
     two_rounds = ["rl.rounds_max=2", "rl.groups_min=41"]  # one round has 40 groups
-    output = folder.complete("a", *MINI, rewards("flaky"), "rl.reward_timeout_s=0.5", "rl.num_prompts=40", *two_rounds, away)
+    output = folder.complete(
+        "a", *MINI, rewards("flaky"), f"rl.reward_timeout_s={SHORT_S / 2}", "rl.num_prompts=40", *two_rounds, away
+    )
     faults: dict[str, float] = {}
     for iteration in range(5):
         metrics = read_record(folder, "a", iteration)["metrics"]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import DEADLINE_S, PIPELINE_S
 from tests.pipeline import MINI, Folder, Undisturbed, descendants, kill_group
 from tests.s3_world import S3Proxy, S3Server
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
-DEADLINE_S = 300
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def start_until(folder: Folder, proxy: S3Proxy, key: str) -> subprocess.Popen[st
     """Starts the run; returns when something is held up, and `key` is in the store."""
     process = folder.start(*folder.run_arguments("a", *MINI))
     try:
-        folder.wait_for("a", key, process, DEADLINE_S)
+        folder.wait_for("a", key, process)
         assert proxy.held.wait(DEADLINE_S), "nothing was held up"
     except BaseException:
         kill_group(process)
@@ -100,7 +100,7 @@ def test_the_trainer_is_killed_in_the_middle_of_an_upload_and_sampling_goes_on(
         assert not [key for key in committed if "rl/00002/policy/" in key or "rl/00002/iteration.json" in key]
         descendants(process, "rlpipe.trainer.server")[-1].kill()
         let_go(s3_proxy)
-        assert process.wait(timeout=DEADLINE_S) == 0, (folder.path / "output.log").read_text()[-4000:]
+        assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
     assert "is made again" in (folder.path / "output.log").read_text()
@@ -119,10 +119,10 @@ def test_the_trainer_is_killed_in_the_middle_of_an_upload_however_iterations_ove
     hold(s3_proxy, "rl/00001/policy/", ".safetensors")
     process = folder.start(*folder.run_arguments("a", *MINI, *sets))
     try:
-        assert s3_proxy.held.wait(DEADLINE_S), "nothing was held up"
+        assert s3_proxy.held.wait(PIPELINE_S), "nothing was held up"
         descendants(process, "rlpipe.trainer.server")[-1].kill()
         let_go(s3_proxy)
-        assert process.wait(timeout=DEADLINE_S) == 0, (folder.path / "output.log").read_text()[-4000:]
+        assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
@@ -139,7 +139,7 @@ def test_an_outage_of_s3_is_named_and_the_next_start_goes_on(
     try:
         s3_proxy.loses = lambda request: True  # all answers, as of a server that is gone
         let_go(s3_proxy)
-        assert process.wait(timeout=3 * DEADLINE_S) != 0
+        assert process.wait(timeout=PIPELINE_S) != 0
     finally:
         kill_group(process)
     output = (folder.path / "output.log").read_text()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from tests.deadlines import PIPELINE_S, until
 from tests.network_world import Node, network
 from tests.pipeline import MINI, Folder, Undisturbed, descendants, kill_group
 
@@ -18,7 +18,6 @@ ITERATIONS = 3
 COLOCATED = [*MINI, f"rl.num_iterations={ITERATIONS}", "engines.colocate=true"]
 TRAINER, ENGINE, FLOW = "rlpipe.trainer.server", "rlpipe.engines.local.server", "the flow"
 NODES = ["trainer.place=elsewhere", "trainer.nodes=2", "engines.place=elsewhere", "engines.nodes=2"]
-DEADLINE_S = 180.0
 
 
 def offloaded(folder: Folder) -> bool:
@@ -26,22 +25,14 @@ def offloaded(folder: Folder) -> bool:
     return any(folder.path.glob(".rlpipe/*/trainer/offload/rank-0"))
 
 
-def until(process: subprocess.Popen[str], folder: Folder, reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not reached():
-        assert process.poll() is None, f"it ended first:\n{(folder.path / 'output.log').read_text()[-4000:]}"
-        assert time.monotonic() < deadline, f"not reached in {DEADLINE_S} s"
-        time.sleep(0.01)
-
-
 def until_turn(folder: Folder, process: subprocess.Popen[str], turn: str) -> None:
     """Until the engines sample iteration 1, or the trainer trains it."""
     if turn == "engines":
         folder.wait_for("a", "rl/00001/prompts/round-0/manifest.json", process)
-        until(process, folder, lambda: offloaded(folder))
+        until(lambda: offloaded(folder), folder.said, running=process, look_s=0.01)
     else:
         folder.wait_for("a", "rl/00001/batch/round-0/manifest.json", process)
-        until(process, folder, lambda: not offloaded(folder))
+        until(lambda: not offloaded(folder), folder.said, running=process, look_s=0.01)
 
 
 def killed_run(folder: Folder, victim: str, turn: str, *sets: str) -> str:
@@ -56,7 +47,7 @@ def killed_run(folder: Folder, victim: str, turn: str, *sets: str) -> str:
             victims = descendants(process, victim)
             assert victims, f"no {victim} runs"
             victims[-1].kill()
-            assert process.wait(timeout=300) == 0, (folder.path / "output.log").read_text()[-4000:]
+            assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
     code, output = folder.rlpipe("verify", "a", "--store", folder.store)
@@ -120,10 +111,10 @@ def test_nodes_take_turns_and_the_next_start_takes_them_over_without_a_bit_lost(
         try:
             folder.wait_for("a", "rl/00001/prompts/round-0/manifest.json", flow)
             if turn == "engines":
-                until(flow, folder, lambda: nodes_offloaded(folder) == 2)
+                until(lambda: nodes_offloaded(folder) == 2, folder.said, running=flow, look_s=0.01)
             else:
                 folder.wait_for("a", "rl/00001/batch/round-0/manifest.json", flow)
-                until(flow, folder, lambda: nodes_offloaded(folder) == 0)
+                until(lambda: nodes_offloaded(folder) == 0, folder.said, running=flow, look_s=0.01)
                 for process in descendants(started["trainer-1"], TRAINER):
                     process.kill()  # and the gang has to meet again
         finally:

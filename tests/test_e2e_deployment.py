@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,8 +111,7 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
     assert "the grader is down" in state["message"], state
     assert state["message"].count("In the UI, Retry") == 1, state
     broken.unlink()
-    stand.prefect("flow-run", "retry", flow_run)
-    time.sleep(3)
+    stand.retry(flow_run)
     state = stand.wait(flow_run)
     assert state["type"] == "COMPLETED", state
     told = stand.api("POST", "/flow_runs/filter", {"flow_runs": {"name": {"like_": "night-0000"}}})

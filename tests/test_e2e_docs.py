@@ -12,13 +12,13 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rlpipe.processes.launch import free_port
+from tests.deadlines import PIPELINE_S, until
 from tests.docs_blocks import PAGES, ROOT, Block, blocks
 from tests.pipeline import BIN, MINI
 from tests.prefect_stand import Stand, kill_tree, running_server
@@ -26,7 +26,6 @@ from tests.prefect_stand import Stand, kill_tree, running_server
 pytestmark = pytest.mark.e2e
 SHORT = [*(part for part in MINI if not part.startswith("rl.num_iterations")), "rl.num_iterations=3"]
 TRACKED = ("README.md", "docs/tracking.md")  # the pages that show what MLflow has
-PAGE_TIMEOUT_S = 900
 LONG = (
     "docs/what-if.md",
     "docs/library.md",
@@ -110,11 +109,12 @@ def run_page(page: str, checkout: Path, environment: dict[str, str]) -> str:
     with log_path.open("w") as log:
         process = subprocess.Popen(["bash", "-c", text], cwd=checkout, env={**os.environ, **here}, stdout=log, stderr=log,
                                    stdin=subprocess.DEVNULL, text=True, start_new_session=True)  # fmt: skip
-    end = time.monotonic() + PAGE_TIMEOUT_S
+
+    def done() -> bool:
+        return process.poll() is not None or WORKER_READY.search(log_path.read_text()) is not None
+
     try:
-        while process.poll() is None and not WORKER_READY.search(log_path.read_text()):
-            assert time.monotonic() < end, f"not done in {PAGE_TIMEOUT_S} s:\n{log_path.read_text()[-4000:]}"
-            time.sleep(0.5)
+        until(done, lambda: log_path.read_text()[-4000:], within_s=PIPELINE_S, look_s=0.5)
         assert process.returncode in (None, 0), log_path.read_text()[-4000:]
     finally:
         kill_tree(process)

@@ -7,7 +7,6 @@ import operator
 import os
 import re
 import subprocess
-import time
 import urllib.error
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +15,11 @@ import pytest
 
 from tests import compose_world
 from tests.compose_world import BIN, OUTSIDE, ROOT, Compose
+from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import kill_group
 from tests.test_e2e_deployment import Stand
 
 pytestmark = pytest.mark.e2e
-POOL_READY_S = 120  # a worker of a busy machine may be late with a heartbeat
 SECRETS = {
     "POSTGRES_PASSWORD": "planted-postgres",
     "PREFECT_API_AUTH_STRING": "admin:planted-prefect",
@@ -71,12 +70,13 @@ def test_the_stand_asks_for_keys(compose: Compose) -> None:
 
 @pytest.mark.nightly
 def test_the_worker_polls_the_pool_of_the_authenticated_server(compose: Compose) -> None:
-    deadline, pool = time.monotonic() + POOL_READY_S, ("", "")
-    while pool != ("process", "READY"):
-        assert time.monotonic() < deadline, pool
+
+    def pool() -> tuple[str, str]:
         told = compose.run("worker-cpu", "prefect", "work-pool", "inspect", "cpu", "--output", "json")
         assert told.returncode == 0, told.stderr
-        pool = operator.itemgetter("type", "status")(json.loads(told.stdout))
+        return operator.itemgetter("type", "status")(json.loads(told.stdout))
+
+    until(lambda: pool() == ("process", "READY"), pool)  # a worker of a busy machine may be late with a heartbeat
     told = compose.run("worker-cpu", "prefect", "deployment", "ls")
     assert "post-train/post-train" in told.stdout
 
@@ -112,7 +112,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     stand = Stand(tmp_path_factory.mktemp("stand"))
     try:
         stand.start_server()
-        stand.prefect("work-pool", "ls", deadline_s=120)
+        stand.prefect("work-pool", "ls")
         yield stand
     finally:
         for process in reversed(stand.processes.values()):
@@ -123,7 +123,7 @@ def test_the_server_takes_the_templates_and_the_deployments(stand: Stand) -> Non
     environment = {**stand.environment, "PATH": f"{BIN}:{os.environ['PATH']}"}
     for _ in range(2):  # again updates them
         told = subprocess.run(
-            ["infra/deploy.sh", "kubernetes"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+            ["infra/deploy.sh", "kubernetes"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PIPELINE_S
         )
         assert told.returncode == 0, told.stdout + told.stderr
     for pool in ("cpu", "train-gpu", "rollout-gpu"):

@@ -21,7 +21,7 @@ TWO_OF_EVERYTHING = ["trainer.ranks=2", "engines.count=2"]
 )
 def test_tiny_learns_on_s3(sets: list[str], tmp_path: Path, s3_server: S3Server, prefect_api: dict[str, str]) -> None:
     folder = Folder(tmp_path, s3_server.url(), {**s3_server.environment, **prefect_api})
-    folder.complete("a", "seed=1", *sets, timeout_s=900)
+    folder.complete("a", "seed=1", *sets)
     num_iterations = open_existing(folder.open_store(), "a").config.rl.num_iterations
     before, after = folder.evaluation("a", 0), folder.evaluation("a", num_iterations)
     assert after["words_pass_at_1"] - before["words_pass_at_1"] >= 0.15

@@ -9,6 +9,7 @@ import pytest
 from rlpipe.models.adapter_files import ADAPTER_WEIGHTS
 from rlpipe.models.whole import whole_policy
 from rlpipe.store.run import open_existing
+from tests.deadlines import PIPELINE_S
 from tests.pipeline import MINI, Folder, descendants, kill_group
 
 pytestmark = pytest.mark.e2e
@@ -30,7 +31,7 @@ def test_with_a_killed_trainer_the_run_ends_with_the_same_adapter(tmp_path: Path
     try:
         folder.wait_for("b", "rl/00001/prompts/round-0/manifest.json", process)
         descendants(process, "rlpipe.trainer.server")[-1].kill()
-        assert process.wait(timeout=300) == 0, (folder.path / "output.log").read_text()[-4000:]
+        assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
     assert [adapter_sha256(folder, "a", version) for version in range(3)] == [

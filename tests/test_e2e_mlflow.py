@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,11 @@ import pytest
 from mlflow import MlflowClient
 from playwright.sync_api import expect
 
-from rlpipe.processes.launch import free_port
-from tests.browser import CHROMIUM, SECOND, browser
+from rlpipe.processes.launch import answers, free_port
+from tests.browser import CHROMIUM, browser
+from tests.deadlines import until
 from tests.pipeline import BIN, MINI, Folder, kill_group
 
-START_TIMEOUT_S = 60
 SHORT = [*MINI, "sft.num_steps=4", "sft.decay_steps=4", "rl.num_iterations=2", "evaluation.every=0", "evaluation.prompts_max=4"]
 RATES = {"a": "0.0003", "b": "0.001"}
 pytestmark = pytest.mark.e2e
@@ -35,22 +33,10 @@ def server(tmp_path: Path) -> Iterator[str]:
     with (tmp_path / "server.log").open("w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True, text=True)
     try:
-        _wait_for(url, process, tmp_path / "server.log")
+        until(lambda: answers(f"{url}/health"), (tmp_path / "server.log").read_text, running=process, look_s=0.2)
         yield url
     finally:
         kill_group(process)
-
-
-def _wait_for(url: str, process: subprocess.Popen[str], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-2000:]
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError(f"MLflow did not start in {START_TIMEOUT_S} s: {log.read_text()[-2000:]}")
 
 
 def mlflow_runs(server: str, phase: str) -> dict[str, Any]:
@@ -82,11 +68,12 @@ def a_run_that_is_killed_says_so(folder: Folder, server: str, sets: list[str]) -
     process, expected = folder.start(*folder.run_arguments("a", *sets)), ["KILLED", "FINISHED", "KILLED"]
     try:
         folder.wait_for("a", "sft/00000/evaluation/manifest.json", process)
-        deadline = time.monotonic() + START_TIMEOUT_S
         os.kill(process.pid, signal.SIGTERM)
-        while (statuses := [mlflow_runs(server, phase)["a"].info.status for phase in ("post-train", "sft", "rl")]) != expected:
-            assert time.monotonic() < deadline, statuses
-            time.sleep(0.2)
+
+        def statuses() -> list[str]:
+            return [mlflow_runs(server, phase)["a"].info.status for phase in ("post-train", "sft", "rl")]
+
+        until(lambda: statuses() == expected, statuses, look_s=0.2)
     finally:
         kill_group(process)  # Prefect may take a minute to leave
 
@@ -120,7 +107,7 @@ def look_at_the_comparison(server: str) -> None:
         page = mlflow.page
         page.set_viewport_size({"width": 1280, "height": 1300})
         mlflow.open(f"/#/compare-runs?runs={names}&experiments={experiments}")
-        expect(page.get_by_text("rl.learning_rate", exact=True).first).to_be_visible(timeout=60 * SECOND)
+        expect(page.get_by_text("rl.learning_rate", exact=True).first).to_be_visible()
         mlflow.button("Close").click()  # the assistant
         mlflow.button("Run details").click()
         page.get_by_role("switch", name="Parameters - Show diff only").click()

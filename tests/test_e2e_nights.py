@@ -16,6 +16,7 @@ from rlpipe.config.source import read_config
 from rlpipe.processes.launch import answers, free_port
 from rlpipe.store.lease import acquire, check_free
 from rlpipe.types import JsonDict
+from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import BIN, MINI, Folder, Undisturbed, descendants, kill_group
 from tests.prefect_stand import ROOT, Stand, call, kill_tree, running_stand
 
@@ -75,15 +76,12 @@ def parameters(folder: Folder, run: str, *sets: str) -> JsonDict:
     ).model_dump(mode="json")
 
 
-def wait_until_free(folder: Folder, run: str, timeout_s: float = 60) -> None:
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            check_free(folder.open_store(), f"runs/{run}")
-            return
-        except ValueError:
-            assert time.monotonic() < end, f"run {run} is still held"
-            time.sleep(0.5)
+def is_free(folder: Folder, run: str) -> bool:
+    try:
+        check_free(folder.open_store(), f"runs/{run}")
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.mark.nightly
@@ -93,7 +91,7 @@ def test_a_run_waits_for_a_person_and_while_another_holds_it(
     config = parameters(folder, "a", 'approval=["rl", "register"]')
     first = stand.start("post-train/post-train", config=config)
     stand.wait_for(first, ("Suspended",))
-    wait_until_free(folder, "a")  # nothing is held while it waits
+    until(lambda: is_free(folder, "a"), "run a is held while it waits")
     assert not folder.open_store().exists("runs/a/rl/00000/iteration.json")
     held = acquire(folder.open_store(), "runs/a")
     stand.api("POST", f"/flow_runs/{first}/resume")
@@ -124,7 +122,7 @@ def test_a_killed_process_is_found_retried_and_ends_with_the_same_bits(
     wait_for_key(folder, "runs/b/rl/00001/iteration.json")
     (process,) = (child for child in descendants(stand.processes["worker"], "prefect.engine"))
     process.kill()  # now the worker is there to report it, and does so twice
-    assert stand.wait_for(flow_run, ("COMPLETED", "FAILED", "CANCELLED"), timeout_s=600)["type"] == "COMPLETED"
+    assert stand.wait_for(flow_run, ("COMPLETED", "FAILED", "CANCELLED"))["type"] == "COMPLETED"
     time.sleep(GIVEN_UP_S)  # and nothing starts it again
     states = stand.states(flow_run)
     lost, killed = [state for state in states if state["type"] == "CRASHED"]
@@ -139,10 +137,8 @@ def test_a_second_process_of_a_flow_run_steps_aside(stand: Stand, folder: Folder
     """The first was taken for dead: it holds the run, and the state is its own."""
     flow_run = stand.start("post-train/post-train", config=parameters(folder, "e"))
     held = acquire(folder.open_store(), "runs/e", flow_run)
-    said, log, end = "'post-train e' - Finished in state Running()", stand.path / "worker.log", time.monotonic() + 200
-    while said not in log.read_text():
-        assert time.monotonic() < end, log.read_text()[-3000:]
-        time.sleep(0.5)
+    said, log = "'post-train e' - Finished in state Running()", stand.path / "worker.log"
+    until(lambda: said in log.read_text(), lambda: log.read_text()[-3000:], look_s=0.5)
     assert stand.states(flow_run)[-1]["name"] == "Running" and not folder.open_store().exists("runs/e/run.json")
     held.release()
     stand.api("POST", f"/flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
@@ -155,7 +151,7 @@ def test_a_flow_run_that_dies_before_it_starts_is_given_up(
     retry["trigger"]["within"] = 10  # not a minute, six times
     stand.api("PUT", f"/automations/{retry['id']}", {key: retry[key] for key in ("name", "description", "trigger", "actions")})
     flow_run = stand.start("post-train/post-train", {"command": "false"}, config=parameters(folder, "d"))
-    state = stand.wait_for(flow_run, ("FAILED", "COMPLETED", "CANCELLED"), timeout_s=580)
+    state = stand.wait_for(flow_run, ("FAILED", "COMPLETED", "CANCELLED"))
     assert state["type"] == "FAILED" and state["message"].startswith("It crashed 6 times within an hour"), state
     assert [each["name"] for each in stand.states(flow_run)].count("AwaitingRetry") == 6
     time.sleep(GIVEN_UP_S)  # and nothing starts it again
@@ -183,15 +179,10 @@ asyncio.run(rl())
 
 def test_a_reward_that_fell_fires_an_automation_once(stand: Stand, notifications: tuple[list[str], int]) -> None:
     stand.run(BIN / "python", "-c", TOLD)
-    end = time.monotonic() + 60
-    while not (told := [text for text in notifications[0] if "falls: the reward fell" in text]):
-        assert time.monotonic() < end, notifications[0]
-        time.sleep(0.5)
+    told = until(lambda: [text for text in notifications[0] if "falls: the reward fell" in text], lambda: notifications[0])
     assert "was 0.511 in the 8 before" in told[0] and "rlpipe why falls --at 13" in told[0], told
     named = {"filter": {"event": {"name": ["rlpipe.reward.fell"]}}, "limit": 50}
-    while not (fell := stand.api("POST", "/events/filter", named)["events"]):  # written in batches
-        assert time.monotonic() < end, "the server has no event of the fall"
-        time.sleep(0.5)
+    fell = until(lambda: stand.api("POST", "/events/filter", named)["events"], look_s=0.5)  # written in batches
     assert len(fell) == 1 and any(
         related["prefect.resource.id"].startswith("prefect.flow-run.") for related in fell[0]["related"]
     ), fell
@@ -201,14 +192,13 @@ def test_the_command_line_says_where_to_approve_and_outlives_a_deleted_flow_run(
     folder = Folder(tmp_path, f"file://{tmp_path}/store", {"HOME": str(tmp_path / "home")})
     process = folder.start(*folder.run_arguments("c", *MINI, "rl.num_iterations=1", 'approval=["register"]'))
     try:
-        log, end = folder.path / "output.log", time.monotonic() + 300
+        log = folder.path / "output.log"
         folder.wait_for("c", "sft/00000/policy/manifest.json", process)
         page = log.read_text().split("Prefect UI ")[1].split()[0]
         (phase,) = call("POST", f"{page}/api/flow_runs/filter", {"flow_runs": {"name": {"any_": ["sft c"]}}})
         call("DELETE", f"{page}/api/flow_runs/{phase['id']}")
-        while "press Resume: " not in (text := log.read_text()):
-            assert process.poll() is None and time.monotonic() < end, text[-3000:]
-            time.sleep(0.5)
+        until(lambda: "press Resume: " in log.read_text(), folder.said, running=process, within_s=PIPELINE_S, look_s=0.5)
+        text = log.read_text()
         steps = (
             "run c: reading its data",
             "starting Prefect's server",
@@ -223,7 +213,7 @@ def test_the_command_line_says_where_to_approve_and_outlives_a_deleted_flow_run(
         url = text.split("press Resume: ")[1].split()[0]
         server, flow_run = url.split("/runs/flow-run/")
         call("POST", f"{server}/api/flow_runs/{flow_run}/resume")
-        assert process.wait(timeout=200) == 0, log.read_text()[-3000:]
+        assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
     command = log.read_text().splitlines()[-1].split()[1:]  # its database is one of the store's runs
@@ -231,10 +221,7 @@ def test_the_command_line_says_where_to_approve_and_outlives_a_deleted_flow_run(
     port = free_port()
     server = folder.start(*command, "--port", str(port))
     try:
-        end = time.monotonic() + 120
-        while not answers(f"http://127.0.0.1:{port}/api/health"):
-            assert server.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(0.5)
+        until(lambda: answers(f"http://127.0.0.1:{port}/api/health"), folder.said, running=server, look_s=0.5)
         runs = call("POST", f"http://127.0.0.1:{port}/api/flow_runs/filter", {})
         assert {"post-train c": "Completed", "c-00000": "Completed"}.items() <= {
             run["name"]: run["state"]["name"] for run in runs
@@ -243,8 +230,5 @@ def test_the_command_line_says_where_to_approve_and_outlives_a_deleted_flow_run(
         kill_group(server)
 
 
-def wait_for_key(folder: Folder, key: str, timeout_s: float = 400) -> None:
-    end = time.monotonic() + timeout_s
-    while not folder.open_store().exists(key):
-        assert time.monotonic() < end, f"{key} did not appear in {timeout_s} s"
-        time.sleep(0.2)
+def wait_for_key(folder: Folder, key: str) -> None:
+    until(lambda: folder.open_store().exists(key), key, within_s=PIPELINE_S, look_s=0.2)

@@ -36,7 +36,7 @@ def complete(proxies: tuple[S3Proxy, S3Proxy], store: str, path: Path, s3: Fault
     proxies[0].faults, proxies[1].faults = s3, prefect
     environment = {"AWS_ENDPOINT_URL": proxies[0].url, "PREFECT_API_URL": f"{proxies[1].url}/api"}
     folder = Folder(path, store, environment)
-    output = folder.complete("a", *MINI, timeout_s=1800)
+    output = folder.complete("a", *MINI)
     assert [fault.at for fault in (*s3.faults, *prefect.faults) if not fault.has_begun] == []
     assert "Traceback" not in output
     return folder

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.store.run import Run, open_existing
+from tests.deadlines import PIPELINE_S
 from tests.pipeline import MINI, Folder, Undisturbed, descendants, kill_group, read_record
 
 pytestmark = pytest.mark.e2e
@@ -99,7 +100,7 @@ def test_steps_beside_sampling_end_with_the_bits_of_a_run_without_whatever_is_ki
             if victim:
                 descendants(process, victim)[-1].kill()
         if victim:
-            assert process.wait(timeout=300) == 0, (folder.path / "output.log").read_text()[-4000:]
+            assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
     if not victim:

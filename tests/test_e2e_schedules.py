@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ import yaml
 
 from rlpipe.store.run import open_existing
 from rlpipe.types import JsonDict
+from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import MINI, Folder
 from tests.postgres_world import INSTALLED, running_postgres
 from tests.prefect_stand import ROOT, Stand, running_stand
@@ -63,10 +63,13 @@ def begun(stand: Stand) -> list[JsonDict]:
 def test_every_night_is_a_run_of_its_own_and_trains(stands: Stands) -> None:
     for stand, folder in stands.values():
         every_minute(stand, folder)
-    end = time.monotonic() + 60 * NIGHTS + 300
-    while not all(len(begun(stand)) >= NIGHTS for stand, _ in stands.values()):
-        assert time.monotonic() < end, [(stand.path / "server.log").read_text()[-2000:] for stand, _ in stands.values()]
-        time.sleep(2)
+    logs = [stand.path / "server.log" for stand, _ in stands.values()]
+    until(
+        lambda: all(len(begun(stand)) >= NIGHTS for stand, _ in stands.values()),
+        lambda: [log.read_text()[-2000:] for log in logs],
+        within_s=PIPELINE_S,
+        look_s=2,
+    )
     for stand, _ in stands.values():
         stand.prefect("deploy", "--name", "post-train")  # as in the repository: the schedule is off
     for stand, folder in stands.values():

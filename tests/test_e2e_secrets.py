@@ -25,6 +25,7 @@ from rlpipe.processes.launch import CONNECTION_PORTS, free_port
 from rlpipe.records.columns import read_table
 from rlpipe.view.server import view_app
 from tests.conftest import S3Server
+from tests.deadlines import DEADLINE_S
 from tests.pipeline import BIN, MINI, Folder
 from tests.prefect_stand import Stand, kill_tree, running_stand
 
@@ -151,7 +152,7 @@ class Watch(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        while not self.ended.wait(0.5):
+        while not self.ended.wait(0.5):  # short: it looks again
             for process in family(self.stand):
                 with contextlib.suppress(psutil.Error):
                     command = " ".join(process.cmdline())
@@ -169,7 +170,7 @@ def watching(stand: Stand) -> Iterator[Watch]:
         yield watch
     finally:
         watch.ended.set()
-        watch.join(timeout=30)
+        watch.join(timeout=DEADLINE_S)
 
 
 def secrets(environment: dict[str, str]) -> list[str]:
@@ -212,7 +213,7 @@ def test_a_run_leaves_no_secret_listens_on_loopback_only_and_unpickles_nothing(
 ) -> None:
     folder = Folder(stand.path, s3_server.url(), environment)
     with watching(stand) as watch:
-        state = stand.wait(stand.start("post-train/post-train", **parameters(stand, "kept", folder.store)), timeout_s=900)
+        state = stand.wait(stand.start("post-train/post-train", **parameters(stand, "kept", folder.store)))
         assert state["type"] == "COMPLETED", state
     store = folder.open_store()
     keys = store.list("runs/kept")
@@ -278,7 +279,7 @@ def test_a_run_that_fails_tells_no_secret(
     ]
     command = ["run", "tiny", "--run", name, *[part for each in sets for part in ("--set", each)]]
     try:
-        code, output = folder.rlpipe(*command, timeout_s=300)
+        code, output = folder.rlpipe(*command)
     finally:
         grader.broken = False  # pyright: ignore[reportAttributeAccessIssue]
     assert told in output and (code == 0) == (name == "mlflow"), output[-3000:]

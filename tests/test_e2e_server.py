@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import DEADLINE_S
 from tests.pipeline import BIN
 from tests.prefect_stand import Stand, bare_server
 
@@ -37,7 +38,7 @@ def test_flow_runs_artifacts_and_logs_written_at_once_are_all_taken(stand: Stand
             f"{stand.environment['PREFECT_API_URL']}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
                 taken.append(answer.status)
                 return json.loads(answer.read() or b"{}")
         except urllib.error.HTTPError as error:
@@ -46,7 +47,7 @@ def test_flow_runs_artifacts_and_logs_written_at_once_are_all_taken(stand: Stand
 
     def write(writer: int) -> None:
         number = 0
-        while time.monotonic() < end:
+        while time.monotonic() < end:  # short: the load lasts so long
             run = post("/flow_runs/", {"flow_id": flow, "state": {"type": "PENDING"}})["id"]
             for state in ("RUNNING", "COMPLETED"):
                 post(f"/flow_runs/{run}/set_state", {"state": {"type": state}})
@@ -63,7 +64,9 @@ def test_flow_runs_artifacts_and_logs_written_at_once_are_all_taken(stand: Stand
 
 
 def test_it_does_not_go_to_the_background() -> None:
-    told = subprocess.run([str(BIN / "rlpipe"), "server", "--port", "1", "-b"], capture_output=True, text=True, timeout=60)
+    told = subprocess.run(
+        [str(BIN / "rlpipe"), "server", "--port", "1", "-b"], capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert (told.returncode, told.stdout) == (2, "") and "-b: rlpipe server stays in front" in told.stderr
 
 
@@ -75,6 +78,6 @@ def test_a_queue_is_paused_and_resumed_at_once(stand: Stand) -> None:
             f"{stand.environment['PREFECT_API_URL']}/work_pools/a-pool/queues/default", json.dumps({"is_paused": is_paused}).encode(),
             {"Content-Type": "application/json"}, method="PATCH",
         )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             assert answer.status == 204
         assert stand.api("GET", "/work_pools/a-pool/queues/default")["is_paused"] is is_paused

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.services.registration import ENGINES, TRAINER, registered
+from tests.deadlines import DEADLINE_S
 from tests.network_world import Node, network
 from tests.pipeline import IDLE_S, MINI, SLOW_WORDS, Folder, descendants, kill_group
 
@@ -65,7 +65,7 @@ def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all
         assert registered(folder.open_store(), "runs/a", ENGINES) == before
         for process in started.values():
             process.terminate()
-        assert [process.wait(timeout=60) for process in started.values()] == [0, 0, 0]
+        assert [process.wait(timeout=DEADLINE_S) for process in started.values()] == [0, 0, 0]
     assert not registered(folder.open_store(), "runs/a", TRAINER) and not registered(folder.open_store(), "runs/a", ENGINES)
     logs = [log.read_text() for log in folder.path.glob(".rlpipe/trainer-a-node-*/*/trainer.log")]
     assert len(logs) == 2 and not any("SignalException" in log for log in logs)
@@ -85,13 +85,10 @@ def test_services_wait_for_a_slow_preflight_and_a_long_sft_and_end_by_themselves
         started = [on(nodes["node-0"], folder).start("trainer", *join), on(nodes["host"], folder).start("host", *join)]
         flow = on(nodes["flow"], folder).start(*folder.run_arguments("a", *MINI, *slow))
         try:
-            folder.wait_for("a", "rl/00000/iteration.json", flow, timeout_s=600)
+            folder.wait_for("a", "rl/00000/iteration.json", flow)
             assert [process.poll() for process in started] == [None, None]
             kill_group(flow)
-            deadline = time.monotonic() + 120
-            while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-                time.sleep(0.2)
-            assert [process.poll() for process in started] == [0, 0], (folder.path / "output.log").read_text()[-3000:]
+            assert [process.wait(timeout=DEADLINE_S) for process in started] == [0, 0], folder.said()
             for kind in (TRAINER, ENGINES):
                 assert not registered(folder.open_store(), "runs/a", kind)
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rlpipe.store.backend import open_store
 from rlpipe.store.run import open_existing
 from tests import slurm_world
 from tests.compose_world import ROOT
+from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import IDLE_S, SLOW_WORDS
 from tests.slurm_world import Slurm
 
@@ -117,13 +117,15 @@ def test_jobs_that_wait_in_the_queue_longer_than_anything_is_waited_for_keep_the
     flow = slurm.run("sbatch", "--parsable", "--job-name=rlpipe-held", FLOW, "my.toml", "held", store, cwd=here).strip()
     log = here / f"rlpipe-held-{flow}.log"
     said = re.compile(r"no gang of the run answered within 1[2-9]\d s; Slurm job rlpipe-held-trainer: .* PENDING \(Resources\)")
-    while not log.exists() or not said.search(log.read_text()):
+
+    def held() -> bool:
         assert slurm.states()["rlpipe-held"] in ("PENDING", "RUNNING"), log.read_text()
-        time.sleep(2)
+        return log.exists() and said.search(log.read_text()) is not None
+
+    until(held, lambda: log.read_text(), within_s=PIPELINE_S, look_s=2)
     waiting = slurm.ids("rlpipe-held-trainer", "rlpipe-held-engines")
     slurm.run("scancel", "--batch", "--signal=USR1", flow)  # as five minutes before its time is over
-    while slurm.states()["rlpipe-held"] != "PENDING":
-        time.sleep(1)
+    until(lambda: slurm.states()["rlpipe-held"] == "PENDING", "it is queued again", look_s=1)
     slurm.run("scontrol", "update", f"JobId={flow}", "StartTime=now")  # Slurm lets a job rest that was queued again
     assert slurm.ids("rlpipe-held-trainer", "rlpipe-held-engines") == waiting
     slurm.run("scancel", other)
@@ -134,10 +136,13 @@ def test_jobs_that_wait_in_the_queue_longer_than_anything_is_waited_for_keep_the
 def check_ended(slurm: Slurm, here: Path, run: str) -> None:
     """Waits for the jobs of a run: it has trained, its nodes are free again, and what was said on their disks is in the checkout."""
     names = {f"rlpipe-{run}{part}" for part in ("", "-trainer", "-engines")}
-    end = time.monotonic() + 700
-    while time.monotonic() < end and {slurm.states().get(name) for name in names} & {None, "PENDING", "RUNNING", "COMPLETING"}:
-        time.sleep(2)
-    logs = "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(here.glob("*.log")))
+    not_ended = {None, "PENDING", "RUNNING", "COMPLETING"}
+
+    def said() -> str:
+        return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(here.glob("*.log")))
+
+    until(lambda: not {slurm.states().get(name) for name in names} & not_ended, said, within_s=PIPELINE_S, look_s=2)
+    logs = said()
     states = {name: state for name, state in slurm.states().items() if name in names}
     assert states.pop(f"rlpipe-{run}") == "COMPLETED", logs
     assert set(states.values()) == {"CANCELLED"}, "its nodes are free again"

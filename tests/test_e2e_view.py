@@ -14,6 +14,7 @@ from rlpipe.store.run import open_existing
 from rlpipe.view.groups import iteration_groups
 from rlpipe.view.library import Library
 from tests.browser import CHROMIUM, Browser, browser
+from tests.deadlines import DEADLINE_S
 from tests.pipeline import BIN, Undisturbed, kill_group
 
 pytestmark = [
@@ -35,7 +36,7 @@ def serving_view(store: str, **environment: str) -> Iterator[str]:
         assert " shows the runs in " in line, line
         yield line.split("/ shows")[0]
         process.terminate()
-        assert process.wait(timeout=30) == 143
+        assert process.wait(timeout=DEADLINE_S) == 143
     finally:
         kill_group(process)
         if process.stdout:

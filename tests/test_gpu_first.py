@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 
 from scripts import gpu_first
 from scripts.gpu_commands import kill
+from tests.deadlines import DEADLINE_S, until
 from tests.test_gpu_smoke import smoke
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.e2e
 @pytest.mark.nightly
 def test_the_first_ten_minutes_go_through_on_a_cpu(tmp_path: Path) -> None:
-    ended = smoke("--first", "--device", "cpu", "--folder", str(tmp_path), timeout_s=1500)
+    ended = smoke("--first", "--device", "cpu", "--folder", str(tmp_path))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     outcomes = {entry["part"]: entry for entry in json.loads((tmp_path / "first.json").read_text())}
     assert outcomes.keys() == gpu_first.PARTS.keys() - {*gpu_first.NOT_ON_CPU}
@@ -47,14 +47,13 @@ def test_a_part_whose_time_is_up_ends_with_the_run_that_it_started() -> None:
     """Which has a session of its own: it went on on the GPU beside the next part."""
     program = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True).wait()"
     part = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-    while not (started := psutil.Process(part.pid).children()):
-        time.sleep(0.01)
+    started = until(psutil.Process(part.pid).children, running=part)
     kill(part)
-    assert psutil.wait_procs(started, timeout=30)[1] == []
+    assert psutil.wait_procs(started, timeout=DEADLINE_S)[1] == []
 
 
 def test_what_is_no_part_is_refused_in_one_line() -> None:
-    ended = smoke("--first", "kernel", "--device", "cpu", timeout_s=120)
+    ended = smoke("--first", "kernel", "--device", "cpu")
     assert (ended.returncode, ended.stdout) == (2, "") and ended.stderr.startswith(
         "gpu_smoke: --first kernel: the parts are kernels, lora,"
     )
@@ -66,7 +65,11 @@ def test_what_is_no_part_is_refused_in_one_line() -> None:
 def test_an_offline_kit_is_refused_before_anything_is_fetched(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     given = [str(ROOT / "tests") if part == "tests" else part.replace("FOLDER", str(tmp_path / "kit")) for part in arguments]
     ended = subprocess.run(
-        ["/bin/bash", str(ROOT / "scripts" / "offline_kit.sh"), *given], capture_output=True, text=True, timeout=60, check=False
+        ["/bin/bash", str(ROOT / "scripts" / "offline_kit.sh"), *given],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert ended.returncode == 2 and ended.stdout == "" and said in ended.stderr and not (tmp_path / "kit").exists()
 
@@ -75,6 +78,6 @@ def test_a_package_that_is_not_installed_is_one_line(tmp_path: Path) -> None:
     """As on a machine with an offline kit; here plotly is hidden."""
     program = "import sys; sys.modules['plotly'] = None; from flows.cli import app; app()"
     command = [sys.executable, "-c", program, "view", "--store", str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.returncode == 2 and "this needs the package plotly, which is not installed here" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.deadlines import DEADLINE_S, PIPELINE_S
+
 ROOT = Path(__file__).parent.parent
 
 
-def smoke(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def smoke(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "gpu_smoke.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PIPELINE_S, env=environment, check=False)
 
 
 def test_gpus_that_are_not_there_are_refused_in_one_line() -> None:
-    ended = smoke("--gpus", "1", "64", timeout_s=120)
+    ended = smoke("--gpus", "1", "64")
     assert ended.returncode == 2 and ended.stdout == ""
     (line,) = ended.stderr.splitlines()
     assert line.startswith(f"gpu_smoke: --gpus 64: this machine has {torch.cuda.device_count()} GPUs")
@@ -30,7 +32,7 @@ def test_gpus_that_are_not_there_are_refused_in_one_line() -> None:
 def test_a_shape_is_not_measured_without_a_gpu() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "trainer.py"), "--shape", "qwen3-0.6b"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment, check=False)
     assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (2, "", 1)
     assert "--shape needs a GPU" in ended.stderr
 
@@ -47,7 +49,7 @@ def test_sglang_for_gpus_is_refused_without_a_driver(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.nightly  # test_gpu_first.py is killed and resumed in CI, of one rank
 def test_the_form_for_a_cpu_is_killed_resumed_verified_and_measured(tmp_path: Path) -> None:
-    ended = smoke("--device", "cpu", "--preset", "tiny", "--gpus", "2", "--folder", str(tmp_path), timeout_s=900)
+    ended = smoke("--device", "cpu", "--preset", "tiny", "--gpus", "2", "--folder", str(tmp_path))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     header, _, row = ended.stdout.splitlines()[-3:]
     told = dict(zip(header.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))

@@ -33,7 +33,7 @@ def test_a_preset_learns_and_shows_it(preset: str, tmp_path: Path) -> None:
     folder = Folder(
         tmp_path, f"file://{tmp_path}/store", {"PYTHONPATH": str(Path(__file__).parent.parent)}
     )  # examples/ is there
-    output = folder.complete("a", preset=preset, timeout_s=1800)
+    output = folder.complete("a", preset=preset)
     num_iterations = open_existing(folder.open_store(), "a").config.rl.num_iterations
     before, after = folder.evaluation("a", 0), folder.evaluation("a", num_iterations)
     for name, (most, least, rise) in LEARNS[preset].items():

@@ -18,13 +18,13 @@ from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, open_existing
+from tests.deadlines import PIPELINE_S
 from tests.engine_fixtures import ENGINE_KIND
 from tests.engine_world import KINDS, SAMPLERS
 from tests.pipeline import Folder, descendants, kill_group
 
 pytestmark = pytest.mark.contract
 EOS = "<|endoftext|>"
-TIMEOUT_S = 900
 ITERATIONS = 3
 SETS = [
     "model.context_tokens_max=128", "sft.num_steps=60", "sft.segment_steps=30", "sft.decay_steps=60",
@@ -66,11 +66,11 @@ def test_a_base_model_learns_to_end_its_turns_and_a_killed_engine_loses_nothing(
     told = [*SETS, *KINDS[ENGINE_KIND], f"model.path={base}"]
     process = folder.start(*folder.run_arguments("a", *told))
     try:
-        folder.wait_for("a", "rl/00000/iteration.json", process, timeout_s=TIMEOUT_S)
+        folder.wait_for("a", "rl/00000/iteration.json", process)
         samplers = descendants(process, SAMPLERS.get(ENGINE_KIND, "rlpipe.engines.local.server"))
         assert len(samplers) == 2, samplers
         samplers[0].kill()
-        assert process.wait(timeout=TIMEOUT_S) == 0, (folder.path / "output.log").read_text()[-4000:]
+        assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
     code, output = folder.rlpipe("verify", "a", "--store", folder.store)
@@ -93,7 +93,7 @@ def test_a_base_model_learns_to_end_its_turns_and_a_killed_engine_loses_nothing(
 def test_an_adapter_is_loaded_beside_its_base_and_proved(folder: Folder, base: Path) -> None:
     """The first version is the base as it is, the next one an adapter beside it; each is served once its probe holds."""
     lora = ["model.adapter=lora", "model.adapter_rank=4", "sft.num_steps=0", "rl.num_iterations=2", "engines.count=1"]
-    folder.complete("a", *SETS, *KINDS[ENGINE_KIND], f"model.path={base}", *lora, timeout_s=TIMEOUT_S)
+    folder.complete("a", *SETS, *KINDS[ENGINE_KIND], f"model.path={base}", *lora)
     run = open_existing(folder.open_store(), "a")
     assert [record.metrics["train/mismatch_abs_mean"] < 1e-4 for record in run.iterations(2)] == [True, True]
     assert run.policy(2)[1].file("adapter_model.safetensors").bytes < 0.1 * run.policy(0)[1].file("model.safetensors").bytes

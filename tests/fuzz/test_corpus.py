@@ -39,15 +39,15 @@ from rlpipe.store.run import open_existing
 from rlpipe.trainer.jobs import check_place, job_of
 from rlpipe.types import ArtifactRef, StoreError, UserError
 from tests import trainer_world as world
+from tests.deadlines import DEADLINE_S, PIPELINE_S
 from tests.engine_fixtures import CONTEXT_TOKENS, VOCAB, tiny_model
 from tests.fuzz import cases, models, timed
 from tests.fuzz.bodies import Body, bodies
 from tests.fuzz.damage import Damage, contents, damaged, damages, make_store, readers
-from tests.fuzz.timed import CASE_S, LINE_CHARS_MAX, case, refused
+from tests.fuzz.timed import LINE_CHARS_MAX, case, refused
 
 pytestmark = pytest.mark.e2e
 PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"
-FLOWS_S = 180
 EVERY = 4  # of the damages one is done: all take minutes on a busy machine
 
 
@@ -206,7 +206,7 @@ async def post(scheduler: Scheduler, sent: list[Body]) -> list[tuple[str, str, i
     async with TestClient(TestServer(app)) as client:
         for body in sent:
             with case("bodies to the local engine", f"{body.path} {body.name}"):
-                answer = await asyncio.wait_for(client.post(body.path, data=body.data), CASE_S)
+                answer = await asyncio.wait_for(client.post(body.path, data=body.data), DEADLINE_S)
             answers.append((body.path, body.name, answer.status, len(await answer.read())))
             if body.path == "/pause_generation":
                 assert (await client.post("/continue_generation", json={})).status == 200
@@ -274,7 +274,7 @@ async def test_answers_of_a_reward_service() -> None:
     app.router.add_post("/{index}", answer)
     async with TestServer(app) as server:
         for path, name in names.items():
-            scorer = HttpScorer("remote", 1.0, CASE_S, RewardService(url=str(server.make_url(path))))
+            scorer = HttpScorer("remote", 1.0, DEADLINE_S, RewardService(url=str(server.make_url(path))))
             item: Any = {"prompt": {"messages": [], "answer": None, "metadata": {}}, "completion": "x"}
             with case("answers of a reward service", name):
                 (score,) = await asyncio.to_thread(scorer.score, [item])
@@ -287,7 +287,7 @@ def test_the_state_of_a_flow_run_says_what_the_command_line_says(
 ) -> None:
     before, environment = contents(store), {**os.environ, **prefect_api, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
     command = [sys.executable, "-m", "tests.fuzz.flows", str(tmp_path), str(store)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=FLOWS_S)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PIPELINE_S)
     assert done.returncode == 0, done.stderr[-3000:]
     told = [json.loads(line) for line in done.stdout.splitlines()]
     for kind, name, took_s, _, _ in told:
