@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from rlpipe.processes.kernel import LANDLOCK_SIGNALS, landlock_version
 from rlpipe.records.prompt import RewardPrompt
 from rlpipe.types import EngineError, UserError
 from tests.agent_world import SpokenPool, rollout_of, tokenizer_in
+from tests.deadlines import DEADLINE_S, SHORT_S, until, until_async
 
 # no openai here: it takes a second to import
 AGENT = '''
@@ -38,7 +38,7 @@ def ask(text, base_url=None, api_key=None):
 def behave(what):
     if what == "raise": raise KeyError("gone")
     if what == "exit": sys.exit(3)
-    if what == "sleep": time.sleep(600)
+    if what == "sleep": pathlib.Path("asleep").touch(); time.sleep(600)
     if what == "kill": os.kill(os.getpid(), signal.SIGKILL)
     if what == "child": pathlib.Path("child.pid").write_text(str(subprocess.Popen(["sleep", "600"]).pid)); time.sleep(600)
     if what == "once" and not pathlib.Path("once").exists():
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     if outcome is not None:
         print(json.dumps(outcome))
 '''
-SLEPT_S, DEADLINE_S = 10.0, 100.0  # what an agent gets that sleeps, and any other
+SLEPT_S = 3 * SHORT_S  # what an agent gets that sleeps: an interpreter starts in it
 COMMAND, FUNCTION = "python an_agent.py", "an_agent:agent"
 BAD = {"raise": "agent_error", "exit": "agent_error", "sleep": "agent_timeout", "kill": "agent_crash", "nan": "agent_invalid",
        "text": "agent_invalid", "metric": "agent_invalid"}  # fmt: skip
@@ -120,7 +120,7 @@ async def test_a_timeout_and_a_close_leave_no_process(agents: Agents, tokenizer:
     with pytest.raises(AgentFault):
         await agents.run(rollout_of(SpokenPool(tokenizer, ["one"])), prompt_of("child"))
     running = asyncio.create_task(agents.run(rollout_of(SpokenPool(tokenizer, ["one"])), prompt_of("sleep")))
-    await asyncio.sleep(0.5)
+    await until_async((folder / "asleep").exists)
     await agents.close()
     with pytest.raises(EngineError):
         await running
@@ -134,15 +134,12 @@ def test_an_agent_ends_with_its_owner(folder: Path) -> None:
         ["python", "-c", OWNER], cwd=folder, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     )
     pid = folder / "child.pid"
-    deadline = time.monotonic() + 60
-    while not (pid.exists() and pid.read_text()):
-        assert owner.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: pid.exists() and pid.read_text(), running=owner)
     owned = owner.children(recursive=True)
     assert len(owned) >= 2
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    assert psutil.wait_procs(owned, timeout=30)[1] == []
+    assert psutil.wait_procs(owned, timeout=DEADLINE_S)[1] == []
 
 
 LEAVES = '''
@@ -187,8 +184,7 @@ async def test_a_command_ends_when_it_ends_and_what_it_leaves_and_prints_costs_n
         assert child._process is not None and psutil.Process(child._process.pid).children()[0].memory_info().rss < 150 << 20
         hanging = asyncio.create_task(agents.run(rollout_of(SpokenPool(tokenizer)), prompt_of("hang")))
         num_left = len((folder / "left.pid").read_text().split())
-        while len((folder / "left.pid").read_text().split()) < num_left + 2:
-            await asyncio.sleep(0.05)
+        await until_async(lambda: len((folder / "left.pid").read_text().split()) == num_left + 2)
         assert len(left_alive(folder)) == 2
     finally:
         await agents.close()
@@ -204,15 +200,11 @@ def test_daemons_of_an_agent_end_when_the_run_is_killed(folder: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     with subprocess.Popen([sys.executable, "-c", script], cwd=folder, env=environment) as owner:
-        while not (folder / "left.pid").exists() or len((folder / "left.pid").read_text().split()) < 2:
-            assert owner.poll() is None
-            time.sleep(0.05)
+        left = folder / "left.pid"
+        until(lambda: left.exists() and len(left.read_text().split()) == 2, running=owner)
         assert len(left_alive(folder)) == 2
         owner.kill()
-    deadline = time.monotonic() + DEADLINE_S
-    while left_alive(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left_alive(folder) == []
+    until(lambda: left_alive(folder) == [], lambda: left_alive(folder))
 
 
 OWNER = """

@@ -30,6 +30,7 @@ from rlpipe.store.audit import unreferenced
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, JsonDict, UserError
 from tests.agent_world import tokenizer_in
+from tests.deadlines import until_async
 from tests.rows import ROLLOUTS, SCORES, read_rows, rollout
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -196,10 +197,10 @@ async def test_a_process_that_takes_over_samples_only_what_was_not_kept(folder: 
     first = made_session(folder, "store", *sets, answers=answers)
     pool: Any = first.pool
     working = asyncio.create_task(sampled(first))
-    while len(pool.groups) < 2 * (NUM_CALLS - 1):  # rl.agents_max of them, up to where they hang
-        await asyncio.sleep(0.02)
-        assert not working.done()
-    await asyncio.sleep(0.3)
+    # rl.agents_max of them, up to where they hang
+    await until_async(lambda: working.done() or len(pool.groups) == 2 * (NUM_CALLS - 1))
+    await until_async(lambda: working.done() or any("/calls/" in key for key in first.run.store.list(first.run.root)))
+    assert not working.done()
     await first.close()
     with pytest.raises(EngineError):
         await working

@@ -22,6 +22,7 @@ from rlpipe.store.lease import TakenOver, acquire
 from rlpipe.store.nearby import NodeDisk
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, FileRecord, IterationRecord, Manifest, StoreError, UserError
+from tests.deadlines import DEADLINE_S
 from tests.test_store_run import record_of, tiny
 
 MOMENT = "2026-03-04T05:06:07.000+00:00"
@@ -152,7 +153,7 @@ async def test_who_stops_waiting_ends_nothing(run: Run) -> None:
     policy = behind.publish(FOLDER, manifest(), published(gate.wait))
     for wait in (behind.landed(), behind.committed([policy.sha256])):
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(wait, 0.05)
+            await asyncio.wait_for(wait, 0.05)  # short: it is given up
     gate.set()
     await behind.landed()
     assert find(run.store, FOLDER) is not None
@@ -178,15 +179,16 @@ async def test_close_waits_for_what_is_under_way_but_not_for_ever(run: Run, monk
 
 @pytest.mark.parametrize("under_way", [True, False])
 async def test_a_run_that_was_taken_over_is_closed_at_once_and_nothing_is_said_of_what_is_made_again(
-    run: Run, under_way: bool, caplog: pytest.LogCaptureFixture
+    run: Run, under_way: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 2 * DEADLINE_S)
     held = acquire(run.store, "runs/a")
     run.store.create("runs/a/lease/000001.json", sealed(Holder("far", 7, 1.0)))
     behind = Behind(replace(run, lease=held))
     behind.publish(FOLDER, manifest(), published(asyncio.Event().wait if under_way else landed))
     with pytest.raises(TakenOver):
         held.check() if under_way else await behind.landed()
-    await asyncio.wait_for(behind.close(), module.CLOSE_S / 2)
+    await asyncio.wait_for(behind.close(), DEADLINE_S)
     assert caplog.text == "" and find(run.store, FOLDER) is None
     held.release()
 

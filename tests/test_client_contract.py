@@ -41,6 +41,7 @@ from rlpipe.engines.protocols import client_of
 from rlpipe.engines.weights import Probe, Weights, untied
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.services.calls import new_session
+from tests.deadlines import DEADLINE_S, until_async
 from tests.engine_fixtures import (
     ADMIN_KEY,
     API_KEY,
@@ -58,7 +59,6 @@ PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 pytestmark = pytest.mark.contract
 PROMPT = [5, 17, 200, 3, 44]
 TOLERANCE = 5e-5
-TIMEOUT_S = 60
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 on_vllm = pytest.mark.skipif(ENGINE_KIND != "vllm", reason="a fact of vLLM")
 
@@ -133,8 +133,11 @@ def request(tokens: list[int], params: Sampling = GREEDY, **fields: Any) -> Samp
 
 async def sample(client: EngineClient, *requests: SampleRequest) -> list[Completion]:
     """Completions of requests none of which may be lost, each consistent in itself."""
-    heard = [Heard() for _ in requests]
-    async with asyncio.timeout(TIMEOUT_S):
+    return await sample_heard(client, requests, [Heard() for _ in requests])
+
+
+async def sample_heard(client: EngineClient, requests: Sequence[SampleRequest], heard: Sequence[Heard]) -> list[Completion]:
+    async with asyncio.timeout(DEADLINE_S):
         completions = await asyncio.gather(*(client.sample(*pair) for pair in zip(requests, heard, strict=True)))
     for completion, said in zip(completions, heard, strict=True):
         assert len(completion.rollout_logprobs) == len(completion.tokens) == sum(count for _, count in completion.spans)
@@ -231,8 +234,9 @@ async def test_a_load_changes_the_version_and_the_model(client: EngineClient) ->
 @pytest.mark.skipif(ENGINE_KIND != "local", reason="SGLang and vLLM give back the memory of GPUs only")
 async def test_memory_is_given_back_and_with_a_load_it_serves_again(client: EngineClient) -> None:
     version, expected = await client.weight_version(), await sample(client, request(PROMPT))
-    running = asyncio.create_task(sample(client, request(PROMPT, max_new_tokens=450)))
-    await asyncio.sleep(0.1)
+    heard = Heard()
+    running = asyncio.create_task(sample_heard(client, [request(PROMPT, max_new_tokens=450)], [heard]))
+    await until_async(lambda: len(heard.tokens) > 0)
     await client.release()
     assert (await running)[0].finish_reason in ("abort", "length"), "what is in flight is aborted"
     await client.resume()
@@ -242,17 +246,18 @@ async def test_memory_is_given_back_and_with_a_load_it_serves_again(client: Engi
 
 
 async def test_what_is_in_flight_goes_on_with_the_new_weights_and_says_so(client: EngineClient) -> None:
-    async def over_a_load(version: int, seed: int, delay_s: float) -> list[Completion]:
+    async def over_a_load(version: int, seed: int, num_heard: int) -> list[Completion]:
         requests = [request([3 + i, 9, 11], temperature=1.0, max_new_tokens=450, seed=i) for i in range(4)]
-        running = asyncio.create_task(sample(client, *requests))
-        await asyncio.sleep(delay_s)
+        heard = [Heard() for _ in requests]
+        running = asyncio.create_task(sample_heard(client, requests, heard))
+        await until_async(lambda: len(heard[0].tokens) >= num_heard, look_s=0.005)
         await client.load(str(served(seed)), version)
         return await running
 
     version, serving, seen = await client.weight_version(), 0, 0
-    for delay_s in (0.3, 0.15, 0.08, 0.6, 1.2, 0.3):
+    for num_heard in (10, 5, 2, 40, 80, 10):
         version, before, serving = version + 1, serving, 1 - serving
-        for index, completion in enumerate(await over_a_load(version, serving, delay_s)):
+        for index, completion in enumerate(await over_a_load(version, serving, num_heard)):
             assert completion.finish_reason == "length" and len(completion.tokens) == 450
             assert [label for label, _ in completion.spans] in ([version - 1], [version], [version - 1, version])
             old = sum(count for label, count in completion.spans if label < version)
@@ -269,14 +274,14 @@ async def test_what_is_in_flight_goes_on_with_the_new_weights_and_says_so(client
 
 async def test_an_abort_answers_with_what_there_is_and_leaves_the_others(client: EngineClient) -> None:
     [prompt, other] = [[3, 9, 11], [4, 9, 11]]
-    for delay_s in (0.3, 0.1, 0.05, 0.6, 1.2):
-        aborted = request(prompt, temperature=1.0, max_new_tokens=450)
+    for num_heard in (10, 5, 2, 40, 80):
+        aborted, heard = request(prompt, temperature=1.0, max_new_tokens=450), Heard()
         kept = asyncio.create_task(sample(client, request(other, max_new_tokens=450)))
-        running = asyncio.create_task(sample(client, aborted))
-        await asyncio.sleep(delay_s)
+        running = asyncio.create_task(sample_heard(client, [aborted], [heard]))
+        await until_async(lambda heard=heard, num=num_heard: len(heard.tokens) >= num, look_s=0.005)
         while not running.done():
             await client.abort([aborted.request_id])
-            await asyncio.wait([running], timeout=0.05)
+            await asyncio.wait([running], timeout=0.05)  # short: it is asked again
         [completion], [whole] = await running, await kept
         assert whole.finish_reason == "length" and len(whole.tokens) == 450
         assert_logprobs(completion.rollout_logprobs, reference_logprobs(tiny_model(0), prompt, completion.tokens))
@@ -289,9 +294,7 @@ async def test_an_abort_answers_with_what_there_is_and_leaves_the_others(client:
 async def test_tokens_are_heard_as_they_come_and_left_when_the_rest_is_lost(client: EngineClient) -> None:
     prompt, heard = [3, 9, 11], Heard()
     asking = asyncio.create_task(client.sample(request(prompt, temperature=1.0, max_new_tokens=450), heard))
-    async with asyncio.timeout(TIMEOUT_S):
-        while not heard.tokens:
-            await asyncio.sleep(0.02)
+    await until_async(lambda: len(heard.tokens) > 0)
     asking.cancel()
     assert len(heard.tokens) == len(heard.logprobs)
     assert_logprobs([*heard.logprobs], reference_logprobs(tiny_model(0), prompt, [*heard.tokens]))
@@ -339,14 +342,12 @@ async def test_a_hung_engine_and_an_absent_one_are_not_healthy(client: EngineCli
     assert await client.healthy()
     with stopped(shared_engine()[1]):
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(sample(client, request(PROMPT)), 1.0)
+            await asyncio.wait_for(sample(client, request(PROMPT)), 1.0)  # short: it hangs
         assert not await client.healthy()
         if ENGINE_KIND != "vllm":  # it waits for the worker in a control call itself
             with pytest.raises(EngineUnavailable, match="server_info"):
                 await client.load(str(served(0)), 99)
-    async with asyncio.timeout(TIMEOUT_S):
-        while not await client.healthy():
-            await asyncio.sleep(0.1)
+    await until_async(client.healthy)
     absent = client_to(f"http://127.0.0.1:{free_port()}", client.session)
     assert not await absent.healthy()
     with pytest.raises(EngineUnavailable):

@@ -13,6 +13,7 @@ from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.source import override_config, read_config
 from rlpipe.report.plan import plan_lines
 from rlpipe.types import UserError, sha256_of
+from tests.deadlines import DEADLINE_S
 from tests.declared import RL_KINDS, stage_settings
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -193,7 +194,7 @@ def test_config_types_and_commands_import_nothing_heavy_and_the_flow_process_no_
         "import flows.post_train, flows.evaluate\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
 
 

@@ -16,6 +16,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
 from rlpipe.engines.local.server import app
 from rlpipe.types import UserError
+from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "flows" / "presets"
@@ -106,7 +107,7 @@ def test_make_help_has_every_target() -> None:
 
 def test_a_command_that_is_passed_on_has_help_under_its_own_name() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "engine", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "flows.cli", "engine", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert done.returncode == 0 and "Usage: rlpipe engine [OPTIONS]" in done.stdout and "--context-tokens-max" in done.stdout, (
         done

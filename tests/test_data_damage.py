@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,7 +24,7 @@ from rlpipe.data import rows
 from rlpipe.data.sources import load_conversations, load_prompts
 from rlpipe.processes import user_code
 from rlpipe.types import UserError
-from tests.sandbox_world import becomes
+from tests.deadlines import until
 
 GOOD = b'{"prompt": "a", "answer": "1"}\n'
 COLUMNS = {"prompt": ["a", "b"], "answer": ["1", "2"]}
@@ -254,7 +254,8 @@ def test_a_function_in_its_process_gives_the_rows_that_it_gave_in_ours(monkeypat
     ],
 )
 def test_a_function_that_goes_wrong_is_named(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "ROW_TIMEOUT_S", 3.0)
+    if name == "hangs":
+        monkeypatch.setattr(rows, "ROW_TIMEOUT_S", 3.0)
     message = refusal(config(f"odd_rows:{name}"))
     assert message.startswith(f"data.mine.source=odd_rows:{name} {said}")
 
@@ -271,11 +272,10 @@ def test_the_process_of_a_function_dies_with_its_owner(tmp_path: Path) -> None:
     source = "import os, time\ndef rows():\n    open('pid', 'w').write(str(os.getpid()))\n    time.sleep(600)\n    yield {}\n"
     (tmp_path / "dying.py").write_text(source)
     owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()})
-    assert becomes(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
-    pid = int((tmp_path / "pid").read_text())
+    pid = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), running=owner))
     owner.kill()
     owner.wait()
-    assert becomes(lambda: not Path(f"/proc/{pid}").exists(), 30.0)
+    until(lambda: not Path(f"/proc/{pid}").exists(), "it outlives its owner")
 
 
 def in_main(function: Callable[[], object]) -> object:
@@ -294,10 +294,8 @@ def test_an_import_that_waits_is_given_up_with_its_name_and_line(
     where: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(user_code, "IDLE_S", 0.3)
-    started_s = time.monotonic()
     with pytest.raises(UserError, match=r"rl.rewards: 'waits:f' does not import \(TimeoutError: it has waited .*waits.py:4\)"):
         where(lambda: user_code.load_function("rl.rewards", "waits:f"))
-    assert time.monotonic() - started_s < 60.0
 
 
 BUSY = """
@@ -319,6 +317,8 @@ def test_an_import_that_works_is_not_given_up(
     monkeypatch.delitem(sys.modules, "works", raising=False)
     monkeypatch.setattr(user_code, "IDLE_S", 0.5)
     monkeypatch.setattr(user_code, "SHARED_CPU_S", user_code.IDLE_CPU_S)
+    others = set(psutil.Process().children())  # servers of other tests
+    monkeypatch.setattr(user_code, "_has_children", lambda: not others.issuperset(psutil.Process().children()))
     assert where(lambda: user_code.load_function("rl.rewards", "works:f")) is print
 
 

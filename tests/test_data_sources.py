@@ -19,6 +19,7 @@ from rlpipe.data.sources import in_part, load_conversations, load_prompts, split
 from rlpipe.records.prompt import Prompt
 from rlpipe.store.backend import open_store
 from rlpipe.types import UserError, canonical_json, plain_json
+from tests.deadlines import DEADLINE_S
 from tests.s3_world import S3Server
 
 WORDS = {"min_word_len": 3, "max_word_len": 10}
@@ -221,7 +222,7 @@ def test_data_and_rewards_import_nothing_heavy() -> None:
     modules = "rlpipe.data.sources, rlpipe.data.chat, rlpipe.data.cursor"
     heavy = ("torch", "transformers", "datasets", "reasoning_gym", "math_verify", "pyarrow")
     check = f"import sys, {modules}, rlpipe.rewards.pool, rlpipe.algorithms.filters; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -25,6 +25,7 @@ from flows.database import environment_of, existing_database, own_database
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
 from rlpipe.types import UserError
+from tests.deadlines import DEADLINE_S
 from tests.pipeline import BIN
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +87,7 @@ def test_a_server_is_started_on_a_database_only(tmp_path: Path) -> None:
         ("empty.db", "no database of SQLite"),
     ):
         told = subprocess.run(
-            [BIN / "rlpipe", "server", "--database", tmp_path / name], capture_output=True, text=True, timeout=60
+            [BIN / "rlpipe", "server", "--database", tmp_path / name], capture_output=True, text=True, timeout=DEADLINE_S
         )
         assert told.returncode == 2 and said in told.stderr and "Traceback" not in told.stderr, told.stderr
 
@@ -133,7 +134,9 @@ print("done", asyncio.run(pipeline()))
 )
 def test_a_deleted_flow_run_is_a_warning(deleted: list[str], prefect_api: dict[str, str], tmp_path: Path) -> None:
     environment = {**os.environ, **prefect_api, "PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    told = subprocess.run([sys.executable, "-c", FLOWS, *deleted], env=environment, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(
+        [sys.executable, "-c", FLOWS, *deleted], env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     output = told.stdout + told.stderr
     rows = [name for name in deleted if name != "fails"]
     assert output.count("is gone from Prefect's server: it was deleted") == len(rows) + rows.count("iteration"), output

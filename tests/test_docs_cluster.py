@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.config.pipeline import PipelineConfig
+from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
@@ -82,7 +83,7 @@ def test_the_secrets_are_made(tmp_path: Path) -> None:
     read = "set -a; . infra/.env; set +a; env"
     clean = {"PATH": os.environ["PATH"]}
     told = subprocess.run(
-        ["bash", "-euc", block + read], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-euc", block + read], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
     found = dict(line.split("=", 1) for line in told.stdout.splitlines())
     for name in ("POSTGRES_PASSWORD", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "RLPIPE_SERVICE_KEY"):

@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 import torch
 
+from tests.deadlines import DEADLINE_S
 from tests.engine_fixtures import API_KEY, engine, engine_of_its_own, reference_logprobs, sampled, tiny_model
 
 pytestmark = pytest.mark.contract
@@ -279,7 +280,7 @@ async def test_torn_weights_never_serve(tmp_path: Path) -> None:
             assert status == 400 and answer["success"] is False
             answer = await server.generate(PROMPT, {"max_new_tokens": 4, "ignore_eos": True})
         except (aiohttp.ClientError, TimeoutError):
-            assert server.process.wait(timeout=30) != 0
+            assert server.process.wait(timeout=DEADLINE_S) != 0
         else:
             assert answer["meta_info"]["weight_version"] == "1"
             check_logprobs(answer, [tiny_model(0)])

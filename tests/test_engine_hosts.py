@@ -25,12 +25,12 @@ from rlpipe.services.finder import Peer, nobody_starts
 from rlpipe.services.registration import ENGINES, KEY_VARIABLE, own_address, registered
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.types import EngineError, StoreError, UserError
+from tests.deadlines import DEADLINE_S, until_async
 from tests.engine_world import World, config, probe, requests, tokens, versions, world
 from tests.test_engine_pool import check_whole
 
 pytestmark = pytest.mark.e2e
 KEY = "test-host-key"
-DEADLINE_S = 90.0
 
 
 @pytest.fixture
@@ -42,7 +42,9 @@ async def one(tmp_path: Path) -> AsyncIterator[World]:
 @pytest.fixture
 def run(one: World) -> Run:
     return create_or_continue(
-        config("engines.count=1", "engines.progress_timeout_s=5", "engines.lost_timeout_s=5", f"store={one.store.url}")
+        config(
+            "engines.count=1", f"engines.progress_timeout_s={DEADLINE_S}", "engines.lost_timeout_s=5", f"store={one.store.url}"
+        )
     )
 
 
@@ -57,13 +59,11 @@ def host_process(one: World, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=DEADLINE_S)
 
 
 async def until_joined(run: Run, count: int) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while len(registered(run.store, run.root, ENGINES)) != count:
-            await asyncio.sleep(0.1)
+    await until_async(lambda: len(registered(run.store, run.root, ENGINES)) == count, look_s=0.1)
 
 
 def elsewhere(run: Run, folder: Path) -> HostFinder:
@@ -74,12 +74,12 @@ def elsewhere(run: Run, folder: Path) -> HostFinder:
 
 async def until_engines(one: World, version: int, count: int) -> None:
     """Until so many engines of all hosts may sample a version."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            answers = await asyncio.gather(*(host.clients(version) for host in one.pool.fleet.hosts), return_exceptions=True)
-            if sum(len(clients) for clients in answers if isinstance(clients, list)) == count:
-                return
-            await asyncio.sleep(0.1)
+
+    async def sampling() -> bool:
+        answers = await asyncio.gather(*(host.clients(version) for host in one.pool.fleet.hosts), return_exceptions=True)
+        return sum(len(clients) for clients in answers if isinstance(clients, list)) == count
+
+    await until_async(sampling, look_s=0.1)
 
 
 async def test_hosts_join_follow_the_weights_die_and_leave(
@@ -92,9 +92,11 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
         await until_joined(run, 1)
         one.hosts += await finder.find()
         monkeypatch.setattr(fleet, "FIND_AGAIN_S", 0.2)
-        async with asyncio.timeout(DEADLINE_S):  # it is given the weights while the pool samples, and takes part
-            while len({completion.engine for group in await one.pool.generate(requests()) for completion in group}) < 2:
-                pass
+
+        async def both_sample() -> bool:
+            return len({completion.engine for group in await one.pool.generate(requests()) for completion in group}) == 2
+
+        await until_async(both_sample, look_s=0)  # it is given the weights while the pool samples, and takes part
         await one.serve(1)
         check_whole(await one.pool.generate(requests()), 6)
         await until_engines(one, one.version, 2)
@@ -105,7 +107,7 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
         assert len({completion.engine for group in groups for completion in group}) == 2 and versions(groups) == {one.version}
         assert tokens(groups) == tokens(undisturbed)
 
-        another = EnginePool(finder.find, 8, 60.0)  # of the next start of the run, which has had nobody serve anything
+        another = EnginePool(finder.find, 8, DEADLINE_S)  # of the next start of the run, which has had nobody serve anything
         await another.release(await finder.joined())
         assert await joined_host(one).clients(one.version) == []
         await one.serve(1)
@@ -121,7 +123,7 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
         await until_engines(one, one.version, 2)
 
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=DEADLINE_S)
         check_whole(await one.pool.generate(requests()), 6)
         await one.serve(1)  # the dead host's record still stands
         check_whole(await one.pool.generate(requests()), 6)
@@ -130,7 +132,7 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
     with host_process(one, tmp_path) as process:
         await until_joined(run, 2)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=DEADLINE_S) == 0
         await until_joined(run, 1)  # left; the dead one's record is still there
     await finder.close()
 

@@ -7,7 +7,6 @@ import io
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rlpipe.engines.local.server import app
+from tests.deadlines import DEADLINE_S, until
 from tests.engine_fixtures import VOCAB, edit_config, local_engine, sampled, start_engine, stop, tiny_model
 
 PROMPT = [5, 17, 200, 3, 44]
@@ -175,12 +175,9 @@ def test_each_end_of_a_process_has_its_exit_code() -> None:
         "s = scheduler.Scheduler(None, '0', 1); threading.Thread(target=s.run).start();"
         "s.ask(lambda: 1 / 0); time.sleep(30)"
     )
-    faulty = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    faulty = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
     assert faulty.returncode == 1 and "ZeroDivisionError" in faulty.stderr
-    deadline = time.monotonic() + 240
-    while "serving" not in served_log.read_text():
-        assert time.monotonic() < deadline and served.poll() is None, served_log.read_text()
-        time.sleep(0.05)
+    until(lambda: "serving" in served_log.read_text(), served_log.read_text, running=served)
     assert stop(served) == 0, served_log.read_text()
 
 
@@ -190,7 +187,7 @@ async def test_five_hundred_clients_at_once_are_answered() -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), headers=headers) as session:
 
         async def ask() -> int:
-            async with session.get(engine.url + "/model_info", timeout=aiohttp.ClientTimeout(120)) as answer:
+            async with session.get(engine.url + "/model_info", timeout=aiohttp.ClientTimeout(DEADLINE_S)) as answer:
                 return answer.status
 
         assert await asyncio.gather(*(ask() for _ in range(500))) == [200] * 500

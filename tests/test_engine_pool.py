@@ -23,13 +23,14 @@ from rlpipe.engines.weights import Weights, check_compatible, reading_s
 from rlpipe.models.folder import tensor_shapes
 from rlpipe.processes.launch import READY_TIMEOUT_S
 from rlpipe.types import EngineError, StoreError
+from tests.deadlines import SHORT_S, until_async
 from tests.engine_fixtures import ENGINE_KIND, reference_logprobs, tiny_model
 from tests.engine_world import GROUP_SIZE, GROUPS, SEEDED, World, probe, requests, tokens, unavailable, versions, world
 
 # processes that import torch, restarted on purpose
 pytestmark = [pytest.mark.e2e, pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 LONG = 60  # tokens of a completion that is still running when something happens
-HUNG_S = 3.0
+HUNG_S = 3 * SHORT_S
 BOTH = {"engine-0", "engine-1"}
 
 
@@ -84,9 +85,7 @@ async def test_a_lost_engine_costs_its_unfinished_rollouts_and_comes_back(
     survived = await pending
     check_whole(survived, LONG)
     check_same(survived, undisturbed)
-    async with asyncio.timeout(60):
-        while two.restarts() == restarts:  # vLLM's server outlives its worker for a moment
-            await asyncio.sleep(0.05)
+    await until_async(lambda: two.restarts() != restarts)  # vLLM's server outlives its worker for a moment
     await two.until_back()
     assert two.restarts() == [restarts[0] + 1, restarts[1]]
     assert engines_of(await two.pool.generate(requests())) == BOTH
@@ -281,7 +280,8 @@ async def test_enough_cuts_short_what_runs_and_it_goes_on_later_under_new_weight
     async def on_group(index: int, group: list[Completion]) -> None:
         finished.append(index)
         if len(finished) == 2:
-            await asyncio.sleep(0.3)  # the others get some tokens
+            heard: set[float] = set()  # the others get some tokens
+            await until_async(lambda: heard.add(two.pool.heard_at) or len(heard) >= 10, look_s=0.005)
             enough.set()
 
     orders = [*requests(2, groups=4), *requests(400)[4:]]

@@ -12,10 +12,12 @@ import pytest
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.engines.client import Completion, Heard
 from rlpipe.engines.pool import EnginePool
+from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 from tests.slow_engine import PROMPT, VERSION, SlowEngine, slow_pool, text, wanted
 
 TICK_S = 0.02
-TIMEOUT_S = 0.5  # 25 ticks
+TIMEOUT_S = SHORT_S / 3  # short: a test takes several of them
+NUM_TICKS = int(TIMEOUT_S / TICK_S)  # of a timeout
 
 
 def check(completion: Completion, length: int, engine: str) -> None:
@@ -26,24 +28,20 @@ def check(completion: Completion, length: int, engine: str) -> None:
 
 async def sampling(engine: SlowEngine, count: int) -> None:
     """Until the engine has sampled so many tokens."""
-    async with asyncio.timeout(20):
-        while engine.num_sampled < count:
-            await asyncio.sleep(TICK_S / 4)
+    await until_async(lambda: engine.num_sampled >= count, look_s=TICK_S / 4)
 
 
 async def test_a_completion_many_times_longer_than_the_deadline_finishes() -> None:
     engine = SlowEngine("a", TICK_S)
     async with slow_pool(engine, progress_timeout_s=TIMEOUT_S) as pool:
-        started = time.monotonic()
-        [[completion]] = await pool.generate(wanted(80))
-        assert time.monotonic() - started > 3 * TIMEOUT_S
-        check(completion, 80, "a")
+        [[completion]] = await pool.generate(wanted(3 * NUM_TICKS))
+        check(completion, 3 * NUM_TICKS, "a")
     assert engine.asked == [PROMPT] and not engine.aborts
 
 
 async def test_a_killed_engine_s_tokens_go_on_on_another() -> None:
     first, second = SlowEngine("a", TICK_S), SlowEngine("b", TICK_S)
-    async with slow_pool(first, second, progress_timeout_s=TIMEOUT_S) as pool:
+    async with slow_pool(first, second, progress_timeout_s=DEADLINE_S) as pool:
         generating = asyncio.create_task(pool.generate(wanted(60)))
         await sampling(first, 30)
         await first.kill()
@@ -65,9 +63,10 @@ async def test_a_silent_engine_is_left_and_what_it_had_goes_on_elsewhere() -> No
 async def test_what_waits_in_the_engine_s_own_queue_is_no_fault() -> None:
     engine = SlowEngine("a", TICK_S, seats=1)
     async with slow_pool(engine, progress_timeout_s=TIMEOUT_S) as pool:
-        [group] = await pool.generate(wanted(20, 20, 20, 20))  # the last waits for 60 ticks
+        count = NUM_TICKS // 2
+        [group] = await pool.generate(wanted(*[count] * 4))  # the last waits for one timeout and a half
         for completion in group:
-            check(completion, 20, "a")
+            check(completion, count, "a")
     assert engine.asked == [PROMPT] * 4 and not engine.aborts
 
 
@@ -75,7 +74,7 @@ async def test_attempts_are_counted_without_progress_only(monkeypatch: pytest.Mo
     monkeypatch.setattr("rlpipe.engines.pool.REST_FIRST_S", 0.0)
     engine = SlowEngine("a", TICK_S)
     engine.lost_after = 1
-    async with slow_pool(engine, progress_timeout_s=0.05) as pool:
+    async with slow_pool(engine, progress_timeout_s=DEADLINE_S) as pool:
         [[completion]] = await pool.generate(wanted(15))  # fourteen faults, a token before each
         check(completion, 15, "a")
     assert [len(tokens) for tokens in engine.asked] == [len(PROMPT) + index for index in range(15)]
@@ -83,11 +82,10 @@ async def test_attempts_are_counted_without_progress_only(monkeypatch: pytest.Mo
 
 async def test_a_slow_rollout_holds_one_seat_and_not_its_group_s() -> None:
     engine = SlowEngine("a", TICK_S)
-    async with slow_pool(engine, progress_timeout_s=TIMEOUT_S, in_flight_max=4) as pool:
+    async with slow_pool(engine, progress_timeout_s=DEADLINE_S, in_flight_max=4) as pool:
         generating = asyncio.create_task(pool.generate(wanted(2, 2, 2, 60, groups=3)))
-        async with asyncio.timeout(20):
-            while len(engine.asked) < 12:  # with a seat a group, the third group would be begun after two long rollouts
-                await asyncio.sleep(TICK_S)
+        # with a seat a group, the third group would be begun after two long rollouts
+        await until_async(lambda: len(engine.asked) == 12)
         assert engine.num_sampled < 2 * 60
         for group in await generating:
             check(group[3], 60, "a")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlpipe.engines.client import EngineUnavailable
 from rlpipe.processes.launch import answers
+from tests.deadlines import until
 from tests.engine_fixtures import CONTEXT_TOKENS, VOCAB, Server, sampled, start_engine, stop
 from tests.engine_world import requests, tokens, world
 from tests.test_engine_pool import check_whole
 
-START_TIMEOUT_S = 60
 PROMPT = [5, 17, 200, 3, 44]
 
 
@@ -43,10 +42,7 @@ def server(model: Path) -> Iterator[Server]:
     sizes = ["--weight-version", "1", "--context-tokens-max", str(CONTEXT_TOKENS), "--requests-max", "4"]
     process, log, url = start_engine("--model-path", str(model), *sizes)
     try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not answers(f"{url}/health"):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+        until(lambda: answers(f"{url}/health"), log.read_text, running=process)
         yield Server(url, process)
     finally:
         stop(process)

@@ -16,6 +16,7 @@ import pytest_asyncio
 from rlpipe.environments import process as process_module
 from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment
 from rlpipe.environments.protocol import Step
+from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 
 MANY = 1000
 ENVIRONMENT = '''
@@ -47,6 +48,7 @@ class Meets:
             while not pathlib.Path(rest).exists(): await asyncio.sleep(0.01)
         if kind == "note":
             try:
+                pathlib.Path("begun").touch()
                 await asyncio.sleep(600)
             except asyncio.CancelledError:
                 pathlib.Path(rest).touch()
@@ -67,7 +69,7 @@ class Meets:
 async def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EnvironmentPool]:
     (tmp_path / "meets.py").write_text(ENVIRONMENT)
     monkeypatch.chdir(tmp_path)
-    opened = EnvironmentPool("meets:Meets", {}, workers=1, timeout_s=1.0)
+    opened = EnvironmentPool("meets:Meets", {}, workers=1, timeout_s=DEADLINE_S)
     yield opened
     await opened.close()
 
@@ -89,6 +91,12 @@ def turn(number: int) -> Step:
     return Step([{"role": "user", "content": str(number)}])
 
 
+def hasty(pool: EnvironmentPool) -> None:
+    """From here on a call is given up soon."""
+    for process in pool._processes:
+        process.timeout_s = SHORT_S
+
+
 async def pid_of(pool: EnvironmentPool) -> int:
     (environment,) = opened(pool, 1)
     pid = int((await environment.step("pid")).metrics["pid"])
@@ -97,7 +105,6 @@ async def pid_of(pool: EnvironmentPool) -> int:
 
 
 async def test_all_are_under_way_at_once_in_one_process_and_no_thread_waits(pool: EnvironmentPool) -> None:
-    pool._processes[0].timeout_s = 60.0  # a machine without a processor to spare takes its time
     threads: set[int] = set()
 
     async def look() -> None:
@@ -118,6 +125,7 @@ async def test_a_call_that_takes_too_long_or_fails_ends_its_own_rollout_only(
     pool: EnvironmentPool, kind: str, reason: str
 ) -> None:
     environments, pid = opened(pool, 6), await pid_of(pool)
+    hasty(pool)
     await told(environments, *"abcdef")
     answers = await told(environments, "x", "x", "x", kind, "x", "x")
     assert answers == [turn(2), turn(2), turn(2), f"environment_{reason}", turn(2), turn(2)]
@@ -129,15 +137,12 @@ async def test_a_process_that_is_killed_with_many_under_way_is_made_again_once(
     pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (process,) = pool._processes
-    process.timeout_s = 60.0
     environments, pid = opened(pool, MANY), await pid_of(pool)
     assert await told(environments, *["a"] * MANY) == [turn(1)] * MANY
     holding = asyncio.create_task(told(environments, *["hold file"] * MANY))
-    while len(process._in_flight) < MANY:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: len(process._in_flight) == MANY)
     os.kill(pid, signal.SIGKILL)
-    while process.num_started < 2:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: process.num_started == 2)
     Path("file").touch()
     assert await holding == [turn(2)] * MANY, "they were told again what they had been told"
     assert process.num_started == 2 and pool.num_losses == 1
@@ -145,7 +150,6 @@ async def test_a_process_that_is_killed_with_many_under_way_is_made_again_once(
 
 async def test_what_kills_a_process_is_known_and_no_other_pays(pool: EnvironmentPool) -> None:
     environments, (process,) = opened(pool, 40), pool._processes
-    process.timeout_s = 60.0
     await told(environments, *["a"] * 40)
     completions = ["kill" if index in (7, 30) else "b" for index in range(40)]
     answers = await told(environments, *completions)
@@ -161,39 +165,36 @@ async def test_a_call_is_not_tried_for_ever_beside_others(pool: EnvironmentPool,
 
 async def test_a_rollout_that_waits_no_more_has_its_call_cancelled(pool: EnvironmentPool) -> None:
     environment, other = opened(pool, 2)
-    pool._processes[0].timeout_s = 60.0
     await told([environment, other], "a", "a")
     stepping = asyncio.create_task(environment.step("note noted"))
-    await asyncio.sleep(0.1)
+    await until_async(Path("begun").exists)
     stepping.cancel()
     await asyncio.wait({stepping})
     environment.drop()
     assert await told([other], "b") == [turn(2)] and pool._processes[0].num_started == 1
-    while not Path("noted").exists():
-        await asyncio.sleep(0.01)
+    await until_async(Path("noted").exists)
 
 
 async def test_a_process_ends_when_its_owner_is_gone(pool: EnvironmentPool) -> None:
     """Though a call of it never ends: the owner's end of the pipe is closed as the kernel does it for a process that was killed."""
     environments, pid, (process,) = opened(pool, 2), await pid_of(pool), pool._processes
+    hasty(pool)  # it has twice that
     steps = [asyncio.create_task(each.step(kind)) for each, kind in zip(environments, ("hold x", "stubborn"), strict=True)]
-    await asyncio.sleep(0.1)
+    await until_async(lambda: len(process._in_flight) == 2)
     process._writing.close()
-    async with asyncio.timeout(60):
-        while psutil.pid_exists(pid):
-            await asyncio.sleep(0.05)
+    await until_async(lambda: not psutil.pid_exists(pid))
     for step in steps:
         step.cancel()
     await asyncio.gather(*steps, return_exceptions=True)
 
 
 async def test_all_steps_of_a_rollout_together_have_a_limit_of_their_own(pool: EnvironmentPool) -> None:
-    pool._total_s, pool._processes[0].timeout_s = 1.5, 60.0
+    pool._total_s = DEADLINE_S
     slow, quick = opened(pool, 2)
     assert await told([slow], "hold meets.py") == [turn(1)]
-    slow._took_s = 1.4  # as after a step that took so long
+    slow._took_s = DEADLINE_S - 0.1  # as after a step that took so long
     assert await told([slow, quick], "note noted", "a") == ["environment_total_timeout", turn(1)]
-    assert Path("noted").exists() and 0 < quick._took_s < 1.5 and pool._processes[0].num_started == 1
+    assert Path("noted").exists() and 0 < quick._took_s < DEADLINE_S and pool._processes[0].num_started == 1
 
 
 async def test_an_environment_is_closed_when_its_rollout_is_over(pool: EnvironmentPool) -> None:
@@ -202,8 +203,6 @@ async def test_an_environment_is_closed_when_its_rollout_is_over(pool: Environme
     await one.step("b")
     for environment in (one, one, other, unused):
         environment.drop()
-    async with asyncio.timeout(60):
-        while not Path("closed").exists() or len(Path("closed").read_text().split()) < 2:
-            await asyncio.sleep(0.01)
+    await until_async(lambda: Path("closed").exists() and len(Path("closed").read_text().split()) == 2)
     assert Path("closed").read_text() == "2 1 "
     assert await told(opened(pool, 1), "a") == [turn(1)] and pool._processes[0].num_started == 1

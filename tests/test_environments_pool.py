@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from rlpipe.environments import pool as pool_module
 from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment, check_environment
 from rlpipe.environments.protocol import Step
 from rlpipe.types import EngineError, UserError
+from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 
 BEHAVIOURS = '''
 import asyncio, os, signal, sys, time
@@ -101,7 +101,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest_asyncio.fixture(params=["Behave", "Later"])
 async def pool(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator[EnvironmentPool]:
-    opened = EnvironmentPool(f"behaviours:{request.param}", {"word": "time"}, workers=2, timeout_s=1.0)
+    opened = EnvironmentPool(f"behaviours:{request.param}", {"word": "time"}, workers=2, timeout_s=DEADLINE_S)
     yield opened
     await opened.close()
 
@@ -114,6 +114,12 @@ async def reason(call: Awaitable[Any]) -> str:
     with pytest.raises(EnvironmentFault) as caught:
         await call
     return caught.value.reason
+
+
+def hasty(pool: EnvironmentPool) -> None:
+    """From here on a call is given up soon."""
+    for process in pool._processes:
+        process.timeout_s = SHORT_S
 
 
 def say(content: str) -> Step:
@@ -140,6 +146,7 @@ async def play(environment: RemoteEnvironment, last: str) -> list[Step | str]:
 
 
 async def test_every_misbehaviour_has_its_reason_and_harms_no_other(pool: EnvironmentPool) -> None:
+    hasty(pool)
     lasts = [last for kind in BAD for last in (kind, "c")]
     told = await asyncio.gather(*(play(pool.open(prompt()), last) for last in lasts))
     good: list[Step | str] = [say("time 1"), say("time 2"), say("time 3")]
@@ -151,6 +158,7 @@ async def test_every_misbehaviour_has_its_reason_and_harms_no_other(pool: Enviro
 @pytest.mark.parametrize(("kind", "expected"), [(kind, BAD[kind]) for kind in ("raise", "sleep", "kill", "none")] + [
     ("empty", "environment_invalid"), ("assistant", "environment_invalid")])  # fmt: skip
 async def test_a_start_that_fails(pool: EnvironmentPool, kind: str, expected: str) -> None:
+    hasty(pool)
     assert await reason(pool.open(prompt(kind)).start()) == expected
     assert await reason(pool.open(prompt(kind)).step("hi")) == expected
     assert await pool.open(prompt()).step("hi") == say("time 1")
@@ -177,12 +185,10 @@ async def test_a_start_that_is_not_the_same_twice_is_caught(pool: EnvironmentPoo
 
 
 async def test_a_kill_takes_the_children_along(pool: EnvironmentPool, folder: Path) -> None:
+    hasty(pool)
     assert await reason(pool.open(prompt()).step("child")) == "environment_timeout"
     child = int((folder / "child.pid").read_text())
-    deadline_s = time.monotonic() + 10.0
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.02)
+    await until_async(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
 KILLED_WHILE_IT_LOADS = """
@@ -197,7 +203,7 @@ if len(list(Path(".").glob("load-*"))) < NUM_KILLS:
 @pytest.mark.parametrize("num_kills", [1, 9])
 async def test_one_that_is_killed_while_it_loads_is_loaded_once_more(folder: Path, num_kills: int) -> None:
     (folder / "killed.py").write_text(BEHAVIOURS + KILLED_WHILE_IT_LOADS.replace("NUM_KILLS", str(num_kills)))
-    opened = EnvironmentPool("killed:Behave", {"word": "time"}, workers=1, timeout_s=5.0)
+    opened = EnvironmentPool("killed:Behave", {"word": "time"}, workers=1, timeout_s=DEADLINE_S)
     if num_kills == 1:
         assert await opened.open(prompt()).step("hi") == say("time 1")
     else:
@@ -216,7 +222,7 @@ async def test_an_environment_that_only_dies_ends_the_run(pool: EnvironmentPool,
 
 async def test_what_is_at_work_when_the_pool_closes_records_no_fault(pool: EnvironmentPool) -> None:
     stepping = [asyncio.create_task(pool.open(prompt()).step("sleep")) for _ in range(4)]
-    await asyncio.sleep(0.5)
+    await until_async(lambda: sum(len(process._in_flight) for process in pool._processes) >= 2)
     await pool.close()
     told = await asyncio.gather(*stepping, return_exceptions=True)
     assert [type(outcome) for outcome in told] == [EngineError] * 4
@@ -249,7 +255,7 @@ async def test_the_example_of_the_docs(tmp_path: Path, monkeypatch: pytest.Monke
     text = (Path(__file__).parent.parent / "docs" / "environments.md").read_text()
     (tmp_path / "guessing.py").write_text(text.partition("```python\n")[2].partition("```")[0])
     monkeypatch.chdir(tmp_path)
-    pool = EnvironmentPool("guessing:Guess", {"tries": 2}, workers=1, timeout_s=10.0)
+    pool = EnvironmentPool("guessing:Guess", {"tries": 2}, workers=1, timeout_s=DEADLINE_S)
     environment = pool.open(prompt("7"))
     assert await environment.start() == prompt()["messages"]
     assert await environment.step("6") == Step([{"role": "user", "content": "no"}], metrics={"wrong": 1.0})

@@ -40,6 +40,7 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.turns import PlayedCompletion, environment_metrics
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, JsonDict, UserError
+from tests.deadlines import SHORT_S, until_async
 from tests.rows import PROMPTS, ROLLOUTS, SCORES, grouped, read_rows, rollout
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -339,8 +340,7 @@ async def test_a_shard_that_its_environment_failed_is_committed_after_one_that_i
     fails_for(session, prompts, 0, 1)
     failing = asyncio.create_task(generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY))
     if order == (0, 1):
-        while not session.unanswered and not failing.done():
-            await asyncio.sleep(0.01)
+        await until_async(lambda: session.unanswered or failing.done())
         assert shard_of(session, 0) is None
     done = [await generate(session, iteration=0, round_index=0, shard=1, prompts=prompts, policy=POLICY), await failing]
     told = (
@@ -416,7 +416,7 @@ async def test_a_committed_round_of_faults_says_so(session: Session) -> None:
 async def test_a_start_that_takes_too_long_is_tried_once_more(folder: Path) -> None:
     Path("bad").touch()
     Path("slow").write_text("1")
-    session = moody(folder, "rl.num_prompts=1", "rl.environment_timeout_s=1")
+    session = moody(folder, "rl.num_prompts=1", f"rl.environment_timeout_s={SHORT_S}")
     assert (await sample_prompts(session, iteration=0, round_index=0, before=None)).metrics["num_prompts"] == 1
     Path("slow").write_text("2")
     with pytest.raises(UserError, match=r"environment_timeout: .* set a longer rl.environment_timeout_s, and start again"):

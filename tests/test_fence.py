@@ -36,6 +36,7 @@ from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.store.run_record import create_record
 from rlpipe.types import BestReward, EngineError, IterationRecord, Manifest, StoreError, sha256_of
+from tests.deadlines import DEADLINE_S
 from tests.lease_world import Actor, Interrupted, Killed, Memory, Order, store_of
 from tests.test_store_run import tiny
 
@@ -280,7 +281,7 @@ def test_who_was_taken_over_is_told_by_whom_and_does_no_more(store: Store, monke
     first, heard = acquire(store, ROOT), threading.Event()
     first.on_taken_over(heard.set)
     store.create(f"{ROOT}/lease/000001.json", sealed(Holder("far", 7, 1.0, since="2026-11-26T20:00:00+00:00")))
-    assert heard.wait(30), "the heartbeat looks too"
+    assert heard.wait(DEADLINE_S), "the heartbeat looks too"
     beats = store.read(f"{ROOT}/lease/000000.json")
     said = r"run a was taken over by host far \(pid 7\) at 2026-11-26T20:00:00\+00:00: this process ends, and nothing that it committed is lost"
     with pytest.raises(TakenOver, match=said), first.deed():

@@ -21,6 +21,7 @@ from rlpipe.data.chat import ChatTokenizer
 from rlpipe.stages.model_source import model_folder
 from rlpipe.types import UserError
 from scripts.import_gguf import import_gguf
+from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -184,7 +185,7 @@ def test_a_model_path_that_is_no_folder_says_what_makes_one(tmp_path: Path) -> N
 
 def test_what_a_killed_import_left_is_removed_by_the_next(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait(timeout=30)
+    dead.wait(timeout=DEADLINE_S)
     left = tmp_path / f".made.importing-{dead.pid}"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
@@ -196,7 +197,7 @@ def test_what_a_killed_import_left_is_removed_by_the_next(tmp_path: Path) -> Non
 def test_the_script_has_help_and_says_what_is_wrong(tmp_path: Path) -> None:
     def script(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "scripts/import_gguf.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+            [sys.executable, "scripts/import_gguf.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
         )
 
     assert "a .gguf file" in script("--help").stdout

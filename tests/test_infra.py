@@ -15,6 +15,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.deadlines import DEADLINE_S
+
 ROOT = Path(__file__).parent.parent
 INFRA = ROOT / "infra"
 BIN = Path(sys.executable).parent
@@ -224,7 +226,9 @@ def test_compose_and_kubernetes_run_the_same_servers() -> None:
 
 
 def test_dockerfile_is_clean_and_ends_without_root() -> None:
-    told = subprocess.run([BIN / "hadolint", "--no-color", INFRA / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    told = subprocess.run(
+        [BIN / "hadolint", "--no-color", INFRA / "Dockerfile"], capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert told.returncode == 0, told.stdout
     text = (INFRA / "Dockerfile").read_text()
     assert re.findall(r"^USER (.*)", text, re.M)[-1] == "1000:1000"
@@ -246,7 +250,9 @@ def test_dockerfile_has_the_versions_that_were_tested() -> None:
     assert set(re.findall(r"torch==([\d.]+)", text)) == {pins["torch"]}
     sglang = re.search(r"sglang==(\S+)", (ROOT / "scripts/sglang-cpu/install.sh").read_text())
     assert sglang is not None and f"lmsysorg/sglang:v{sglang[1]}" in text
-    wanted = subprocess.run([sys.executable, INFRA / "dependencies.py"], capture_output=True, text=True, check=True, timeout=60)
+    wanted = subprocess.run(
+        [sys.executable, INFRA / "dependencies.py"], capture_output=True, text=True, check=True, timeout=DEADLINE_S
+    )
     names = {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in wanted.stdout.splitlines()}
     assert {"transformers", "mlflow", "psycopg2-binary", "prefect-kubernetes"} <= names
     assert names <= {name.lower().replace("_", "-") for name in pins}, "what the image installs is pinned"
@@ -255,8 +261,8 @@ def test_dockerfile_has_the_versions_that_were_tested() -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_clean(script: Path) -> None:
     assert script.stat().st_mode & 0o111, "not executable"
-    subprocess.run(["bash", "-n", script], check=True, timeout=60)
-    told = subprocess.run([BIN / "shellcheck", "--exclude=SC1091", script], capture_output=True, text=True, timeout=60)
+    subprocess.run(["bash", "-n", script], check=True, timeout=DEADLINE_S)
+    told = subprocess.run([BIN / "shellcheck", "--exclude=SC1091", script], capture_output=True, text=True, timeout=DEADLINE_S)
     assert told.returncode == 0, told.stdout
     lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     assert bool(lines) == (script.suffix == ".sbatch")

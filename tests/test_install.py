@@ -11,6 +11,7 @@ import pytest
 
 from rlpipe.config.source import read_config
 from rlpipe.engines.commands import EngineAddress, environment_of
+from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("bash", "cat", "cksum", "dirname", "head", "sed", "sort", "mkdir")
@@ -52,7 +53,7 @@ class Machine:
         ended = subprocess.run(
             [str(self.bin / "bash"), f"scripts/{script}", *options, *([str(self.folder / "venv")] if script == SGLANG else [])],
             cwd=self.folder, env={"PATH": str(self.bin), "HOME": str(self.folder), **environment},
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         )  # fmt: skip
         began = (self.folder / "began").exists()
         assert began == (ended.returncode == 9), ended.stderr
@@ -200,7 +201,7 @@ def test_the_newest_torch_is_asked_for_again_where_an_older_one_is_and_is_no_cud
     asked: list[list[str]] = []
     for options in (["--newest"], ["test"]):
         subprocess.run(
-            [str(machine.bin / "bash"), "scripts/install.sh", *options], cwd=machine.folder, timeout=60, check=True,
+            [str(machine.bin / "bash"), "scripts/install.sh", *options], cwd=machine.folder, timeout=DEADLINE_S, check=True,
             env={"PATH": str(machine.bin), "HOME": str(machine.folder)}, capture_output=True,
         )  # fmt: skip
         asked.append(re.findall(r"install (.*)", (machine.folder / "began").read_text()))

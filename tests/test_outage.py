@@ -18,6 +18,7 @@ from flows.outage import PrefectAway
 from flows.server import run_flow
 from rlpipe.store import patience
 from rlpipe.store.patience import hurrying
+from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 from tests.outage_world import Fault, Faults
 from tests.s3_world import S3Proxy
 
@@ -32,7 +33,7 @@ def proxy(prefect_api: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Itera
     for name, seconds in {"FIRST_S": 0.3, "PAUSE_FIRST_S": 0.05, "PAUSE_MAX_S": 0.2, "SAID_AFTER_S": 0.2}.items():
         monkeypatch.setattr(patience, name, seconds)
     proxy = S3Proxy(prefect_api["PREFECT_API_URL"])
-    with temporary_settings({PREFECT_API_URL: f"{proxy.url}/api", PREFECT_API_REQUEST_TIMEOUT: 20}):
+    with temporary_settings({PREFECT_API_URL: f"{proxy.url}/api", PREFECT_API_REQUEST_TIMEOUT: DEADLINE_S}):
         yield proxy
     proxy.close()
 
@@ -59,7 +60,7 @@ async def test_a_fault_that_passes_changes_no_answer(fault: str, proxy: S3Proxy,
 
 async def test_what_is_given_up_is_one_line_with_the_first_cause(proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     await ask()
-    monkeypatch.setattr(outage, "WORK_S", 0.5)
+    monkeypatch.setattr(outage, "WORK_S", SHORT_S / 2)
     faults = iter(["500"])
     proxy.faults = lambda method, target: next(faults, "reset")
     with pytest.raises(PrefectAway, match=r"Prefect's API at http://127\.0\.0\.1:\d+ is away: 500 .*the first fault of \d+ s"):
@@ -108,8 +109,7 @@ async def test_who_waits_ends_when_it_is_cancelled(proxy: S3Proxy, monkeypatch: 
     monkeypatch.setattr(outage, "WORK_S", NEVER_S)
     proxy.faults = lambda method, target: "500"
     waiting = asyncio.create_task(ask())
-    while proxy.num_faults < 4:
-        await asyncio.sleep(0.02)
+    await until_async(lambda: proxy.num_faults >= 4)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

@@ -34,6 +34,7 @@ from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.audit import verify
 from rlpipe.store.run import Run, create_or_continue, fork, planned_fork
 from rlpipe.types import ArtifactRef, EngineError, JsonDict, StageResult, UserError, rollout_seed
+from tests.deadlines import DEADLINE_S, until_async
 from tests.rows import BATCH, CARRIED, ROLLOUTS, SCORES, finished, grouped, prompt_record, read_rows, rollout, spans_of
 from tests.rows import PROMPTS as PROMPT_ROWS
 
@@ -73,7 +74,7 @@ class PlayedRewards:
 
     def score(self, items: list[JsonDict]) -> list[Score]:
         self.calls.append(len(items))
-        assert self.gate.wait(60)
+        assert self.gate.wait(DEADLINE_S)
         self.scored.update(item["completion"] for item in items)
         return [self._score(zlib.crc32(item["completion"].encode())) for item in items]
 
@@ -461,8 +462,7 @@ async def test_groups_that_finish_while_others_are_scored_are_scored_together(tm
         asyncio.create_task(survivors.judge(prompt_record(told[group[0]["prompt_id"]]), [rollout(row) for row in group]))
         for group in groups
     ]
-    while world.session.ahead is None or world.session.ahead._waiting.qsize() < 5 or not world.rewards.calls:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: world.session.ahead and world.session.ahead._waiting.qsize() >= 5 and world.rewards.calls)
     judging[5].cancel()  # its shard is not wanted any more
     await asyncio.wait([judging[5]])
     world.rewards.gate.set()

@@ -22,6 +22,7 @@ from rlpipe.stages.model_source import place_of_model
 from rlpipe.trainer import trial
 from rlpipe.types import UserError
 from scripts.fits_table import GANGS, SHAPES, in_page, row
+from tests.deadlines import PIPELINE_S
 from tests.memory_of_a_step import LENGTH, TOKENS
 
 ROOT = Path(__file__).parent.parent
@@ -103,7 +104,7 @@ def test_the_estimate_is_near_to_what_a_step_takes(recomputed: bool, offload: st
         offload,
         json.dumps(MEASURED),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PIPELINE_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     measured = int(done.stdout.split()[-1])
     counted = sizes(MEASURED, dtype="float32", tokens_max=TOKENS, activation_checkpointing=recomputed)

@@ -27,9 +27,9 @@ from rlpipe.engines.pool import EnginePool, GroupRequest, NextTurn
 from rlpipe.engines.weights import Probe
 from rlpipe.store.nearby import Nearby
 from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
+from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 
 REF, PROBE = ArtifactRef("policy", "sha"), Probe([1, 2], [-1.0])
-TIMEOUT_S = 1.0
 
 
 class Played(EngineClient):
@@ -66,7 +66,7 @@ class Played(EngineClient):
         raise NotImplementedError
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Nothing: on a machine that stood still for TIMEOUT_S, a pool rightly asks for it."""
+        """Nothing: on a machine that stood still for SHORT_S, a pool rightly asks for it."""
 
     async def healthy(self) -> bool:
         return not self.down
@@ -98,11 +98,11 @@ class PlayedHost:
     async def close(self) -> None: ...
 
 
-async def pool_of(*hosts: PlayedHost, in_flight_max: int = 4) -> EnginePool:
-    return await pool_over([*hosts], in_flight_max)
+async def pool_of(*hosts: PlayedHost, in_flight_max: int = 4, timeout_s: float = DEADLINE_S) -> EnginePool:
+    return await pool_over([*hosts], in_flight_max, timeout_s)
 
 
-async def pool_over(hosts: list[Host], in_flight_max: int = 4) -> EnginePool:
+async def pool_over(hosts: list[Host], in_flight_max: int = 4, timeout_s: float = DEADLINE_S) -> EnginePool:
     """A pool over a list that may change; an error in it is raised by the search."""
 
     async def find_hosts() -> list[Host]:
@@ -110,7 +110,7 @@ async def pool_over(hosts: list[Host], in_flight_max: int = 4) -> EnginePool:
             raise hosts[-1]
         return [*hosts]
 
-    pool = EnginePool(find_hosts, in_flight_max, TIMEOUT_S)
+    pool = EnginePool(find_hosts, in_flight_max, timeout_s)
     await pool.serve(REF, 1, PROBE)
     return pool
 
@@ -121,9 +121,9 @@ def groups(count: int, size: int = 2, tokens_max: int = 1) -> list[GroupRequest]
 
 
 async def test_a_queue_longer_than_one_timeout_is_no_fault() -> None:
-    engine = Played("a", seconds=0.2)
-    pool = await pool_of(PlayedHost([engine]), in_flight_max=4)
-    done = await pool.generate(groups(16))  # eight waves of 0.2 s
+    engine = Played("a", seconds=SHORT_S / 4)
+    pool = await pool_of(PlayedHost([engine]), in_flight_max=4, timeout_s=SHORT_S)
+    done = await pool.generate(groups(10))  # five waves
     assert all(completion.finished for group in done for completion in group) and engine.most == 4
 
 
@@ -156,7 +156,7 @@ async def test_an_engine_that_refuses_to_abort_is_asked_once_and_named(caplog: p
 
     engine.abort = refuse
     enough.set()
-    await asyncio.wait_for(cut_short(engine, "a", enough), 10)
+    await asyncio.wait_for(cut_short(engine, "a", enough), DEADLINE_S)
     assert aborts == [["a"]] and "wrong key" in caplog.text
 
 
@@ -174,7 +174,7 @@ async def test_engines_that_all_refuse_for_a_moment_are_waited_for() -> None:
         engine.down = True
     pool = await pool_of(PlayedHost(engines))
     pending = asyncio.create_task(pool.generate(groups(4)))
-    await asyncio.sleep(TIMEOUT_S / 2)
+    await asyncio.sleep(0.5)  # some tries
     for engine in engines:
         engine.down = False
     assert all(completion.finished for group in await pending for completion in group)
@@ -184,8 +184,8 @@ async def test_engines_that_refuse_for_good_end_the_wait(monkeypatch: pytest.Mon
     monkeypatch.setattr("rlpipe.engines.pool.REST_MAX_S", 0.1)
     engine = Played("a")
     engine.down = True
-    pool = await pool_of(PlayedHost([engine]))
-    async with asyncio.timeout(30):
+    pool = await pool_of(PlayedHost([engine]), timeout_s=SHORT_S)
+    async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(EngineError, match="given up after"):
             await pool.generate(groups(1))
 
@@ -205,14 +205,14 @@ async def test_a_fault_that_comes_while_groups_wait_ends_the_wait() -> None:
     pending = asyncio.create_task(pool.generate(groups(2)))
     await asyncio.sleep(0.1)
     host.fault = EngineError("all engines ended; their log says why")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(EngineError, match="log says why"):
             await pending
 
 
 async def test_without_any_engine_the_wait_has_an_end() -> None:
-    pool = await pool_of(PlayedHost([]))
-    async with asyncio.timeout(30):
+    pool = await pool_of(PlayedHost([]), timeout_s=SHORT_S)
+    async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(EngineError, match="no engine was well"):
             await pool.generate(groups(1))
 
@@ -289,7 +289,7 @@ async def test_without_engines_a_fault_of_the_search_ends_the_wait() -> None:
     pool = await pool_over(hosts)
     pending = await sampling(pool)
     hosts.append(EngineError("no host answered"))  # type: ignore[arg-type]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(EngineError, match="no host answered"):
             await pending
 
@@ -360,10 +360,9 @@ async def test_those_that_wait_for_a_first_request_end_when_there_is_enough() ->
     engine.go_on.clear()
     pool = await pool_of(PlayedHost([engine]), in_flight_max=6)
     pending = asyncio.create_task(pool.generate(of_tokens(600), enough=enough))
-    while not engine.begun:
-        await asyncio.sleep(0)
+    await until_async(lambda: len(engine.begun) > 0, look_s=0)
     enough.set()  # the first request has no token yet, the others of its group wait for one
-    done = await asyncio.wait_for(pending, 10)
+    done = await asyncio.wait_for(pending, DEADLINE_S)
     assert [len(group) for group in done] == [4] * 6
     assert len(engine.begun) <= 2, "nothing was begun after there was enough"
     assert not any(load.in_flight for load in pool._loads.values())

@@ -18,6 +18,7 @@ from rlpipe.processes.printed import PASSED_BYTES, TAIL_BYTES
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Score
 from rlpipe.types import UserError
+from tests.deadlines import DEADLINE_S
 from tests.test_rewards_pool import items as items_of
 
 MEGABYTES = 300
@@ -83,7 +84,7 @@ def peak_mb() -> float:
 
 
 async def told(*completions: str) -> list[Any]:
-    pool, answers = EnvironmentPool("printing:Told", {}, workers=1, timeout_s=60.0), []
+    pool, answers = EnvironmentPool("printing:Told", {}, workers=1, timeout_s=DEADLINE_S), []
     prompt: Any = {"prompt_id": "p", "messages": [{"role": "user", "content": "x"}], "answer": None, "metadata": {}}
     try:
         for completion in completions:
@@ -105,7 +106,7 @@ def test_what_is_printed_is_bounded_and_its_end_kept(
     before_mb, loud = peak_mb(), f"loud {MEGABYTES}"
     with caplog.at_level(logging.WARNING):
         if kind == "reward":
-            with RewardPool({"printing:reward": 1.0}, workers=1, timeout_s=60.0) as pool:
+            with RewardPool({"printing:reward": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:
                 assert [score.reward for score in pool.score(items(loud, "child", "x"))] == [1.0] * 3
         else:
             assert asyncio.run(told(loud, "child", "x")) == [Step(done=True, reward=1.0)] * 3
@@ -119,14 +120,14 @@ def test_what_is_printed_is_bounded_and_its_end_kept(
 
 
 def test_what_is_little_is_shown_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
-    with RewardPool({"printing:reward": 1.0}, workers=1, timeout_s=60.0) as pool:
+    with RewardPool({"printing:reward": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:
         pool.score(items("loud 0"))
     assert sorted(capfd.readouterr().err.split("\n")) == ["", "last words", "to stdout"]
 
 
 @pytest.mark.parametrize("said", ["raw", "half", "list", "deep", "other", "endless"])
 def test_what_code_writes_into_the_pipe_of_its_answers_costs_its_own_rollout(said: str) -> None:
-    with RewardPool({"printing:reward": 1.0}, workers=1, timeout_s=60.0) as pool:
+    with RewardPool({"printing:reward": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:
         scores = pool.score(items("1", "22", said, "longer than that"))
     assert [score.reward for score in scores] == [1.0, 1.0, scores[2].reward, 1.0]
     assert scores[2] == Score(None, {}, "reward_crash", scores[2].message) and "\n" not in scores[2].message

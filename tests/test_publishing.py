@@ -13,6 +13,7 @@ from rlpipe.store.transfer import FileContent
 from rlpipe.trainer import publishing
 from rlpipe.trainer.publishing import TRIES, Publication, Uploads, publish_bytes, published_file, published_in_blocks
 from rlpipe.types import StoreError
+from tests.deadlines import DEADLINE_S
 
 POLICY, STATE = "runs/a/rl/00000/policy", "runs/a/rl/00000/state"
 
@@ -26,7 +27,7 @@ class PlayedStore(Store):
         self.gate.set()
 
     def put_file(self, key: str, source: Path) -> FileContent:
-        self.gate.wait(30)
+        self.gate.wait(DEADLINE_S)
         self.tries += 1
         if self.tries <= self.faults:
             raise OSError("the store is away")
@@ -52,7 +53,7 @@ def publication(disk: Path, attempt: str = "a1") -> Publication:
 def outcome(uploads: Uploads, attempt: str = "a1") -> BaseException | None:
     sending = uploads.of(attempt)
     assert sending is not None
-    return sending.exception(timeout=30)
+    return sending.exception(timeout=DEADLINE_S)
 
 
 def test_the_policy_stays_for_engines_and_the_state_goes(tmp_path: Path) -> None:
@@ -116,6 +117,6 @@ def test_what_was_replaced_by_another_save_is_not_tried_again(tmp_path: Path) ->
     uploads.begin(new)
     assert first is not None and uploads.of("a1") is None
     store.gate.set()
-    assert isinstance(first.exception(timeout=30), OSError)
+    assert isinstance(first.exception(timeout=DEADLINE_S), OSError)
     assert outcome(uploads, "a2") is None
     assert store.read(next(iter(new.policy))) == b"weights"

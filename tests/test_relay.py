@@ -78,7 +78,7 @@ class World:
         host = HostService(
             self.store, config("engines.count=1", f"store={self.store.url}"), f"host-{len(self.hosts)}", "127.0.0.1"
         )
-        runner = web.AppRunner(host.app(), shutdown_timeout=1.0)
+        runner = web.AppRunner(host.app(), shutdown_timeout=1.0)  # short: what still asks is cut off
         self.runners.append(runner)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", host._port).start()

@@ -15,6 +15,7 @@ from rlpipe.rewards.sandbox import runner
 from rlpipe.rewards.sandbox.wire import same_output
 from rlpipe.rewards.score import Score
 from rlpipe.types import UserError
+from tests.deadlines import DEADLINE_S
 
 Reward = Callable[[dict[str, Any], str], float]
 SUM = {"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34\n"]}
@@ -245,7 +246,7 @@ def test_harm_in_one_rollout_leaves_the_others_alone(tmp_path: Path, monkeypatch
     right, wrong = block("print(2 * int(input()))"), block("print(0)")
     completions = [text for harm in HARM.values() for text in (right, block(harm + "\nprint(2 * int(input()))"), wrong)]
     given = prompt({"inputs": ["1"], "outputs": ["2"]})
-    with RewardPool({"graders:reward": 1.0}, workers=2, timeout_s=60.0) as pool:
+    with RewardPool({"graders:reward": 1.0}, workers=2, timeout_s=DEADLINE_S) as pool:
         scores = pool.score([{"prompt": given, "completion": completion, "rollout": {}} for completion in completions])
     one, zero = Score(1.0, {"reward": 1.0}), Score(0.0, {"reward": 0.0})
     assert scores == [one, zero, zero] * len(HARM)
@@ -254,7 +255,7 @@ def test_harm_in_one_rollout_leaves_the_others_alone(tmp_path: Path, monkeypatch
 def test_a_check_with_a_nan_is_an_error_and_no_zero() -> None:
     given = [prompt({"inputs": [[1]], "outputs": [expected], "fn_name": "f"}) for expected in (1, float("nan"))]
     items = [{"prompt": one, "completion": block("def f(x): return x"), "rollout": {}} for one in given]
-    with RewardPool({"code": 1.0}, workers=1, timeout_s=60.0) as pool:
+    with RewardPool({"code": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:
         scores = pool.score(items)
     assert [(score.reward, score.reason) for score in scores] == [(1.0, None), (None, "reward_error")]
     assert pool.last_error is not None and "not JSON compliant" in pool.last_error
@@ -273,7 +274,7 @@ def test_the_log_names_the_confinement(
 
 
 def test_by_name() -> None:
-    with RewardPool({"code": 1.0}, workers=1, timeout_s=60.0) as pool:
+    with RewardPool({"code": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:
         scores = pool.score(
             [{"prompt": given, "completion": block(ADD), "rollout": {}} for given in (prompt(SUM), prompt(None))]
         )

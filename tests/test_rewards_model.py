@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,7 @@ from rlpipe.rewards import process as process_module
 from rlpipe.rewards import worker
 from rlpipe.rewards.pool import RewardPool, check_rewards
 from rlpipe.types import EngineError, UserError
+from tests.deadlines import DEADLINE_S, SHORT_S, until
 
 MESSAGES = [{"role": "user", "content": "2 + 3?"}]
 CONTEXT_TOKENS = 256
@@ -90,7 +90,7 @@ def test_it_scores_what_transformers_does_and_survives_its_process(folder: Path,
     args = {name: {"batch_size": 3, "tokens_max": CONTEXT_TOKENS, "output": 1}}
     completions = ["5", "It is 4.", "", "ab " * 40, "x", "[" * 1_000_000, "\x00\ud800", "<|end|>", "(" * 10_000_000, "5"]
     texts = [text.encode(errors="replace").decode() for text in completions]
-    with RewardPool({name: 2.0, "exact": 1.0}, args, workers=1, timeout_s=20.0) as pool:
+    with RewardPool({name: 2.0, "exact": 1.0}, args, workers=1, timeout_s=DEADLINE_S) as pool:
         scores = pool.score([item(text) for text in texts])
         told = [score.parts["reward-model"] for score in scores]
         assert told == pytest.approx(expected(folder, [text[:10_000] for text in texts], output=1), abs=1e-5)
@@ -98,8 +98,9 @@ def test_it_scores_what_transformers_does_and_survives_its_process(folder: Path,
         assert [score.reward for score in scores] == pytest.approx([2 * value for value in told])
         assert "were cut to tokens_max=256" in caplog.text
 
-        os.kill(pid_of(pool), signal.SIGKILL)  # while idle: nobody's fault
-        time.sleep(0.2)
+        idle = psutil.Process(pid_of(pool))
+        idle.kill()  # nobody's fault
+        until(lambda: not idle.is_running() or idle.status() == psutil.STATUS_ZOMBIE)
         assert [score.reward for score in pool.score([item("5")])] == pytest.approx([2 * told[0]])
 
         many = [item(str(number)) for number in range(1500)]
@@ -117,7 +118,7 @@ def test_it_scores_what_transformers_does_and_survives_its_process(folder: Path,
 @pytest.mark.e2e
 def test_a_rollout_of_several_turns_is_a_conversation(folder: Path) -> None:
     turns = [*said("1"), {"role": "tool", "content": "4"}, *said("5")]
-    with RewardPool({f"hf:{folder}": 1.0}, {f"hf:{folder}": {"output": 1}}, workers=1, timeout_s=60) as pool:
+    with RewardPool({f"hf:{folder}": 1.0}, {f"hf:{folder}": {"output": 1}}, workers=1, timeout_s=DEADLINE_S) as pool:
         scores = pool.score([item("145", turns), item("145")])
     assert [score.reward for score in scores] == pytest.approx(expected_of(folder, [turns, said("145")], 1), abs=1e-5)
     assert scores[0].reward != scores[1].reward
@@ -128,7 +129,7 @@ def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(folder: Path
     items = [item(str(number)) for number in range(5)]
     for losses_max, reasons in ((8, [None] * 5), (0, ["reward_crash"] * 5)):
         monkeypatch.setattr(process_module, "LOSSES_MAX", losses_max)
-        with RewardPool({name: 1.0}, {name: {"batch_size": 2}}, workers=1, timeout_s=1.0) as pool:
+        with RewardPool({name: 1.0}, {name: {"batch_size": 2}}, workers=1, timeout_s=SHORT_S) as pool:
             os.killpg(pid_of(pool), signal.SIGSTOP)
             assert [score.reason for score in pool.score(items)] == reasons
     assert pool.last_error and "replaced more than 0 times" in pool.last_error
@@ -136,14 +137,14 @@ def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(folder: Path
 
 @pytest.mark.e2e
 def test_a_close_while_it_scores_ends_the_scoring(folder: Path) -> None:
-    pool = RewardPool({f"hf:{folder}": 1.0}, workers=1, timeout_s=60.0)
+    pool = RewardPool({f"hf:{folder}": 1.0}, workers=1, timeout_s=DEADLINE_S)
     os.killpg(pid_of(pool), signal.SIGSTOP)  # it never answers
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(pool.score, [item("5")] * 20)
-        time.sleep(0.3)
+        until(lambda: hasattr(pool._scorers[0], "_items"), "it scores")
         pool.close()
         with pytest.raises(EngineError, match="closed while there was something to score"):
-            scoring.result(timeout=60)
+            scoring.result(timeout=DEADLINE_S)
 
 
 def changed(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
@@ -178,7 +179,7 @@ def test_they_are_named_before_a_run_begins_and_where_it_scores(folder: Path, tm
     with pytest.raises(UserError, match=f"{name}: {said}"):
         check_rewards({name: 1.0}, {}, 10.0)
     with pytest.raises(UserError, match=f"{name}: {said}"):
-        RewardPool({name: 1.0}, workers=1, timeout_s=1.0)
+        RewardPool({name: 1.0}, workers=1, timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
+from rlpipe.processes.pool import has_ended
 from rlpipe.rewards import process as process_module
 from rlpipe.rewards.pool import RewardPool, check_rewards, score
 from rlpipe.rewards.process import RewardLost
 from rlpipe.rewards.score import Score, score_of, scored
 from rlpipe.types import EngineError, UserError
+from tests.deadlines import DEADLINE_S, PIPELINE_S, SHORT_S, until
 
 REWARDS = '''
 import os, signal, sys, time
@@ -49,6 +51,8 @@ def behave(prompt, completion):
     if completion == "orphan":
         os.system("sleep 600 & echo $! > child.pid")
         os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "at": open("at", "w").close()
+    if completion == "at": return 1.0
     if completion == "stop the owner":
         open("asked", "w").close()
         while not os.path.exists("stopped"):
@@ -73,7 +77,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pool(folder: Path) -> Iterator[RewardPool]:
-    with RewardPool({"behaviours:behave": 2.0, "behaviours:half": 1.0}, workers=2, timeout_s=1.0) as opened:
+    with RewardPool({"behaviours:behave": 2.0, "behaviours:half": 1.0}, workers=2, timeout_s=DEADLINE_S) as opened:
+        yield opened
+
+
+@pytest.fixture
+def hasty(folder: Path) -> Iterator[RewardPool]:
+    """One that gives up soon."""
+    with RewardPool({"behaviours:behave": 2.0, "behaviours:half": 1.0}, workers=2, timeout_s=SHORT_S) as opened:
         yield opened
 
 
@@ -95,38 +106,38 @@ def test_reward_is_the_weighted_sum_of_the_parts(pool: RewardPool) -> None:
     assert pool.score([]) == []
 
 
-def test_every_misbehaviour_has_its_reason_and_harms_no_other(pool: RewardPool) -> None:
+def test_every_misbehaviour_has_its_reason_and_harms_no_other(hasty: RewardPool) -> None:
     bad = {
         "raise": "reward_error", "sleep": "reward_timeout", "spin": "reward_timeout", "exit": "reward_error", "kill": "reward_crash",
         "nan": "reward_invalid", "inf": "reward_invalid", "none": "reward_invalid", "text": "reward_invalid", "empty": "reward_invalid",
         "badpart": "reward_invalid",
     }  # fmt: skip
     completions = [name for index, kind in enumerate(bad) for name in (str(index), kind)]
-    scores = pool.score(items(*completions, "7"))
+    scores = hasty.score(items(*completions, "7"))
     assert [score.reason for score in scores[1::2]] == list(bad.values())
     assert [score.reward for score in scores[::2]] == [2.0 * index + 0.5 for index in [*range(len(bad)), 7]]
-    assert pool.last_error
-    assert [score.reward for score in pool.score(items("1", "stdin"))] == [2.5, 0.5]
+    assert hasty.last_error
+    assert [score.reward for score in hasty.score(items("1", "stdin"))] == [2.5, 0.5]
 
 
 @pytest.mark.parametrize(
     ("completion", "said"),
     [
         ("raise", ["behaviours:behave", "KeyError", "gone", "behaviours.py:"]),
-        ("sleep", ["set/0", "rl.reward_timeout_s=1"]),
+        ("sleep", ["set/0", f"rl.reward_timeout_s={SHORT_S:g}"]),
         ("exit", ["behaviours:behave", "SystemExit: 3", "behaviours.py:"]),
         ("text", ["behave is '1.0'", "finite number"]),
     ],
 )
-def test_the_first_fault_is_told(pool: RewardPool, completion: str, said: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    pool.score(items("1", completion))
-    assert pool.last_error is not None
-    assert all(part in pool.last_error for part in said), pool.last_error
+def test_the_first_fault_is_told(hasty: RewardPool, completion: str, said: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    hasty.score(items("1", completion))
+    assert hasty.last_error is not None
+    assert all(part in hasty.last_error for part in said), hasty.last_error
     assert "1 of 2 rollouts" in caplog.text
 
 
 def test_large_prompts_do_not_block_behind_a_stuck_rollout(folder: Path) -> None:
-    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=0.5) as pool:
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=SHORT_S) as pool:
         scores = pool.score(items("sleep", *["big"] * 40, answer="y" * 200_000))
     assert [score.reason for score in scores[:1]] == ["reward_timeout"]
     assert {score.reward for score in scores[1:]} == {200_000.0}
@@ -134,7 +145,7 @@ def test_large_prompts_do_not_block_behind_a_stuck_rollout(folder: Path) -> None
 
 def test_a_reward_that_never_answers_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "FAILURES_MAX", 3)
-    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=600.0) as pool:
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=PIPELINE_S) as pool:
         crashed = pool.score(items(*["kill"] * 5000))
         assert {score.reason for score in crashed} == {"reward_crash"}
         assert [score.reward for score in pool.score(items("1", *["kill"] * 4, "2"))] == [1.0, None, None, None, None, 2.0]
@@ -150,7 +161,7 @@ def test_threads_take_turns(pool: RewardPool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=DEADLINE_S)
     assert found == {number: [2.0 * number + 0.5] * 50 for number in range(4)}
 
 
@@ -160,46 +171,43 @@ def test_what_is_being_scored_when_the_pool_closes_ends_and_records_no_fault(
     folder: Path, completion: str, after_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "FAILURES_MAX", 10**6)
-    pool = RewardPool({"behaviours:behave": 1.0}, workers=2, timeout_s=600.0)
+    pool = RewardPool({"behaviours:behave": 1.0}, workers=2, timeout_s=PIPELINE_S)
     with ThreadPoolExecutor(1) as thread:
-        scoring = thread.submit(pool.score, items(*[completion] * 5000))
+        scoring = thread.submit(pool.score, items("at", *[completion] * 5000))
+        until((folder / "at").exists)
         time.sleep(after_s)
         workers = [child._process.pid for child in pool._scorers[0].processes.children]  # pyright: ignore[reportAttributeAccessIssue]
         pool.close()
         with pytest.raises(EngineError, match="closed while there was something to score"):
-            scoring.result(timeout=60)
-    assert all(gone(pid) for pid in workers)
+            scoring.result(timeout=DEADLINE_S)
+    for pid in workers:
+        until_gone(pid)
     with pytest.raises(EngineError, match="closed"):
         pool.score(items("1"))
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
-    deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
+def until_gone(pid: int) -> None:
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, f"{pid} lives on")
 
 
 def test_close_and_timeout_leave_no_process(folder: Path) -> None:
-    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=1.0) as pool:
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=SHORT_S) as pool:
         assert pool.score(items("child"))[0].reason == "reward_timeout"
-        assert gone(int((folder / "child.pid").read_text()))
+        until_gone(int((folder / "child.pid").read_text()))
         worker = pool.score(items("pid"))[0].reward
         assert worker is not None
         assert psutil.pid_exists(int(worker))
-    assert gone(int(worker))
+    until_gone(int(worker))
 
 
 def test_a_reward_that_dies_takes_its_children_with_it(folder: Path) -> None:
-    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=10.0) as pool:
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:
         assert pool.score(items("orphan"))[0].reason == "reward_crash"
-        assert gone(int((folder / "child.pid").read_text()))
+        until_gone(int((folder / "child.pid").read_text()))
 
 
 def test_a_reward_that_does_not_load_again_is_no_fault_of_the_rollouts(folder: Path) -> None:
-    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=10.0) as pool:
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:
         (folder / "behaviours.py").write_text("raise MemoryError('no room')")
         with pytest.raises(RewardLost, match="no room"):
             pool.score(items("kill", "1.0000", "2.0000"))
@@ -220,31 +228,29 @@ def f(completion, answer):
 
 def test_one_that_is_killed_while_it_loads_is_loaded_once_more(folder: Path) -> None:
     (folder / "killed_once.py").write_text(KILLED_WHILE_IT_LOADS.format(num_kills=1))
-    with RewardPool({"killed_once:f": 1.0}, workers=1, timeout_s=10.0) as pool:
+    with RewardPool({"killed_once:f": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:
         assert pool.score(items("1"))[0].reward == 2.0
     (folder / "killed_always.py").write_text(KILLED_WHILE_IT_LOADS.format(num_kills=9))
     with pytest.raises(UserError, match="ended with code -9"):
-        RewardPool({"killed_always:f": 1.0}, workers=1, timeout_s=10.0)
+        RewardPool({"killed_always:f": 1.0}, workers=1, timeout_s=DEADLINE_S)
     assert len(list(folder.glob("load-*"))) == 1 + 2
 
 
 def test_an_answer_in_time_counts_when_the_owner_was_stopped(folder: Path) -> None:
     script = (
         "from rlpipe.rewards.pool import RewardPool\n"
-        "pool = RewardPool({'behaviours:behave': 1.0}, workers=1, timeout_s=1.0)\n"
+        f"pool = RewardPool({{'behaviours:behave': 1.0}}, workers=1, timeout_s={SHORT_S})\n"
         "prompt = {'prompt_id': 'a', 'answer': None}\n"
         "print(pool.score([{'prompt': prompt, 'completion': 'stop the owner', 'rollout': {}}])[0])\n"
         "pool.close()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
-        while not (folder / "asked").exists():
-            assert owner.poll() is None
-            time.sleep(0.01)
+        until((folder / "asked").exists, running=owner)
         owner.send_signal(signal.SIGSTOP)
         (folder / "stopped").touch()
-        time.sleep(1.5)
+        time.sleep(SHORT_S + 0.5)
         owner.send_signal(signal.SIGCONT)
-        said, _ = owner.communicate(timeout=60)
+        said, _ = owner.communicate(timeout=DEADLINE_S)
     assert said.startswith("Score(reward=1.0"), said
 
 
@@ -253,7 +259,7 @@ def test_killing_the_owner_leaves_no_worker(folder: Path, monkeypatch: pytest.Mo
     script = (
         "from rlpipe.rewards.pool import RewardPool\n"
         "import time, rlpipe.rewards.worker\n"
-        "pool = RewardPool({'behaviours:behave': 1.0}, workers=1, timeout_s=2.0)\n"
+        f"pool = RewardPool({{'behaviours:behave': 1.0}}, workers=1, timeout_s={DEADLINE_S})\n"
         "prompt = {'prompt_id': 'a', 'answer': None}\n"
         "print(int(pool.score([{'prompt': prompt, 'completion': 'pid', 'rollout': {}}])[0].reward), flush=True)\n"
         f"pool.score([{{'prompt': prompt, 'completion': {completion!r}, 'rollout': {{}}}}])\n"
@@ -266,7 +272,7 @@ def test_killing_the_owner_leaves_no_worker(folder: Path, monkeypatch: pytest.Mo
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    assert gone(worker, within_s=15.0)
+    until_gone(worker)
 
 
 def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
@@ -284,7 +290,7 @@ def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
         with pytest.raises(UserError, match=said):
             check_rewards(rewards, {}, 10.0)
     with pytest.raises(UserError, match="has no 'nope'"):
-        RewardPool({"behaviours:nope": 1.0}, workers=1, timeout_s=1.0)
+        RewardPool({"behaviours:nope": 1.0}, workers=1, timeout_s=DEADLINE_S)
     assert os.getcwd() == str(folder)
 
 
@@ -309,7 +315,7 @@ HOSTILE_FORMULA = r"\boxed{\int_0^1 \frac{\sin(x^7)}{x^{x}+\cos(x^3)} dx}"  # sy
 def test_a_hostile_completion_costs_its_own_rollout_alone(
     name: str, args: dict[str, Any], right: str, wrong: str, malformed: str, hostile: str
 ) -> None:
-    with RewardPool({name: 1.0}, {name: args}, workers=1, timeout_s=2.0) as pool:
+    with RewardPool({name: 1.0}, {name: args}, workers=1, timeout_s=2 * SHORT_S) as pool:  # the second process imports again
         pool.score(items(right, answer="5"))  # imports
         scores = pool.score(items(hostile, right, wrong, malformed, answer="5"))
     assert [score.reward for score in scores] == [None, 1.0, 0.0, 0.0]
@@ -319,7 +325,7 @@ def test_a_hostile_completion_costs_its_own_rollout_alone(
 def test_facts_reach_the_functions_that_want_them(folder: Path) -> None:
     (folder / "informed.py").write_text("def told(prompt, completion, rollout): return rollout['num_tokens']\n")
     rewards = {"informed:told": 1.0, "length": 1.0, "environment": 1.0, "behaviours:half": 1.0}
-    with RewardPool(rewards, {"length": {"max": 3}}, workers=1, timeout_s=5.0) as pool:
+    with RewardPool(rewards, {"length": {"max": 3}}, workers=1, timeout_s=DEADLINE_S) as pool:
         rollouts = [
             {**items("x")[0], "rollout": {"num_tokens": 3, "finish_reason": "stop", "environment": said}}
             for said in ({"reward": 0.25}, None, {"reward": None})
@@ -360,11 +366,13 @@ def test_what_a_worker_started_ends_with_it_also_when_that_alone_is_killed(folde
         "    left = subprocess.Popen(['sleep', '600'], start_new_session=True, stdin=subprocess.DEVNULL)\n"
         "    return {'worker': float(os.getpid()), 'left': float(left.pid)}\n"
     )
-    with RewardPool({"leaving:reward": 1.0}, workers=1, timeout_s=10.0) as pool:
+    with RewardPool({"leaving:reward": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:
         (score,) = pool.score(items("x"))
         worker, left = (int(score.parts[f"reward_{name}"]) for name in ("worker", "left"))
         keeper = pool._scorers[0].processes.children[0]._process  # pyright: ignore[reportAttributeAccessIssue]
         assert psutil.pid_exists(left) and psutil.Process(worker).ppid() == keeper.pid
         os.kill(worker if killed == "worker" else keeper.pid, signal.SIGKILL)
-        assert gone(left) and gone(worker) and gone(keeper.pid)
+        for pid in (left, worker):
+            until_gone(pid)
+        until(lambda: has_ended(keeper))
         assert pool.score(items("x"))[0].reward is not None, "a new one is asked"

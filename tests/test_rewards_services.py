@@ -20,6 +20,7 @@ from rlpipe.rewards.http import verdict
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Score
 from rlpipe.types import EngineError, UserError
+from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[Handler], Awaitable[str]]
@@ -42,7 +43,7 @@ async def serve() -> AsyncIterator[Serve]:
     async def start(handler: Handler) -> str:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/{path:.*}", handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)  # short: what hangs is cut off
         runners.append(runner)
         await runner.setup()
         port = free_port()
@@ -60,7 +61,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def scored(
-    rewards: dict[str, float], args: dict[str, Any], *completions: str, timeout_s: float = 20.0
+    rewards: dict[str, float], args: dict[str, Any], *completions: str, timeout_s: float = DEADLINE_S
 ) -> tuple[list[Score], str]:
     with RewardPool(rewards, args, workers=1, timeout_s=timeout_s) as pool:
         scores = await asyncio.to_thread(pool.score, [item(completion) for completion in completions])
@@ -147,23 +148,23 @@ async def test_every_misbehaviour_has_its_reason_and_harms_no_other(remote: dict
         ["nan", "inf", "null", "text", "list", "empty", "garbage", "no key", "binary", "huge integer", "brackets", "endless"], "reward_invalid"
     )  # fmt: skip
     completions = [name for kind in bad for name in ("5", kind)]
-    scores, error = await scored({"remote": 1.0}, remote, *completions, timeout_s=3.0)
+    scores, error = await scored({"remote": 1.0}, remote, *completions, timeout_s=SHORT_S)
     assert [score.reason for score in scores[1::2]] == list(bad.values())
     assert {score.reward for score in scores[::2]} == {1.0}
     assert calls["400"] == calls["nan"] == calls["hang"] == 1
-    assert "rl.reward_timeout_s=3" in error and remote["remote"]["url"] in error
+    assert f"rl.reward_timeout_s={SHORT_S:g}" in error and remote["remote"]["url"] in error
 
 
 @pytest.mark.parametrize("completion", ["500", "drop"])
 async def test_what_stays_away_is_asked_a_bounded_number_of_times(remote: dict[str, Any], completion: str) -> None:
-    scores, _ = await scored({"remote": 1.0}, remote, completion, timeout_s=60)
+    scores, _ = await scored({"remote": 1.0}, remote, completion, timeout_s=DEADLINE_S)
     assert scores[0].reason == "reward_unavailable"
     assert calls[completion] == http.TRIES_MAX
 
 
 @pytest.mark.parametrize("completion", ["500 twice", "429 twice", "drop twice"])
 async def test_what_is_briefly_away_is_asked_again(remote: dict[str, Any], completion: str) -> None:
-    scores, _ = await scored({"remote": 1.0}, remote, completion, timeout_s=60)
+    scores, _ = await scored({"remote": 1.0}, remote, completion, timeout_s=DEADLINE_S)
     assert scores == [Score(0.0, {"remote": 0.0})]
     assert calls[completion] == 3
 
@@ -179,16 +180,15 @@ async def test_a_service_that_is_down_is_asked_a_bounded_number_of_times(monkeyp
 
 async def test_a_service_that_hangs_is_given_up(remote: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "FAILURES_MAX", 2)
-    scores, _ = await scored({"remote": 1.0}, remote, *["hang"] * 500, timeout_s=0.3)
+    scores, _ = await scored({"remote": 1.0}, remote, *["hang"] * 500, timeout_s=0.3)  # short: none is answered
     assert {score.reason for score in scores} == {"reward_timeout", "reward_unavailable"}
     assert calls["hang"] < 40  # 16 at a time
 
 
 async def test_what_is_being_asked_when_the_pool_closes_records_no_fault(remote: dict[str, Any]) -> None:
-    with RewardPool({"remote": 1.0}, remote, workers=1, timeout_s=1.0) as pool:
+    with RewardPool({"remote": 1.0}, remote, workers=1, timeout_s=SHORT_S) as pool:  # what is asked is waited for
         scoring = asyncio.create_task(asyncio.to_thread(pool.score, [item("hang")] * 100))
-        while not calls["hang"]:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: calls["hang"] > 0)
     with pytest.raises(EngineError, match="closed"):
         await scoring
 
@@ -207,7 +207,7 @@ async def test_no_more_calls_at_a_time_than_the_concurrency(serve: Serve) -> Non
         return web.json_response({"reward": 1.0})
 
     args = {"remote": {"url": await serve(count), "concurrency": 3}}
-    scores, _ = await scored({"remote": 1.0}, args, *["x"] * 30, timeout_s=20)
+    scores, _ = await scored({"remote": 1.0}, args, *["x"] * 30, timeout_s=DEADLINE_S)
     assert ({score.reward for score in scores}, most) == ({1.0}, 3)
 
 
@@ -333,7 +333,7 @@ async def test_the_judges_score_is_divided_by_the_scale(serve: Serve) -> None:
     args = {"judge": {**JUDGE, "url": await serve(grade) + "/v1/"}}
     hostile = "Score: 10\n" + "[" * 1_000_000
     scores, error = await scored(
-        {"judge": 2.0}, args, "5", "4", hostile, "malformed", "two", "high", "no message", "null", timeout_s=20
+        {"judge": 2.0}, args, "5", "4", hostile, "malformed", "two", "high", "no message", "null", timeout_s=DEADLINE_S
     )
     assert [score.reward for score in scores[:3]] == [2.0, 0.5, 0.5]
     assert [score.reason for score in scores[3:]] == ["reward_invalid"] * 5
@@ -357,7 +357,7 @@ async def test_a_judge_that_is_down_hangs_or_recovers(serve: Serve) -> None:
             return web.Response(status=500)
         return web.json_response({"choices": [{"message": {"content": "Score: 10"}}]})
 
-    scores, _ = await scored({"judge": 1.0}, {"judge": {**JUDGE, "url": await serve(recover)}}, "x", "hang", timeout_s=3)
+    scores, _ = await scored({"judge": 1.0}, {"judge": {**JUDGE, "url": await serve(recover)}}, "x", "hang", timeout_s=SHORT_S)
     assert [score.reward for score in scores] == [1.0, None]
     assert scores[1].reason == "reward_timeout"
     scores, _ = await scored({"judge": 1.0}, {"judge": {**JUDGE, "url": f"http://127.0.0.1:{free_port()}/v1"}}, "x")

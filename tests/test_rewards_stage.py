@@ -17,6 +17,7 @@ from rlpipe.stages.scoring import score_key, score_rollouts
 from rlpipe.stages.session import Session
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import UserError
+from tests.deadlines import DEADLINE_S
 from tests.rows import rollout
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -58,10 +59,13 @@ def test_a_fault_has_the_fallback_or_stops_the_run(tmp_path: Path) -> None:
         scored(tmp_path / "two", rows, *rewards, "rl.reward_fallback=none")
 
 
-def test_a_service_that_is_down_for_all_stops_the_run_whatever_the_fallback(tmp_path: Path) -> None:
+def test_a_service_that_is_down_for_all_stops_the_run_whatever_the_fallback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlpipe.rewards.http.PAUSE_S", 0.01)
     sets = ("rl.rewards={remote = 1.0}", f"rl.reward_args={{remote = {{url = 'http://127.0.0.1:{free_port()}'}}}}")
     with pytest.raises(UserError, match=r"2 of 2 rollouts .*'reward_unavailable': 2.*ConnectError"):
-        scored(tmp_path, [row("x"), row("y")], *sets, "rl.reward_timeout_s=0.5")
+        scored(tmp_path, [row("x"), row("y")], *sets, f"rl.reward_timeout_s={DEADLINE_S}")
 
 
 @pytest.mark.parametrize(

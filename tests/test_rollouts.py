@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlpipe.records.columns import read_table
+from tests.deadlines import DEADLINE_S
 from tests.rows import CONVERSATIONS, from_parquet, to_parquet
 
 ROWS: list[dict[str, Any]] = [{"tokens": [1, 2, index], "loss_mask": [0, 0, 1]} for index in range(500)]
@@ -33,5 +34,5 @@ def test_rows_come_back_whole_or_by_column() -> None:
 def test_reading_starts_no_thread() -> None:
     """A thread of pyarrow that gives the bytes back while the interpreter ends aborts the process: 3 of 40 on one core."""
     command = [sys.executable, "-c", READ_AND_COUNT]
-    reader = subprocess.run(command, input=to_parquet(ROWS, CONVERSATIONS), capture_output=True, timeout=60)
+    reader = subprocess.run(command, input=to_parquet(ROWS, CONVERSATIONS), capture_output=True, timeout=DEADLINE_S)
     assert (reader.returncode, reader.stdout.strip()) == (0, b"0"), reader.stderr.decode()[-2000:]

@@ -7,8 +7,6 @@ import json
 import logging
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,9 +21,10 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.store.lease import STALE_S, acquire, announce, pulse, withdraw
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import UserError
+from tests.deadlines import DEADLINE_S, until
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
-ROOT, DEADLINE_S, IDLE_S, STEP_S = "runs/a", 30.0, 900.0, 10
+ROOT, IDLE_S, STEP_S = "runs/a", 900.0, 10
 LEASE, ANNOUNCED, OTHER = "000000", "announced-01", "announced-02"
 
 
@@ -128,13 +127,6 @@ def store(tmp_path: Path) -> Store:
     return open_store(f"file://{tmp_path}/store")
 
 
-def until(happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not happened():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
 def beats(store: Store) -> None:
     """Returns once the pulse has changed twice."""
     for _beat in range(2):
@@ -180,7 +172,7 @@ def test_a_process_that_was_forked_takes_no_announcement_along(store: Store) -> 
         "if not os.fork(): sys.exit()\n"
         f"os.wait(); assert len(store.list('{ROOT}/lease')) == 1"
     )
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=True)
     assert store.list(f"{ROOT}/lease") == []
 
 
@@ -199,7 +191,7 @@ def test_a_process_that_ends_takes_its_announcement_along_and_a_killed_one_beats
         f"store = open_store({store.url!r}); lease.announce(store, {ROOT!r})\n"
         f"while not store.list({ROOT!r}): time.sleep(0.01)\n{ending}"
     )
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=False)
     assert len(store.list(f"{ROOT}/lease")) == left and len(store.folders("runs")) == left, "with its folders"
 
 

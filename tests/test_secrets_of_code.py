@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import unsampled_facts
 from rlpipe.types import UserError
 from tests.agent_world import SpokenPool, rollout_of, tokenizer_in
+from tests.deadlines import DEADLINE_S, until
 
 PLANTED = {
     name: f"planted-{name.lower()}-4711"
@@ -84,8 +84,7 @@ def holder(folder: Path) -> Iterator[None]:
     """A process that was started with all of them, as the flow is: the same user reads that in /proc."""
     process = subprocess.Popen(["sleep", "600"])
     try:
-        while not (seen := Path(f"/proc/{process.pid}/environ").read_text()):
-            time.sleep(0.01)
+        seen = until(Path(f"/proc/{process.pid}/environ").read_text)
         assert len(secret_in(seen)) == len(PLANTED)
         yield
     finally:
@@ -140,7 +139,7 @@ def test_a_reward_function_sees_the_key_that_its_own_arguments_name_and_no_other
     item = {"prompt": PROMPT, "completion": "x", "rollout": unsampled_facts("x")}
     for args, seen in (({}, []), ({"key_env": "GRADER"}, ["GRADER"])):
         rewards, every = {"spy:reward": 1.0}, {"spy:reward": args}
-        with RewardPool(rewards, every, workers=1, timeout_s=60.0, secrets=Secrets((), named_variables(ARGS))) as pool:
+        with RewardPool(rewards, every, workers=1, timeout_s=DEADLINE_S, secrets=Secrets((), named_variables(ARGS))) as pool:
             [score] = pool.score([item])  # type: ignore[list-item]
         assert score.reason == "reward_error" and secret_in(score.message) == seen, score.message
 

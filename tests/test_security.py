@@ -45,6 +45,7 @@ from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import Publication, Uploads
 from rlpipe.trainer.server import GangServer
 from rlpipe.types import ArtifactRef, EngineError, FileRecord, Manifest, StoreError, UserError, is_key
+from tests.deadlines import DEADLINE_S, until_async
 
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "flows" / "presets"
@@ -134,7 +135,7 @@ except RuntimeError:
 
 def test_artifacts_are_read_without_unpickling(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", READ_ALL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", READ_ALL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert "read without unpickling, and the hook works" in done.stdout, done.stderr[-3000:]
 
@@ -182,9 +183,15 @@ def test_a_manifest_whose_files_lead_elsewhere_is_refused(name: str, tmp_path: P
 
 
 @pytest.fixture
-def gang_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GangServer]:
+def request_s() -> float:
+    """How long a request may take to come."""
+    return DEADLINE_S
+
+
+@pytest.fixture
+def gang_server(tmp_path: Path, request_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[GangServer]:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    monkeypatch.setattr(bounded, "REQUEST_S", 0.5)
+    monkeypatch.setattr(bounded, "REQUEST_S", request_s)
     monkeypatch.setattr(bounded, "CONNECTIONS_MAX", 4)
     options = TrainerOptions(store=f"file://{tmp_path}/store", run="a", host="127.0.0.1", port=0, work_dir=str(tmp_path))
     uploads = Uploads(open_store(options.store), tmp_path / "published")
@@ -201,7 +208,7 @@ def gang_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gan
 
 
 def connected(server: GangServer) -> socket.socket:
-    return socket.create_connection(server.address, timeout=60)
+    return socket.create_connection(server.address, timeout=DEADLINE_S)
 
 
 def answer_to(server: GangServer, *parts: bytes) -> bytes:
@@ -225,7 +232,7 @@ def head(path: str, *lines: str, method: str = "POST", key: str = KEY) -> bytes:
 )
 def test_the_gang_tells_a_stranger_nothing(gang_server: GangServer, authorization: str) -> None:
     for method, path in (("GET", "/health"), ("GET", "/status"), ("GET", "/x"), ("POST", "/load"), ("POST", "/x")):
-        client = http.client.HTTPConnection(*gang_server.address, timeout=60)
+        client = http.client.HTTPConnection(*gang_server.address, timeout=DEADLINE_S)
         headers = {"Authorization": authorization.encode()} if authorization else {}
         client.request(method, path, b"{}" if method == "POST" else None, headers)
         answer = client.getresponse()
@@ -250,6 +257,7 @@ def test_a_chunked_body_is_refused(gang_server: GangServer) -> None:
     assert said.split(b" ")[1] == b"411" and said.count(b"HTTP/1.1") == 1
 
 
+@pytest.mark.parametrize("request_s", [0.5])
 def test_who_sends_a_byte_now_and_then_is_cut_off(gang_server: GangServer) -> None:
     with connected(gang_server) as slow:
         for byte in head("load", "X: " + "y" * 2000):
@@ -260,6 +268,7 @@ def test_who_sends_a_byte_now_and_then_is_cut_off(gang_server: GangServer) -> No
     raise AssertionError("the whole head was heard")
 
 
+@pytest.mark.parametrize("request_s", [0.5])
 def test_a_body_that_does_not_come_is_not_waited_for(gang_server: GangServer) -> None:
     said = answer_to(gang_server, head("load", "Content-Length: 100"), b"x")
     assert said == b"" or said.split(b" ")[1] == b"504"
@@ -277,6 +286,7 @@ def closed(made: socket.socket) -> bool:
         made.setblocking(True)
 
 
+@pytest.mark.parametrize("request_s", [1.0])
 def test_connections_are_bounded_and_come_free_again(gang_server: GangServer) -> None:
     silent = [connected(gang_server) for _ in range(12)]
     for made in silent:  # some unheard, the others after REQUEST_S
@@ -293,7 +303,7 @@ def test_a_body_that_is_no_job_is_refused(gang_server: GangServer, body: str) ->
 
 
 def get(server: GangServer, path: str, key: str = KEY, method: str = "GET", **headers: str) -> tuple[int, bytes]:
-    client = http.client.HTTPConnection(*server.address, timeout=60)
+    client = http.client.HTTPConnection(*server.address, timeout=DEADLINE_S)
     client.putrequest(method, path, skip_accept_encoding=True)
     for name, value in {"Authorization": f"Bearer {key}", **headers}.items():
         client.putheader(name, value)
@@ -344,7 +354,7 @@ def test_an_upload_is_waited_for_by_its_attempt_and_counts_as_work(
     for fault, status in ((None, 200), (OSError("the store is away"), 502), (StoreError("it changed"), 500)):
 
         def send(*_: object, fault: Exception | None = fault) -> None:
-            gate.wait(30)
+            gate.wait(DEADLINE_S)
             if fault:
                 raise fault
 
@@ -357,7 +367,7 @@ def test_an_upload_is_waited_for_by_its_attempt_and_counts_as_work(
         gate.set()
         sending = uploads.of("a1")
         assert sending is not None
-        sending.exception(timeout=30)
+        sending.exception(timeout=DEADLINE_S)
         assert post("a1") == (status, {"error": f"the upload failed: {fault}"} if fault else {"result": {}})
     assert json.loads(get(gang_server, "/status")[1])["idle_s"] > 0
 
@@ -394,15 +404,15 @@ async def test_a_host_that_cannot_reach_the_trainer_waits_until_the_store_has_th
         return Nearby(f"runs/a/{version}", "{}", [NodeDisk("/nowhere", "http://127.0.0.1:1/files")])
 
     waiting = asyncio.create_task(service._serve(wanted(1, near(1))))
-    await asyncio.sleep(0.05)
-    assert served == [(1, True)] and not waiting.done() and service.fault is None and service._waited > 0
+    await until_async(lambda: service._waited > 0)
+    assert served == [(1, True)] and not waiting.done() and service.fault is None
     service.host.store.put("runs/a/1/manifest.json", b"{}")
-    await asyncio.wait_for(waiting, 30)
+    await asyncio.wait_for(waiting, DEADLINE_S)
     assert served == [(1, True), (1, False)] and service.fault is None
     older = asyncio.create_task(service._serve(wanted(2, near(2))))
-    await asyncio.sleep(0.05)
+    await until_async(lambda: served[-1] == (2, True))
     await service._serve(wanted(3, None))  # what another start of the run wants: the older one is not waited for any more
-    await asyncio.wait_for(older, 30)
+    await asyncio.wait_for(older, DEADLINE_S)
     assert served[-2:] == [(2, True), (3, False)]
     service.host.store.put("runs/a/4/manifest.json", b"{}")
     await service._serve(wanted(4, near(4)))
@@ -435,8 +445,8 @@ async def test_a_release_drops_what_waits_for_the_store_and_is_over_when_the_eng
         record = ServiceRecord("node-0", f"http://127.0.0.1:{server.port}", start=service.registration.record.start)
         host = remote.RemoteHost(Peer(record), session)
         assert await host.peer.call("POST", "/serve", body) == (202, {})
-        await asyncio.sleep(0.05)
-        assert served == [1] and service._serving
+        await until_async(lambda: served == [1])
+        assert service._serving
         releasing = asyncio.create_task(host.release())
         await asyncio.sleep(0.2)  # it was told 202, and asks again
         assert not releasing.done()
@@ -445,10 +455,10 @@ async def test_a_release_drops_what_waits_for_the_store_and_is_over_when_the_eng
             await releasing
         service.host.store.put("runs/a/1/manifest.json", b"{}")
         await host.release()
-        await asyncio.sleep(0.05)
-        assert served == [1] and not service._serving
+        await until_async(lambda: not service._serving)
+        assert served == [1]
     monkeypatch.setattr(finder, "LOST_S", 0.05)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         await host.release()  # it is gone, and its engines with it
 
 

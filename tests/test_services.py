@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import resource
+import shlex
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,10 +50,10 @@ from rlpipe.trainer import process as process_module
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import ALLOCATOR, GangProcess, GangService, RegisteredGang, TrainerOptions, torchrun_argv
 from rlpipe.types import EngineError, TrainerError, UserError
+from tests.deadlines import DEADLINE_S, until_async
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 ROOT = "runs/a"
-DEADLINE_S = 20.0
 
 
 @pytest.fixture
@@ -84,17 +86,15 @@ class PlayedService:
         self.closed = True
 
 
-async def served(service: PlayedService, timeout_s: float = 0.0, ended: asyncio.Event | None = None) -> str:
+async def served(service: PlayedService, idle_s_max: float = 0.0, ended: asyncio.Event | None = None) -> str:
     async with asyncio.timeout(DEADLINE_S):
-        reason = await serve(service, past(timeout_s), ended or asyncio.Event())
+        reason = await serve(service, past(idle_s_max), ended or asyncio.Event())
     assert service.closed
     return reason
 
 
 async def until_registered(registration: Registration) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await registration.stands():
-            await asyncio.sleep(0.01)
+    await until_async(registration.stands)
 
 
 async def test_a_service_is_found_until_it_leaves(store: Store) -> None:
@@ -178,7 +178,7 @@ def test_a_start_never_meets_what_a_killed_one_left(store: Store, tmp_path: Path
 
 
 async def test_a_service_without_work_ends(store: Store) -> None:
-    assert "no work for 61 s" in await served(PlayedService(service(store), idle=61), timeout_s=60)
+    assert "no work for 61 s" in await served(PlayedService(service(store), idle=61), idle_s_max=60)
     assert registered(store, ROOT, ENGINES) == []
 
 
@@ -239,16 +239,29 @@ class Starts(list[tuple[str, int, bool]]):
         self.append((kind, node, lost))
 
 
+async def looks(finder: ServiceFinder, enough: Callable[[], bool]) -> None:
+    """Has it look for services, of which none answers, until that is enough."""
+    finding = asyncio.create_task(finder.find())
+    await until_async(enough)
+    assert not finding.done()
+    finding.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await finding
+
+
 @pytest.mark.parametrize("kind", [ENGINES, TRAINER])
 async def test_missing_nodes_are_started_until_one_answers_and_dismissed_at_the_end(
     store: Store, neighbour: tuple[Neighbour, str], kind: str
 ) -> None:
     starts, (_, url) = Starts(), neighbour
-    finder = ServiceFinder(run_with(store, f"{kind}.place=deployment", f"{kind}.nodes=2"), kind, starts.start)
-    finding = asyncio.create_task(finder.find())
-    await asyncio.sleep(0.1)
-    await Registration(store, ROOT, kind, ServiceRecord("node-0", url)).enter()
-    (peer,) = await asyncio.wait_for(finding, DEADLINE_S)
+
+    async def start(kind: str, node: int, lost: bool) -> None:
+        await starts.start(kind, node, lost)
+        if len(starts) == 2:  # both are missing, and one comes
+            await Registration(store, ROOT, kind, ServiceRecord("node-0", url)).enter()
+
+    finder = ServiceFinder(run_with(store, f"{kind}.place=deployment", f"{kind}.nodes=2"), kind, start)
+    (peer,) = await asyncio.wait_for(finder.find(), DEADLINE_S)
     assert peer.record.url == url and starts[:2] == [(kind, 0, False), (kind, 1, False)]
     # a gang answers as one; of the engines the second node is still missing
     assert starts[2:] == ([(ENGINES, 1, False)] if kind == ENGINES else [])
@@ -266,7 +279,7 @@ async def test_a_gang_is_there_when_its_first_node_answers(
     assert await gang.running() == ""
     await Registration(store, ROOT, TRAINER, ServiceRecord("node-1", url)).enter()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(gang.start(), 1.0)
+        await asyncio.wait_for(gang.start(), 1.0)  # short: nobody comes
     assert await gang.running() == ""
     for there, expected in (("", ""), (url, url), (f"http://127.0.0.1:{free_port()}", "")):
         await Registration(store, ROOT, TRAINER, ServiceRecord("node-0", there)).enter()
@@ -276,15 +289,14 @@ async def test_a_gang_is_there_when_its_first_node_answers(
 @pytest.mark.parametrize("kind", [ENGINES, TRAINER])
 async def test_a_lost_service_is_replaced_once(store: Store, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """What replaces it may have to wait for room: it is not replaced again at each look."""
-    monkeypatch.setattr(finding_module, "LOST_S", 0.2)
+    monkeypatch.setattr(finding_module, "LOST_S", 1.0)
     monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.1)
     starts = Starts()
     finder = ServiceFinder(run_with(store, f"{kind}.place=deployment"), kind, starts.start)
     await Registration(store, ROOT, kind, ServiceRecord("node-0", f"http://127.0.0.1:{free_port()}")).enter()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(finder.find(), 1.0)
+    await looks(finder, lambda: any(lost for _, _, lost in starts[:-2]))
     lost = [entry[2] for entry in starts]
-    assert lost[0] is False and any(lost) and not any(first and second for first, second in itertools.pairwise(lost))
+    assert lost[0] is False and not any(first and second for first, second in itertools.pairwise(lost))
 
 
 async def test_a_gang_that_is_only_starting_is_not_lost(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,9 +305,8 @@ async def test_a_gang_that_is_only_starting_is_not_lost(store: Store, monkeypatc
     starts = Starts()
     finder = ServiceFinder(run_with(store, "trainer.place=deployment"), TRAINER, starts.start)
     await Registration(store, ROOT, TRAINER, ServiceRecord("node-0", "", rendezvous="127.0.0.1:1")).enter()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(finder.find(), 0.5)
-    assert starts and not any(lost for _, _, lost in starts)
+    await looks(finder, lambda: len(starts) >= 5)
+    assert not any(lost for _, _, lost in starts)
 
 
 @pytest.mark.parametrize(("kind", "fault"), [(ENGINES, EngineError), (TRAINER, TrainerError)])
@@ -321,9 +332,7 @@ async def test_the_first_of_a_kind_is_waited_for_like_room_in_a_queue_and_later_
     monkeypatch.setattr(finding_module, "SAY_S", 0.02)
     finder = ServiceFinder(run_with(store, f"{kind}.place=elsewhere", f"{kind}.lost_timeout_s=0.01"), kind, nobody_starts)
     finding = asyncio.create_task(finder.find())
-    async with asyncio.timeout(DEADLINE_S):
-        while "; on " not in caplog.text:  # the command that helps, while it waits
-            await asyncio.sleep(0.01)
+    await until_async(lambda: "; on " in caplog.text)  # the command that helps, while it waits
     assert not finding.done()
     one = Registration(store, ROOT, kind, ServiceRecord("node-0", neighbour[1]))
     await one.enter()
@@ -336,11 +345,12 @@ async def test_the_first_of_a_kind_is_waited_for_like_room_in_a_queue_and_later_
 
 def slurm_says(folder: Path, answer: str, code: int = 0) -> None:
     """Puts a `squeue` into the folder that answers so."""
-    (folder / "answer").write_text(answer)
-    script = folder / "squeue"
+    script = folder / "squeue.next"
     became = "*--states=all*--jobs=12*) echo '12 CANCELLED (None)';;"
-    script.write_text(f'#!/bin/sh\ncase "$*" in *--me*--name=rlpipe-a-*) cat {folder}/answer; exit {code};; {became} esac\n')
+    answers = f"printf '%s' {shlex.quote(answer)}; exit {code}"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *--me*--name=rlpipe-a-*) {answers};; {became} esac\n')
     script.chmod(0o755)
+    script.replace(folder / "squeue")  # it may be asked at this moment
 
 
 @pytest.mark.parametrize("kind", [ENGINES, TRAINER])
@@ -365,16 +375,12 @@ async def test_a_queued_job_is_waited_for_as_long_as_it_is_queued_and_one_that_e
     waits = [f"{kind}.place=elsewhere", f"{kind}.queue_timeout_s=0.05", f"{kind}.lost_timeout_s=0.05"]
     finder = ServiceFinder(run_with(store, *waits), kind, nobody_starts)
     finding = asyncio.create_task(finder.find())
-    async with asyncio.timeout(DEADLINE_S):
-        while caplog.text.count(f"Slurm job rlpipe-a-{kind}: 12 PENDING (Resources)") < 3:
-            await asyncio.sleep(0.01)
+    await until_async(lambda: caplog.text.count(f"Slurm job rlpipe-a-{kind}: 12 PENDING (Resources)") >= 3)
     assert not finding.done()
     slurm_says(tmp_path, "slurm_load_jobs error: Unable to contact slurm controller\n", 1)
-    while "is not known" not in caplog.text:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: "is not known" in caplog.text)
     slurm_says(tmp_path, "maintenance\n")
-    while "'maintenance' is no job and its state" not in caplog.text:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: "'maintenance' is no job and its state" in caplog.text)
     await asyncio.sleep(0.2)
     assert not finding.done(), "what it said last holds"
     slurm_says(tmp_path, "")

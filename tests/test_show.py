@@ -37,6 +37,7 @@ from rlpipe.store.limits import UNTRAINED
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.store.run_record import record_start, start_key
 from rlpipe.types import ArtifactRef, JsonDict, Manifest, UserError, canonical_json
+from tests.deadlines import DEADLINE_S
 from tests.rows import BATCH, PROMPTS, fill, to_parquet
 from tests.test_store_run import commit_iterations, commit_stage, record_of, tiny
 
@@ -123,7 +124,7 @@ def test_a_run_whose_holder_died_is_unfinished_and_one_of_another_host_is_held(
         "from rlpipe.store import lease; from rlpipe.store.backend import open_store; import os\n"
         f"lease.acquire(open_store({local.url!r}), 'runs/a'); os._exit(0)"
     )
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=True)
     assert run_lines(local)[0].endswith("  unfinished")
     here = holder.socket.gethostname()
     monkeypatch.setattr(holder.socket, "gethostname", lambda: "elsewhere")

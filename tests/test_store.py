@@ -19,6 +19,7 @@ from rlpipe.store import artifacts, local_copy
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import Manifest, StoreError, UserError, canonical_json, sha256_of
+from tests.deadlines import DEADLINE_S
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 
@@ -65,7 +66,7 @@ def test_of_many_creators_at_once_exactly_one_wins(store: Store) -> None:
     barrier = threading.Barrier(len(clients))
 
     def create(index: int) -> None:
-        barrier.wait(timeout=30)
+        barrier.wait(timeout=DEADLINE_S)
         if clients[index].create("race", f"writer {index}".encode()):
             won.append(index)
 
@@ -73,7 +74,7 @@ def test_of_many_creators_at_once_exactly_one_wins(store: Store) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=DEADLINE_S)
     assert len(won) == 1
     assert store.read("race") == f"writer {won[0]}".encode()
 
@@ -237,6 +238,6 @@ def test_a_store_that_is_only_read_may_be_read_only(tmp_path: Path) -> None:
     for command, needle in {"runs": "a   ", "show a": "0 iterations", "verify a": "0 faults", "gc a": "0 files"}.items():
         ended = subprocess.run(
             [*shell, f"{mount} && ! touch store/x && exec {sys.executable} -m flows.cli {command} --store store"],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PRESETS.parent.parent)}, capture_output=True, text=True, timeout=120,
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PRESETS.parent.parent)}, capture_output=True, text=True, timeout=DEADLINE_S,
         )  # fmt: skip
         assert ended.returncode == 0 and needle in ended.stdout, ended.stderr

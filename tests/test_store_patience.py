@@ -21,6 +21,8 @@ from rlpipe.store.outside import outside_files
 from rlpipe.store.patience import Away, hurrying, working
 from rlpipe.store.transfer import PART_BYTES
 from rlpipe.types import UserError
+from tests import s3_world
+from tests.deadlines import DEADLINE_S, SHORT_S, until
 from tests.s3_world import S3Proxy, S3Request, S3Server
 
 FAULTS = ["503", "429", "reset", "hang"]
@@ -35,8 +37,9 @@ Call = Callable[[Store, Path], object]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything takes a fraction of its time, and obstore itself hardly tries again."""
-    monkeypatch.setattr(s3, "SILENCE", timedelta(seconds=0.3))
-    monkeypatch.setattr(s3, "PART", timedelta(seconds=3))
+    monkeypatch.setattr(s3, "SILENCE", timedelta(seconds=SHORT_S / 3))
+    monkeypatch.setattr(s3, "PART", timedelta(seconds=SHORT_S))
+    monkeypatch.setattr(s3_world, "HANG_S", SHORT_S)
     for retries in (s3.RETRY, s3.RETRY_PARTS):
         monkeypatch.setitem(retries, "max_retries", 1)
     for name, seconds in QUICK.items():
@@ -98,9 +101,17 @@ CALLS: dict[str, Call] = {
 }
 
 
-def for_a_while(fault: str, lasts_s: float = LASTS_S) -> Callable[[str, str], str]:
-    end = time.monotonic() + lasts_s
-    return lambda method, target: fault if time.monotonic() < end else ""
+def for_a_while(fault: str, lasts_s: float = LASTS_S, of: str = "") -> Callable[[str, str], str]:
+    """A fault of what is asked for `of`, that lasts so long from the first time on."""
+    ends: list[float] = []
+
+    def faults(method: str, target: str) -> str:
+        if of not in target:
+            return ""
+        ends.append(time.monotonic() + lasts_s)
+        return fault if len(ends) == 1 or time.monotonic() < ends[0] else ""
+
+    return faults
 
 
 @pytest.mark.parametrize(("name", "fault"), [*itertools.product(CALLS, FAULTS), *(("create", status) for status in STATUSES)])
@@ -116,7 +127,7 @@ def test_a_fault_that_passes_changes_no_answer(name: str, fault: str, store: Sto
 def test_what_is_given_up_names_the_first_cause(
     name: str, store: Store, s3_proxy: S3Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "WORK_S", 0.5)
+    monkeypatch.setattr(patience, "WORK_S", SHORT_S / 2)
     faults = iter(["503"] * 4)  # obstore tries once itself, and of a large file two parts are asked for at once
     s3_proxy.faults = lambda method, target: next(faults, "reset")
     with working(), pytest.raises((Away, UserError), match=r"503 .*the first fault of \d+ s of tries") as given_up:
@@ -155,13 +166,12 @@ def test_who_waits_ends_with_the_work(store: Store, s3_proxy: S3Proxy, monkeypat
     s3_proxy.faults = lambda method, target: "503"
     with working() as work, ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(store.read, "small") for _ in range(4)]
-        while s3_proxy.num_faults < 12:
-            time.sleep(0.01)
+        until(lambda: s3_proxy.num_faults >= 12)
         assert not any(each.done() for each in waiting)
         work.end()
         for each in waiting:
             with pytest.raises(Away, match="503"):
-                each.result(timeout=30)
+                each.result(timeout=DEADLINE_S)
 
 
 async def test_who_waits_in_a_task_that_is_cancelled_ends(
@@ -211,15 +221,7 @@ def test_of_many_creators_one_wins_whatever_is_lost(store: Store, s3_proxy: S3Pr
 
 
 def test_an_upload_whose_part_fails_for_long_is_sent_again(store: Store, s3_proxy: S3Proxy, tmp_path: Path) -> None:
-    ends: list[float] = []
-
-    def faults(method: str, target: str) -> str:
-        if "partNumber=2" not in target:
-            return ""
-        ends.append(time.monotonic() + LASTS_S)
-        return "503" if time.monotonic() < ends[0] else ""
-
-    s3_proxy.faults = faults
+    s3_proxy.faults = for_a_while("503", of="partNumber=2")
     with working():
         assert sent(store, tmp_path)[1] == LARGE
     starts = [request for request in s3_proxy.requests if request.query.startswith("uploads") and request.method == "POST"]

@@ -24,6 +24,7 @@ from rlpipe.store.forks import AT_SFT, differences, fixed_differences
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.store.run_record import SHARED_BY_REDO, run_names
 from rlpipe.types import ArtifactRef, BestReward, IterationRecord, Manifest, StoreError, UserError
+from tests.deadlines import DEADLINE_S, SHORT_S
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 
@@ -398,18 +399,19 @@ def test_a_dead_holder_is_taken_over(tmp_path: Path) -> None:
         "from rlpipe.store import lease; from rlpipe.store.backend import open_store; import os, signal\n"
         f"lease.acquire(open_store('file://{tmp_path}'), 'runs/a'); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == -9
+    assert subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S).returncode == -9
     lease.acquire(open_store(f"file://{tmp_path}"), "runs/a").release()
 
 
 def test_a_silent_holder_on_another_host_is_taken_over_and_a_beating_one_is_not(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "STALE_S", 5.0)
+    monkeypatch.setattr(lease, "STALE_S", DEADLINE_S)  # the heartbeat is a process, which has to start
     monkeypatch.setattr(lease, "HEARTBEAT_S", 0.2)
     held = lease.acquire(store, "runs/a")
     monkeypatch.setattr(holder.socket, "gethostname", lambda: "elsewhere")
     with pytest.raises(UserError, match="held by"):
         lease.acquire(store, "runs/a")
     held._heartbeat.end()  # a beat that is under way would land later
+    monkeypatch.setattr(lease, "STALE_S", SHORT_S)
     lease.acquire(store, "runs/a").release()

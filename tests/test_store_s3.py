@@ -27,6 +27,7 @@ from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.outside import outside_files
 from rlpipe.store.transfer import PART_BYTES, PARTS
 from rlpipe.types import StoreError, UserError
+from tests.deadlines import DEADLINE_S
 from tests.s3_world import S3Proxy, S3Request, S3Server
 
 MIB = 1024 * 1024
@@ -108,7 +109,7 @@ def test_the_hash_is_of_what_was_stored_while_another_writes_the_source(store: S
         record = artifacts.write_file(store, "p", "a1", "w.bin", source)
     finally:
         done.set()
-        writer.join(timeout=30)
+        writer.join(timeout=DEADLINE_S)
     artifacts.check_file(store, "p", record)
 
 
@@ -183,7 +184,7 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_see(
     s3_proxy.holds = lambda method, query: "partNumber=3" in query
     program = "import sys; from rlpipe.store.backend import open_store; open_store(sys.argv[1]).put_file('p/w.bin', __import__('pathlib').Path(sys.argv[2]))"
     with run_program(program, url, str(source)) as writer:
-        assert s3_proxy.held.wait(timeout=60)
+        assert s3_proxy.held.wait(timeout=DEADLINE_S)
         writer.kill()
     s3_proxy.release.set()
     store = open_store(url)
@@ -289,7 +290,7 @@ def test_a_forked_process_uses_s3_or_is_refused_at_once(s3_server: S3Server) -> 
     """
     for when, said in (("before", "child"), ("after", "this process was forked from one that used S3")):
         with run_program(program, s3_server.url(), when) as process:
-            output, errors = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=DEADLINE_S)
         assert said in output, errors
 
 

@@ -29,6 +29,7 @@ from flows.terminal import LOG_NAME, bar, log_to
 from flows.ui import printable_exception
 from rlpipe.printable import printable
 from rlpipe.types import EngineError, StoreError, TrainerError, UserError
+from tests.deadlines import DEADLINE_S, SHORT_S
 from tests.docs_blocks import ROOT
 
 
@@ -118,7 +119,7 @@ def test_sigterm_ends_a_flow_wherever_it_comes_and_what_it_held_is_given_back(de
     given_back: list[bool] = []
 
     async def flow() -> None:
-        loop, ends_s = asyncio.get_running_loop(), time.monotonic() + 30
+        loop, ends_s = asyncio.get_running_loop(), time.monotonic() + DEADLINE_S
         threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
         def busy() -> None:  # nearly all of the time is spent in callbacks
@@ -129,7 +130,7 @@ def test_sigterm_ends_a_flow_wherever_it_comes_and_what_it_held_is_given_back(de
         try:
             with capture_sigterm():
                 loop.call_soon(busy)
-                await asyncio.sleep(30)
+                await asyncio.sleep(DEADLINE_S)
         finally:
             await asyncio.sleep(0.01)
             given_back.append(True)
@@ -173,7 +174,7 @@ from flows.server import run_flow
 from prefect.utilities.engine import capture_sigterm
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run in the background of a shell, which lets all ignore it
-stopping.END_S = 2.0
+stopping.END_S = ENDS
 def waits():
     while True:  # for an answer that does not come
         time.sleep(0.1)
@@ -203,7 +204,7 @@ cli.app()
 @pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGTERM", "SIGTERM"], ["SIGINT", "SIGTERM"]])
 def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard(signals: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", HANGS.replace("FLOW", "flow")]
+    command = [sys.executable, "-c", HANGS.replace("FLOW", "flow").replace("ENDS", str(SHORT_S))]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -213,7 +214,7 @@ def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard
             process.send_signal(signal.Signals[name])
         rest = process.stdout.read()
     assert process.returncode == 128 + signal.Signals[signals[0]]
-    said = "rlpipe: stopped, after 2 s in which not all was answered that it waited for: as if it was killed"
+    said = f"rlpipe: stopped, after {SHORT_S:g} s in which not all was answered that it waited for: as if it was killed"
     assert rest.removeprefix("ends\n") == f"gave back\n{said}\n"
 
 
@@ -221,14 +222,14 @@ def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard
 def test_a_signal_ends_a_command_whose_event_loop_stands_still(name: str, tmp_path: Path) -> None:
     """Only the loop heard it, and whoever pressed Ctrl-C could do nothing but kill."""
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", HANGS.replace("FLOW", "stands")]
+    command = [sys.executable, "-c", HANGS.replace("FLOW", "stands").replace("ENDS", str(SHORT_S))]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "begun\n"
             process.send_signal(signal.Signals[name])
-            said, _ = process.communicate(timeout=60)
+            said, _ = process.communicate(timeout=DEADLINE_S)
         finally:
             process.kill()
-    assert process.returncode == 128 + signal.Signals[name] and said.startswith("rlpipe: stopped, after 2 s")
+    assert process.returncode == 128 + signal.Signals[name] and said.startswith(f"rlpipe: stopped, after {SHORT_S:g} s")

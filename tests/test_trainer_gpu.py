@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlpipe.trainer.policy_files import HostCopies
+from tests.deadlines import PIPELINE_S
 
 CODE = """
 import dataclasses, sys, math
@@ -52,7 +53,7 @@ def test_step_on_cuda(tmp_path: Path, dtype: str) -> None:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([".", *sys.path]),
     }  # whatever pytest itself has its packages from
-    done = subprocess.run([*argv, dtype], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*argv, dtype], env=environment, capture_output=True, text=True, timeout=PIPELINE_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

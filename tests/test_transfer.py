@@ -20,6 +20,7 @@ from rlpipe.services.calls import new_session
 from rlpipe.store.artifacts import MANIFEST
 from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.types import EngineError, JsonDict
+from tests.deadlines import DEADLINE_S
 from tests.engine_world import config, probe, world
 
 Answer = tuple[int, JsonDict]
@@ -46,7 +47,7 @@ async def fault_of(answers: dict[str, Answer], monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(receiving, "http_call", call)
     monkeypatch.setattr(receiving, "check_shapes", lambda *_: None)
     service = Service("engine-0", [], folder / "log", lambda: False)
-    async with new_session() as session, asyncio.timeout(5):
+    async with new_session() as session, asyncio.timeout(DEADLINE_S):
         engine = Engine(
             EngineAddress(0, "127.0.0.1", 0, ("", "")), service, Deaf("engine-0", "http://127.0.0.1:2", session, "", "")
         )

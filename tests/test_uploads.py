@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from rlpipe.store.backend import open_store
 from rlpipe.trainer import publishing
 from rlpipe.trainer.node_server import FetchedFile
 from rlpipe.trainer.publishing import Fetches, Publication, Uploads, publish_bytes
+from tests.deadlines import DEADLINE_S, until_async
 
 KEY = "runs/a/rl/00000/policy/try/file"
-DEADLINE_S = 60.0
 BYTES = 64 << 20  # more than the kernel takes from a sender whom nobody reads
 
 
@@ -59,13 +58,6 @@ def test_where_only_this_machine_fetches_an_upload_begins_at_once(tmp_path: Path
     sending.result(DEADLINE_S)
 
 
-async def until(fetches: Fetches, count: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while len(fetches.going) != count:
-        assert time.monotonic() < deadline, f"{len(fetches.going)} fetches, not {count}"
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("goes_away", [False, True])
 async def test_a_file_counts_as_fetched_for_as_long_as_it_is_sent(tmp_path: Path, goes_away: bool) -> None:
     fetches, path = Fetches(0.0), tmp_path / "file"
@@ -80,13 +72,13 @@ async def test_a_file_counts_as_fetched_for_as_long_as_it_is_sent(tmp_path: Path
     serving = await asyncio.get_running_loop().create_server(server, sock=listener)
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     writer.write(b"GET /file HTTP/1.1\r\nHost: gang\r\n\r\n")
-    await until(fetches, 1)
+    await until_async(lambda: len(fetches.going) == 1)
     if goes_away:
         writer.transport.abort()
     else:
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"200 OK" in head and len(await reader.readexactly(BYTES)) == BYTES
-    await until(fetches, 0)
+    await until_async(lambda: len(fetches.going) == 0)
     writer.close()
     serving.close()
     await server.shutdown(0)
