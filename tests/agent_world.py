@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class SpokenPool:
     texts: list[str] = field(default_factory=list)
     groups: list[GroupRequest] = field(default_factory=list)
 
-    async def generate(self, groups: list[GroupRequest]) -> list[list[Completion]]:
+    async def generate(self, groups: list[GroupRequest], enough: asyncio.Event) -> list[list[Completion]]:
         [group] = groups
         self.groups.append(group)
         return [[self._say(group, index) for index in range(len(group.params))]]

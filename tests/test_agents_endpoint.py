@@ -233,8 +233,7 @@ async def test_an_agent_that_starts_again_is_answered_with_what_was_kept(pool: S
         _, said = await use_the_tool(client, ASKED)
     before = rollout.conversation.branches[0]
     for again in (rollout, rollout_of(pool, kept=dict(kept))):  # in the same process, and in another one
-        again.begin()
-        async with client_of(again) as client:
+        async with again.one_try(), client_of(again) as client:
             assert (await use_the_tool(client, ASKED))[1] == said and len(pool.groups) == 2
             [branch] = again.conversation.branches
             assert branch.completion == before.completion and branch.policy_mask == before.policy_mask

@@ -67,7 +67,7 @@ class SeededPool:
     heard_at: float = 0.0
     groups: list[GroupRequest] = field(default_factory=list)
 
-    async def generate(self, groups: list[GroupRequest]) -> list[list[Completion]]:
+    async def generate(self, groups: list[GroupRequest], enough: asyncio.Event) -> list[list[Completion]]:
         [group] = groups
         self.groups.append(group)
         return [[self._say(group, params, prior) for params, prior in zip(group.params, group.prior, strict=True)]]

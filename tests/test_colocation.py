@@ -30,6 +30,7 @@ from rlpipe.store.limits import gpus_held
 from rlpipe.store.nearby import Nearby
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, UserError
+from tests.slow_engine import SlowEngine, slow_pool, wanted
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 ONE_GPU = ["model.dtype=bfloat16", "trainer.gpu_ids=[0]", "engines.gpu_ids=[0]", "engines.count=1", "engines.kind=sglang"]
@@ -241,13 +242,34 @@ async def test_a_session_makes_the_calls_in_turn(tmp_path: Path, monkeypatch: py
     await session.close()
 
 
-async def test_memory_is_not_given_back_under_a_rollout(tmp_path: Path) -> None:
-    session = Session(create_or_continue(config(f"store=file://{tmp_path}", "tracking.uri=")), tmp_path / "work")
-    session.pool._loads["engine-0"].in_flight = 1
-    with pytest.raises(AssertionError, match="a rollout is in flight"):
-        await session.gang()
-    session.pool._loads["engine-0"].in_flight = 0
-    await session.close()
+async def test_memory_is_not_given_back_under_a_rollout() -> None:
+    """Whoever samples still is waited for, also where that is cancelled."""
+    for is_cancelled in (False, True):
+        engine, trainer = SlowEngine("a", 0.01), Sides()
+        async with slow_pool(engine, progress_timeout_s=60) as pool:
+            memory = MemoryTurns(pool, trainer.joined, trainer)  # type: ignore[arg-type]
+            sampling = asyncio.create_task(pool.generate(wanted(1 << 20 if is_cancelled else 40)))
+            while not engine.num_sampled:
+                await asyncio.sleep(0.01)
+            turning = asyncio.create_task(memory.to_trainer())
+            await asyncio.sleep(0.05)
+            assert memory.turn == "nobody" and pool.version is not None
+            if is_cancelled:  # the engine is told, though the call that it was sent in may go on for others
+                sampling.cancel()
+            await turning
+            assert sampling.done() and memory.turn == "trainer" and pool.version is None
+            assert len(engine.aborts) == is_cancelled
+
+
+async def test_a_call_that_does_not_end_keeps_no_release_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpipe.engines.pool.GIVEN_UP_S", 0.2)
+    engine = SlowEngine("a", 0.01)
+    async with slow_pool(engine, progress_timeout_s=0.1) as pool:
+        pool._num_calls = 1
+        with pytest.raises(EngineError, match="1 calls that sample do not end"):
+            await pool.release([])
+        pool._num_calls = 0
+        await pool.release([])
 
 
 @asynccontextmanager

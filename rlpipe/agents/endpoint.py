@@ -121,7 +121,7 @@ class AgentEndpoint:
         if guest is None:
             raise ChatRefused(401, "the rollout ended while the call was read", "invalid_api_key")
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"  # what OpenAI's and Anthropic's clients say
-        answering = asyncio.ensure_future(guest.rollout.answer(call, is_repeated))
+        answering = guest.rollout.answer(call, is_repeated)
         if not call.stream:
             return _json(wire.whole(call, await answering))
         await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)

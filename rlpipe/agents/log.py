@@ -1,6 +1,6 @@
 """The replies of a shard on their way: kept in the store before they are given, so that a process that takes over gives them again.
 
-They lie beside the shard, in `calls/<attempt>/<number>.jsonl`: what is to be kept at one time is one file. No manifest names them;
+A call that is kept, and whose agent ended before it was given, gets a second line, which has no completions: it is forgotten. They lie beside the shard, in `calls/<attempt>/<number>.jsonl`: what is to be kept at one time is one file. No manifest names them;
 `rlpipe gc` sweeps them once the shard is committed.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from rlpipe.agents.rollout import CallKey, Replies
@@ -41,13 +41,19 @@ class CallLog:
         self._num_files = 0
         self._waiting: list[_Line] = []
         self._writing = asyncio.Lock()
+        num_kept: Counter[tuple[Place, CallKey]] = Counter()  # files have no order
         for key in store.list(self._folder):
             for line in store.read(key).splitlines():
                 place, call, completions = _read(store.address(key), line)
-                self.replies[place].setdefault(call, completions)
+                num_kept[place, call] += 1 if completions else -1
+                if completions:
+                    self.replies[place].setdefault(call, completions)
+        for (place, call), number in num_kept.items():
+            if number <= 0:
+                self.replies[place].pop(call, None)
 
     async def keep(self, place: Place, call: CallKey, completions: list[Completion]) -> None:
-        """Returns when the replies to a call are in the store; those that come meanwhile go there together."""
+        """Returns when the replies to a call are in the store; those that come meanwhile go there together. No completions: it is forgotten."""
         line = _Line(
             json.dumps({"rollout": place, "call": call, "completions": [_as_json(sampled) for sampled in completions]})
         )

@@ -56,9 +56,9 @@ class Agents:
         child, signals = await self._idle.get(), []
         try:
             while len(signals) < TRIES_MAX:
-                rollout.begin()
-                with self._endpoint.open(rollout) as door:
-                    answer = await asyncio.wrap_future(child.thread.submit(self._ask, child, prompt, door))
+                async with rollout.one_try():
+                    with self._endpoint.open(rollout) as door:
+                        answer = await asyncio.wrap_future(child.thread.submit(self._ask, child, prompt, door))
                 if "reason" in answer:
                     raise AgentFault(answer["reason"], answer["message"])
                 if "signal" not in answer:

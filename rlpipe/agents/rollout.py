@@ -1,15 +1,17 @@
 """One rollout of an agent: every call it makes is sampled by the pool, kept, and recorded as tokens.
 
-An agent that is started again is answered with what was sampled, as long as it asks the same: a call is known by the tokens that its
-reply comes after, and by how often they were asked for.
+An agent that is started again is answered with what it was answered, as long as it asks the same: a call is known by the tokens that its
+reply comes after, and by how often they were asked for. A call ends with the agent that made it: one that was not answered by then is given
+up, and was never sampled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,7 +35,7 @@ class CallKey(NamedTuple):
 
 
 Replies = dict[CallKey, list[Completion]]  # what was sampled for each call, one completion a choice
-Keep = Callable[[CallKey, list[Completion]], Awaitable[None]]
+Keep = Callable[[CallKey, list[Completion]], Awaitable[None]]  # no completions: what was kept for the call is forgotten
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class GivenReplies:
 
 
 class AgentRollout:
-    """What an agent is answered with. `begin` comes first, and again for each further try."""
+    """What an agent is answered with. Each try of it is a `one_try`."""
 
     def __init__(self, pool: EnginePool, tokenizer: ChatTokenizer, terms: Terms, kept: Replies, keep: Keep) -> None:
         self.terms = terms
@@ -69,37 +71,71 @@ class AgentRollout:
         self._tokenizer = tokenizer
         self._kept = kept
         self._keep = keep
-        self._sampling: dict[CallKey, asyncio.Task[list[Completion]]] = {}
-        self.begin()
+        self._begin()
 
-    def begin(self) -> None:
-        """A new try: nothing was asked yet, and what was sampled before is there."""
+    def _begin(self) -> None:
+        """Nothing was asked yet, and what was answered in an earlier try is there."""
         self.conversation = ConversationTree(self._tokenizer)
         self.limit = ""  # the one that the last call was refused for
         self._num_asked: Counter[str] = Counter()
         self._num_completions = 0
+        self._calls: set[asyncio.Task[GivenReplies]] = set()  # that nobody has heard the end of
         self._answers: dict[CallKey, asyncio.Task[GivenReplies]] = {}
+        self._sampling: dict[CallKey, asyncio.Task[list[Completion]]] = {}
+        self._over = asyncio.Event()  # the agent has ended: nothing of this try changes any more
 
-    async def answer(self, request: ChatRequest, is_repeated: bool) -> GivenReplies:
-        """The replies to a call; ChatRefused. `is_repeated`: the client says that it has sent this call before, and heard nothing."""
+    @contextlib.asynccontextmanager
+    async def one_try(self) -> AsyncIterator[None]:
+        """One run of the agent. At its end every call of it has ended, and what was not answered is asked of no engine, nor kept."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._over.set()
+            while pending := [
+                task for task in (*self._calls, *self._answers.values(), *self._sampling.values()) if not task.done()
+            ]:
+                await asyncio.wait(pending)
+        for key in self._sampling:
+            if self._answers[key].exception() and self._kept.pop(key, None):
+                await self._keep(key, [])
+
+    def answer(self, request: ChatRequest, is_repeated: bool) -> asyncio.Task[GivenReplies]:
+        """The replies to a call; ChatRefused, also when the agent ends before they are there. `is_repeated`: the client says that it has sent
+        this call before, and heard nothing."""
+        call = asyncio.create_task(self._answered(request, is_repeated))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
+
+    async def _answered(self, request: ChatRequest, is_repeated: bool) -> GivenReplies:
+        self._check_goes_on()
         try:
             if self.failure is None:
                 return await self._replies(request, is_repeated)
         except (ChatRefused, asyncio.CancelledError):
             raise
-        except Exception as error:  # whatever it is: the stage raises it
+        except Exception as error:  # whatever it is: the stage raises it, but for what nobody waits for
+            self._check_goes_on()
             self.failure = error
         raise ChatRefused(503, "the run that samples has failed", "run_failed") from self.failure
+
+    def _check_goes_on(self) -> None:
+        """ChatRefused when the agent has ended: a call may be read, encoded or sampled then."""
+        if self._over.is_set():
+            raise ChatRefused(401, "the agent of this rollout has ended", "invalid_api_key")
 
     async def _replies(self, request: ChatRequest, is_repeated: bool) -> GivenReplies:
         try:
             context = await asyncio.to_thread(self.conversation.context, request, self.terms.context_tokens_max)
         except TooLong as error:
+            self._check_goes_on()
             if not is_repeated:
                 self._count(request.num_choices)
             raise self._too_long() from error
         except UserError as error:
             raise ChatRefused(400, str(error), "chat_template") from error
+        self._check_goes_on()
         digest = _sha256(context, request)
         if not (is_repeated and self._num_asked[digest]):
             self._num_asked[digest] += 1
@@ -109,23 +145,23 @@ class AgentRollout:
         return await asyncio.shield(self._answers[key])  # a client that hangs up does not end it
 
     async def _answer(self, request: ChatRequest, context: Context, key: CallKey) -> GivenReplies:
+        self._check_goes_on()
         terms, num_before = self.terms, len(context.prior.tokens)
         self._count(request.num_choices)
         room = min(terms.params.max_new_tokens, terms.context_tokens_max - len(context.prompt_tokens))
         if room <= num_before:
             raise self._too_long()
         tokens_max = room if request.tokens_max is None else min(room, num_before + request.tokens_max)
-        if key not in self._sampling:
-            self._sampling[key] = asyncio.create_task(self._sampled(request.num_choices, context, key, tokens_max))
-        conversation = self.conversation
+        self._sampling[key] = asyncio.create_task(self._sampled(request.num_choices, context, key, tokens_max))
         sampled = await self._sampling[key]
+        self._check_goes_on()
         nodes = []
         for index, completion in enumerate(sampled):
             seed = self._seed(key, index)
             text = self._tokenizer.decode(completion.tokens.tolist())
             message = assistant_message(text, request, lambda number, seed=seed: f"call_{seed:08x}{number}")
-            nodes.append(conversation.reply(request, context, completion, message))
-        conversation.last = nodes[0]
+            nodes.append(self.conversation.reply(request, context, completion, message))
+        self.conversation.last = nodes[0]
         if self.limit == TRUNCATED:  # the agent has gone on with a shorter conversation
             self.limit = ""
         return GivenReplies(nodes, sampled, len(context.prompt_tokens) + num_before)
@@ -140,8 +176,10 @@ class AgentRollout:
         group = GroupRequest(
             self.terms.prompt_id, context.prompt_tokens, params, [context.prior] * num_choices, context.prior.engine
         )
-        [completions] = await self._pool.generate([group])
+        [completions] = await self._pool.generate([group], enough=self._over)
+        self._check_goes_on()
         sampled = [_after(completion, len(context.prior.tokens)) for completion in completions]
+        self._kept[key] = sampled  # before: what could not be kept may be in the store all the same
         await self._keep(key, sampled)
         return sampled
 

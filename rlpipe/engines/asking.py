@@ -38,7 +38,7 @@ async def ask(
     """What one engine sampled: all, what there was when there was enough, or what there is of it and the fault that ended it.
 
     The fault may be that the engine had no token for `progress_timeout_s`, of no request of ours: one that waits is no fault.
-    `computed` is set as soon as the request has a token: its prompt is computed then.
+    `computed` is set as soon as the request has a token: its prompt is computed then. Cancelled, it ends the request on the engine.
     """
 
     def on_tokens() -> None:
@@ -66,6 +66,11 @@ async def ask(
             fault = fault or EngineUnavailable(f"{client.name} aborted a request that nobody asked it to abort")
     except EngineUnavailable as error:
         fault = error
+    except asyncio.CancelledError:  # nobody waits for it any more: the engine has no work of it
+        if not client.session.closed:
+            with contextlib.suppress(EngineError, TimeoutError):
+                await asyncio.wait_for(client.abort([request.request_id]), ABORT_ANSWER_S)
+        raise
     finally:
         cutting.cancel()
         asking.cancel()

@@ -7,6 +7,7 @@ So a completion may take hours, and one that waits in the engine's own queue is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -26,6 +27,7 @@ FAULTS_MAX = 10  # of a rollout, without a token between them
 REST_FIRST_S, REST_MAX_S = 0.2, 30.0  # an engine that failed gets nothing for so long, doubled with each fault in a row
 LONG_PROMPT = 512  # tokens, of which an engine that repeats prompts gets one at first: its computation takes longer than a way there and back
 LOOK_AGAIN_S = 0.5  # how often hosts are asked which engines may sample
+GIVEN_UP_S = 30.0  # for a request that has no token for `progress_timeout_s` to be given up
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class EnginePool:
         self._loads: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._changed = asyncio.Condition()  # an engine has room, or is back
         self._entrance = asyncio.Lock()  # calls are begun in the order in which they come
+        self._num_calls = 0  # of `generate` that have not ended
+        self._last_ended = asyncio.Event()
 
     @property
     def version(self) -> int | None:
@@ -106,9 +110,10 @@ class EnginePool:
         assert self.version is not None, "serve comes first"
         enough = enough or asyncio.Event()
         self.fleet.well_at = time.monotonic()  # engines that are only being started get their time too
-        async with self._entrance:
-            await self.fleet.look_up()
+        self._num_calls += 1
         try:
+            async with self._entrance:
+                await self.fleet.look_up()
             async with asyncio.TaskGroup() as tasks:
                 watchers = [tasks.create_task(self._keep_looking_up(enough)), tasks.create_task(self.fleet.keep_taking_in())]
                 whole = []
@@ -124,10 +129,25 @@ class EnginePool:
                     watcher.cancel()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # one rollout's fault says it; hundreds of them say no more
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._last_ended.set()
         return completions
 
     async def release(self, joined: list[Host]) -> None:
-        """The engines of all hosts, and of those that have `joined`, give their memory back; nothing is served until the next `serve`."""
+        """The engines of all hosts, and of those that have `joined`, give their memory back; nothing is served until the next `serve`.
+
+        Whoever samples still is waited for. EngineError: none of it has had a token for so long that it should have been given up.
+        """
+        since = time.monotonic()
+        while self._num_calls:
+            left = max(since, self.heard_at) + self.progress_timeout_s + GIVEN_UP_S - time.monotonic()
+            if left <= 0:
+                raise EngineError(f"{self._num_calls} calls that sample do not end, so engines cannot give their memory back")
+            self._last_ended.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._last_ended.wait(), left)
         assert not any(load.in_flight for load in self._loads.values()), "a rollout is in flight"
         await self.fleet.release(joined)
 

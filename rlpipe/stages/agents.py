@@ -74,7 +74,7 @@ async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> A
         if outcome.reward is None and not rollout.limit and "environment" in session.config.rl.rewards:
             raise AgentFault("agent_invalid", "rl.rewards has 'environment', and it gave no reward")
         if rollout.conversation.last is None and not rollout.limit:
-            raise AgentFault("agent_silent", "it ended without a call")
+            raise AgentFault("agent_silent", "it ended before a call of it was answered")
     except AgentFault as error:
         if not (rollout.limit and error.reason == "agent_error"):  # it may well fail of a call that was refused
             fault = error.reason
