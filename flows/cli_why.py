@@ -35,16 +35,16 @@ def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second =
     from rlpipe.report.today import Today
     from rlpipe.report.why import judged, why_lines
 
-    found = open_existing(readable_store(store), run)
+    stored = open_existing(readable_store(store), run)
     if second is not None:
         if prove or at is not None:
             raise UserError("--second compares two rewards over the whole run: leave --at and --prove away")
-        both = rescored(History(found), second)
+        both = rescored(History(stored), second)
         echo_all(second_lines(both, second))
         is_named = parts_ways(parting(both)[1])
     else:
-        with Today(found) as today:
-            verdict = judged(History(found, today), at)
+        with Today(stored) as today:
+            verdict = judged(History(stored, today), at)
         echo_all([*why_lines(verdict), *proof_lines(verdict)])
         is_named = bool(verdict.findings)
         if prove and is_named:

@@ -9,10 +9,11 @@ from rlpipe.agents.rollout import AgentRollout, CallKey, Keep, Replies, Terms
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, Sampling
 from rlpipe.engines.pool import EnginePool
+from tests.deadlines import DEADLINE_S
 from tests.slow_engine import SlowEngine
 
 FOR_EVER = 1 << 20  # tokens of a completion, of which an engine samples a hundred in a second
-TICK_S, DEADLINE_S = 0.01, 100.0
+TICK_S = 0.01
 
 
 def rollout_in_flight(pool: Any, tokenizer: ChatTokenizer, kept: Replies, keep: Keep, tokens: int = 40) -> AgentRollout:

@@ -15,7 +15,7 @@ from tests.agent_world import tokenizer_in
 from tests.agents_in_flight import DEADLINE_S, FOR_EVER, TICK_S, check_idle, keep_nothing, reached, rollout_in_flight
 from tests.slow_engine import SlowEngine, slow_pool
 
-TIMEOUT_S = 10.0  # of an agent whose timeout is tested
+TIMEOUT_S = 10.0  # short: of an agent whose timeout is tested
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,9 @@ def judged(history: History, at: int | None) -> Verdict:
         return judge(history.around(at), looks=len(SUSPECTS))
     looks = len(SUSPECTS) * (count - 1)
     verdicts = [judge(history.around(number), looks) for number in candidates(history)]
-    return max(verdicts, key=lambda verdict: (bool(verdict.findings), verdict.score, -verdict.change.p))
+    return max(
+        verdicts, key=lambda verdict: (bool(verdict.findings), verdict.score, bool(verdict.around.changed), -verdict.change.p)
+    )
 
 
 def candidates(history: History) -> list[int]:
@@ -131,7 +133,8 @@ def why_lines(verdict: Verdict) -> list[str]:
         f"{verdict.looks} tests: what counts has p below {ALPHA / verdict.looks:.1g}",
     ]
     if not verdict.findings:
-        return [*lines, "no cause found"]
+        unfelt = [f"changed by a fork, and the reward is what it was: {line}" for line in around.changed]
+        return [*lines, *unfelt, "no cause found"]
     for number, finding in enumerate(verdict.findings, start=1):
         lines += [
             "",

@@ -31,7 +31,7 @@ SCHEDULE = (
 )  # what the rate of a step follows from
 UPDATES = ("train/learning_rate", "train/grad_norm", "train/clip_fraction_high", "train/clip_fraction_low", "train/proximal_kl")
 FIRST = 2  # iterations whose policy the first updates made
-FAR_KL, FAR_CLIPPED = 0.02, 0.1  # of the updates of an iteration (docs/why.md: what is seen in healthy runs)
+FAR_KL, FAR_CLIPPED = 0.02, 0.1  # of an iteration's updates: more is not seen for long in healthy runs (docs/why.md)
 MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.reward_fallback")  # other suspects name these
 
 Scale = Callable[[np.ndarray], np.ndarray]
@@ -41,8 +41,10 @@ def settings(around: Around) -> Findings:
     """Settings that a fork changed at this iteration, and a learning rate that is no more what it was."""
     lines = [line for line in around.changed if not line.startswith(MECHANISMS)]
     evidence = [*lines, *_moved_lines(around)]
-    rates = [around.metrics[number].get("train/learning_rate", 0.0) for number in (around.at - 1, around.at)]
-    if rates[0] > 0 and not _is_warming(around) and not 1 / RATE_RATIO < rates[1] / rates[0] < RATE_RATIO:
+    rates = [
+        around.metrics[number].get("train/learning_rate", 0.0) for number in (around.at - 1, around.at)
+    ]  # 0: nothing was trained
+    if min(rates) > 0 and not _is_warming(around) and not 1 / RATE_RATIO < rates[1] / rates[0] < RATE_RATIO:
         line = f"learning rate of the last step: {from_to(*rates)}"
         evidence.insert(len(lines), line)
         if not any(changed.startswith(SCHEDULE) for changed in lines):  # what a changed setting does is no other change
@@ -74,7 +76,7 @@ def rate(around: Around) -> Findings:
     made by updates that went far. Where the rate is what it was, `settings` and `moved` say what there is to say."""
     change, last = around.reward_change, around.metrics[around.at - 1]
     is_first = around.at <= FIRST
-    if around.changed or change.size >= 0 or not (is_first or _is_warming(around)) or not _went_far(last):
+    if around.changed or change.size >= 0 or not (is_first or _is_warming(around)) or not _went_far(around):
         return
     rl, steps = around.config.rl, around.at * around.config.rl.num_steps
     now = last.get("train/learning_rate", 0.0)
@@ -103,10 +105,14 @@ def _first_reward(around: Around) -> str:
     return f"{float(rewards_R.mean()):.3g}"
 
 
-def _went_far(metrics: Metrics) -> bool:
-    """Whether updates moved the policy further than they should: by its KL, or by the share of tokens that the loss had to clip."""
-    clipped = metrics.get("train/clip_fraction_high", 0.0) + metrics.get("train/clip_fraction_low", 0.0)
-    return metrics.get("train/proximal_kl", 0.0) >= FAR_KL or clipped >= FAR_CLIPPED
+def _went_far(around: Around) -> bool:
+    """Whether an update near the iteration moved the policy further than it should: by its KL, or by the share of tokens that the loss clipped."""
+    near = [metrics for number, metrics in around.metrics.items() if -2 <= number - around.at <= 1]
+    return any(
+        metrics.get("train/proximal_kl", 0.0) >= FAR_KL
+        or metrics.get("train/clip_fraction_high", 0.0) + metrics.get("train/clip_fraction_low", 0.0) >= FAR_CLIPPED
+        for metrics in near
+    )
 
 
 def _with_old_settings(around: Around) -> WhatIf | None:
