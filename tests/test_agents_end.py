@@ -46,8 +46,8 @@ async def test_calls_end_with_their_agent_on_the_engine_too(engine: SlowEngine, 
 
         rollout = rollout_in_flight(pool, tokenizer, kept, keep, FOR_EVER)
         async with rollout.one_try():
-            calls = [rollout.answer(asked("one", 3), False), rollout.answer(asked("two"), False)]
-            hung_up = rollout.answer(asked("three"), False)
+            calls = [rollout.answer(asked("one", 3)), rollout.answer(asked("two"))]
+            hung_up = rollout.answer(asked("three"))
             await reached(engine, 5)
             hung_up.cancel()
         for call in calls:
@@ -55,7 +55,7 @@ async def test_calls_end_with_their_agent_on_the_engine_too(engine: SlowEngine, 
             with pytest.raises(ChatRefused, match="has ended"):
                 await call
         with pytest.raises(ChatRefused, match="has ended"):  # what was read only then
-            await rollout.answer(asked("four"), False)
+            await rollout.answer(asked("four"))
         await check_idle(engine, pool, 5)
     assert not rollout.conversation.nodes and rollout.failure is None and not kept
 
@@ -71,19 +71,19 @@ async def test_a_second_try_asks_the_same_call_anew(engine: SlowEngine, tokenize
         stored: Replies = {}
         rollout = rollout_in_flight(pool, tokenizer, kept, keep)
         async with rollout.one_try():
-            first = rollout.answer(asked("one", 2), False)
+            first = rollout.answer(asked("one", 2))
             await reached(engine, 2)
         assert first.done() and not stored and len({*engine.aborts}) == 2
         async with rollout.one_try():
-            given = await rollout.answer(asked("one", 2), False)
+            given = await rollout.answer(asked("one", 2))
         undisturbed = rollout_in_flight(pool, tokenizer, {}, keep_nothing)
         async with undisturbed.one_try():
-            other = await undisturbed.answer(asked("one", 2), False)
+            other = await undisturbed.answer(asked("one", 2))
         assert [node.completion for node in given.nodes] == [node.completion for node in other.nodes]
         assert [*stored.values()] == [given.sampled] and len(rollout.conversation.nodes) == 2
         num_asked = len(engine.asked)
         async with rollout.one_try():  # what was given is given again
-            assert (await rollout.answer(asked("one", 2), False)).sampled == given.sampled
+            assert (await rollout.answer(asked("one", 2))).sampled == given.sampled
         assert len(engine.asked) == num_asked == 6
 
 
@@ -100,12 +100,12 @@ async def test_what_was_kept_and_not_given_is_forgotten_by_the_log_too(tokenizer
 
     rollout = rollout_in_flight(pool, tokenizer, log.replies[place], keep)
     async with rollout.one_try():
-        rollout.answer(asked("one"), False)
+        rollout.answer(asked("one"))
         await written.wait()
         assert len(CallLog(store, "shard").replies[place]) == 1
     assert not rollout.conversation.nodes and not CallLog(store, "shard").replies[place]
     async with rollout.one_try():  # the next try samples it again, and is given it
-        given = await rollout.answer(asked("one"), False)
+        given = await rollout.answer(asked("one"))
     [(call, sampled)] = CallLog(store, "shard").replies[place].items()
     assert sampled == given.sampled and len(pool.groups) == 2
     await CallLog(store, "shard").keep(place, call, [])  # a process that took over has not given it
@@ -194,7 +194,7 @@ async def run_try(rollout: AgentRollout, pool: GatedPool, store: Store, steps: l
         for kind, which, *more in steps:
             if kind == "ask":
                 request = asked(f"text {which}", more[0])
-                calls.append(rollout.answer(request, False))
+                calls.append(rollout.answer(request))
                 hearing.append(asyncio.create_task(hear(request, calls[-1])))
                 num_asked = len(pool.groups)
                 for _ in range(20 if more[1] else 0):  # it reaches the pool, where it was not kept
@@ -223,7 +223,7 @@ def test_wherever_calls_are_when_their_agent_ends_only_what_was_answered_was_eve
         answered: list[ChatRequest] = []
         for steps in tries:
             answered = await run_try(rollout, pool, store, steps)
-            given = {key for key, answer in rollout._answers.items() if not answer.exception()}
+            given = rollout._answered
             given_ever |= given
             assert given <= {*store.kept} <= given_ever
             assert len(rollout.conversation.nodes) == sum(request.num_choices for request in answered)
@@ -233,7 +233,7 @@ def test_wherever_calls_are_when_their_agent_ends_only_what_was_answered_was_eve
         again = rollout_in_flight(nobody := GatedPool(), tokenizer, dict(store.kept), keep_nothing)
         async with again.one_try():
             for request in answered:
-                await again.answer(request, False)
+                await again.answer(request)
         assert not nobody.groups
         tokens = [[node.completion.tokens for node in of.conversation.nodes] for of in (rollout, again)]
         assert sorted(tokens[0]) == sorted(tokens[1])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
+from rlpipe.agents.chat import ChatRefused, read_request
 from rlpipe.agents.endpoint import AgentEndpoint
 from rlpipe.agents.rollout import AgentRollout, CallKey
 from rlpipe.data.chat import ChatTokenizer
@@ -163,6 +166,50 @@ async def test_a_reply_that_the_limit_cut_off_ends_the_rollout_for_that(pool: Sp
         assert reply.choices[0].finish_reason == "length" and rollout.finish_reason == "stop", "the agent's own limit"
         reply = await client.chat.completions.create(model="policy", messages=ASKED)
         assert reply.choices[0].finish_reason == "length" and rollout.finish_reason == "length"
+
+
+async def test_a_call_for_more_choices_than_are_left_leaves_them(pool: SpokenPool) -> None:
+    """With two of three left a call for three was refused, and then one for one."""
+    pool.texts = ["1", "2", "3"]
+    async with client_of(rollout := rollout_of(pool, calls=3)) as client:
+
+        async def ask(num_choices: int) -> int:
+            return len((await client.chat.completions.create(model="policy", messages=ASKED, n=num_choices)).choices)
+
+        assert await ask(1) == 1
+        with pytest.raises(openai.BadRequestError, match=r"rl\.turns_max=3: .* 2 are left, and 3 are asked for"):
+            await ask(3)
+        assert rollout.finish_reason == "turns" and await ask(1) == 1 and rollout.finish_reason == "stop", "it has gone on"
+        assert await ask(1) == 1
+        with pytest.raises(openai.BadRequestError, match="0 are left"):
+            await ask(1)
+    assert rollout.finish_reason == "turns" and len({group.params[0].seed for group in pool.groups}) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    asked=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["a", "b", "1" * 500])), max_size=8), calls=st.integers(1, 6)
+)
+async def test_what_is_answered_is_what_would_be_without_the_calls_that_are_refused(
+    asked: list[tuple[int, str]], calls: int, tokenizer: ChatTokenizer
+) -> None:
+    async def answered(asking: list[tuple[int, str]]) -> tuple[list[int], list[int]]:
+        """Which calls are answered, and the seeds of what is sampled for them."""
+        pool, places = SpokenPool(tokenizer, ["12"] * 32), []
+        rollout = rollout_of(pool, calls=calls)
+        for place, (num_choices, text) in enumerate(asking):
+            with suppress(ChatRefused):
+                await rollout.answer(read_request({"messages": [{"role": "user", "content": text}], "n": num_choices}))
+                places.append(place)
+        return places, [params.seed for group in pool.groups for params in group.params]
+
+    places, seeds = await answered(asked)
+    num_left, expected = calls, []
+    for place, (num_choices, text) in enumerate(asked):
+        if num_choices <= num_left and len(text) == 1:
+            num_left, expected = num_left - num_choices, [*expected, place]
+    assert places == expected and len(seeds) == calls - num_left
+    assert await answered([asked[place] for place in places]) == ([*range(len(places))], seeds)
 
 
 async def test_a_reply_that_was_cut_off_is_the_reason_whatever_is_refused_after_it(pool: SpokenPool) -> None:

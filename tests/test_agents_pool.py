@@ -26,7 +26,7 @@ from tests.deadlines import DEADLINE_S, SHORT_S, until, until_async
 
 # no openai here: it takes a second to import
 AGENT = '''
-import json, os, pathlib, signal, subprocess, sys, time, urllib.request
+import contextlib, json, os, pathlib, signal, subprocess, sys, time, urllib.error, urllib.request
 
 def ask(text, base_url=None, api_key=None):
     """What the model says to a text."""
@@ -39,6 +39,9 @@ def behave(what):
     if what == "raise": raise KeyError("gone")
     if what == "exit": sys.exit(3)
     if what == "sleep": pathlib.Path("asleep").touch(); time.sleep(600)
+    while what == "refused":
+        with contextlib.suppress(urllib.error.HTTPError):
+            ask("1" * 2000)
     if what == "kill": os.kill(os.getpid(), signal.SIGKILL)
     if what == "child": pathlib.Path("child.pid").write_text(str(subprocess.Popen(["sleep", "600"]).pid)); time.sleep(600)
     if what == "once" and not pathlib.Path("once").exists():
@@ -114,6 +117,15 @@ async def test_one_that_was_killed_is_run_again_with_the_same_replies(agents: Ag
     rollout = rollout_of(pool)
     assert await agents.run(rollout, prompt_of("once")) == AgentOutcome(0.5, {"length": 2.0})
     assert len(pool.groups) == len(rollout.conversation.nodes) == 1
+
+
+async def test_one_that_is_refused_for_ever_ends_by_its_timeout(agents: Agents, tokenizer: ChatTokenizer) -> None:
+    """A refused call counts for nothing, so no other limit ends it."""
+    rollout = rollout_of(SpokenPool(tokenizer, ["one"]), calls=2)
+    with pytest.raises(AgentFault) as fault:
+        await agents.run(rollout, prompt_of("refused"))
+    assert fault.value.reason == "agent_timeout" and rollout.limit == "length" and rollout._num_refused > 2
+    assert len(rollout.conversation.nodes) == 1
 
 
 async def test_a_timeout_and_a_close_leave_no_process(agents: Agents, tokenizer: ChatTokenizer, folder: Path) -> None:

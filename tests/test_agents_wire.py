@@ -24,6 +24,7 @@ from rlpipe.agents.openai_wire import UNKNOWN, OpenAiWire
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from tests.agent_world import CALL, TOOL, SpokenPool, rollout_of, tokenizer_in
+from tests.deadlines import DEADLINE_S
 from tests.test_agents_text import ASKED, BODIES, REPLIES, call_of, places
 
 PATHS = {"openai": "/chat/completions", "anthropic": "/messages"}
@@ -108,11 +109,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         await endpoint.start("127.0.0.1")
         return endpoint
 
-    endpoint = asyncio.run_coroutine_threadsafe(started(), loop).result()
+    endpoint = asyncio.run_coroutine_threadsafe(started(), loop).result(DEADLINE_S)
     yield Server(tokenizer, endpoint)
-    asyncio.run_coroutine_threadsafe(endpoint.close(), loop).result()
+    asyncio.run_coroutine_threadsafe(endpoint.close(), loop).result(DEADLINE_S)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    thread.join(DEADLINE_S)
 
 
 def check(route: str, answer: Answer) -> None:

@@ -156,9 +156,10 @@ async def test_a_message_that_cannot_fit_is_refused_alike_and_unread_by_the_toke
     assert max(read) < chars // 2
 
 
-async def test_who_asks_for_too_much_again_and_again_uses_up_his_turns(tokenizer: ChatTokenizer) -> None:
-    rollout = rollout_of(SpokenPool(tokenizer), calls=3)
-    long = [{"role": "user", "content": "1" * 2 * encoding.LONG_CHARS}]
-    answers = await refusals(rollout, long, long)
-    assert [answer["error"].get("code") for _, answer in answers[::2]] == ["context_length_exceeded"] * 2
-    assert "rl.turns_max=3" in answers[3][1]["error"]["message"] and rollout.finish_reason == "turns"
+async def test_a_call_that_is_refused_uses_up_no_turn(tokenizer: ChatTokenizer) -> None:
+    rollout = rollout_of(SpokenPool(tokenizer, [ANSWER, ANSWER]), calls=2)
+    long, short = [{"role": "user", "content": "1" * 2 * encoding.LONG_CHARS}], [{"role": "user", "content": "1"}]
+    answers = await refusals(rollout, long, long, short, short)
+    assert [answer["error"].get("code") for _, answer in answers[:4:2]] == ["context_length_exceeded"] * 2
+    assert [status for status, _ in answers] == [400] * 4 + [200] * 2 + [400] * 2
+    assert "rl.turns_max=2" in answers[-1][1]["error"]["message"] and rollout.finish_reason == "turns"

@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rlpipe.agents.anthropic_wire import AnthropicWire
+from rlpipe.agents.calls import SentCalls, sending_of
 from rlpipe.agents.chat import MODEL, ChatRefused, ChatRequest, json_text
 from rlpipe.agents.openai_wire import OpenAiWire
 from rlpipe.agents.rollout import AgentRollout, GivenReplies
@@ -46,6 +47,7 @@ class Door:
 class _Guest:
     rollout: AgentRollout
     api_key: str
+    calls: SentCalls
 
 
 class AgentEndpoint:
@@ -82,7 +84,7 @@ class AgentEndpoint:
     def open(self, rollout: AgentRollout) -> Iterator[Door]:
         """A rollout's door, until the end of the `with`: from then on its key is refused."""
         number, key = str(next(self._numbers)), secrets.token_urlsafe(24)
-        self._guests[number] = _Guest(rollout, key)
+        self._guests[number] = _Guest(rollout, key, SentCalls())
         try:
             yield Door(f"{self._url}/{number}/v1", key)
         finally:
@@ -114,23 +116,29 @@ class AgentEndpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         wire = self._wire(request)
         try:
-            body = strict_json(await request.read())
+            body = await request.read()
+            said = strict_json(body)
         except (ValueError, RecursionError, web.RequestPayloadError) as error:
             raise ChatRefused(400, f"the body is no JSON: {error}", "invalid_json") from error
-        call, guest = wire.read(body), self._guests.get(request.match_info["rollout"])
+        wanted, guest = wire.read(said), self._guests.get(request.match_info["rollout"])
         if guest is None:
             raise ChatRefused(401, "the rollout ended while the call was read", "invalid_api_key")
-        is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"  # what OpenAI's and Anthropic's clients say
-        answering = guest.rollout.answer(call, is_repeated)
-        if not call.stream:
-            return _json(wire.whole(call, await answering))
-        await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)
-        if answering.done():
-            answering.result()  # while a status can still say that it was refused
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        async for event in _events(wire, call, answering):
-            await response.write(event.encode())
+        sending = sending_of(request, body)
+        call = guest.calls.call(sending, lambda: guest.rollout.answer(wanted))
+        if wanted.stream:
+            await asyncio.wait({call.answering}, timeout=KEEP_ALIVE_S)
+            if call.answering.done():
+                call.answering.result()  # while a status can still say that it was refused
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        else:
+            response = _json(wire.whole(wanted, await asyncio.shield(call.answering)))  # a client that hangs up does not end it
+        with contextlib.suppress(ConnectionError):  # it has hung up, and may ask again
+            await response.prepare(request)
+            if wanted.stream:
+                async for event in _events(wire, wanted, call.answering):
+                    await response.write(event.encode())
+            await response.write_eof()
+            call.given_to(sending)
         return response
 
 

@@ -77,11 +77,12 @@ class AgentRollout:
         """Nothing was asked yet, and what was answered in an earlier try is there."""
         self.conversation = ConversationTree(self._tokenizer)
         self.limit = ""  # the one that the last call was refused for
-        self._num_asked: Counter[str] = Counter()
+        self._num_refused = 0
+        self._num_asked: Counter[str] = Counter()  # of calls that were not refused, as is
         self._num_completions = 0
         self._calls: set[asyncio.Task[GivenReplies]] = set()  # that nobody has heard the end of
-        self._answers: dict[CallKey, asyncio.Task[GivenReplies]] = {}
         self._sampling: dict[CallKey, asyncio.Task[list[Completion]]] = {}
+        self._answered: set[CallKey] = set()
         self._over = asyncio.Event()  # the agent has ended: nothing of this try changes any more
 
     @contextlib.asynccontextmanager
@@ -92,27 +93,24 @@ class AgentRollout:
             yield
         finally:
             self._over.set()
-            while pending := [
-                task for task in (*self._calls, *self._answers.values(), *self._sampling.values()) if not task.done()
-            ]:
+            while pending := [task for task in (*self._calls, *self._sampling.values()) if not task.done()]:
                 await asyncio.wait(pending)
         for key in self._sampling:
-            if self._answers[key].exception() and self._kept.pop(key, None):
+            if key not in self._answered and self._kept.pop(key, None):
                 await self._keep(key, [])
 
-    def answer(self, request: ChatRequest, is_repeated: bool) -> asyncio.Task[GivenReplies]:
-        """The replies to a call; ChatRefused, also when the agent ends before they are there. `is_repeated`: the client says that it has sent
-        this call before, and heard nothing."""
-        call = asyncio.create_task(self._answered(request, is_repeated))
+    def answer(self, request: ChatRequest) -> asyncio.Task[GivenReplies]:
+        """The replies to a call; ChatRefused, also when the agent ends before they are there, and then it counts for nothing."""
+        call = asyncio.create_task(self._answer(request))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return call
 
-    async def _answered(self, request: ChatRequest, is_repeated: bool) -> GivenReplies:
+    async def _answer(self, request: ChatRequest) -> GivenReplies:
         self._check_goes_on()
         try:
             if self.failure is None:
-                return await self._replies(request, is_repeated)
+                return await self._replies(request)
         except (ChatRefused, asyncio.CancelledError):
             raise
         except Exception as error:  # whatever it is: the stage raises it, but for what nobody waits for
@@ -125,34 +123,31 @@ class AgentRollout:
         if self._over.is_set():
             raise ChatRefused(401, "the agent of this rollout has ended", "invalid_api_key")
 
-    async def _replies(self, request: ChatRequest, is_repeated: bool) -> GivenReplies:
+    async def _replies(self, request: ChatRequest) -> GivenReplies:
         try:
             context = await asyncio.to_thread(self.conversation.context, request, self.terms.context_tokens_max)
         except TooLong as error:
             self._check_goes_on()
-            if not is_repeated:
-                self._count(request.num_choices)
             raise self._too_long() from error
         except UserError as error:
             raise ChatRefused(400, str(error), "chat_template") from error
         self._check_goes_on()
-        digest = _sha256(context, request)
-        if not (is_repeated and self._num_asked[digest]):
-            self._num_asked[digest] += 1
-        key = CallKey(digest, self._num_asked[digest] - 1)
-        if key not in self._answers:
-            self._answers[key] = asyncio.create_task(self._answer(request, context, key))
-        return await asyncio.shield(self._answers[key])  # a client that hangs up does not end it
-
-    async def _answer(self, request: ChatRequest, context: Context, key: CallKey) -> GivenReplies:
-        self._check_goes_on()
         terms, num_before = self.terms, len(context.prior.tokens)
-        self._count(request.num_choices)
         room = min(terms.params.max_new_tokens, terms.context_tokens_max - len(context.prompt_tokens))
         if room <= num_before:
             raise self._too_long()
+        if self._num_completions + request.num_choices > terms.calls_max:
+            raise self._out_of_turns(request.num_choices)
+        digest = _sha256(context, request)
+        key = CallKey(digest, self._num_asked[digest])
+        self._num_asked[digest] += 1
+        self._num_completions += request.num_choices
         tokens_max = room if request.tokens_max is None else min(room, num_before + request.tokens_max)
         self._sampling[key] = asyncio.create_task(self._sampled(request.num_choices, context, key, tokens_max))
+        return await self._given(request, context, key)
+
+    async def _given(self, request: ChatRequest, context: Context, key: CallKey) -> GivenReplies:
+        num_refused = self._num_refused
         sampled = await self._sampling[key]
         self._check_goes_on()
         nodes = []
@@ -161,10 +156,11 @@ class AgentRollout:
             text = self._tokenizer.decode(completion.tokens.tolist())
             message = assistant_message(text, request, lambda number, seed=seed: f"call_{seed:08x}{number}")
             nodes.append(self.conversation.reply(request, context, completion, message))
+        self._answered.add(key)
         self.conversation.last = nodes[0]
-        if self.limit == TRUNCATED:  # the agent has gone on with a shorter conversation
+        if self._num_refused == num_refused:  # the agent has gone on, with less
             self.limit = ""
-        return GivenReplies(nodes, sampled, len(context.prompt_tokens) + num_before)
+        return GivenReplies(nodes, sampled, len(context.prompt_tokens) + len(context.prior.tokens))
 
     async def _sampled(self, num_choices: int, context: Context, key: CallKey, tokens_max: int) -> list[Completion]:
         """What is sampled for a call, one completion a choice: it is kept before anybody hears of it."""
@@ -186,12 +182,11 @@ class AgentRollout:
     def _seed(self, key: CallKey, choice: int) -> int:
         return rollout_seed(self.terms.params.seed, "call", *key, choice)
 
-    def _count(self, num_choices: int) -> None:
-        """Counts what a call asks for; ChatRefused when the rollout has no more."""
-        self._num_completions += num_choices
-        if self._num_completions > self.terms.calls_max:
-            message = f"rl.turns_max={self.terms.calls_max} completions of this rollout are used up"
-            raise self._refusal(OUT_OF_TURNS, message, "turns_max")
+    def _out_of_turns(self, num_choices: int) -> ChatRefused:
+        """The refusal of a call that asks for more completions than are left."""
+        num_left = self.terms.calls_max - self._num_completions
+        message = f"rl.turns_max={self.terms.calls_max}: of so many completions of this rollout {num_left} are left, and {num_choices} are asked for"
+        return self._refusal(OUT_OF_TURNS, message, "turns_max")
 
     def _too_long(self) -> ChatRefused:
         """The refusal of a conversation that leaves no token, whether it was encoded or is so long that it need not be."""
@@ -203,7 +198,7 @@ class AgentRollout:
         return self._refusal(TRUNCATED, message, "context_length_exceeded")
 
     def _refusal(self, limit: str, message: str, code: str) -> ChatRefused:
-        self.limit = limit
+        self.limit, self._num_refused = limit, self._num_refused + 1
         return ChatRefused(400, message, code)
 
     @property
