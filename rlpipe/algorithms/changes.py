@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
-from scipy.spatial import cKDTree
+from scipy.spatial import KDTree
 
 CALIPER = 0.5  # of a feature's spread: how far apart rows may be that are alike
 ALIKE_MIN, ALIKE_MAX = 4, 64  # rows that are alike: below nothing is known, above no more are asked
@@ -136,7 +136,7 @@ def matched(
         return expected_N, 0.0
     spread = features_NF[learnt].std(0)
     units_NF = features_NF / (CALIPER * np.where(spread > 0, spread, 1.0))
-    tree = cKDTree(units_NF[learnt], balanced_tree=False)
+    tree = KDTree(units_NF[learnt], balanced_tree=False)
     near_NK, found_NK = tree.query(units_NF, k=min(ALIKE_MAX, len(learnt)), p=np.inf, distance_upper_bound=1.0)
     for row, (far_K, found_K) in enumerate(zip(np.atleast_2d(near_NK), np.atleast_2d(found_NK), strict=True)):
         alike = learnt[found_K[np.isfinite(far_K)]]
