@@ -76,10 +76,13 @@ class Causes:
         self.kind = KINDS[kind]
         self.rewards = f"rl.rewards={self.kind.rewards}"
 
-    def changed_rows(self, run: str, seed: int, change: Callable[[random.Random, list[JsonDict]], list[JsonDict]]) -> None:
+    def changed_rows(
+        self, run: str, seed: int, change: Callable[[random.Random, list[JsonDict]], list[JsonDict]], prompts: int = PROMPTS
+    ) -> None:
         rng = random.Random(f"{run}/{seed}")
-        rows = healthy_rows(rng)
-        self.world.from_rows(run, [*rows[: AT * PROMPTS], *change(rng, rows[AT * PROMPTS :])], self.rewards)
+        rows = healthy_rows(rng, prompts=prompts)
+        changed = [*rows[: AT * prompts], *change(rng, rows[AT * prompts :])]
+        self.world.from_rows(run, changed, self.rewards, f"rl.num_prompts={prompts}", f"rl.group_size={max(4, 128 // prompts)}")
 
     def plant(self, seed: int) -> dict[str, str]:
         """Cause -> the run that has it, from iteration AT on but for rates that rise or are too high from the start."""
@@ -95,7 +98,7 @@ class Causes:
         with world.file(self.kind.breaks):
             world.fork(parent, AT - 1, runs["reward code"])
         world.fork(parent, AT - 1, runs["a part's weight"], f"rl.rewards={self.kind.reweighted}")
-        self.changed_rows(runs["a tenth of labels"], seed, shuffled)
+        self.changed_rows(runs["a tenth of labels"], seed, shuffled, 64)  # of 16 prompts a tenth is no proof: 7 groups of 70
         self.changed_rows(runs["harder data"], seed, harder)
         self.changed_rows(runs["template"], seed, asked_otherwise)
         world.fork(parent, AT - 1, runs["shorter completions"], "rl.completion_tokens_max=7")
@@ -121,10 +124,11 @@ class Causes:
         first = found[0][0] if found else ""
         wanted = CAUSES[cause]
         others = [name for name in named if name not in wanted]
-        right = not others and (first in wanted if wanted else not found)
+        unfelt = "and the reward is what it was" in done.stdout  # of a changed setting: exit code 4 is right
+        right = not others and (first in wanted or (unfelt and not found) if wanted else not found)
         at = re.search(r"iteration (\d+): reward", done.stdout)
         assert at is not None, done.stdout
-        cells = f"{first or 'no cause found':18s}  {at[1]:>2s}  {', '.join(others) or '-':24s}  {', '.join(symptoms) or '-'}"
+        cells = f"{first or ('unfelt' if unfelt else 'no cause found'):18s}  {at[1]:>2s}  {', '.join(others) or '-':24s}  {', '.join(symptoms) or '-'}"
         return f"{cause:20s}  {'yes' if right else 'NO ':3s}  {cells}", right
 
 

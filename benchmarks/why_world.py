@@ -164,7 +164,11 @@ class World:
         if not self.has(run, iterations):
             entries = [f"rl.num_iterations={iterations}", *sets]
             options = [part for entry in entries for part in ("--set", entry)]
-            self.complete("fork", parent, "--at", str(at), "--run", run, "--store", self.folder.store, *options)
+            code, output = self.folder.rlpipe(
+                "fork", parent, "--at", str(at), "--run", run, "--store", self.folder.store, *options
+            )
+            # where a reward is broken nothing is trained in any iteration, and the command says so
+            assert code == 0 or self.has(run, iterations), output[-3000:]
 
     def from_rows(self, run: str, rows: list[JsonDict], *sets: str, iterations: int = ITERATIONS) -> None:
         """A run of RL on these rows, in their order."""
