@@ -49,7 +49,7 @@ CAUSES: dict[str, tuple[str, ...]] = {  # what was planted -> the suspects that 
     "rate": ("settings",),
     "warm-up": ("rate",),
     "reward code": ("reward_part",),
-    "a part's weight": ("reward_weights",),
+    "a part's weight": ("reward_settings",),
     "a tenth of labels": ("labels",),
     "harder data": ("mix",),
     "shorter completions": ("truncation",),
@@ -66,6 +66,11 @@ def shuffled(rng: random.Random, rows: list[JsonDict]) -> list[JsonDict]:
     chosen = rng.sample(range(len(rows)), len(rows) // 10)
     answers = {place: rows[other]["answer"] for place, other in zip(chosen, [*chosen[1:], chosen[0]], strict=True)}
     return [{**row, "answer": answers.get(place, row["answer"])} for place, row in enumerate(rows)]
+
+
+def run_names(seed: int) -> dict[str, str]:
+    """Cause -> the run that has it."""
+    return {cause: f"{re.sub('[^a-z]+', '-', cause)}-{seed}" for cause in CAUSES}
 
 
 class Causes:
@@ -85,8 +90,8 @@ class Causes:
         self.world.from_rows(run, changed, self.rewards, f"rl.num_prompts={prompts}", f"rl.group_size={max(4, 128 // prompts)}")
 
     def plant(self, seed: int) -> dict[str, str]:
-        """Cause -> the run that has it, from iteration AT on but for rates that rise or are too high from the start."""
-        world, runs = self.world, {cause: f"{re.sub('[^a-z]+', '-', cause)}-{seed}" for cause in CAUSES}
+        """Makes the run of each cause, which has it from iteration AT on but for rates that rise or are too high from the start."""
+        world, runs = self.world, run_names(seed)
         parent = runs["none"]
         rows = healthy_rows(random.Random(seed))
         world.from_rows(parent, rows, self.rewards)
@@ -132,20 +137,19 @@ class Causes:
         return f"{cause:20s}  {'yes' if right else 'NO ':3s}  {cells}", right
 
 
-def of_kind(path: Path, environment: dict[str, str], kind: str, seeds: list[int], asks_only: bool) -> tuple[list[str], int]:
-    """The lines of a kind, and how many of them are right."""
+def of_kind(path: Path, environment: dict[str, str], kind: str, seeds: list[int], asks_only: bool) -> int:
+    """Prints the lines of a kind; how many of them are right."""
     causes = Causes(path, environment, kind)
     if not asks_only:
         causes.world.base()
-    lines, right = [], 0
+    right = 0
     for seed in seeds:
-        runs = {cause: f"{re.sub('[^a-z]+', '-', cause)}-{seed}" for cause in CAUSES} if asks_only else causes.plant(seed)
+        runs = run_names(seed) if asks_only else causes.plant(seed)
         for cause, run in runs.items():
             line, is_right = causes.ask(cause, run, seed)
-            lines.append(f"{kind:8s}  {seed:4d}  {line}")
             right += is_right
-            print(lines[-1], flush=True)
-    return lines, right
+            print(f"{kind:8s}  {seed:4d}  {line}", flush=True)
+    return right
 
 
 def main() -> None:
@@ -159,10 +163,10 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     print("reward    seed  planted               right  first             at  others                    symptoms", flush=True)
     with bare_server(given.folder) as stand, ThreadPoolExecutor(given.at_once) as threads:
-        each = list(
+        right = sum(
             threads.map(lambda kind: of_kind(given.folder, stand.environment, kind, given.seeds, given.ask_only), given.kinds)
         )
-    right, total = sum(count for _, count in each), len(CAUSES) * len(given.seeds) * len(given.kinds)
+    total = len(CAUSES) * len(given.seeds) * len(given.kinds)
     print(f"{right} of {total}: the cause is first, and nothing that nobody touched is named")
     if right < total:
         raise SystemExit(1)

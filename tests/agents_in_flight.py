@@ -5,15 +5,28 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from rlpipe.agents.rollout import AgentRollout, CallKey, Keep, Replies, Terms
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, Sampling
 from rlpipe.engines.pool import EnginePool
-from tests.deadlines import DEADLINE_S
+from tests.agent_world import tokenizer_in
+from tests.deadlines import until_async
 from tests.slow_engine import SlowEngine
 
 FOR_EVER = 1 << 20  # tokens of a completion, of which an engine samples a hundred in a second
 TICK_S = 0.01
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return tokenizer_in(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def engine() -> SlowEngine:
+    return SlowEngine("a", TICK_S)
 
 
 def rollout_in_flight(pool: Any, tokenizer: ChatTokenizer, kept: Replies, keep: Keep, tokens: int = 40) -> AgentRollout:
@@ -22,12 +35,9 @@ def rollout_in_flight(pool: Any, tokenizer: ChatTokenizer, kept: Replies, keep: 
 
 async def reached(engine: SlowEngine, num_requests: int, num_tokens: int = 1) -> None:
     """Until the engine has been asked so often, and has sampled so much since."""
-    async with asyncio.timeout(DEADLINE_S):
-        while len(engine.asked) < num_requests:
-            await asyncio.sleep(TICK_S)
-        num_tokens += engine.num_sampled
-        while engine.num_sampled < num_tokens:
-            await asyncio.sleep(TICK_S)
+    await until_async(lambda: len(engine.asked) >= num_requests, "it is asked")
+    num_tokens += engine.num_sampled
+    await until_async(lambda: engine.num_sampled >= num_tokens, "it samples")
 
 
 async def check_idle(engine: SlowEngine, pool: EnginePool, num_requests: int) -> None:

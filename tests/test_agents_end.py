@@ -18,19 +18,11 @@ from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.store.backend import open_store
-from tests.agent_world import tokenizer_in
-from tests.agents_in_flight import DEADLINE_S, FOR_EVER, TICK_S, check_idle, keep_nothing, reached, rollout_in_flight
+from tests.agents_in_flight import FOR_EVER, check_idle, keep_nothing, reached, rollout_in_flight
+from tests.agents_in_flight import engine as engine
+from tests.agents_in_flight import tokenizer as tokenizer
+from tests.deadlines import DEADLINE_S
 from tests.slow_engine import SlowEngine, slow_pool
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    return tokenizer_in(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def engine() -> SlowEngine:
-    return SlowEngine("a", TICK_S)
 
 
 def asked(text: str, num_choices: int = 1) -> ChatRequest:

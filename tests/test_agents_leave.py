@@ -11,21 +11,13 @@ from rlpipe.agents.pool import AgentFault, AgentOutcome, Agents
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.records.prompt import RewardPrompt
-from tests.agent_world import tokenizer_in
-from tests.agents_in_flight import DEADLINE_S, FOR_EVER, TICK_S, check_idle, keep_nothing, reached, rollout_in_flight
+from tests.agents_in_flight import FOR_EVER, check_idle, keep_nothing, reached, rollout_in_flight
+from tests.agents_in_flight import engine as engine
+from tests.agents_in_flight import tokenizer as tokenizer
+from tests.deadlines import DEADLINE_S
 from tests.slow_engine import SlowEngine, slow_pool
 
 TIMEOUT_S = 10.0  # short: of an agent whose timeout is tested
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    return tokenizer_in(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def engine() -> SlowEngine:
-    return SlowEngine("a", TICK_S)
 
 
 AGENT = '''

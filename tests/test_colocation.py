@@ -30,7 +30,7 @@ from rlpipe.store.limits import gpus_held
 from rlpipe.store.nearby import Nearby
 from rlpipe.store.run import create_or_continue
 from rlpipe.types import ArtifactRef, EngineError, UserError
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, until_async
 from tests.slow_engine import SlowEngine, slow_pool, wanted
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
@@ -243,29 +243,28 @@ async def test_a_session_makes_the_calls_in_turn(tmp_path: Path, monkeypatch: py
     await session.close()
 
 
-async def test_memory_is_not_given_back_under_a_rollout() -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_memory_is_not_given_back_under_a_rollout(is_cancelled: bool) -> None:
     """Whoever samples still is waited for, also where that is cancelled."""
-    for is_cancelled in (False, True):
-        engine, trainer = SlowEngine("a", 0.01), Sides()
-        async with slow_pool(engine, progress_timeout_s=DEADLINE_S) as pool:
-            memory = MemoryTurns(pool, trainer.joined, trainer)  # type: ignore[arg-type]
-            sampling = asyncio.create_task(pool.generate(wanted(1 << 20 if is_cancelled else 40)))
-            while not engine.num_sampled:
-                await asyncio.sleep(0.01)
-            turning = asyncio.create_task(memory.to_trainer())
-            await asyncio.sleep(0.05)
-            assert memory.turn == "nobody" and pool.version is not None
-            if is_cancelled:  # the engine is told, though the call that it was sent in may go on for others
-                sampling.cancel()
-            await turning
-            assert sampling.done() and memory.turn == "trainer" and pool.version is None
-            assert len(engine.aborts) == is_cancelled
+    engine, trainer = SlowEngine("a", 0.01), Sides()
+    async with slow_pool(engine, progress_timeout_s=DEADLINE_S) as pool:
+        memory = MemoryTurns(pool, trainer.joined, trainer)  # type: ignore[arg-type]
+        sampling = asyncio.create_task(pool.generate(wanted(1 << 20 if is_cancelled else 40)))
+        await until_async(lambda: engine.num_sampled, "it samples")
+        turning = asyncio.create_task(memory.to_trainer())
+        await asyncio.sleep(0.05)
+        assert memory.turn == "nobody" and pool.version is not None
+        if is_cancelled:  # the engine is told, though the call that it was sent in may go on for others
+            sampling.cancel()
+        await turning
+        assert sampling.done() and memory.turn == "trainer" and pool.version is None
+        assert len(engine.aborts) == is_cancelled
 
 
 async def test_a_call_that_does_not_end_keeps_no_release_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpipe.engines.pool.GIVEN_UP_S", 0.2)
     engine = SlowEngine("a", 0.01)
-    async with slow_pool(engine, progress_timeout_s=DEADLINE_S) as pool:
+    async with slow_pool(engine, progress_timeout_s=0.1) as pool:  # short: what is given up after it
         pool._num_calls = 1
         with pytest.raises(EngineError, match="1 calls that sample do not end"):
             await pool.release([])

@@ -23,7 +23,7 @@ from rlpipe.rewards.registry import resolve
 from rlpipe.rewards.score import facts_of, label
 from rlpipe.store.run import Run, create_or_continue
 from tests.test_store_run import PRESETS
-from tests.why_world import LETTERS, Asked, Planted, around, near, rewarded, store
+from tests.why_world import LETTERS, After, Asked, Planted, around, rewarded, store
 
 KINDS = {
     "0/1": "rl.rewards={exact = 1.0}",
@@ -137,6 +137,28 @@ def test_where_code_cannot_be_called_the_report_says_so(tmp_path: Path) -> None:
     assert "gone" in today.why_not
 
 
+GOES_AWAY = """
+import os, pathlib
+
+def reward(prompt, completion):
+    pathlib.Path(__file__).unlink(missing_ok=True)
+    os._exit(3)
+"""
+
+
+def test_a_reward_that_is_lost_while_it_scores_again_ends_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "goes_away.py").write_text(GOES_AWAY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    run = run_of(tmp_path, KINDS["0/1"])
+    whole = scored(run, around(run, 1, prompts=4, size=4))
+    lost = run.config.rl.model_copy(update={"rewards": {"goes_away:reward": 1.0}})
+    config = run.config.model_copy(update={"rl": lost})
+    with Today(run) as today:
+        report = judge(replace(whole, rewards_today=today, config=config, config_before=config), LOOKS)
+    assert "goes_away" in today.why_not and not report.findings
+
+
 def test_a_verdict_that_the_rest_of_the_reward_refutes_is_withdrawn(tmp_path: Path) -> None:
     """A part that falls with all the others beside it was not touched, whatever the fit says."""
     run = run_of(tmp_path, "rl.rewards={exact = 0.5, length = 0.5}")
@@ -190,9 +212,9 @@ def mistaken(rng: random.Random, rollout: Rollout, prompt: Prompt) -> Rollout:
 
 @pytest.mark.parametrize("worse", [to_all, mistaken])
 @pytest.mark.parametrize("kind", KINDS)
-def test_right_labels_are_not_named_where_the_policy_is_surely_wrong(kind: str, worse: object, tmp_path: Path) -> None:
+def test_right_labels_are_not_named_where_the_policy_is_surely_wrong(kind: str, worse: After, tmp_path: Path) -> None:
     run = run_of(tmp_path, KINDS[kind])
-    whole = scored(run, around(run, 2, Planted(after=worse), prompts=16, size=8))  # type: ignore[arg-type]
+    whole = scored(run, around(run, 2, Planted(after=worse), prompts=16, size=8))
     assert "labels" not in named(whole)
 
 
@@ -250,6 +272,10 @@ def test_a_rate_that_still_rises_is_named_when_the_reward_falls(tmp_path: Path) 
     assert finding.suspect == "rate" and "step 12 of 20 of its warm-up" in finding.title
     assert not list(rate(falling(run, 1e-4, 6))), "updates that go nowhere ruin nothing"
     assert not list(rate(around(run, 2, at=6))), "a reward that rises"
+    nothing_trained = falling(run, 0.5, 6)
+    metrics = {number: {**values, "train/learning_rate": 0.0} for number, values in nothing_trained.metrics.items()}
+    [finding] = rate(replace(nothing_trained, metrics=metrics))
+    assert finding.proof is not None and finding.proof.sets == ["rl.learning_rate=0.001"], "a rate that a config may have"
     late = create_or_continue(read_config("tiny", [*config, "run=b", "rl.warmup_steps=2"], PRESETS))
     assert not list(rate(falling(late, 0.5, 6))), "it has risen"
 
@@ -278,4 +304,3 @@ def test_history_gives_what_is_around_an_iteration_todays_code(tmp_path: Path) -
         for name, column in around_6.today.items():
             known = np.isfinite(column)
             assert known.sum() == len(column) and np.abs(column - around_6.parts[name]).max() == 0
-    assert near  # the function that runs are scored by lives beside the simulated run

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from difflib import SequenceMatcher
 
 import numpy as np
 
@@ -20,7 +21,13 @@ _BETWEEN = re.compile(r"[\s$]*(?:[,;]|(?:,\s*)?\b(?:and|or)\b)[\s$]*")  # betwee
 _HASHED = re.compile(r"(?<!#)####(?!#)(.*)")  # GSM8K's mark; a fifth # makes it a heading
 _NUMBER_FIRST = re.compile(r"(?:\\?\$|[€£¥])?[+-]?[.\d]")
 _COUNTED = re.compile(r"\d+[.):]\s")  # a heading: "#### 1. Check"
+COMPARED_CHARS = 200  # of two answers
 LATEX_TEXT = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}")  # words inside a formula
+
+
+def likeness(one: str, other: str) -> float:
+    """How much two answers have in common, from 0 to 1: Ratcliff's and Obershelp's share of characters, of the first COMPARED_CHARS of each."""
+    return SequenceMatcher(None, one[:COMPARED_CHARS], other[:COMPARED_CHARS], autojunk=False).ratio()
 
 
 def last_answer(completion: str) -> str | None:

@@ -124,6 +124,11 @@ def within_correlation(
     return float((first * second).sum() / scale) if scale > 1e-12 else float("nan")
 
 
+def evenly(count: int, most: int) -> list[int]:
+    """At most `most` of the places 0 to count - 1, the first and the last among them, in order."""
+    return np.unique(np.linspace(0, count - 1, most).round().astype(int)).tolist() if count else []
+
+
 def matched(
     features_NF: np.ndarray, values_N: np.ndarray, learnt_N: np.ndarray, group_N: np.ndarray
 ) -> tuple[np.ndarray, float]:

@@ -174,11 +174,15 @@ class Around:
         return [answer_text(rollout.completion).lower() for rollout in self.rollouts]
 
     @cached_property
+    def label_G(self) -> list[str | None]:
+        """The answer of each group's prompt, as text that can be compared; none where it has none."""
+        return [None if group.prompt.answer is None else str(group.prompt.answer).strip().lower() for group in self.groups]
+
+    @cached_property
     def matched_R(self) -> np.ndarray:
         """1 where that is the prompt's answer, by its text; nan where the prompt has none. An opinion that no reward has a part in."""
-        labels_G = [None if group.prompt.answer is None else str(group.prompt.answer).strip().lower() for group in self.groups]
         pairs = zip(self.group_R, self.answer_R, strict=True)
-        return np.array([np.nan if (text := labels_G[group]) is None else float(answer == text) for group, answer in pairs])
+        return np.array([np.nan if (text := self.label_G[group]) is None else float(answer == text) for group, answer in pairs])
 
     @cached_property
     def parts(self) -> dict[str, np.ndarray]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlpipe.algorithms.changes import NO_SHIFT, Shift, group_means, shift, within_correlation
+from rlpipe.algorithms.changes import NO_SHIFT, Shift, evenly, group_means, shift, within_correlation
 from rlpipe.report.around import History, ScoredGroup
 from rlpipe.report.show import text_line
 from rlpipe.report.stored_turns import turns_reader
 from rlpipe.report.suspects.finding import SHOWN, from_to
+from rlpipe.report.today import items_of
 from rlpipe.rewards.pool import RewardPool
-from rlpipe.rewards.score import Item, facts_of
 from rlpipe.types import UserError
 
 ITERATIONS_MAX = 40  # that are scored, evenly over the run
@@ -42,16 +42,10 @@ def rescored(history: History, reward: str) -> Rescored:
     """The rollouts of the run, of at most ITERATIONS_MAX iterations, with a second reward: by name, or package.module:function."""
     if not history.num_iterations:
         raise UserError(f"run {history.run.name} has no committed iteration: there is nothing to score")
-    numbers = np.unique(np.linspace(0, history.num_iterations - 1, ITERATIONS_MAX).round().astype(int))
-    groups = [group for number in numbers for group in history.groups(int(number))]
+    groups = [group for number in evenly(history.num_iterations, ITERATIONS_MAX) for group in history.groups(number)]
     rl = history.run.config.rl
     args = {reward: rl.reward_args[reward]} if reward in rl.reward_args else {}
-    turns = turns_reader(history.run)
-    items: list[Item] = [
-        {"prompt": group.prompt.for_reward(), "completion": rollout.completion, "rollout": facts_of(rollout, turns(rollout))}
-        for group in groups
-        for rollout in group.rollouts
-    ]
+    items = items_of([(group, rollout) for group in groups for rollout in group.rollouts], turns_reader(history.run))
     with RewardPool({reward: 1.0}, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s, secrets=rl.secrets) as pool:
         scores = pool.score(items)
         if all(score.reward is None for score in scores):

@@ -11,12 +11,13 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-import numpy as np
-
+from rlpipe.algorithms.changes import evenly
 from rlpipe.config.training import RlConfig
-from rlpipe.report.stored_turns import turns_reader
+from rlpipe.records.rollout import Rollout
+from rlpipe.report.stored_turns import Turns, turns_reader
 from rlpipe.rewards.pool import RewardPool
-from rlpipe.rewards.registry import is_service
+from rlpipe.rewards.process import RewardLost
+from rlpipe.rewards.registry import RewardArgs, is_service
 from rlpipe.rewards.score import Item, facts_of
 from rlpipe.store.run import Run
 from rlpipe.types import StoreError, UserError
@@ -29,6 +30,18 @@ SECONDS_MAX = 60.0  # of a report: nothing is begun after it
 RECORDED = "environment"  # a reward that repeats what was recorded: it says nothing of the code that gave it
 
 PartsToday: TypeAlias = "dict[tuple[int, int], dict[str, float]]"  # (group_index, rollout_index) -> the parts of its reward
+
+
+def items_of(pairs: list[tuple[ScoredGroup, Rollout]], turns: Turns) -> list[Item]:
+    """What rewards get of stored rollouts; StoreError where their turns cannot be read."""
+    return [
+        {
+            "prompt": group.prompt.for_reward(),
+            "completion": rollout.completion,
+            "rollout": facts_of(rollout, turns(rollout)),
+        }
+        for group, rollout in pairs
+    ]
 
 
 class Today:
@@ -55,18 +68,17 @@ class Today:
         args = {name: rl.reward_args[name] for name in names if name in rl.reward_args}
         key = json.dumps([names, args], sort_keys=True)
         if (key, iteration) not in self._known:
-            pool = self._pool(key, names, rl) if names and groups else None
+            pool = self._pool(key, names, args, rl) if names and groups else None
             self._known[key, iteration] = self._scored(pool, groups) if pool else {}
         return self._known[key, iteration]
 
-    def _pool(self, key: str, names: list[str], rl: RlConfig) -> RewardPool | None:
+    def _pool(self, key: str, names: list[str], args: RewardArgs, rl: RlConfig) -> RewardPool | None:
         """The processes that have these functions; None where one cannot be loaded, or the time is over."""
         self._end = self._end or time.monotonic() + SECONDS_MAX
         if time.monotonic() > self._end:
             self.why_not = self.why_not or f"{SECONDS_MAX:g} s were not enough for all iterations"
             return None
         if key not in self._pools:
-            args = {name: rl.reward_args[name] for name in names if name in rl.reward_args}
             try:
                 pool = RewardPool(
                     dict.fromkeys(names, 1.0),
@@ -82,22 +94,13 @@ class Today:
         return self._pools[key]
 
     def _scored(self, pool: RewardPool, groups: list[ScoredGroup]) -> PartsToday:
-        wanted = max(1, ROLLOUTS_MAX // len(groups[0].rollouts))
-        chosen = [groups[place] for place in sorted({*np.linspace(0, len(groups) - 1, wanted).round().astype(int).tolist()})]
+        chosen = [groups[place] for place in evenly(len(groups), max(1, ROLLOUTS_MAX // len(groups[0].rollouts)))]
         pairs = [(group, rollout) for group in chosen for rollout in group.rollouts if not rollout.reward_fault]
         try:
-            items: list[Item] = [
-                {
-                    "prompt": group.prompt.for_reward(),
-                    "completion": rollout.completion,
-                    "rollout": facts_of(rollout, self._turns(rollout)),
-                }
-                for group, rollout in pairs
-            ]
-        except StoreError as error:  # without the tokenizer nobody knows the turns
+            scores = pool.score(items_of(pairs, self._turns), quiet=True)
+        except (StoreError, RewardLost) as error:  # without the tokenizer nobody knows the turns
             self.why_not = self.why_not or f"{error!s:.200}"
             return {}
-        scores = pool.score(items, quiet=True)
         if (failed := next((score for score in scores if score.reason), None)) is not None:
             self.why_not = self.why_not or f"{failed.message:.200}"
         return {

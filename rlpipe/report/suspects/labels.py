@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from difflib import SequenceMatcher
 
 import numpy as np
 
-from rlpipe.algorithms.changes import shift
+from rlpipe.algorithms.answers import likeness
+from rlpipe.algorithms.changes import evenly, shift
 from rlpipe.report.around import Around
 from rlpipe.report.suspects.finding import Finding, Findings, rows_to_show
 
 AGREEMENT = 0.75  # share of a group's rollouts with the same answer, from which the policy is sure
-CHARS = 200  # of two answers, that are compared
 OTHERS_MAX = 64  # labels of other prompts that an answer is compared with
 ALIKE_MIN = 0.5  # of two answers of which one may be the other with a mistake
 UNLIKE = 0.9  # share of them that are less like the answer than its own label: from here on it is that label with a mistake
@@ -47,10 +46,10 @@ def labels(around: Around) -> Findings:
 def _sure_and_wrong(around: Around) -> tuple[np.ndarray, np.ndarray]:
     """Of each group whether its rollouts agree, and whether they agree on what is not the label while nothing speaks against the policy."""
     agreed = [_agreed(around, index) for index in range(len(around.groups))]
-    own = ["" if group.prompt.answer is None else str(group.prompt.answer).strip().lower() for group in around.groups]
+    own = [label or "" for label in around.label_G]
     wrong = np.array([bool(answer) and not is_right for answer, is_right in agreed])
     answers = [answer for answer, _ in agreed]
-    excused = _given_to_all(answers, own, around.after_G) | _right_before(around, own)
+    excused = _given_to_all(answers, own, around.after_G) | _right_before(around, agreed)
     for index in np.flatnonzero(wrong & ~excused):
         excused[index] = _is_a_mistake(answers[index], own[index], own)
     return np.array([bool(answer) for answer in answers]), wrong & ~excused
@@ -70,23 +69,20 @@ def _given_to_all(answers: list[str], own: list[str], after_G: np.ndarray) -> np
     """Of each group whether its answer is one that the policy gives, on its side, OFTEN times as often as it is a label."""
     flags = np.zeros(len(answers), bool)
     for side in (False, True):
-        groups = [index for index in np.flatnonzero(after_G == side) if answers[index]]
-        given, labelled = (
-            Counter(answers[index] for index in groups),
-            Counter(own[index] for index in np.flatnonzero(after_G == side)),
-        )
+        groups = np.flatnonzero(after_G == side)
+        given, labelled = (Counter(texts[index] for index in groups) for texts in (answers, own))
         for index in groups:
-            flags[index] = given[answers[index]] > 1 and given[answers[index]] > OFTEN * labelled[answers[index]]
+            answer = answers[index]
+            flags[index] = bool(answer) and given[answer] > 1 and given[answer] > OFTEN * labelled[answer]
     return flags
 
 
-def _right_before(around: Around, own: list[str]) -> np.ndarray:
-    """Of each group whether an earlier version agreed on its label, asked the same: then the label was not wrong."""
-    right_before: set[tuple[tuple[int, ...], str]] = set()
-    texts, flags = around.texts(), np.zeros(len(own), bool)
+def _right_before(around: Around, agreed: list[tuple[str, bool]]) -> np.ndarray:
+    """Of each group whether one before it, asked the same, agreed on the same label: then the label was not wrong."""
+    right_before: set[tuple[tuple[int, ...], str | None]] = set()
+    texts, flags = around.texts(), np.zeros(len(agreed), bool)
     for index in np.argsort(around.iteration_G, kind="stable"):
-        key = (texts[index], own[index])
-        answer, is_right = _agreed(around, int(index))
+        key, (answer, is_right) = (texts[index], around.label_G[index]), agreed[index]
         flags[index] = key in right_before
         if answer and is_right:
             right_before.add(key)
@@ -96,14 +92,8 @@ def _right_before(around: Around, own: list[str]) -> np.ndarray:
 def _is_a_mistake(answer: str, label: str, labels: list[str]) -> bool:
     """Whether the answer is more like its label than like those of nearly all other prompts."""
     others = [other for other in dict.fromkeys(labels) if other not in (label, answer)]
-    chosen = (
-        [others[place] for place in sorted({*np.linspace(0, len(others) - 1, OTHERS_MAX).round().astype(int).tolist()})]
-        if others
-        else []
+    chosen = [others[place] for place in evenly(len(others), OTHERS_MAX)]
+    alike = likeness(answer, label)
+    return (
+        bool(chosen) and alike >= ALIKE_MIN and float(np.mean([likeness(answer, other) < alike for other in chosen])) > UNLIKE
     )
-    alike = _alike(answer, label)
-    return bool(chosen) and alike >= ALIKE_MIN and float(np.mean([_alike(answer, other) < alike for other in chosen])) > UNLIKE
-
-
-def _alike(one: str, other: str) -> float:
-    return SequenceMatcher(None, one[:CHARS], other[:CHARS], autojunk=False).ratio()

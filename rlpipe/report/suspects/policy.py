@@ -79,7 +79,7 @@ def rate(around: Around) -> Findings:
     if around.changed or change.size >= 0 or not (is_first or _is_warming(around)) or not _went_far(around):
         return
     rl, steps = around.config.rl, around.at * around.config.rl.num_steps
-    now = last.get("train/learning_rate", 0.0)
+    now = last.get("train/learning_rate", 0.0) or rl.learning_rate  # 0: nothing was trained
     if _is_warming(around):
         title = f"the learning rate still rises: {now:.3g} of {rl.learning_rate:g}, step {steps} of {rl.warmup_steps} of its warm-up"
     else:
@@ -88,7 +88,7 @@ def rate(around: Around) -> Findings:
     evidence = [f"updates of iteration {number}: {_updates(around.metrics[number])}" for number in known]
     if (start := evaluation_of(around.run, 0)) is not None:
         means = [f"{name} {value:.3g}" for name, value in sorted(start.metrics.items()) if name.endswith("_reward_mean")]
-        evidence.insert(0, f"the policy that RL began with: {', '.join(means)}; reward of iteration 0: {_first_reward(around)}")
+        evidence.insert(0, f"the policy that RL began with: {', '.join(means)}; {_first_reward(around)}")
     sets = [f"rl.learning_rate={now / 10 if is_first else now / 3:.1g}"]
     proof = WhatIf(AT_SFT if is_first else around.at - 1, sets, num_iterations=around.at + MOVES_OF_PROOF)
     yield Finding("rate", title, change, None, evidence, rows_to_show(around, np.ones(len(around.rollouts), bool), around.reward_R), proof=proof)  # fmt: skip
@@ -100,9 +100,9 @@ def _updates(metrics: Metrics) -> str:
 
 
 def _first_reward(around: Around) -> str:
-    """The mean reward of the oldest iteration that is looked at."""
-    rewards_R = around.reward_R[around.iteration_G[around.group_R] == around.iteration_G.min()]
-    return f"{float(rewards_R.mean()):.3g}"
+    """The mean reward of the oldest iteration that is looked at. Example: reward of iteration 0: 0.67."""
+    oldest = int(around.iteration_G.min())
+    return f"reward of iteration {oldest}: {float(around.reward_R[around.iteration_G[around.group_R] == oldest].mean()):.3g}"
 
 
 def _went_far(around: Around) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import SequenceMatcher
-
 import numpy as np
 
+from rlpipe.algorithms.answers import likeness
 from rlpipe.algorithms.changes import NO_SHIFT, Shift, matched
 from rlpipe.report.around import Around
 from rlpipe.report.suspects.finding import Finding, Findings, from_to, rows_to_show
@@ -18,44 +17,36 @@ OVERLAP_MIN = 0.25  # share of the rollouts from the iteration on that some befo
 SAME = 0.99  # share of the values of a side that today's code gives again, from which it is the code of that side
 TOLERANCE = 1e-6
 GROUPS_MIN = 3  # of a side, that today's code has scored
-ALIKE_CHARS = 200  # of two answers, that are compared
 
 
 def reward_parts(around: Around) -> Findings:
     """A part of the reward that gives completions something else than before. Today's code is asked where it can be: what gives the stored text
     of a side the stored values is that side's code. Else rollouts are compared with those before that are like them."""
-    for name in around.parts:
-        yield from _by_today(around, name) if _is_todays(around, name) else _by_what_is_alike(around, name)
+    for name, stored_R in around.parts.items():
+        difference_R = stored_R - around.today.get(name, np.full(len(stored_R), np.nan))
+        same = _same(around, difference_R)
+        if same and max(share.mean() for share in same) >= SAME:
+            yield from _by_today(around, name, difference_R, same)
+        else:  # of two other codes only likeness can tell
+            yield from _by_what_is_alike(around, name)
 
 
-def _sides(around: Around, name: str) -> list[np.ndarray]:
-    """Of the rollouts of each side that today's code has scored, the stored value less today's."""
-    difference_R = around.parts[name] - around.today.get(name, np.full(len(around.rollouts), np.nan))
-    return [difference_R[side & np.isfinite(difference_R)] for side in (~around.after_R, around.after_R)]
+def _same(around: Around, difference_R: np.ndarray) -> list[np.ndarray]:
+    """Of the rollouts of each side that today's code has scored, whether it gives the stored value; nothing where it has scored too few groups."""
+    sides = [side & np.isfinite(difference_R) for side in (~around.after_R, around.after_R)]
+    if min(len({*around.group_R[side].tolist()}) for side in sides) < GROUPS_MIN:
+        return []
+    return [np.abs(difference_R[side]) <= TOLERANCE for side in sides]
 
 
-def _same(differences: np.ndarray) -> float:
-    return float((np.abs(differences) <= TOLERANCE).mean())
-
-
-def _is_todays(around: Around, name: str) -> bool:
-    """Whether today's code is that of one side at least: of two other codes only the fit can tell."""
-    scored_R = np.isfinite(around.today.get(name, np.full(len(around.rollouts), np.nan)) + around.parts[name])
-    groups = [len({*around.group_R[scored_R & side].tolist()}) for side in (~around.after_R, around.after_R)]
-    return min(groups) >= GROUPS_MIN and max(map(_same, _sides(around, name))) >= SAME
-
-
-def _by_today(around: Around, name: str) -> Findings:
+def _by_today(around: Around, name: str, difference_R: np.ndarray, same: list[np.ndarray]) -> Findings:
     """A proof, or nothing: the policy wrote what it wrote, and only the code can make another number of it."""
-    sides = _sides(around, name)
-    if min(map(_same, sides)) >= SAME:
+    if min(share.mean() for share in same) >= SAME:
         return
-    before, after = (
-        f"{int((np.abs(side) <= TOLERANCE).sum())} of {len(side)} stored values are those of today's code" for side in sides
-    )
-    shift = around.shift_of(around.parts[name] - around.today[name])
+    before, after = (f"{int(share.sum())} of {len(share)} stored values are those of today's code" for share in same)
+    shift = around.shift_of(difference_R)
     evidence = [f"scored again, the same text: before, {before}; from {around.at} on, {after}"]
-    yield from _finding(around, name, shift, shift.size, around.parts[name] - around.today[name], evidence)
+    yield from _finding(around, name, shift, shift.size, difference_R, evidence)
 
 
 def _by_what_is_alike(around: Around, name: str) -> Findings:
@@ -98,16 +89,8 @@ def _features(around: Around, name: str) -> np.ndarray:
 
 def _alike(around: Around) -> np.ndarray:
     """How much of a rollout's answer and of the prompt's is the same, from 0 to 1, [R]; nan where the prompt has none."""
-    labels = ["" if group.prompt.answer is None else str(group.prompt.answer).lower() for group in around.groups]
     pairs = zip(around.answer_R, around.group_R, strict=True)
-    return np.array(
-        [
-            SequenceMatcher(None, answer[:ALIKE_CHARS], labels[group][:ALIKE_CHARS], autojunk=False).ratio()
-            if labels[group]
-            else np.nan
-            for answer, group in pairs
-        ]
-    )
+    return np.array([likeness(answer, label) if (label := around.label_G[group]) else np.nan for answer, group in pairs])
 
 
 def _expected(around: Around, name: str) -> np.ndarray:

@@ -45,14 +45,13 @@ def reward_settings(around: Around) -> Findings:
     lines = [line for line in around.changed if line.startswith(("rl.rewards", "rl.reward_args"))]
     if not lines:
         return
-    old, new = around.config_before.rl, around.config.rl
-    difference_R = _by_the_old(around)
+    old, difference_R = around.config_before.rl, _by_the_old(around)
     known = np.isfinite(difference_R) & around.after_R
     explains = float(difference_R[known].mean()) if known.any() else None
     evidence = [*lines, *(f"part {name}: {from_to(*around.means(column))}" for name, column in around.parts.items())]
     if explains is not None:
         evidence.append(
-            f"the same {int(known.sum())} completions from {around.at} on by the settings of before: {explains:+.3f}"
+            f"{int(known.sum())} completions from {around.at} on have {explains:+.3f} against what the settings of before give them"
         )
     yield Finding(
         "reward_settings",
@@ -62,9 +61,7 @@ def reward_settings(around: Around) -> Findings:
         evidence,
         rows_to_show(around, known if known.any() else np.ones(len(known), bool), -np.abs(np.nan_to_num(difference_R))),
         certain=True,
-        proof=WhatIf(around.at, [f"rl.rewards={as_toml(old.rewards)}", f"rl.reward_args={as_toml(old.reward_args)}"], "score")
-        if new.rewards != old.rewards or new.reward_args != old.reward_args
-        else None,
+        proof=WhatIf(around.at, [f"rl.rewards={as_toml(old.rewards)}", f"rl.reward_args={as_toml(old.reward_args)}"], "score"),
     )
 
 
