@@ -151,14 +151,15 @@ async def test_a_body_that_is_no_json_is_a_400(body: bytes) -> None:
 
 
 async def test_memory_stays_flat_over_reloads() -> None:
+    """Over 80 of them. An allocator takes 29 MB once, seen between the 30th and the 40th: that is before they are counted."""
     process = psutil.Process(local_engine("a").process.pid)
     after: list[int] = []
-    for index in range(100):
+    for index in range(130):
         assert (await local_engine("a").update(tiny_model(index % 2), str(index)))[0] == 200
         answer = await local_engine("a").generate(PROMPT, {"max_new_tokens": 2})
         assert answer["meta_info"]["weight_version"] == str(index)
         after.append(process.memory_info().rss)
-    assert after[-1] < after[20] * 1.05
+    assert after[-1] < after[50] * 1.05
 
 
 def test_a_taken_port_is_named_before_the_model_is_loaded() -> None:
