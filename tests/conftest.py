@@ -11,7 +11,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 from rlpipe.store.backend import Store, open_store
-from tests.deadlines import PIPELINE_S
+from tests.deadlines import DEADLINE_S, PIPELINE_S
 from tests.pipeline import Folder, Undisturbed, run_undisturbed
 from tests.prefect_stand import bare_server
 from tests.s3_world import S3Proxy, S3Server, serving
@@ -20,6 +20,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # no test asserts a time: on a busy machine the default of 200 ms an example is a coin toss
 settings.register_profile("rlpipe", deadline=None)
 settings.load_profile("rlpipe")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that hangs fails, with the stack of each thread, in the place of the whole command that somebody ends by hand."""
+    for item in items:
+        whole = any(item.get_closest_marker(name) for name in ("e2e", "contract", "learning", "soak", "nightly"))
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(PIPELINE_S if whole else 3 * DEADLINE_S))
 
 
 @pytest.fixture(scope="session")

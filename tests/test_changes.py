@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlpipe.algorithms.changes import NO_SHIFT, matched, shift
+from rlpipe.algorithms.changes import NO_SHIFT, drift, matched, shift
 
 
 def passes(rng: np.random.Generator, rates_T: np.ndarray, groups: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -34,6 +34,19 @@ def test_a_policy_that_learns_does_not_jump() -> None:
     learning = 0.3 + 0.4 * (1 - np.exp(-np.arange(12) / 4))
     assert (p_values(learning, 16, 8, trend=True) < 0.01).mean() < 0.02
     assert (p_values(learning, 16, 8, trend=False) < 0.05).mean() > 0.9  # without a trend it is taken for a change
+
+
+def test_a_drift_is_the_way_along_a_line_and_chance_has_none() -> None:
+    iterations_G = np.repeat([3, 4, 5, 8], 2)
+    line = drift(0.1 * iterations_G + np.tile([-1e-3, 1e-3], 4), iterations_G)
+    assert (line.before, line.after, line.size) == pytest.approx((0.3, 0.8, 0.5)) and line.p < 0.01 < 1 < line.z
+    rng = np.random.default_rng(7)
+    for wander in (0.0, 0.05):
+        p = np.array([drift(*passes(rng, 0.5 + rng.normal(0, wander, 12), 8, 4)).p for _ in range(1000)])
+        assert (p < 0.05).mean() < 0.09 and (p < 0.001).mean() < 0.008
+    falling = drift(*passes(rng, np.linspace(0.8, 0.3, 12), 16, 8))
+    assert falling.p < 1e-6 and falling.size == pytest.approx(-0.5, abs=0.1)
+    assert drift(np.ones(4), np.arange(4)) == drift(np.arange(2.0), np.arange(2)) == NO_SHIFT
 
 
 def test_a_jump_is_seen_and_measured() -> None:

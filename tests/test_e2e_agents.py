@@ -1,5 +1,5 @@
-"""The example agent end to end, which sometimes ends in the middle of a call: what is trained is what engines sampled, and a run whose flow,
-engine and agent were killed, and in which trainer and engine share their memory, has the same bits."""
+"""The example agent end to end, which sometimes ends in the middle of a call, by itself or by its timeout: what is trained is what engines
+sampled, and a run whose flow, engine and agent were killed, and in which trainer and engine share their memory, has the same bits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import json
 import os
 import signal
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rlpipe.store.run import Run, open_existing
-from tests.deadlines import PIPELINE_S, until
+from rlpipe.types import JsonDict
+from tests.deadlines import PATIENCE, PIPELINE_S, until
 from tests.pipeline import Folder, descendants, kill_group
 from tests.rows import BATCH, read_rows
 
@@ -21,39 +23,64 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parent.parent
 ITERATIONS = 1
 AGENT = f"python {ROOT}/tests/leaving_agent.py"
+TIMEOUT_S = 30 * PATIENCE  # nine agents have to end well in it
 SMALL = [
     "sft.num_steps=60", "sft.segment_steps=30", "sft.decay_steps=60", "sft.warmup_steps=5", "sft.batch_size=32",
     "data.demonstrations.rows_max=3000", "data.products.rows_max=400", "data.demonstrations.args={tool_share = 0.7}",
-    f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=4", "rl.group_size=3", "rl.shard_prompts=2", "rl.filters={}", f"rl.agent={AGENT}",
+    f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=4", "rl.group_size=3", "rl.shard_prompts=2", "rl.filters={}",
     "evaluation.prompts_max=2", "evaluation.num_completions=1",
     "rl.turns_max=200", "engines.in_flight_max=2",  # a call of many choices takes long
 ]  # fmt: skip
 SHARD = "rollouts/round-0/shard-000"
 
 
+@dataclass(frozen=True)
+class Leaving:
+    """How an agent leaves a call that is in flight: the settings, and the fault of its rollout."""
+
+    sets: tuple[str, ...]
+    fault: str
+
+
+WAYS = [
+    pytest.param(Leaving((f"rl.agent={AGENT}",), "agent_error"), id="ends"),
+    pytest.param(
+        Leaving((f"rl.agent={AGENT} {TIMEOUT_S:g}", f"rl.agent_timeout_s={TIMEOUT_S:g}"), "agent_timeout"),
+        marks=pytest.mark.nightly,
+        id="timeout",
+    ),
+]
+
+
 def folder_of(path: Path, prefect_api: dict[str, str]) -> Folder:
     return Folder(path, f"file://{path}/store", {**prefect_api, "PYTHONPATH": f"{ROOT}"})
 
 
+@pytest.fixture(scope="module", params=WAYS)
+def leaving(request: pytest.FixtureRequest) -> Leaving:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, str]) -> Folder:
+def undisturbed(leaving: Leaving, tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, str]) -> Folder:
     folder = folder_of(tmp_path_factory.mktemp("undisturbed"), prefect_api)
-    folder.complete("b", *SMALL, preset="agent")
+    folder.complete("b", *SMALL, *leaving.sets, preset="agent")
     return folder
 
 
-def replies(run: Run, iteration: int) -> dict[tuple[int, ...], list[float]]:
-    """What engines sampled for the agents of an iteration, by the logs of its shards: tokens and their logprobs."""
+def calls(run: Run, iteration: int) -> list[JsonDict]:
+    """The calls of the agents of an iteration, by the logs of its shards."""
     keys = [key for key in run.store.list(f"{run.root}/rl/{iteration:05d}/rollouts") if "/calls/" in key]
-    lines = [json.loads(line) for key in keys for line in run.store.read(key).splitlines()]
-    return {tuple(reply["tokens"]): reply["logprobs"] for line in lines for reply in line["completions"]}
+    return [json.loads(line) for key in keys for line in run.store.read(key).splitlines()]
 
 
-def test_every_trained_token_is_one_that_an_engine_sampled(undisturbed: Folder) -> None:
+def test_every_trained_token_is_one_that_an_engine_sampled(undisturbed: Folder, leaving: Leaving) -> None:
     run = open_existing(undisturbed.open_store(), "b")
     num_trained = num_of_engines = num_turns = 0
     for iteration in range(ITERATIONS):
-        sampled = replies(run, iteration)
+        whole = calls(run, iteration)
+        assert all(len(call["completions"]) == 1 for call in whole), "none of many choices came to its end"
+        sampled = {tuple(reply["tokens"]): reply["logprobs"] for call in whole for reply in call["completions"]}
         for row in read_rows(run.store, run.committed("rl", iteration, "batch/round-0")[0], "batch.parquet", BATCH):
             turns: list[list[tuple[int, float]]] = []
             before = 0
@@ -74,15 +101,15 @@ def test_every_trained_token_is_one_that_an_engine_sampled(undisturbed: Folder) 
         record = run.iteration(iteration)
         assert record is not None and record.metrics["train/mismatch_abs_mean"] < 1e-4  # the trainer sees what the engine saw
         # one of the four prompts has agents that fail with a call in flight, and one agents that end well with one
-        assert record.metrics["rollout/fault_agent_error"] == 3 and record.metrics["rollout/num_trained"] == 9
+        assert record.metrics[f"rollout/fault_{leaving.fault}"] == 3 and record.metrics["rollout/num_trained"] == 9
     assert num_of_engines == num_trained > 0 and num_turns > 9, "some use the calculator"
 
 
 def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
-    undisturbed: Folder, tmp_path: Path, prefect_api: dict[str, str]
+    undisturbed: Folder, leaving: Leaving, tmp_path: Path, prefect_api: dict[str, str]
 ) -> None:
     folder = folder_of(tmp_path, prefect_api)
-    run_arguments = folder.run_arguments("a", *SMALL, "engines.colocate=true", preset="agent")
+    run_arguments = folder.run_arguments("a", *SMALL, *leaving.sets, "engines.colocate=true", preset="agent")
     process = folder.start(*run_arguments)
     wait_for_replies(folder, process)  # killed once replies were given, and before the shard is committed
     kill_group(process)

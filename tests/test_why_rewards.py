@@ -18,7 +18,7 @@ from rlpipe.report.suspects.policy import rate, settings
 from rlpipe.report.suspects.reward_parts import reward_parts
 from rlpipe.report.suspects.scoring import reward_settings
 from rlpipe.report.today import Today
-from rlpipe.report.why import SUSPECTS, judge
+from rlpipe.report.why import ALPHA, SUSPECTS, judge
 from rlpipe.rewards.registry import resolve
 from rlpipe.rewards.score import facts_of, label
 from rlpipe.store.run import Run, create_or_continue
@@ -278,6 +278,28 @@ def test_a_rate_that_still_rises_is_named_when_the_reward_falls(tmp_path: Path) 
     assert finding.proof is not None and finding.proof.sets == ["rl.learning_rate=0.001"], "a rate that a config may have"
     late = create_or_continue(read_config("tiny", [*config, "run=b", "rl.warmup_steps=2"], PRESETS))
     assert not list(rate(falling(late, 0.5, 6))), "it has risen"
+
+
+def test_a_reward_that_falls_step_by_step_while_the_rate_rises_has_a_cause(tmp_path: Path) -> None:
+    """No iteration has a jump then: the sides differ by less than the noise that the trend looks like."""
+    sets = ["rl.warmup_steps=20", "rl.num_steps=2", "rl.learning_rate=3e-3", KINDS["partial credit"]]
+    run = create_or_continue(read_config("tiny", ["run=a", f"store=file://{tmp_path}", *sets], PRESETS))
+    slow = Planted(lambda rng, asked: replace(asked, skill=0.95 - 0.02 * asked.iteration), metrics={"train/proximal_kl": 0.05})
+    whole = scored(run, replace(around(run, 2, slow, at=0, prompts=32, size=8), at=5))
+    looks = LOOKS * 11
+    assert whole.reward_change.p * looks > ALPHA
+    [finding] = judge(whole, looks).findings
+    assert finding.suspect == "rate" and finding.evidence[0].startswith("the reward falls step by step: 0.9")
+    assert finding.explains is not None and whole.reward_drift.size < finding.explains < 0
+    rising = replace(slow, before=lambda rng, asked: replace(asked, skill=0.6 + 0.02 * asked.iteration))
+    assert named(scored(run, replace(around(run, 2, rising, at=0, prompts=32, size=8), at=5))) == []
+
+
+def test_a_symptom_counts_half_where_an_iteration_is_chosen(tmp_path: Path) -> None:
+    """A rate ruins the rollouts of the next iteration, which then are all cut off: that iteration has the symptom, this one the cause."""
+    verdict = judge(falling(run_of(tmp_path, KINDS["0/1"]), 0.5, 1), LOOKS)
+    symptom = replace(verdict, findings=[replace(verdict.findings[0], symptom=True)])
+    assert symptom.score == (verdict.score[0] / 2, verdict.score[1]) and verdict.score[0] > 0
 
 
 def test_a_rate_that_ruins_the_policy_from_the_first_step_on_is_named(tmp_path: Path) -> None:

@@ -72,6 +72,21 @@ def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: boo
     return Shift(before, after, size, float(2 * stats.t.sf(abs(z), freedom)), float(z))
 
 
+def drift(values_G: np.ndarray, iterations_G: np.ndarray) -> Shift:
+    """The shift from the first iteration to the last along a straight line, with the noise of `shift`; NO_SHIFT below TREND_MIN iterations."""
+    iterations_T, index_G, counts_T = np.unique(iterations_G, return_inverse=True, return_counts=True)
+    if len(iterations_T) < TREND_MIN or np.ptp(values_G) == 0:
+        return NO_SHIFT
+    means_T = np.bincount(index_G, values_G) / counts_T
+    variance = _variance_within(values_G, means_T[index_G], np.ones(len(values_G), bool))
+    part_T = (iterations_T - iterations_T[0]) / np.ptp(iterations_T)
+    design_TC = np.stack([np.ones(len(means_T)), part_T], axis=1)
+    size, error, freedom = _step(design_TC, means_T, variance / counts_T, max(len(values_G) - len(means_T), 1.0))
+    start = float(means_T.mean() - size * part_T.mean())
+    z = size / error
+    return Shift(start, start + size, size, float(2 * stats.t.sf(abs(z), freedom)), float(z))
+
+
 def _variance_within(values_G: np.ndarray, means_G: np.ndarray, side_G: np.ndarray) -> float:
     """The variance of a side's groups within their iterations. One pseudo-group that lies as far off as the two sides do bounds it from
     below: four groups that happen to agree are no proof. Each side has its own: what is rare on one of them varies little there."""

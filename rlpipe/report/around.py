@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from rlpipe.algorithms.answers import answer_text
-from rlpipe.algorithms.changes import Shift, group_means, shift
+from rlpipe.algorithms.changes import Shift, drift, group_means, shift
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, TRUNCATED, Group, Rollout, TokenGaps, grouped
@@ -242,6 +242,11 @@ class Around:
         jump, level = (shift(rewards_G, self.iteration_G, at, trend=trend) for trend in (True, False))
         clearer = level if level.size < 0 and level.p < jump.p else jump
         return replace(clearer, p=min(1.0, 2 * clearer.p))
+
+    @cached_property
+    def reward_drift(self) -> Shift:
+        """How far the reward goes from the first iteration of both sides to the last, by a straight line."""
+        return drift(self.per_group(self.reward_R), self.iteration_G)
 
     def means(self, values_R: np.ndarray) -> tuple[float, float]:
         """The mean over rollouts before, and from `at` on."""

@@ -55,10 +55,11 @@ class Verdict:
 
     @property
     def score(self) -> tuple[float, float]:
-        """How much the first finding explains, and how sure that is."""
+        """How much the first finding explains, and how sure that is. A symptom counts half: another iteration may have the cause."""
         if not self.findings:
             return 0.0, 0.0
-        return self.toward(self.findings[0]), abs(self.findings[0].shift.z)
+        first = self.findings[0]
+        return self.toward(first) / (2 if first.symptom else 1), abs(first.shift.z)
 
 
 def judged(history: History, at: int | None) -> Verdict:

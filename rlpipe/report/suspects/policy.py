@@ -72,12 +72,15 @@ def _is_warming(around: Around) -> bool:
 
 
 def rate(around: Around) -> Findings:
-    """A reward that falls while the learning rate still rises in its warm-up, or from the first updates on: the policy of this iteration is
-    made by updates that went far. Where the rate is what it was, `settings` and `moved` say what there is to say."""
-    change, last = around.reward_change, around.metrics[around.at - 1]
-    is_first = around.at <= FIRST
-    if around.changed or change.size >= 0 or not (is_first or _is_warming(around)) or not _went_far(around):
+    """A reward that falls, at once or step by step, while the learning rate still rises in its warm-up, or from the first updates on: the
+    policy of this iteration is made by updates that went far. Where the rate is what it was, `settings` and `moved` say what there is to say."""
+    last, is_first = around.metrics[around.at - 1], around.at <= FIRST
+    falls = [change for change in (around.reward_change, around.reward_drift) if change.size < 0]
+    if around.changed or not falls or not (is_first or _is_warming(around)) or not _went_far(around):
         return
+    clearer = min(falls, key=lambda change: change.p)
+    change = replace(clearer, p=min(1.0, 2 * clearer.p))
+    explains = max(fall.size for fall in falls) if clearer is around.reward_drift else None
     rl, steps = around.config.rl, around.at * around.config.rl.num_steps
     now = last.get("train/learning_rate", 0.0) or rl.learning_rate  # 0: nothing was trained
     if _is_warming(around):
@@ -89,9 +92,11 @@ def rate(around: Around) -> Findings:
     if (start := evaluation_of(around.run, 0)) is not None:
         means = [f"{name} {value:.3g}" for name, value in sorted(start.metrics.items()) if name.endswith("_reward_mean")]
         evidence.insert(0, f"the policy that RL began with: {', '.join(means)}; {_first_reward(around)}")
+    if clearer is around.reward_drift:
+        evidence.insert(0, f"the reward falls step by step: {from_to(clearer.before, clearer.after)} by a straight line")
     sets = [f"rl.learning_rate={now / 10 if is_first else now / 3:.1g}"]
     proof = WhatIf(AT_SFT if is_first else around.at - 1, sets, num_iterations=around.at + MOVES_OF_PROOF)
-    yield Finding("rate", title, change, None, evidence, rows_to_show(around, np.ones(len(around.rollouts), bool), around.reward_R), proof=proof)  # fmt: skip
+    yield Finding("rate", title, change, explains, evidence, rows_to_show(around, np.ones(len(around.rollouts), bool), around.reward_R), proof=proof)  # fmt: skip
 
 
 def _updates(metrics: Metrics) -> str:
