@@ -108,9 +108,7 @@ class Causes:
         self.changed_rows(runs["template"], seed, asked_otherwise)
         world.fork(parent, AT - 1, runs["shorter completions"], "rl.completion_tokens_max=7")
         world.stale(parent, runs["stale engine"], seed)
-        clipped = f"clipped-{seed}"
-        world.from_rows(clipped, rows, self.rewards, "rl.learning_rate=1e-3", "rl.num_steps=8")
-        world.fork(clipped, AT - 1, runs["clip"], "rl.clip_low=0.999", "rl.clip_high=1000")
+        world.fork(parent, AT - 1, runs["clip"], "rl.clip_low=0.999", "rl.clip_high=1000")  # none, in effect
         return runs
 
     def ask(self, cause: str, run: str, seed: int) -> tuple[str, bool]:

@@ -7,7 +7,7 @@ trap 'exit 130' INT
 .venv/bin/ruff format --check .
 .venv/bin/pyright
 failed=()
-.venv/bin/python -m pytest -q -n 4 -m "not e2e and not contract and not learning and not nightly" ||
+.venv/bin/python -m pytest -q -n 4 --dist worksteal -m "not e2e and not contract and not learning and not nightly" ||
     failed+=("unit tests")
 .venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "(e2e or contract) and not learning and not soak and not nightly" ||
     failed+=("end-to-end tests")

@@ -168,7 +168,7 @@ async def test_the_clients_of_openai_and_anthropic_that_hang_up_get_the_reply_of
                 [block] = (await client.messages.create(**asked)).content
                 return str(block.text)  # type: ignore[union-attr]
 
-        hasty = asyncio.create_task(say(timeout=SHORT_S, max_retries=1000))
+        hasty = asyncio.create_task(say(timeout=SHORT_S, max_retries=20))  # a client waits up to 8 s before each: it ends
         await until_async(lambda: world.calls, "the first call")
         patient = asyncio.create_task(say(timeout=DEADLINE_S))
         await until_async(lambda: len(world.calls) == 2 and world.calls[0].newest.num_before >= 2, "its second repetition")

@@ -21,7 +21,6 @@ from rlpipe.records.prompt import Messages, Prompt, Talk
 from rlpipe.types import JsonDict, UserError
 
 MEMORY_BYTES = 4 << 30  # of the process: far more than any tokenizer takes
-START_TIMEOUT_S = 60.0
 BATCH, BATCH_TIMEOUT_S = 64, 60.0
 # a template that never ends mostly does so with any prompt: it need not cost the time of a batch
 Row = TypeVar("Row")
@@ -39,7 +38,7 @@ class TokenizerTrial:
             "variables": model.chat_template_args,
             "control_tokens": model.control_tokens,
         }
-        self._children = ChildPool(f"the tokenizer of {folder}", "rlpipe.data.trial", hello, start_timeout_s=START_TIMEOUT_S)
+        self._children = ChildPool(f"the tokenizer of {folder}", "rlpipe.data.trial", hello)
         (self._child,) = self._children.children
         (ready,) = self._children.on_all(Child.start)
         self.vocab_size: int = ready["vocab_size"]

@@ -24,7 +24,7 @@ from rlpipe.processes.user_code import Record
 from rlpipe.types import EngineError, JsonDict, UserError
 
 log = logging.getLogger(__name__)
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0  # to start Python and to import what it runs, on a busy machine too: what hangs is given up
 LOADS_MAX = 2  # of a process that is killed while it loads the code: by the kernel for memory, or by somebody
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.5

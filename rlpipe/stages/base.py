@@ -20,6 +20,7 @@ from rlpipe.data.tokenizer_files import TOKENIZER_FILES
 from rlpipe.engines.weights import reading_s
 from rlpipe.models.folder import weight_files
 from rlpipe.models.whole import base_of
+from rlpipe.processes.launch import READY_TIMEOUT_S
 from rlpipe.processes.pool import Child, ChildPool
 from rlpipe.records.messages import content_text
 from rlpipe.report.plan import ModelSizes
@@ -44,7 +45,6 @@ from rlpipe.trainer.jobs import LoadJob, NewModel
 from rlpipe.types import ArtifactRef, FileRecord, UserError
 
 TOKENIZER_TEXTS_MAX = 2000
-TRIAL_TIMEOUT_S = 120.0  # of a model, most of it to import torch, besides the time to read its weights
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: boo
             engine = {"places": places(config), "engine_threads": config.engines.threads}
             hello["timed"] = {"tokens_max": trainer.tokens_max, "threads": trainer.threads, **engine}
     field = str(named["where"])
-    timeout_s = TRIAL_TIMEOUT_S + (reading_s(Path(str(named["folder"]))) if "folder" in named else 0)
+    timeout_s = READY_TIMEOUT_S + (reading_s(Path(str(named["folder"]))) if "folder" in named else 0)
     with closing(ChildPool(field, "rlpipe.trainer.trial", hello, start_timeout_s=timeout_s)) as trial:
         (ready,) = trial.on_all(Child.start)
     assert ready["num_parameters"] > 0, "a model without parameters"

@@ -26,7 +26,7 @@ from rlpipe.rewards.sandbox import confinement, program
 OUTPUT_MAX_BYTES = 8 << 20
 CHUNK_BYTES = 1 << 16
 SETUP_S = 20.0
-SWEEP_S = 5.0
+SWEEP_S = 30.0  # the kernel of a busy machine may need a while to end what is killed
 ANSWERS = 1  # the file descriptor
 READY = b"+"
 SHARING = 6  # our own processes that count against the limit where they share the program's uid
