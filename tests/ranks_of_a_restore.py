@@ -1,8 +1,9 @@
-"""A program for torchrun with three ranks: states and policies saved by gangs of 1, 2 and 3, restored by each, and what every rank read."""
+"""A program for torchrun: states and policies saved by gangs of one rank up to all, restored by each, and what every rank read."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,8 @@ from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict
 from tests import trainer_world as world
 
-SIZES = (1, 2, 3)
+SIZES = range(1, int(os.environ["WORLD_SIZE"]) + 1)
+LARGEST = SIZES[-1]
 artifacts.BLOCK_BYTES = 256
 policy_files.FILE_BYTES_MAX = 150_000
 read_bytes = {"documents": 0, "weights": 0}
@@ -82,19 +84,19 @@ def restores(gang: Gang, refs: dict[int, dict[str, ArtifactRef]], digests: dict[
 
 
 def main(folder: Path) -> None:
-    whole = join_gang(world.options(folder, tokens_max=512, ranks=3))
+    whole = join_gang(world.options(folder, tokens_max=512, ranks=LARGEST))
     made = gangs(whole)
-    trainer = Trainer(made[3])
+    trainer = Trainer(whole)
     world.run(trainer, "load", world.load_new())
     with whole.together():
         data = world.batch(whole.store, f"batch-{whole.rank}", world.rollout_rows(6, 4))
     world.run(trainer, "train", world.train("new", "a", "rl", ArtifactRef(**whole.gather(data.as_json())[0])))
     refs, digests = {}, {}
-    refs[3], digests[3] = save(made[3], trainer)
-    for size in (2, 1):
+    refs[LARGEST], digests[LARGEST] = save(whole, trainer)
+    for size in SIZES[:-1]:
         if whole.rank < size:
             trainer = Trainer(made[size])
-            world.run(trainer, "load", world.load_ref("a", "state", refs[3]["state"]))
+            world.run(trainer, "load", world.load_ref("a", "state", refs[LARGEST]["state"]))
             refs[size], digests[size] = save(made[size], trainer)
     rank0 = whole.gather(
         [{kind: ref.as_json() for kind, ref in refs[size].items()} for size in SIZES] if whole.rank == 0 else None

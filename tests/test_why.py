@@ -15,7 +15,7 @@ from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout, TokenGaps
-from rlpipe.report.suspects.policy import mismatch
+from rlpipe.report.suspects.policy import mismatch, reference
 from rlpipe.report.why import SUSPECTS, judge
 from rlpipe.store.run import Run, create_or_continue
 from tests.test_queries import commit_files
@@ -114,6 +114,13 @@ def test_a_stale_engine_is_shown_by_the_rollouts_whose_tokens_are_furthest_apart
     known = np.abs([value for number in range(6, 11) for row in gaps[number] for value in row.gap if not np.isnan(value)])
     share = float(np.mean(known > 0.1))
     assert finding.evidence[-1].endswith(f"more than 0.1 apart: 0.00% -> {share:.2%}")
+
+
+def test_a_kl_that_the_updates_themselves_made_is_no_other_reference(run: Run) -> None:
+    far = {"train/kl": 0.888, "train/proximal_kl": 0.343}  # of a rate of 1e-2, in the iteration of its first two updates
+    assert not list(reference(around(run, 1, Planted(before=weaker, metrics=far))))
+    [finding] = reference(around(run, 1, Planted(before=weaker, metrics={**far, "train/proximal_kl": 0.1})))
+    assert finding.suspect == "reference"
 
 
 def test_nothing_is_named_where_nothing_changed(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -189,9 +190,17 @@ def _gap_lines(around: Around) -> list[str]:
 
 
 def reference(around: Around) -> Findings:
-    """A KL to the reference that is at once another: it is not the reference of before. The root of a KL grows as a distance does."""
-    if around.config.rl.kl != "none":
+    """A KL to the reference that is at once another, and no update that went so far: it is not the reference of before."""
+    if around.config.rl.kl != "none" and not _has_moved_as_far(around):
         yield from _metric_finding(around, "reference", "train/kl", "the KL to the reference jumps", KL_MIN, np.sqrt)
+
+
+def _has_moved_as_far(around: Around) -> bool:
+    """Whether the iteration's own updates went as far as the KL to the reference grew. The root of a KL grows as a distance does; both are
+    measured on other tokens, so up to twice as far is as far."""
+    last, now = around.metrics[around.at - 1], around.metrics[around.at]
+    way = math.sqrt(max(now.get("train/kl", 0.0), 0.0)) - math.sqrt(max(last.get("train/kl", 0.0), 0.0))
+    return way <= 2 * math.sqrt(max(now.get("train/proximal_kl", 0.0), 0.0))
 
 
 def moved(around: Around) -> Findings:
