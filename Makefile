@@ -26,7 +26,7 @@ test: ## lint, types, unit tests and the end-to-end ones: both parts run, the la
 	@scripts/install.sh test
 	@scripts/check.sh
 
-unit: ## the unit tests alone (about 4 minutes on two cores)
+unit: ## the unit tests alone (about 20 minutes on two cores)
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -n 4 -m "not e2e and not contract and not learning and not nightly"
 
@@ -34,10 +34,10 @@ learning: ## every preset that says it learns something does (about 5 minutes ea
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -m learning
 
-nightly: ## the whole pipelines for which `make test` has no time (hours; 36 runs of two hosts and 15 outages are two of them), then oldest and newest
+nightly: ## the whole pipelines for which `make test` has no time (hours; 36 runs of two hosts and 15 outages are two of them), then oldest, newest and the engines
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -n 4 --dist loadfile -m "nightly and not soak"
-	$(MAKE) -k oldest newest
+	$(MAKE) -k oldest newest test-sglang test-vllm
 
 oldest: ## the unit tests with the first torch and transformers that rlpipe takes, in .venv-oldest
 newest: ## the same with the newest, in .venv-newest
