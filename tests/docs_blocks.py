@@ -62,12 +62,19 @@ NOT_HERE: dict[str, dict[str, str]] = {
     "docs/tracking.md": {".venv/bin/mlflow ui": "a server that stays up: test_e2e_mlflow.py starts one and looks at its pages"},
     "docs/view.md": {".venv/bin/rlpipe view": "a server that stays up: test_e2e_view.py starts one and looks at its pages"},
     "docs/why.md": {
-        ".venv/bin/python benchmarks/why.py": "many minutes of training: test_why.py plants the same in runs that are simulated"
+        f".venv/bin/python benchmarks/{name}.py": "many minutes of training: test_why.py plants the same in runs that are simulated"
+        for name in ("why", "why_causes")
     },
     "docs/services.md": {
         "export RLPIPE_SERVICE_KEY": "the address of another machine: test_e2e_services.py and test_e2e_topology.py start hosts"
     },
 }
+
+
+LONG = (
+    "docs/agents.md", "docs/benchmarks.md", "docs/environments.md", "docs/filters.md", "docs/library.md", "docs/queries.md",
+    "docs/store.md", "docs/what-if.md",
+)  # one to five minutes each: for make nightly  # fmt: skip
 
 
 @dataclass(frozen=True)

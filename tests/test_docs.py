@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.docs_blocks import NOT_HERE, PAGES, ROOT, blocks
+from tests.docs_blocks import LONG, NOT_HERE, PAGES, ROOT, blocks
 
 LANGUAGES = {"bash", "python", "toml", "json", "text", "mermaid"}
 
@@ -37,6 +37,12 @@ def test_what_cannot_run_is_there() -> None:
     for page, starts in NOT_HERE.items():
         for start in starts:
             assert any(block.text.startswith(start) for block in blocks(page)), f"{page}: no block begins with {start!r}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in LONG])
+def test_no_page_runs_a_benchmark_for_an_hour(page: str) -> None:
+    running = [block for block in blocks(page) if "benchmarks/" in block.text and not block.why_not]
+    assert not running, f"{page}:{running[0].line}: list it in NOT_HERE, or the page in LONG"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -19,17 +19,13 @@ import pytest
 
 from rlpipe.processes.launch import free_port
 from tests.deadlines import PIPELINE_S, until
-from tests.docs_blocks import PAGES, ROOT, Block, blocks
+from tests.docs_blocks import LONG, PAGES, ROOT, Block, blocks
 from tests.pipeline import BIN, MINI
 from tests.prefect_stand import Stand, kill_tree, running_server
 
 pytestmark = pytest.mark.e2e
 SHORT = [*(part for part in MINI if not part.startswith("rl.num_iterations")), "rl.num_iterations=3"]
 TRACKED = ("README.md", "docs/tracking.md")  # the pages that show what MLflow has
-LONG = (
-    "docs/agents.md", "docs/benchmarks.md", "docs/environments.md", "docs/filters.md", "docs/library.md", "docs/queries.md",
-    "docs/store.md", "docs/what-if.md",
-)  # one to five minutes each: for make nightly  # fmt: skip
 STAMP = "{ pwd -P; cat constraints.txt pyproject.toml scripts/install.sh; } | cksum"  # as scripts/install.sh leaves it
 WORKER_READY = re.compile(r"^Worker .* started!$", re.M)  # the end of a block that goes on until Ctrl-C
 RLPIPE = f"""#!{sys.executable}
