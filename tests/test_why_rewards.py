@@ -12,6 +12,7 @@ import pytest
 from rlpipe.config.source import read_config
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout
+from rlpipe.report import today as today_room
 from rlpipe.report.around import Around, History
 from rlpipe.report.suspects.labels import labels
 from rlpipe.report.suspects.policy import rate, settings
@@ -22,6 +23,7 @@ from rlpipe.report.why import ALPHA, SUSPECTS, judge
 from rlpipe.rewards.registry import resolve
 from rlpipe.rewards.score import facts_of, label
 from rlpipe.store.run import Run, create_or_continue
+from tests.deadlines import DEADLINE_S
 from tests.test_store_run import PRESETS
 from tests.why_world import LETTERS, After, Asked, Planted, around, rewarded, store
 
@@ -31,6 +33,21 @@ KINDS = {
     "two parts": 'rl.rewards={exact = 0.5, "tests.why_world:near" = 0.5}',
 }
 LOOKS = len(SUSPECTS)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a report gets what a minute gave; a test gets all."""
+    monkeypatch.setattr(today_room, "SECONDS_MAX", DEADLINE_S)
+
+
+def test_a_report_does_not_score_again_for_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(today_room, "SECONDS_MAX", -1.0)
+    run = run_of(tmp_path, KINDS["0/1"])
+    whole = scored(run, around(run, 1))
+    with Today(run) as today:
+        assert not list(reward_parts(replace(whole, rewards_today=today))) and not today.parts(run.config.rl, 0, whole.groups)
+        assert today.why_not == "-1 s were not enough for all iterations"
 
 
 def run_of(tmp_path: Path, rewards: str) -> Run:
