@@ -28,7 +28,7 @@ test: ## lint, types, unit tests and the end-to-end ones: both parts run, the la
 
 unit: ## the unit tests alone (about 20 minutes on two cores)
 	@scripts/install.sh test
-	.venv/bin/python -m pytest -q -n 4 -m "not e2e and not contract and not learning and not nightly"
+	.venv/bin/python -m pytest -q -n 4 --dist worksteal -m "not e2e and not contract and not learning and not nightly"
 
 learning: ## every preset that says it learns something does (about 5 minutes each)
 	@scripts/install.sh test

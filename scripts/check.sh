@@ -8,7 +8,8 @@ trap 'exit 130' INT
 .venv/bin/pyright
 failed=()
 # what hangs where no signal is heard, in C, is ended after pytest-timeout had its time; the other processes take over the rest
-hangs="-o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true"
+late_s=$(.venv/bin/python -c "from tests.deadlines import DEADLINE_S; print(4 * DEADLINE_S)")
+hangs="-o faulthandler_timeout=$late_s -o faulthandler_exit_on_timeout=true"
 # shellcheck disable=SC2086 # two words an option
 .venv/bin/python -m pytest -q -n 4 --dist worksteal $hangs -m "not e2e and not contract and not learning and not nightly" ||
     failed+=("unit tests")

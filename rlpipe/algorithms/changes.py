@@ -68,8 +68,7 @@ def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: boo
         return replace(NO_SHIFT, before=before, after=after)
     if error <= 0.0:  # nothing varies but from one side to the other
         return Shift(before, after, size, 0.0, float(np.sign(size)) * np.inf)
-    z = size / error
-    return Shift(before, after, size, float(2 * stats.t.sf(abs(z), freedom)), float(z))
+    return _tested(before, after, size, error, freedom)
 
 
 def drift(values_G: np.ndarray, iterations_G: np.ndarray) -> Shift:
@@ -83,8 +82,13 @@ def drift(values_G: np.ndarray, iterations_G: np.ndarray) -> Shift:
     design_TC = np.stack([np.ones(len(means_T)), part_T], axis=1)
     size, error, freedom = _step(design_TC, means_T, variance / counts_T, max(len(values_G) - len(means_T), 1.0))
     start = float(means_T.mean() - size * part_T.mean())
+    return _tested(start, start + size, size, error, freedom)
+
+
+def _tested(before: float, after: float, size: float, error: float, freedom: float) -> Shift:
+    """The shift of this size with its p, by Student's t."""
     z = size / error
-    return Shift(start, start + size, size, float(2 * stats.t.sf(abs(z), freedom)), float(z))
+    return Shift(before, after, size, float(2 * stats.t.sf(abs(z), freedom)), float(z))
 
 
 def _variance_within(values_G: np.ndarray, means_G: np.ndarray, side_G: np.ndarray) -> float:
