@@ -21,7 +21,7 @@ from rlpipe.store.backend import open_store
 from tests.agents_in_flight import FOR_EVER, check_idle, keep_nothing, reached, rollout_in_flight
 from tests.agents_in_flight import engine as engine
 from tests.agents_in_flight import tokenizer as tokenizer
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, until_async
 from tests.slow_engine import SlowEngine, slow_pool
 
 
@@ -165,15 +165,16 @@ STEPS = st.lists(
 )
 
 
-async def run_try(rollout: AgentRollout, pool: GatedPool, store: Store, steps: list[Any]) -> list[ChatRequest]:
-    """One try that ends after these steps, wherever its calls are then; those that were answered, in order."""
-    answered: list[ChatRequest] = []
+async def run_try(rollout: AgentRollout, pool: GatedPool, store: Store, steps: list[Any]) -> tuple[list[ChatRequest], int]:
+    """One try that ends after these steps, wherever its calls are then: what was asked, in order, and how many choices were given."""
+    asked_of, num_given = list[ChatRequest](), 0
     store.is_open, pool.waiting, store.waiting = False, [], []
     calls = list[asyncio.Task[GivenReplies]]()
 
     async def hear(request: ChatRequest, call: asyncio.Task[GivenReplies]) -> None:
+        nonlocal num_given
         if not isinstance((await asyncio.gather(call, return_exceptions=True))[0], BaseException):
-            answered.append(request)
+            num_given += request.num_choices
 
     async def let_write() -> None:
         await rollout._over.wait()
@@ -186,6 +187,7 @@ async def run_try(rollout: AgentRollout, pool: GatedPool, store: Store, steps: l
         for kind, which, *more in steps:
             if kind == "ask":
                 request = asked(f"text {which}", more[0])
+                asked_of.append(request)
                 calls.append(rollout.answer(request))
                 hearing.append(asyncio.create_task(hear(request, calls[-1])))
                 num_asked = len(pool.groups)
@@ -201,7 +203,7 @@ async def run_try(rollout: AgentRollout, pool: GatedPool, store: Store, steps: l
     await writing
     await asyncio.gather(*hearing)
     assert all(call.done() for call in calls) and pool.num_open == 0
-    return answered
+    return asked_of, num_given
 
 
 @settings(max_examples=40)
@@ -212,21 +214,23 @@ def test_wherever_calls_are_when_their_agent_ends_only_what_was_answered_was_eve
     async def check() -> None:
         store, given_ever = Store(), set[CallKey]()
         rollout = rollout_in_flight(pool := GatedPool(), tokenizer, {}, store.keep)
-        answered: list[ChatRequest] = []
+        requests, num_given = list[ChatRequest](), 0
         for steps in tries:
-            answered = await run_try(rollout, pool, store, steps)
+            requests, num_given = await run_try(rollout, pool, store, steps)
             given = rollout._answered
             given_ever |= given
             assert given <= {*store.kept} <= given_ever
-            assert len(rollout.conversation.nodes) == sum(request.num_choices for request in answered)
+            assert len(rollout.conversation.nodes) == num_given
         if len(tries) == 1:
             assert {*store.kept} == given_ever
-        # a process that takes over, and an agent that asks what was answered: the same, and no engine is asked
-        again = rollout_in_flight(nobody := GatedPool(), tokenizer, dict(store.kept), keep_nothing)
+        # a process that takes over, and an agent that asks the same: what was answered is answered as it was, and no engine is asked for it
+        kept = {call: store.kept[call] for call in rollout._answered}
+        again = rollout_in_flight(nobody := GatedPool(), tokenizer, dict(kept), keep_nothing)
         async with again.one_try():
-            for request in answered:
-                await again.answer(request)
-        assert not nobody.groups
+            calls = [again.answer(request) for request in requests]
+            await until_async(lambda: sum(call.done() for call in calls) >= len(kept), "what was answered is answered")
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert len(nobody.groups) <= len(requests) - len(kept)
         tokens = [[node.completion.tokens for node in of.conversation.nodes] for of in (rollout, again)]
         assert sorted(tokens[0]) == sorted(tokens[1])
 
