@@ -6,15 +6,17 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -216,7 +218,6 @@ def raises():
 @pytest.fixture
 def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "odd_rows.py").write_text(FUNCTIONS)
-    (tmp_path / "waits.py").write_text("import time\n\n\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -288,27 +289,57 @@ def in_thread(function: Callable[[], object]) -> object:
         return threads.submit(function).result()
 
 
-@pytest.mark.usefixtures("functions")
+@contextmanager
+def others_at_work() -> Iterator[None]:
+    """A thread that computes, and starts one process after the other."""
+    enough = threading.Event()
+
+    def work() -> None:
+        while not enough.is_set():
+            started = subprocess.Popen(["sleep", "0.2"])
+            while started.poll() is None:
+                sum(range(1000))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("beside", [nullcontext, others_at_work])
 @pytest.mark.parametrize("where", [in_main, in_thread])
 def test_an_import_that_waits_is_given_up_with_its_name_and_line(
-    where: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    where: Callable[..., object],
+    beside: Callable[[], AbstractContextManager[None]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    name = f"waits_{where.__name__}_{beside.__name__}"  # a thread that is left behind holds the lock of its module
+    (tmp_path / f"{name}.py").write_text("import time\n\n\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(user_code, "IDLE_S", 0.3)
-    with pytest.raises(UserError, match=r"rl.rewards: 'waits:f' does not import \(TimeoutError: it has waited .*waits.py:4\)"):
-        where(lambda: user_code.load_function("rl.rewards", "waits:f"))
+    said = rf"rl.rewards: '{name}:f' does not import \(TimeoutError: it has waited .*{name}.py:4\)"
+    with pytest.raises(UserError, match=said), beside():
+        where(lambda: user_code.load_function("rl.rewards", f"{name}:f"))
 
 
-BUSY = """
-import subprocess, time
-ends = time.monotonic() + 1
-while time.monotonic() < ends: pass
-f = print
-"""
+BUSY = "import time\nends = time.monotonic() + 1\nwhile time.monotonic() < ends: pass\n"
 
 
 @pytest.mark.parametrize(
-    ("where", "source"), [(in_main, BUSY), (in_main, BUSY + "subprocess.run(['sleep', '1'])\n"), (in_thread, BUSY)]
+    "source",
+    [
+        BUSY + "f = print\n",
+        "import subprocess\nsubprocess.run(['sleep', '1'])\nf = print\n",
+        "import threading\ndef work():\n"
+        + textwrap.indent(BUSY, "    ")
+        + "one = threading.Thread(target=work)\none.start()\none.join()\nf = print\n",
+    ],
 )
+@pytest.mark.parametrize("where", [in_main, in_thread])
 def test_an_import_that_works_is_not_given_up(
     where: Callable[..., object], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,9 +347,6 @@ def test_an_import_that_works_is_not_given_up(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "works", raising=False)
     monkeypatch.setattr(user_code, "IDLE_S", 0.5)
-    monkeypatch.setattr(user_code, "SHARED_CPU_S", user_code.IDLE_CPU_S)
-    others = set(psutil.Process().children())  # servers of other tests
-    monkeypatch.setattr(user_code, "_has_children", lambda: not others.issuperset(psutil.Process().children()))
     assert where(lambda: user_code.load_function("rl.rewards", "works:f")) is print
 
 

@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 from contextlib import suppress
+from typing import NamedTuple
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 PR_CAPBSET_DROP, CAPABILITY_VERSION, CAP_SYS_ADMIN, CAP_PERFMON = 24, 0x20080522, 21, 38
@@ -19,6 +20,7 @@ LANDLOCK_SIGNALS = 6  # the first version in which a process signals nobody outs
 OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the few rights that a file has
 SCOPED_SOCKETS, SCOPED_SIGNALS = 1, 2  # abstract sockets, and signals
 
+THREAD_CLOCK = 6  # of the id of a thread's clock, whose processor time is meant: CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
 KILL_S = 5.0  # what cannot be killed in this time waits for a disk or a device
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -130,3 +132,28 @@ def call(name: str, *arguments: int | bytes | str | ctypes.Array[ctypes.c_char] 
         error = ctypes.get_errno()
         raise OSError(error, f"{name}{arguments[:3]}: {os.strerror(error)}")
     return result
+
+
+class ThreadWork(NamedTuple):
+    """What threads did: their seconds of processor time, and the ids of their child processes that are still there."""
+
+    cpu_s: float
+    children: set[int]
+
+
+def thread_ids() -> set[int]:
+    """The threads of this process; none where the kernel does not say."""
+    with suppress(OSError):
+        return {int(name) for name in os.listdir("/proc/self/task")}
+    return set()
+
+
+def work_of(threads: set[int]) -> ThreadWork:
+    """What these threads of this process did; of no threads, what the whole process did, as far as it is known."""
+    cpu_s, children = 0.0 if threads else time.process_time(), set[int]()
+    for thread in threads:
+        with suppress(OSError):  # it has ended
+            cpu_s += time.clock_gettime(~thread << 3 | THREAD_CLOCK)
+            with open(f"/proc/self/task/{thread}/children") as file:
+                children.update(map(int, file.read().split()))
+    return ThreadWork(cpu_s, children)

@@ -15,17 +15,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, TypeVar
 
-from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude
+from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude, thread_ids, work_of
 from rlpipe.types import JsonDict, UserError
 
 MESSAGE_CHARS_MAX = 1000
 IDLE_S = 15.0  # an import that does nothing for so long hangs; libraries wait 10 s for a hub that does not answer
 IDLE_CPU_S = 0.005
-SHARED_CPU_S = 0.1  # where others work in the process too: an idle flow was seen to take 10 ms in IDLE_S
 OWNER_POLL_S = 0.5
 ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns
 
@@ -68,7 +67,7 @@ def _import(name: str) -> ModuleType:
     interrupted. For any other (preflight's, in a flow) a thread imports that is left behind when it waits: nobody can interrupt it.
     """
     if threading.current_thread() is threading.main_thread():
-        with _alarms(_idle_check(IDLE_CPU_S)):
+        with _alarms(_idle_check(thread_ids() - {threading.get_native_id()})):
             return importlib.import_module(name)
     loaded: Future[ModuleType] = Future()
 
@@ -79,8 +78,8 @@ def _import(name: str) -> ModuleType:
             loaded.set_exception(error)
 
     thread = threading.Thread(target=load, daemon=True, name=f"import {name}")
+    check = _idle_check(thread_ids())
     thread.start()
-    check = _idle_check(SHARED_CPU_S)
     while wait([loaded], IDLE_S / 15).not_done:
         try:
             check()
@@ -90,16 +89,17 @@ def _import(name: str) -> ModuleType:
     return loaded.result()
 
 
-def _idle_check(cpu_s_min: float) -> Callable[..., None]:
-    """What, called every now and then, raises TimeoutError once code has waited: for IDLE_S no processor time was used, no module added,
-    and no child process there that was not there before."""
-    num_modules, cpu_s, since_s, had_children = 0, 0.0, time.monotonic(), _has_children()
+def _idle_check(others: set[int]) -> Callable[..., None]:
+    """What, called every now and then, raises TimeoutError once code has waited: for IDLE_S no thread but the `others` used processor
+    time, none of them has a child process that was not there before, and no module was added."""
+    num_modules, cpu_s, since_s, before = 0, 0.0, time.monotonic(), work_of(thread_ids() - others).children
 
     def check(*_: object) -> None:
         nonlocal num_modules, cpu_s, since_s
-        works = len(sys.modules) != num_modules or time.process_time() > cpu_s + cpu_s_min
-        if works or (_has_children() and not had_children):
-            num_modules, cpu_s, since_s = len(sys.modules), time.process_time(), time.monotonic()
+        work = work_of(thread_ids() - others)
+        works = len(sys.modules) != num_modules or abs(work.cpu_s - cpu_s) > IDLE_CPU_S  # less: of a thread that has ended
+        if works or work.children - before:
+            num_modules, cpu_s, since_s = len(sys.modules), work.cpu_s, time.monotonic()
         elif time.monotonic() > since_s + IDLE_S:
             raise TimeoutError(f"it has waited for {IDLE_S:g} s")
 
@@ -116,13 +116,6 @@ def _alarms(check: Callable[..., None]) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
-
-
-def _has_children() -> bool:
-    with suppress(ChildProcessError):
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return True
-    return False
 
 
 def load_function(field: str, path: str) -> Callable[..., Any]:
