@@ -13,6 +13,7 @@ pytestmark = pytest.mark.e2e
 ITERATIONS = 5
 
 
+@pytest.mark.nightly
 def test_differences_end_with_the_bits_of_whole_policies(folder: Folder, undisturbed: Undisturbed) -> None:
     process = folder.start(*folder.run_arguments("a", *MINI, "checkpoint.full_every=3"))
     try:

@@ -90,6 +90,7 @@ def test_logprobs_are_those_of_the_policy_after_everything_before(undisturbed: F
         assert record.metrics["train/num_tokens"] == sum(sum(row["loss_mask"]) for row in batch_of(run, iteration))
 
 
+@pytest.mark.nightly
 def test_killed_while_it_generates_it_ends_with_the_same_bits(undisturbed: Folder, folder: Folder) -> None:
     for iteration, wait_s in ((0, 0.3), (1, 0.6)):
         process = folder.start(*folder.run_arguments("a", *SMALL, preset="calculator"))

@@ -31,7 +31,8 @@ def mean_loss(base: Path, sequences: list[TrainSequence]) -> float:
     return total / sum(len(sequence.scored) for sequence in sequences)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_sft_and_rl_of_a_model_with_experts(folder: Folder, family: str) -> None:
     base = folder.path / "base"
     base.mkdir()

@@ -144,6 +144,7 @@ def test_a_second_process_of_a_flow_run_steps_aside(stand: Stand, folder: Folder
     stand.api("POST", f"/flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
 
 
+@pytest.mark.nightly
 def test_a_flow_run_that_dies_before_it_starts_is_given_up(
     stand: Stand, folder: Folder, notifications: tuple[list[str], int]
 ) -> None:

@@ -42,6 +42,7 @@ def complete(proxies: tuple[S3Proxy, S3Proxy], store: str, path: Path, s3: Fault
     return folder
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_through_ten_seconds_of_faults(
     proxies: tuple[S3Proxy, S3Proxy], s3_server: S3Server, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:

@@ -47,6 +47,7 @@ def sampled_while_trained(run: Run, iteration: int) -> tuple[datetime, datetime]
     return datetime.fromisoformat(shard.started_at), datetime.fromisoformat(policy.ended_at)
 
 
+@pytest.mark.nightly
 def test_trainer_engine_and_flow_are_killed_and_it_ends_with_the_same_bits(overlapped: Folder, tmp_path: Path) -> None:
     folder = Folder(tmp_path, f"file://{tmp_path}/store")
     process = folder.start(*folder.run_arguments("a", *OVERLAPPED))

@@ -251,7 +251,7 @@ AWAY = "127.0.0.1:9"  # nobody listens there
 @pytest.mark.parametrize(
     ("name", "wrong", "told"),
     [
-        ("reward", {}, "$GRADER_URL"),
+        pytest.param("reward", {}, "$GRADER_URL", marks=pytest.mark.nightly),
         ("mlflow", {"MLFLOW_TRACKING_URI": f"http://user:{PLANTED['mlflow']}@{AWAY}"}, f"MLflow at http://{AWAY} cannot be reached"),
         ("store", {"AWS_ENDPOINT_URL": f"http://{AWAY}"}, "cannot be written"),
         ("store-key", {"AWS_ACCESS_KEY_ID": "wrong"}, "check the bucket, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID"),

@@ -125,6 +125,7 @@ def test_redone_with_the_same_settings_it_is_the_same_to_the_bit(folder: Folder,
     assert_whole(folder, new)
 
 
+@pytest.mark.nightly
 def test_redone_otherwise_it_differs_survives_a_kill_goes_on_and_can_be_redone_itself(folder: Folder) -> None:
     parent = digest_of(folder, "a")
     process = folder.start(*fork(folder, "other", "score", LENGTH, "rl.learning_rate=0.001"))
@@ -166,6 +167,7 @@ def test_a_redo_that_would_change_what_it_shares_is_refused(folder: Folder) -> N
     assert not folder.open_store().exists("runs/refused/run.json")
 
 
+@pytest.mark.nightly
 def test_fed_from_another_run_with_equal_settings_every_policy_is_the_same_to_the_bit(folder: Folder) -> None:
     fed = [*SOURCE, "rl.rollouts_from=run:a"]
     code, output = folder.rlpipe(*folder.run_arguments("fed", *fed, "stop.proximal_kl_max=1e-12"))

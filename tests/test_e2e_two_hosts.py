@@ -16,7 +16,7 @@ from rlpipe.store.run import Run, open_existing
 from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 HURRIED = """import sys, rlpipe.store.lease as lease
 lease.HEARTBEAT_S, lease.STALE_S = 1.0, 4.0
 from flows.cli import app
@@ -37,12 +37,7 @@ STAGES = {  # the first host is suspended when such a file is there
     "iteration": "rl/00001/iteration.json",
     "pruned": "rl/*/policy/pruned.json",
 }
-CASES = [
-    pytest.param(stage, overlap, 2 if quick else 5, marks=() if quick else pytest.mark.nightly)
-    for overlap in ("none", "steps", "iteration")
-    for stage in STAGES
-    for quick in ((True, False) if (stage, overlap) == ("rollouts", "none") else (False,))
-]
+NUM_ITERATIONS = 5
 
 
 def host(path: Path, name: str, store: str) -> Folder:
@@ -73,13 +68,13 @@ def committed_under(run: Path, lease: int) -> bool:
     return any(json.loads(path.read_bytes()).get("lease") == lease for path in run.glob("**/manifest.json"))
 
 
-def data(run: Run, num_iterations: int) -> dict[str, str]:
+def data(run: Run) -> dict[str, str]:
     """The sha256 of each file of data that manifests name, of the policies those of the SFT: others may be stored as differences."""
     found = {}
     for segment in range(run.num_segments):
         for file in run.committed("sft", segment, "policy")[1].files:
             found[f"sft/{segment}/{file.plain_name}"] = file.sha256
-    for iteration in range(num_iterations):
+    for iteration in range(NUM_ITERATIONS):
         shards = ("rollouts/round-0/shard-000", "rollouts/round-0/shard-001")
         for stage in ("prompts/round-0", *shards, "scores/round-0", "batch/round-0", "gap"):
             for file in run.committed("rl", iteration, stage)[1].files:
@@ -105,15 +100,16 @@ def alike(request: pytest.FixtureRequest, overlap: str) -> Folder:
     return undisturbed.folder
 
 
-@pytest.mark.parametrize(("stage", "overlap", "num_iterations"), CASES)
+@pytest.mark.parametrize("overlap", ["none", "steps", "iteration"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_host_that_wakes_up_after_another_took_its_run_ends_in_one_line_and_harms_nothing(
-    alike: Folder, tmp_path: Path, stage: str, overlap: str, num_iterations: int
+    alike: Folder, tmp_path: Path, stage: str, overlap: str
 ) -> None:
     if subprocess.run(["unshare", "--uts", "sh", "-c", "hostname one"], capture_output=True).returncode:
         pytest.skip("a second host name needs root: unshare --uts is refused")
     store, run = f"file://{tmp_path}/store", tmp_path / "store/runs/a"
     one, two = host(tmp_path / "one", "one", store), host(tmp_path / "two", "two", store)
-    sets = [*MINI, *KEPT, f"rl.overlap={overlap}", f"rl.num_iterations={num_iterations}"]
+    sets = [*MINI, *KEPT, f"rl.overlap={overlap}", f"rl.num_iterations={NUM_ITERATIONS}"]
     first, second, asleep = one.start(*one.run_arguments("a", *sets)), None, list[psutil.Process]()
     try:
         until(lambda: any(run.glob(STAGES[stage])), one.said, running=first, within_s=PIPELINE_S, look_s=0.01)
@@ -132,8 +128,6 @@ def test_a_host_that_wakes_up_after_another_took_its_run_ends_in_one_line_and_ha
     assert sorted(path.name for path in run.glob("lease/*")) == ["000000.json", "000001.json"]
     code, output = two.rlpipe("verify", "a", "--store", store)
     assert code == 0, output
-    assert data(open_existing(two.open_store(), "a"), num_iterations) == data(
-        open_existing(alike.open_store(), "a"), num_iterations
-    )
-    for version in (num_iterations - 1, num_iterations):
+    assert data(open_existing(two.open_store(), "a")) == data(open_existing(alike.open_store(), "a"))
+    for version in (NUM_ITERATIONS - 1, NUM_ITERATIONS):
         assert two.final_sha256("a", version) == alike.final_sha256("a", version)
