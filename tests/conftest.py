@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from rlpipe.store.backend import Store, open_store
 from tests.deadlines import DEADLINE_S, PIPELINE_S
-from tests.pipeline import Folder, Undisturbed, run_undisturbed
+from tests.pipeline import STARTED, Folder, Undisturbed, kill_group, run_undisturbed
 from tests.prefect_stand import bare_server
 from tests.s3_world import S3Proxy, S3Server, serving
 
@@ -29,6 +29,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         whole = any(item.get_closest_marker(name) for name in ("e2e", "contract", "learning", "soak", "nightly"))
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(PIPELINE_S if whole else 3 * DEADLINE_S))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_at_work() -> Iterator[None]:
+    """A run that a failed test left is ended: the next tests would have half a machine."""
+    before = len(STARTED)  # of fixtures of many tests
+    yield
+    while len(STARTED) > before:
+        process = STARTED.pop()
+        if process.poll() is None:
+            kill_group(process)
 
 
 @pytest.fixture(scope="session")

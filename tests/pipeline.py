@@ -32,6 +32,7 @@ MINI = [
 # rows that take SLOW_S to read: in the preflight, and again in the SFT
 SLOW_S = 55.0  # longer than a service waits that may be idle for IDLE_S, for a run that nobody works on
 IDLE_S = 5
+STARTED: list[subprocess.Popen[str]] = []  # by a test: none outlives it (conftest.py)
 SLOW_WORDS = f"""
 import itertools, time
 def rows(rows_max, **_):
@@ -63,8 +64,10 @@ class Folder:
         environment = {**os.environ, **home, **self.environment}
         log = (self.path / "output.log").open("a")
         with log:
-            return subprocess.Popen([*self.inside, str(BIN / "rlpipe"), *arguments], cwd=self.path, env=environment, stdout=log,
-                                    stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+            process = subprocess.Popen([*self.inside, str(BIN / "rlpipe"), *arguments], cwd=self.path, env=environment, stdout=log,
+                                       stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+        STARTED.append(process)
+        return process
 
     def rlpipe(self, *arguments: str) -> tuple[int, str]:
         """Exit code and output of `rlpipe ARGUMENTS`."""

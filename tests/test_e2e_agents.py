@@ -111,8 +111,7 @@ def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
     folder = folder_of(tmp_path, prefect_api)
     run_arguments = folder.run_arguments("a", *SMALL, *leaving.sets, "engines.colocate=true", preset="agent")
     process = folder.start(*run_arguments)
-    wait_for_replies(folder, process)  # killed once replies were given, and before the shard is committed
-    kill_group(process)
+    kill_after_replies(folder, process)  # and before the shard is committed
     store = folder.open_store()
     assert not store.exists(f"runs/a/rl/00000/{SHARD}/manifest.json"), "it is too late to kill it"
     process = folder.start(*run_arguments)
@@ -126,10 +125,13 @@ def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.final_sha256("b", ITERATIONS)
 
 
-def wait_for_replies(folder: Folder, process: subprocess.Popen[str]) -> None:
+def kill_after_replies(folder: Folder, process: subprocess.Popen[str]) -> None:
     store, calls = folder.open_store(), f"runs/a/rl/00000/{SHARD}/calls"
-    until(lambda: store.list(calls), folder.said, running=process, look_s=0.05)
+    try:
+        until(lambda: store.list(calls), folder.said, running=process, within_s=PIPELINE_S, look_s=0.05)
+    finally:
+        kill_group(process)
 
 
 def wait_for_process(process: subprocess.Popen[str], word: str) -> psutil.Process:
-    return until(lambda: descendants(process, word), f"no {word}", running=process, look_s=0.05)[0]
+    return until(lambda: descendants(process, word), f"no {word}", running=process, within_s=PIPELINE_S, look_s=0.05)[0]

@@ -13,7 +13,7 @@ import pytest
 from rlpipe.store.run import open_existing
 from tests.batches import read_rl_batch
 from tests.pipeline import Folder, kill_group
-from tests.test_e2e_agents import SHARD, SMALL, folder_of, wait_for_replies
+from tests.test_e2e_agents import SHARD, SMALL, folder_of, kill_after_replies
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 ITERATIONS = 2
@@ -55,8 +55,7 @@ def test_every_reply_is_trained_once(undisturbed: Folder) -> None:
 def test_it_is_killed_and_ends_with_the_same_bits(undisturbed: Folder, tmp_path: Path, prefect_api: dict[str, str]) -> None:
     folder = folder_of(tmp_path, prefect_api)
     process = folder.start(*folder.run_arguments("a", *SETS, preset="agent"))
-    wait_for_replies(folder, process)
-    kill_group(process)
+    kill_after_replies(folder, process)
     assert not folder.open_store().exists(f"runs/a/rl/00000/{SHARD}/manifest.json"), "it is too late to kill it"
     process = folder.start(*folder.run_arguments("a", *SETS, preset="agent"))
     folder.wait_for("a", "rl/00001/batch/round-0/manifest.json", process)  # the trainer is lost, and trains it again

@@ -29,10 +29,10 @@ def until_turn(folder: Folder, process: subprocess.Popen[str], turn: str) -> Non
     """Until the engines sample iteration 1, or the trainer trains it."""
     if turn == "engines":
         folder.wait_for("a", "rl/00001/prompts/round-0/manifest.json", process)
-        until(lambda: offloaded(folder), folder.said, running=process, look_s=0.01)
+        until(lambda: offloaded(folder), folder.said, running=process, within_s=PIPELINE_S, look_s=0.01)
     else:
         folder.wait_for("a", "rl/00001/batch/round-0/manifest.json", process)
-        until(lambda: not offloaded(folder), folder.said, running=process, look_s=0.01)
+        until(lambda: not offloaded(folder), folder.said, running=process, within_s=PIPELINE_S, look_s=0.01)
 
 
 def killed_run(folder: Folder, victim: str, turn: str, *sets: str) -> str:
@@ -111,10 +111,10 @@ def test_nodes_take_turns_and_the_next_start_takes_them_over_without_a_bit_lost(
         try:
             folder.wait_for("a", "rl/00001/prompts/round-0/manifest.json", flow)
             if turn == "engines":
-                until(lambda: nodes_offloaded(folder) == 2, folder.said, running=flow, look_s=0.01)
+                until(lambda: nodes_offloaded(folder) == 2, folder.said, running=flow, within_s=PIPELINE_S, look_s=0.01)
             else:
                 folder.wait_for("a", "rl/00001/batch/round-0/manifest.json", flow)
-                until(lambda: nodes_offloaded(folder) == 0, folder.said, running=flow, look_s=0.01)
+                until(lambda: nodes_offloaded(folder) == 0, folder.said, running=flow, within_s=PIPELINE_S, look_s=0.01)
                 for process in descendants(started["trainer-1"], TRAINER):
                     process.kill()  # and the gang has to meet again
         finally:
