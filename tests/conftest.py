@@ -42,6 +42,12 @@ def nothing_left_at_work() -> Iterator[None]:
             kill_group(process)
 
 
+@pytest.fixture
+def patient_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a report gets what a minute gave; a test gets all."""
+    monkeypatch.setattr("rlpipe.report.today.SECONDS_MAX", DEADLINE_S)
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with serving(tmp_path_factory.mktemp("weed")) as server:

@@ -25,7 +25,8 @@ def ours(answer: str, completion: str, name: str = "math") -> bool:
 def plain(answer: str, completion: str) -> bool:
     """math-verify as its README uses it: LaTeX has to be in an environment, so a bare reference is put into one."""
     marked = any(mark in answer for mark in ("$", "\\boxed", "####"))
-    return bool(verify(parse(answer if marked else f"${answer}$"), parse(completion)))
+    gold, given = (parse(text, parsing_timeout=None) for text in (answer if marked else f"${answer}$", completion))
+    return bool(verify(gold, given, timeout_seconds=None))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from flows import cli
@@ -21,6 +22,8 @@ from rlpipe.store.run import Run, create_or_continue, fork
 from tests.test_store_run import PRESETS, record_of
 from tests.test_why import broken
 from tests.why_world import REWARDS, Planted, around, store
+
+pytestmark = pytest.mark.usefixtures("patient_reports")
 
 
 def made(tmp_path: Path, planted: Planted | None, *, at: int = 7, count: int = 12, size: int = 6) -> Run:

@@ -23,22 +23,16 @@ from rlpipe.report.why import ALPHA, SUSPECTS, judge
 from rlpipe.rewards.registry import resolve
 from rlpipe.rewards.score import facts_of, label
 from rlpipe.store.run import Run, create_or_continue
-from tests.deadlines import DEADLINE_S
 from tests.test_store_run import PRESETS
 from tests.why_world import LETTERS, After, Asked, Planted, around, rewarded, store
 
+pytestmark = pytest.mark.usefixtures("patient_reports")
 KINDS = {
     "0/1": "rl.rewards={exact = 1.0}",
     "partial credit": 'rl.rewards={"tests.why_world:near" = 0.8, format = 0.2}',
     "two parts": 'rl.rewards={exact = 0.5, "tests.why_world:near" = 0.5}',
 }
 LOOKS = len(SUSPECTS)
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for a report gets what a minute gave; a test gets all."""
-    monkeypatch.setattr(today_room, "SECONDS_MAX", DEADLINE_S)
 
 
 def test_a_report_does_not_score_again_for_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
