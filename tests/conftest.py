@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_at_work() -> Iterator[None]:
     """A run that a failed test left is ended: the next tests would have half a machine."""
-    before = len(STARTED)  # of fixtures of many tests
+    before = len(STARTED)  # what fixtures of several tests started stays
     yield
     while len(STARTED) > before:
         process = STARTED.pop()

@@ -167,7 +167,7 @@ STEPS = st.lists(
 
 async def run_try(rollout: AgentRollout, pool: GatedPool, store: Store, steps: list[Any]) -> tuple[list[ChatRequest], int]:
     """One try that ends after these steps, wherever its calls are then: what was asked, in order, and how many choices were given."""
-    asked_of, num_given = list[ChatRequest](), 0
+    requests, num_given = list[ChatRequest](), 0
     store.is_open, pool.waiting, store.waiting = False, [], []
     calls = list[asyncio.Task[GivenReplies]]()
 
@@ -187,7 +187,7 @@ async def run_try(rollout: AgentRollout, pool: GatedPool, store: Store, steps: l
         for kind, which, *more in steps:
             if kind == "ask":
                 request = asked(f"text {which}", more[0])
-                asked_of.append(request)
+                requests.append(request)
                 calls.append(rollout.answer(request))
                 hearing.append(asyncio.create_task(hear(request, calls[-1])))
                 num_asked = len(pool.groups)
@@ -203,7 +203,7 @@ async def run_try(rollout: AgentRollout, pool: GatedPool, store: Store, steps: l
     await writing
     await asyncio.gather(*hearing)
     assert all(call.done() for call in calls) and pool.num_open == 0
-    return asked_of, num_given
+    return requests, num_given
 
 
 @settings(max_examples=40)

@@ -23,7 +23,8 @@ def ours(answer: str, completion: str, name: str = "math") -> bool:
 
 
 def plain(answer: str, completion: str) -> bool:
-    """math-verify as its README uses it: LaTeX has to be in an environment, so a bare reference is put into one."""
+    """math-verify as its README uses it: LaTeX has to be in an environment, so a bare reference is put into one. Without its
+    limits of 5 s: a busy machine takes longer."""
     marked = any(mark in answer for mark in ("$", "\\boxed", "####"))
     gold, given = (parse(text, parsing_timeout=None) for text in (answer if marked else f"${answer}$", completion))
     return bool(verify(gold, given, timeout_seconds=None))
