@@ -275,23 +275,27 @@ async def test_torn_weights_are_refused_before_an_engine_sees_them(two: World) -
 
 
 async def test_enough_cuts_short_what_runs_and_it_goes_on_later_under_new_weights(two: World) -> None:
-    enough, finished, old = asyncio.Event(), [], two.version
+    old = two.version
+    orders = [*requests(20, groups=4), *requests(400)[4:]]
 
-    async def on_group(index: int, group: list[Completion]) -> None:
-        finished.append(index)
-        if len(finished) == 2:
-            heard: set[float] = set()  # the others get some tokens
-            await until_async(lambda: heard.add(two.pool.heard_at) or len(heard) >= 10, look_s=0.005)
-            enough.set()
+    async def cut_at_second_group() -> dict[int, list[Completion]]:
+        """The groups that were cut short; none of them has a token where the engines were done before there was enough."""
+        enough, finished = asyncio.Event(), set[int]()
 
-    orders = [*requests(2, groups=4), *requests(400)[4:]]
-    cut = await two.pool.generate(orders, on_group, enough)
-    running = [index for index, group in enumerate(cut) if not all(completion.finished for completion in group)]
-    assert set(finished) | set(running) == set(range(GROUPS)) and len(running) >= GROUPS - 4
-    assert any(completion.tokens for index in running for completion in cut[index])
+        async def on_group(index: int, group: list[Completion]) -> None:
+            finished.add(index)
+            if len(finished) == 2:
+                enough.set()
+
+        groups = await two.pool.generate(orders, on_group, enough)
+        cut = {index: group for index, group in enumerate(groups) if not all(completion.finished for completion in group)}
+        assert finished == set(range(GROUPS)) - set(cut)
+        return cut if any(completion.tokens for group in cut.values() for completion in group) else {}
+
+    cut = await until_async(cut_at_second_group, "the engines are done before there is enough")
     await two.serve(two.other)
-    done = await two.pool.generate([replace(orders[index], prior=cut[index]) for index in running])
-    for prior, group in zip((cut[index] for index in running), done, strict=True):
+    done = await two.pool.generate([replace(orders[index], prior=group) for index, group in cut.items()])
+    for prior, group in zip(cut.values(), done, strict=True):
         for before, after in zip(prior, group, strict=True):
             assert after.finished and after.tokens[: len(before.tokens)] == before.tokens
             assert after.rollout_logprobs[: len(before.tokens)] == before.rollout_logprobs
