@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlpipe.algorithms.changes import NO_SHIFT, drift, matched, shift
+from rlpipe.algorithms.changes import NO_SHIFT, drift, matched, more_often, shift
 
 
 def passes(rng: np.random.Generator, rates_T: np.ndarray, groups: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -47,6 +47,24 @@ def test_a_drift_is_the_way_along_a_line_and_chance_has_none() -> None:
     falling = drift(*passes(rng, np.linspace(0.8, 0.3, 12), 16, 8))
     assert falling.p < 1e-6 and falling.size == pytest.approx(-0.5, abs=0.1)
     assert drift(np.ones(4), np.arange(4)) == drift(np.arange(2.0), np.arange(2)) == NO_SHIFT
+
+
+def test_flags_are_counted_as_in_the_lady_tasting_tea() -> None:
+    """Fisher 1935: three of four right on either side has p = 34/70; all four have 2/70."""
+    cups = np.repeat([False, True], 4)
+    three = more_often(np.array([0, 0, 0, 1, 0, 1, 1, 1], bool), cups)
+    assert (three.before, three.after, three.size) == (0.25, 0.75, 0.5) and three.p == pytest.approx(34 / 70)
+    all_four = more_often(cups, cups)
+    assert all_four.p == pytest.approx(2 / 70) and all_four.z > three.z > 0
+    assert more_often(~cups, cups).z == -all_four.z
+    assert more_often(cups[:4], cups[:4]) == more_often(cups[:0], cups[:0]) == NO_SHIFT
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5])
+def test_flags_where_nothing_changed_are_seldom_significant(rate: float) -> None:
+    rng, after_G = np.random.default_rng(7), np.arange(60) >= 20
+    p = np.array([more_often(rng.random(60) < rate, after_G).p for _ in range(1000)])
+    assert (p < 0.05).mean() < 0.06 and (p < 0.01).mean() < 0.015
 
 
 def test_a_jump_is_seen_and_measured() -> None:

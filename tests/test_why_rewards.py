@@ -74,8 +74,8 @@ def garbage(rng: random.Random, rollout: Rollout, prompt: Prompt) -> Rollout:
     return replace(rollout, completion=text, completion_tokens=rollout.completion_tokens[: len(text)])
 
 
-def named(whole: Around) -> list[str]:
-    return [finding.suspect for finding in judge(whole, LOOKS).findings if not finding.symptom]
+def named(whole: Around, looks: int = LOOKS) -> list[str]:
+    return [finding.suspect for finding in judge(whole, looks).findings if not finding.symptom]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,9 +249,16 @@ def test_a_label_that_was_right_before_is_right(tmp_path: Path) -> None:
     assert not list(labels(scored(run, replace(late, groups=groups))))
 
 
-def test_a_tenth_of_the_labels_shuffled_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [[6] * 6, [1, 17, 2, 15, 2, 1]], ids=["even", "uneven"])
+def test_a_tenth_of_the_labels_shuffled_is_named(wrong: list[int], tmp_path: Path) -> None:
+    """Of 64 an iteration. How evenly they fall on iterations says nothing: they may be of one file of several."""
+    left = dict(enumerate(wrong, start=6))
+
     def shuffled(rng: random.Random, asked: Asked) -> Asked:
-        return replace(asked, label="".join(rng.choices(LETTERS, k=len(asked.word)))) if rng.random() < 0.1 else asked
+        if not left[asked.iteration]:
+            return asked
+        left[asked.iteration] -= 1
+        return replace(asked, label="".join(rng.choices(LETTERS, k=len(asked.word))))
 
     run = run_of(tmp_path, KINDS["0/1"])
     skilled = around(run, 5, Planted(before=lambda rng, asked: replace(asked, skill=0.97)), at=0, prompts=64, size=4)
@@ -259,7 +266,20 @@ def test_a_tenth_of_the_labels_shuffled_is_named(tmp_path: Path) -> None:
     groups = [group for group in skilled.groups if group.iteration < 6] + [
         group for group in late.groups if group.iteration >= 6
     ]
-    assert named(scored(run, replace(late, groups=groups)))[:1] == ["labels"]
+    assert named(scored(run, replace(late, groups=groups)), 11 * LOOKS)[:1] == ["labels"]  # as where it looks for the iteration
+
+
+def test_labels_that_were_wrong_all_along_are_no_change_when_the_policy_becomes_sure(tmp_path: Path) -> None:
+    """Hardly a group agrees before, every one does after: so many more agree on something else than the label."""
+    run = run_of(tmp_path, KINDS["0/1"])
+
+    def asked(rng: random.Random, asked: Asked) -> Asked:
+        label = "".join(rng.choices(LETTERS, k=len(asked.word))) if rng.random() < 0.2 else ""
+        return replace(asked, skill=0.4 if asked.iteration < 6 else 0.99, label=label)
+
+    for seed in range(6):
+        whole = around(run, seed, Planted(before=asked), at=0, prompts=64, size=4)
+        assert not list(labels(scored(run, replace(whole, at=6))))
 
 
 def falling(run: Run, far: float, at: int) -> Around:

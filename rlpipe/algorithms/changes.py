@@ -71,6 +71,18 @@ def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: boo
     return _tested(before, after, size, error, freedom)
 
 
+def more_often(flags_G: np.ndarray, after_G: np.ndarray) -> Shift:
+    """The change of the share of groups that are flagged, by Fisher's exact test: for what is a matter of each group's own row of the data,
+    and of nothing that moves whole iterations. NO_SHIFT when a side has no group."""
+    counts = [(int(flags_G[after_G == side].sum()), int((after_G == side).sum())) for side in (False, True)]
+    (before, of_before), (after, of_after) = counts
+    if not of_before or not of_after:
+        return NO_SHIFT
+    p = float(stats.fisher_exact([[before, of_before - before], [after, of_after - after]]).pvalue)
+    size = after / of_after - before / of_before
+    return Shift(before / of_before, after / of_after, size, p, float(np.sign(size) * stats.norm.isf(p / 2)))
+
+
 def drift(values_G: np.ndarray, iterations_G: np.ndarray) -> Shift:
     """The shift from the first iteration to the last along a straight line, with the noise of `shift`; NO_SHIFT below TREND_MIN iterations."""
     iterations_T, index_G, counts_T = np.unique(iterations_G, return_inverse=True, return_counts=True)

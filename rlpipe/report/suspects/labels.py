@@ -7,11 +7,12 @@ from collections import Counter
 import numpy as np
 
 from rlpipe.algorithms.answers import likeness
-from rlpipe.algorithms.changes import evenly, shift
+from rlpipe.algorithms.changes import evenly, more_often
 from rlpipe.report.around import Around
 from rlpipe.report.suspects.finding import Finding, Findings, rows_to_show
 
 AGREEMENT = 0.75  # share of a group's rollouts with the same answer, from which the policy is sure
+BY_CHANCE = 0.01  # the p of the share among them, above which the label may be wrong as often as before
 OTHERS_MAX = 64  # labels of other prompts that an answer is compared with
 ALIKE_MIN = 0.5  # of two answers of which one may be the other with a mistake
 UNLIKE = 0.9  # share of them that are less like the answer than its own label: from here on it is that label with a mistake
@@ -20,15 +21,16 @@ OFTEN = 3.0  # times as often given as it is a label: an answer that the policy 
 
 def labels(around: Around) -> Findings:
     """Prompts for which the policy is sure of an answer and the label says another, more than before. Not where the answer speaks against the
-    policy: it is the label with a mistake, or it is given to whatever is asked, or the same prompt with the same label was answered before."""
+    policy: it is the label with a mistake, or it is given to whatever is asked, or the same prompt with the same label was answered before.
+    Of all groups, and beyond chance of those that are sure too: a policy that is only sure more often has changed no label."""
     if not np.isfinite(around.matched_R).any():
         return
     sure_G, wrong_G = _sure_and_wrong(around)
     if sure_G.sum() < 4 or not (sure_G & around.after_G).any():
         return
-    share = shift(np.where(sure_G, wrong_G.astype(float), np.nan), around.iteration_G, around.at)
-    rise = shift(wrong_G.astype(float), around.iteration_G, around.at)
-    if min(share.size, rise.size) <= 0:
+    share = more_often(wrong_G[sure_G], around.after_G[sure_G])
+    rise = more_often(wrong_G, around.after_G)
+    if min(share.size, rise.size) <= 0 or share.p > BY_CHANCE:
         return
     rewards_G = around.per_group(around.reward_R)
     right, wrong = rewards_G[sure_G & ~wrong_G], rewards_G[sure_G & wrong_G]
