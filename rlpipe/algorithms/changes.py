@@ -78,9 +78,9 @@ def more_often(flags_G: np.ndarray, after_G: np.ndarray) -> Shift:
     (before, of_before), (after, of_after) = counts
     if not of_before or not of_after:
         return NO_SHIFT
-    p = float(stats.fisher_exact([[before, of_before - before], [after, of_after - after]]).pvalue)
+    _, p = np.asarray(stats.fisher_exact([[before, of_before - before], [after, of_after - after]]), dtype=float)
     size = after / of_after - before / of_before
-    return Shift(before / of_before, after / of_after, size, p, float(np.sign(size) * stats.norm.isf(p / 2)))
+    return Shift(before / of_before, after / of_after, size, float(p), float(np.sign(size) * stats.norm.isf(p / 2)))
 
 
 def drift(values_G: np.ndarray, iterations_G: np.ndarray) -> Shift:
