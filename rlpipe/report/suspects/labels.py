@@ -26,8 +26,6 @@ def labels(around: Around) -> Findings:
     if not np.isfinite(around.matched_R).any():
         return
     sure_G, wrong_G = _sure_and_wrong(around)
-    if sure_G.sum() < 4 or not (sure_G & around.after_G).any():
-        return
     share = more_often(wrong_G[sure_G], around.after_G[sure_G])
     rise = more_often(wrong_G, around.after_G)
     if min(share.size, rise.size) <= 0 or share.p > BY_CHANCE:
