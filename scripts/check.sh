@@ -13,7 +13,7 @@ hangs="-o faulthandler_timeout=$late_s -o faulthandler_exit_on_timeout=true"
 # shellcheck disable=SC2086 # two words an option
 .venv/bin/python -m pytest -q -n 4 --dist worksteal $hangs -m "not e2e and not contract and not learning and not nightly" ||
     failed+=("unit tests")
-.venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "(e2e or contract) and not learning and not soak and not nightly" ||
+.venv/bin/python -m pytest -v -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "(e2e or contract) and not learning and not soak and not nightly" ||
     failed+=("end-to-end tests")
 if [ ${#failed[@]} -gt 0 ]; then
     said=$(printf ', %s' "${failed[@]}")

@@ -93,6 +93,7 @@ class PlayedPool:
     token: int = 100
     faults: float = 0.0  # how often a shard is lost
     seeds: list[int] = field(default_factory=list)
+    all_shards: asyncio.Barrier | None = None  # none begins before all have come
 
     async def generate(
         self, groups: list[GroupRequest], on_group: OnGroup | None = None, enough: asyncio.Event | None = None
@@ -103,6 +104,8 @@ class PlayedPool:
             if index not in running and on_group:
                 await on_group(index, group)
         lost_at = self.random.randrange(8) if self.random.random() < self.faults else -1
+        if self.all_shards:
+            await self.all_shards.wait()
         while running and not (enough and enough.is_set()):
             await asyncio.sleep(0)
             index = self.random.choice(running[:3])  # the first come first, as with a bound on what is in flight
@@ -140,6 +143,7 @@ class World:
     pool: PlayedPool
     sets: list[str]
     crashes: float = 0.0
+    together: bool = False  # the shards of a round are sampled side by side, however late this machine starts one of them
     session: Session = field(init=False)
     rewards: PlayedRewards = field(default_factory=PlayedRewards)
 
@@ -192,6 +196,8 @@ class World:
                 lost = self.pool.random.sample(shards, len(shards) // 2)
                 await asyncio.gather(*(self.retried(generate, **part, shard=shard) for shard in lost))
                 return None
+            if self.together:
+                self.pool.all_shards = asyncio.Barrier(len(shards))
             told = await asyncio.gather(*(self.retried(generate, **part, shard=shard) for shard in shards))
             if self.crash():
                 return None
@@ -290,9 +296,17 @@ def check_surplus(
 
 
 async def check_run(
-    folder: Path, seed: int, iterations: int, faults: float, crashes: float, sets: list[str], unscored: float = 0.0
+    folder: Path,
+    seed: int,
+    iterations: int,
+    faults: float,
+    crashes: float,
+    sets: list[str],
+    unscored: float = 0.0,
+    together: bool = False,
 ) -> World:
-    world = World(folder, PlayedPool(Random(seed), faults=faults), sets, crashes, rewards=PlayedRewards(faults=unscored))
+    pool, rewards = PlayedPool(Random(seed), faults=faults), PlayedRewards(faults=unscored)
+    world = World(folder, pool, sets, crashes, together, rewards=rewards)
     carried: list[JsonDict] = []
     ended, came = Counter[str](), Counter[str]()
     num_fresh = 0
@@ -365,8 +379,8 @@ async def test_truncated_rollouts_carry_no_loss_but_count_in_their_group(tmp_pat
 
 
 async def test_rollouts_go_on_with_seeds_of_the_iteration_that_continues_them(tmp_path: Path) -> None:
-    world = await check_run(tmp_path, 3, 5, 0.0, 0.0, ["rl.oversampling=2.5", "rl.staleness_max=3"])
-    rows = [row for k in range(5) for row in world.rows(k, "batch/round-0", "batch.parquet", BATCH)]
+    world = await check_run(tmp_path, 3, 5, 0.0, 0.0, ["rl.oversampling=2.5", "rl.staleness_max=3"], together=True)
+    rows = [row for k in range(5) for row in world.rollouts(k, 1)]
     continued = [row for row in rows if len(row["weight_versions"]) > 1]
     assert continued
     carried = {
@@ -395,7 +409,7 @@ async def test_a_round_that_is_not_over_sampled_is_sampled_to_its_end_with_the_s
 
 
 async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Path) -> None:
-    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4", "rl.staleness_max=3"])
+    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4", "rl.staleness_max=3"], together=True)
     handed = grouped(world.rows(1, "batch/round-0", "carried.parquet", CARRIED))
     less = ["rl.oversampling=1", "rl.num_prompts=2", "rl.group_size=2", "rl.completion_tokens_max=2"]
     assert len(handed) > 2
@@ -413,7 +427,7 @@ async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Pa
 
 
 async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4"])
+    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4"], together=True)
     run = world.session.run
     world.start(fork(run, 1, world.config("run=finished", "rl.oversampling=1")))
     assert (await world.iterate(2))["rollout/groups_carried"] == 0
@@ -434,7 +448,7 @@ async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_
 @pytest.mark.parametrize("staleness_max", [0, 1])
 async def test_tokens_expire_and_the_rollout_starts_again(tmp_path: Path, staleness_max: int) -> None:
     sets = ["rl.oversampling=4", f"rl.staleness_max={staleness_max}", "rl.filters={}"]
-    world = await check_run(tmp_path, 11, 6, 0.0, 0.0, sets)
+    world = await check_run(tmp_path, 11, 6, 0.0, 0.0, sets, together=True)
     records = [world.session.run.iteration(k) for k in range(6)]
     metrics = [record.metrics for record in records if record]
     expired = sum(told["rollout/num_expired"] for told in metrics)
