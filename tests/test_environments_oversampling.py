@@ -24,12 +24,12 @@ from rlpipe.types import JsonDict, UserError
 from tests.rows import BATCH, CARRIED
 from tests.rows import rollout as rollout_of
 from tests.test_environments_turns import runs
-from tests.test_oversampling import PlayedPool, PlayedTokenizer, World
+from tests.test_oversampling import ONE_SHARD, PlayedPool, PlayedTokenizer, World
 
 END, TOKENS_MAX, TURNS_MAX, ITERATIONS = 0, 30, 3, 6
 SETS = [
     "rl.environment=calculator", f"rl.turns_max={TURNS_MAX}", f"rl.completion_tokens_max={TOKENS_MAX}", "rl.oversampling=2",
-    "rl.staleness_max=3", "rl.shard_prompts=16",  # one shard: when there is enough does not depend on a thread's time
+    "rl.staleness_max=3", ONE_SHARD,
 ]  # fmt: skip
 
 

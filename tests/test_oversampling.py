@@ -42,6 +42,7 @@ PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 PROMPTS = [Prompt(f"words/{index}", "words", [{"role": "user", "content": f"word {index}"}], "x") for index in range(11)]
 POLICY = ArtifactRef("p", "0" * 64)
 LENGTH = 5
+ONE_SHARD = "rl.shard_prompts=16"  # what is cut short depends on no thread's time
 
 
 @dataclass
@@ -93,7 +94,6 @@ class PlayedPool:
     token: int = 100
     faults: float = 0.0  # how often a shard is lost
     seeds: list[int] = field(default_factory=list)
-    all_shards: asyncio.Barrier | None = None  # none begins before all have come
 
     async def generate(
         self, groups: list[GroupRequest], on_group: OnGroup | None = None, enough: asyncio.Event | None = None
@@ -104,11 +104,9 @@ class PlayedPool:
             if index not in running and on_group:
                 await on_group(index, group)
         lost_at = self.random.randrange(8) if self.random.random() < self.faults else -1
-        if self.all_shards:
-            await self.all_shards.wait()
         while running and not (enough and enough.is_set()):
             await asyncio.sleep(0)
-            index = self.random.choice(running[:3])  # the first come first, as with a bound on what is in flight
+            index = self.random.choice(running[:6])  # the first come first, as with a bound on what is in flight
             rollout = self.random.choice([i for i, completion in enumerate(done[index]) if not completion.finished])
             done[index][rollout] = self._longer(done[index][rollout], groups[index].params[rollout].max_new_tokens)
             self.seeds.append(groups[index].params[rollout].seed)
@@ -143,7 +141,6 @@ class World:
     pool: PlayedPool
     sets: list[str]
     crashes: float = 0.0
-    together: bool = False  # the shards of a round are sampled side by side, however late this machine starts one of them
     session: Session = field(init=False)
     rewards: PlayedRewards = field(default_factory=PlayedRewards)
 
@@ -196,8 +193,6 @@ class World:
                 lost = self.pool.random.sample(shards, len(shards) // 2)
                 await asyncio.gather(*(self.retried(generate, **part, shard=shard) for shard in lost))
                 return None
-            if self.together:
-                self.pool.all_shards = asyncio.Barrier(len(shards))
             told = await asyncio.gather(*(self.retried(generate, **part, shard=shard) for shard in shards))
             if self.crash():
                 return None
@@ -223,7 +218,7 @@ class World:
         found: list[JsonDict] = []
         for round_index in range(num_rounds):
             _, manifest = self.session.run.committed("rl", iteration, f"prompts/round-{round_index}")
-            for shard in range(-(-manifest.metrics["num_prompts"] // 3)):
+            for shard in range(num_shards(self.session, manifest.metrics["num_prompts"])):
                 stage = f"rollouts/round-{round_index}/shard-{shard:03d}"
                 found += self.rows(iteration, stage, "rollouts.parquet", ROLLOUTS)
         return found
@@ -296,17 +291,9 @@ def check_surplus(
 
 
 async def check_run(
-    folder: Path,
-    seed: int,
-    iterations: int,
-    faults: float,
-    crashes: float,
-    sets: list[str],
-    unscored: float = 0.0,
-    together: bool = False,
+    folder: Path, seed: int, iterations: int, faults: float, crashes: float, sets: list[str], unscored: float = 0.0
 ) -> World:
-    pool, rewards = PlayedPool(Random(seed), faults=faults), PlayedRewards(faults=unscored)
-    world = World(folder, pool, sets, crashes, together, rewards=rewards)
+    world = World(folder, PlayedPool(Random(seed), faults=faults), sets, crashes, rewards=PlayedRewards(faults=unscored))
     carried: list[JsonDict] = []
     ended, came = Counter[str](), Counter[str]()
     num_fresh = 0
@@ -379,7 +366,7 @@ async def test_truncated_rollouts_carry_no_loss_but_count_in_their_group(tmp_pat
 
 
 async def test_rollouts_go_on_with_seeds_of_the_iteration_that_continues_them(tmp_path: Path) -> None:
-    world = await check_run(tmp_path, 3, 5, 0.0, 0.0, ["rl.oversampling=2.5", "rl.staleness_max=3"], together=True)
+    world = await check_run(tmp_path, 3, 5, 0.0, 0.0, ["rl.oversampling=2.5", "rl.staleness_max=3", ONE_SHARD])
     rows = [row for k in range(5) for row in world.rollouts(k, 1)]
     continued = [row for row in rows if len(row["weight_versions"]) > 1]
     assert continued
@@ -409,7 +396,7 @@ async def test_a_round_that_is_not_over_sampled_is_sampled_to_its_end_with_the_s
 
 
 async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Path) -> None:
-    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4", "rl.staleness_max=3"], together=True)
+    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4", "rl.staleness_max=3", ONE_SHARD])
     handed = grouped(world.rows(1, "batch/round-0", "carried.parquet", CARRIED))
     less = ["rl.oversampling=1", "rl.num_prompts=2", "rl.group_size=2", "rl.completion_tokens_max=2"]
     assert len(handed) > 2
@@ -427,7 +414,7 @@ async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Pa
 
 
 async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4"], together=True)
+    world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4", ONE_SHARD])
     run = world.session.run
     world.start(fork(run, 1, world.config("run=finished", "rl.oversampling=1")))
     assert (await world.iterate(2))["rollout/groups_carried"] == 0
@@ -447,8 +434,8 @@ async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_
 
 @pytest.mark.parametrize("staleness_max", [0, 1])
 async def test_tokens_expire_and_the_rollout_starts_again(tmp_path: Path, staleness_max: int) -> None:
-    sets = ["rl.oversampling=4", f"rl.staleness_max={staleness_max}", "rl.filters={}"]
-    world = await check_run(tmp_path, 11, 6, 0.0, 0.0, sets, together=True)
+    sets = ["rl.oversampling=4", f"rl.staleness_max={staleness_max}", "rl.filters={}", ONE_SHARD]
+    world = await check_run(tmp_path, 11, 6, 0.0, 0.0, sets)
     records = [world.session.run.iteration(k) for k in range(6)]
     metrics = [record.metrics for record in records if record]
     expired = sum(told["rollout/num_expired"] for told in metrics)
