@@ -25,7 +25,7 @@ PLUS_ONE = ["assert f(1) == 2", "assert f(10) == 11"]
 
 @pytest.fixture(scope="module")
 def reward() -> Reward:
-    return code(time_s=30.0, total_s=60.0)
+    return code(time_s=DEADLINE_S, total_s=DEADLINE_S)
 
 
 def prompt(answer: Any = None, **metadata: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_malformed(completion: str, expected: float, reward: Reward) -> None:
 
 
 def test_partial_is_the_fraction_that_passes() -> None:
-    partial = code(partial=True, time_s=30.0, total_s=60.0)
+    partial = code(partial=True, time_s=DEADLINE_S, total_s=DEADLINE_S)
     assert partial(TWICE, block("print(2 if int(input()) < 2 else 6)")) == pytest.approx(2 / 3)
     assert partial(TWICE, block("print(2 * int(input()))")) == 1.0
     assert partial(TWICE, "no program") == 0.0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlpipe.rewards.code import code, last_program
+from tests.deadlines import DEADLINE_S
 
 Reward = Callable[[dict[str, Any], str], float]
 TWICE = {"inputs": ["1", "2", "3"], "outputs": ["2", "4", "6"]}
@@ -14,7 +15,7 @@ TWICE = {"inputs": ["1", "2", "3"], "outputs": ["2", "4", "6"]}
 
 @pytest.fixture(scope="module")
 def reward() -> Reward:
-    return code(time_s=30.0, total_s=60.0)
+    return code(time_s=DEADLINE_S, total_s=DEADLINE_S)
 
 
 def prompt(answer: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 from rlpipe.rewards.code import code
 from rlpipe.rewards.pool import check_rewards
 from rlpipe.types import UserError
+from tests.deadlines import DEADLINE_S
 from tests.test_rewards_code import block, prompt
 
 Reward = Callable[[Any, str], float]
@@ -20,7 +21,7 @@ RIGHT, WRONG = "def f(x):\n    return x + 1", "def f(x):\n    return 0"
 
 @pytest.fixture(scope="module")
 def reward() -> Reward:
-    return code(time_s=30.0, total_s=60.0)
+    return code(time_s=DEADLINE_S, total_s=DEADLINE_S)
 
 
 def asked(text: str, **metadata: Any) -> dict[str, Any]:
@@ -50,7 +51,7 @@ RUN = {
 @pytest.mark.parametrize("name", RUN)
 def test_every_assertion_runs(name: str, reward: Reward) -> None:
     if "numpy" in name:
-        reward = code(time_s=30.0, total_s=60.0, memory_mb=4096, processes=64)
+        reward = code(time_s=DEADLINE_S, total_s=DEADLINE_S, memory_mb=4096, processes=64)
     assert (reward(RUN[name], block(RIGHT)), reward(RUN[name], block(WRONG))) == (1.0, 0.0)
 
 
