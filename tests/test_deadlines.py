@@ -17,7 +17,7 @@ import pytest
 from tests.deadlines import DEADLINE_S, until, until_async
 
 HERE = Path(__file__).parent
-KEYWORDS = re.compile(r"(.*_)?(timeout|deadline|within)(_s|_seconds)?")
+KEYWORDS = re.compile(r"(.*_)?(timeout|deadline|within)(_s|_seconds)?|(time|total)_s")
 CONSTANTS = re.compile(r"(.*_)?(TIMEOUT|DEADLINE|WITHIN)(_S)?")
 # calls whose numbers are deadlines, positional or not
 WAITS = {"wait", "join", "timeout", "wait_for", "wait_procs", "result", "exception", "ClientTimeout", "settimeout", "all_gone"}
@@ -93,7 +93,7 @@ def test_deadlines_are_made_of_the_constants() -> None:
         ("while time.monotonic() < end and not there(): ...", True), ("@settings(deadline=200)\ndef test(): ...", True),
         ("process.wait(timeout=DEADLINE_S)", False), ("thread.join(2 * DEADLINE_S)", False), ("end = time.monotonic() + DEADLINE_S", False),
         ("def until_there(key, timeout_s=DEADLINE_S): ...", False), ("process.wait(timeout=30)  # short: it hangs", False),
-        ("assert time.monotonic() - began > 3", False), ("event.wait()", False), ("', '.join(words)", False), ("@settings(deadline=None)\ndef test(): ...", False),
+        ("ProgramLimits(time_s=30.0)", True), ("assert time.monotonic() - began > 3", False), ("event.wait()", False), ("', '.join(words)", False), ("@settings(deadline=None)\ndef test(): ...", False),
         ("threads.wait(timeout=0)", False), ("await asyncio.sleep(0.1)", False), ("until(there, look_s=0.5)", False),
     ],
 )  # fmt: skip

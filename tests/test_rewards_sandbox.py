@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from rlpipe.rewards.sandbox import confinement
-from rlpipe.rewards.sandbox.confinement import ProgramLimits
 from rlpipe.rewards.sandbox.runner import Outcome, check_interpreter, run
 from rlpipe.types import UserError
 from tests.deadlines import DEADLINE_S, PIPELINE_S, SHORT_S
@@ -113,9 +112,8 @@ def test_results_do_not_depend_on_the_hash_seed() -> None:
 
 
 def test_all_runs_together_have_a_limit() -> None:
-    limits = ProgramLimits(
-        time_s=DEADLINE_S, total_s=0.5, memory_mb=256, processes=4, files_mb=8
-    )  # one that had its own time would hang
+    # one that had its own time would hang
+    limits = PATIENT._replace(total_s=0.5)  # short: all together have it
     outcomes = list(run(PYTHON, limits, "while True: pass", [EMPTY] * 3))
     assert [one.status for one in outcomes] == ["timeout"] * 3
 
