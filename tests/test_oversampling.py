@@ -367,7 +367,7 @@ async def test_truncated_rollouts_carry_no_loss_but_count_in_their_group(tmp_pat
 
 async def test_rollouts_go_on_with_seeds_of_the_iteration_that_continues_them(tmp_path: Path) -> None:
     world = await check_run(tmp_path, 3, 5, 0.0, 0.0, ["rl.oversampling=2.5", "rl.staleness_max=3", ONE_SHARD])
-    rows = [row for k in range(5) for row in world.rollouts(k, 1)]
+    rows = [row for k in range(5) for row in world.rows(k, "batch/round-0", "batch.parquet", BATCH)]
     continued = [row for row in rows if len(row["weight_versions"]) > 1]
     assert continued
     carried = {
