@@ -229,7 +229,7 @@ def test_same_output(ours: str, theirs: str, same: bool) -> None:
     assert same_output(ours, theirs) is same
 
 
-GRADER = "from rlpipe.rewards.code import code\nreward = code(time_s=1.5, total_s=3.0)\n"
+GRADER = "from rlpipe.rewards.code import code\nreward = code(time_s=8.0, total_s=16.0)\n"
 HARM = {
     "forks": "import os, time\nfor _ in range(100):\n    if os.fork() == 0:\n        time.sleep(30)\n        os._exit(0)\n",
     "memory": "x = bytearray(10 << 30)\n",
