@@ -62,13 +62,20 @@ class GangUnderTest:
             with error:
                 return error.code, json.loads(error.read())
 
-    def do(self, path: str, body: JsonDict) -> JsonDict:
-        def result() -> list[JsonDict]:
-            status, answer = self.ask(path, body)
-            assert status in (200, 202), f"{path}: {status} {answer}\n{self.log.read_text()[-3000:]}"
-            return [answer["result"]] if status == 200 else []
+    def ended(self, path: str, body: JsonDict) -> tuple[int, JsonDict]:
+        """How a job ended: 202 is that it is not done yet."""
 
-        (done,) = until(result, path, within_s=2 * DEADLINE_S)  # four ranks may share two cores
+        def answered() -> list[tuple[int, JsonDict]]:
+            status, answer = self.ask(path, body)
+            return [] if status == 202 else [(status, answer)]
+
+        (end,) = until(answered, path, within_s=2 * DEADLINE_S)  # four ranks may share two cores
+        return end
+
+    def do(self, path: str, body: JsonDict) -> JsonDict:
+        status, answer = self.ended(path, body)
+        assert status == 200, f"{path}: {status} {answer}\n{self.log.read_text()[-3000:]}"
+        done = answer["result"]
         if path == "save":  # what is read of it is in the store
             self.do("upload", {"attempt": body["attempt"]})
         return done
@@ -242,11 +249,11 @@ def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
     assert gang.ask("nothing")[0] == 404 and gang.ask("nothing", {})[0] == 404
     status, answer = gang.ask("train", {"start": "a"})
     assert status == 400 and "train: " in answer["error"] and "kind" in answer["error"]
-    status, answer = gang.ask("load", world.load_ref("x", "policy", ArtifactRef("missing", "0" * 64)))
+    status, answer = gang.ended("load", world.load_ref("x", "policy", ArtifactRef("missing", "0" * 64)))
     assert status == 500 and "missing/manifest.json is missing" in answer["error"]
     poisoned = world.batch(store, "poisoned", world.poisoned(world.rollout_rows(4, 2)))
     gang.do("load", world.load_new("new"))
-    status, answer = gang.ask("train", world.train("new", "never", "rl", poisoned))
+    status, answer = gang.ended("train", world.train("new", "never", "rl", poisoned))
     assert status == 422 and answer["error"].startswith("poisoned step 0: loss nan")
     told = gang.ask("status")[1]
     assert told.pop("idle_s") >= 0 and told == {"position": None, "busy": False, "progress": None}
@@ -275,7 +282,7 @@ def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
         assert status == 400 and answer["error"].startswith("model config: ") and "\n" not in answer["error"], (change, answer)
     long = world.batch(store, "long", world.rollout_rows(2, 2, longest=3000))
     gang.do("load", world.load_new("other", seed=5))
-    status, answer = gang.ask("train", world.train("other", "never", "rl", long))
+    status, answer = gang.ended("train", world.train("other", "never", "rl", long))
     assert status == 400 and "trainer.tokens_max=512; set trainer.tokens_max to" in answer["error"]
 
 
