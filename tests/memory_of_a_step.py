@@ -1,5 +1,6 @@
-"""What one optimizer step really takes, in a process of its own: prints the bytes of resident memory that it adds at its peak. A step of a
-small model goes before it: it brings the code of torch's kernels into memory, which is no model's (35 to 60 MiB of an Intel Xeon).
+"""What one optimizer step really takes, in a process of its own: prints the bytes of resident memory that it adds at its peak.
+
+A step of a small model goes before it: what a process takes once, at its first step, is no model's (35 to 60 MiB on an Intel Xeon).
 
 Arguments: a folder, whether activations are recomputed (0 or 1), `trainer.offload`, and the model's config as JSON.
 """
@@ -32,12 +33,12 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def step(gang: Gang, model: JsonDict, length: int) -> None:
+def step(gang: Gang, model: JsonDict) -> None:
     job = job_of("load", json.dumps(world.load_new(model=model)).encode())
     assert isinstance(job, LoadJob)
     held, _ = load(gang, job)
-    tokens, scored = np.arange(length) % world.VOCAB, np.arange(1, length)
-    sequences = [sequence_of(tokens, scored) for _ in range(TOKENS // length)]
+    tokens, scored = np.arange(LENGTH) % world.VOCAB, np.arange(1, LENGTH)
+    sequences = [sequence_of(tokens, scored) for _ in range(TOKENS // LENGTH)]
     batch = plan_batch(gang, held.policy, held.rows, sequences)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     how = StepSettings(SftConfig(learning_rate=1e-4), 0, 1.0, "memory", entropy_trained=False)
@@ -46,10 +47,10 @@ def step(gang: Gang, model: JsonDict, length: int) -> None:
 
 def main(folder: str, recomputed: str, offload: str, model: str) -> None:
     gang = world.solo_gang(Path(folder), tokens_max=TOKENS, activation_checkpointing=recomputed == "1", offload=offload)
-    step(gang, world.MODEL, LENGTH)
+    step(gang, world.MODEL)
     gc.collect()
     before = resident("VmRSS")
-    step(gang, json.loads(model), LENGTH)
+    step(gang, json.loads(model))
     print(resident("VmHWM") - before)
 
 
