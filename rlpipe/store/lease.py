@@ -138,7 +138,7 @@ def fenced(held: Lease | None) -> Iterator[None]:
 
 
 class Announcement:
-    """Says that this process prepares a run. Nothing is left of it after `vanish`."""
+    """Says that this process prepares a run. No key is left of it after `vanish`; the folder of a store that had none stays."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key, self.of_process = store, key, os.getpid()

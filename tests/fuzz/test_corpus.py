@@ -293,4 +293,5 @@ def test_the_state_of_a_flow_run_says_what_the_command_line_says(
     for kind, name, took_s, _, _ in told:
         timed.ended(f"flow runs: {kind}", name, took_s)
     assert [each for each in told if each[3].rstrip(".") not in each[4]] == [] and len(told) >= 30
-    assert contents(store) == before and not (tmp_path / "empty").exists()
+    # of an announcement, which a preflight of more than ten seconds makes and withdraws, the store's own folder stays
+    assert contents(store) == before and not [*(tmp_path / "empty").rglob("*")]
