@@ -173,7 +173,7 @@ def announce(store: Store, run_root: str) -> None:
 
 
 def withdraw(store: Store, run_root: str) -> None:
-    """Takes the announcement of this process away; nothing is left of it, and one that was never seen wrote nothing."""
+    """Takes the announcement of this process away; no key is left of it, and one that was never seen wrote nothing."""
     if announcement := _announcements.pop((store.url, run_root), None):
         announcement.vanish()
 
