@@ -1,8 +1,9 @@
 """Do two checkouts compute the same? Small pipelines with the code of each; policies, Parquet files, inputs and settings are compared.
 
-usage: .venv/bin/python scripts/same_bits.py OLD NEW [FOLDER]     (a checkout each; about 10 minutes on two cores)
+usage: .venv/bin/python scripts/same_bits.py OLD NEW [FOLDER]     (a checkout each; about 25 minutes on two cores)
 
-The last run is begun by OLD, goes on with NEW, and has to end as the one that OLD did alone. Needs nothing of rlpipe itself.
+The runs `begun` are begun by OLD, go on with NEW, and have to end as those that OLD did alone. A run that fails counts as a difference, and the others
+go on. Needs nothing of rlpipe itself.
 """
 
 from __future__ import annotations
@@ -31,29 +32,47 @@ MANY_OPTIONS = [
     "rl.kl_coef=0.01", "rl.curriculum=band", "rl.mask_truncated=true", "trainer.ranks=2", "engines.count=2",
     "rl.num_iterations=4",
 ]  # fmt: skip
-AS_IT_WAS = (
-    "rl.reward_fallback=0.0"  # a default that has changed; the run that goes on does not give it, and keeps what it began with
-)
+AGENT = [*SMALL, "data.demonstrations.rows_max=300", "data.products.rows_max=200", "evaluation.every=0", "rl.num_iterations=2"]
+# defaults that have changed: a run that goes on does not give them, and keeps what it began with
+AS_IT_WAS = ["rl.reward_fallback=0.0", "evaluation.pass_threshold=1.0"]
+ONLY_NEW = ["model.control_tokens=as_written"]  # a field that OLD may not know
+STEPS = ["rl.overlap=steps", "rl.num_iterations=4"]
 RUNS: dict[str, list[str]] = {
-    "plain": ["run", "tiny", "--run", "plain", *TINY, AS_IT_WAS],
-    "options": ["run", "tiny", "--run", "options", *TINY, *MANY_OPTIONS, AS_IT_WAS],
-    "environment": ["run", "calculator", "--run", "environment", *CALCULATOR, AS_IT_WAS],
-    "stored": ["run", "tiny", "--run", "stored", *TINY, "rl.rollouts_from=run:plain", AS_IT_WAS],
-    "redone": ["fork", "plain", "--at", "2", "--run", "redone", "--redo", "score", "rl.rewards={exact=1.0}"],
-    "forked": ["fork", "plain", "--at", "2", "--run", "forked", "rl.clip_high=0.4"],
+    "plain": ["run", "tiny", *TINY],
+    "options": ["run", "tiny", *TINY, *MANY_OPTIONS],
+    "environment": ["run", "calculator", *CALCULATOR],
+    "agent": ["run", "agent", *AGENT],
+    "branches": ["run", "agent", *AGENT, "rl.branches=all"],
+    "lora": ["run", "tiny", *TINY, "model.adapter=lora", "rl.num_iterations=3"],
+    "deltas": ["run", "tiny", *TINY, "checkpoint.full_every=3", "checkpoint.keep_policies_last=2", "checkpoint.keep_states=1"],
+    "colocated": ["run", "tiny", *TINY, "engines.colocate=true", "rl.num_iterations=3"],
+    "whitened": ["run", "tiny", *TINY, "rl.estimator=reinforce_plus_plus_baseline", "rl.num_iterations=3"],
+    "iteration": ["run", "tiny", *TINY, "rl.overlap=iteration", "rl.importance=token_truncate", "rl.num_iterations=4"],
+    "steps": ["run", "tiny", *TINY, *STEPS],
+    "stored": ["run", "tiny", *TINY, "rl.rollouts_from=run:plain"],
+    "redone": ["fork", "plain", "--at", "2", "--redo", "score", "rl.rewards={exact=1.0}"],
+    "forked": ["fork", "plain", "--at", "2", "rl.clip_high=0.4"],
 }
-COMPARED = ("data", "prompts", "rollouts", "scores", "batch", "evaluation", "policy", "state")
+BEGUN = {  # by OLD, so many iterations, and ended by NEW: the run that it has to end as
+    "plain": ["run", "tiny", *TINY, "rl.num_iterations=2"],
+    "deltas": [*RUNS["deltas"], "rl.num_iterations=2"],
+    "steps": ["run", "tiny", *TINY, *STEPS, "rl.num_iterations=2"],
+}
+COMPARED = (
+    "tokenizer", "probe", "reference", "data", "selection", "imported", "prompts", "rollouts", "scores", "batch", "evaluation", "policy", "state", "gap",
+)  # fmt: skip
 
 
-def rlpipe(code: Path, folder: Path, arguments: list[str]) -> None:
-    """`rlpipe` with the code of a checkout; what looks like a setting becomes one."""
+def rlpipe(code: Path, folder: Path, arguments: list[str]) -> bool:
+    """`rlpipe` with the code of a checkout; what looks like a setting becomes one. Returns whether it succeeded, and prints why not."""
     command = [part for entry in arguments for part in (["--set", entry] if "=" in entry else [entry])]
     environment = {**os.environ, "PYTHONPATH": str(code), "PREFECT_HOME": str(folder / "prefect")}
     ended = subprocess.run(
         [sys.executable, "-m", "flows.cli", *command], cwd=folder, env=environment, capture_output=True, text=True
     )
     if ended.returncode:
-        raise SystemExit(f"{code}: rlpipe {' '.join(command)} failed\n{ended.stdout[-2000:]}{ended.stderr[-4000:]}")
+        print(f"{code}: rlpipe {' '.join(command)} failed\n{ended.stdout[-2000:]}{ended.stderr[-4000:]}", flush=True)
+    return ended.returncode == 0
 
 
 def facts(folder: Path, run: str) -> Iterator[tuple[str, object]]:
@@ -62,23 +81,52 @@ def facts(folder: Path, run: str) -> Iterator[tuple[str, object]]:
         manifest = json.loads(path.read_text())
         if manifest["stage"].split("/", 1)[0] in COMPARED:
             files = sorted(
-                (record["name"].rpartition("/")[2], record["sha256"]) for record in whole_files(path.parent, manifest)
+                (record["name"].rpartition("/")[2], content(path.parent, record))
+                for record in whole_files(path.parent, manifest)
             )
             inputs = sorted(name for name in manifest["inputs"] if not name.startswith("source "))
             stage = f"{manifest['phase']}/{manifest['iteration']:05d}/{manifest['stage']}"
-            yield stage, (files, manifest["settings_sha256"], inputs)
+            yield stage, (files, manifest["settings_sha256"], inputs, manifest["weight_version"], steering(manifest["metrics"]))
+
+
+def content(folder: Path, record: dict[str, Any]) -> object:
+    """The hash of a file; of one that names other artifacts, what it says but for their hashes, which are of manifests with times."""
+    file = folder / record["name"]
+    if file.name in ("base.json", "delta.json", "state.json") and file.exists():  # a pruned one is not
+        return json.dumps(without_hashes(json.loads(file.read_text())))
+    return record["sha256"]
+
+
+def without_hashes(part: Any) -> Any:
+    """A document without the hashes of references: those of objects with a folder."""
+    if isinstance(part, list):
+        return [without_hashes(entry) for entry in part]
+    if not isinstance(part, dict):
+        return part
+    return {
+        key: without_hashes(value)
+        for key, value in part.items()
+        if key not in ("sha256", "seal") or (key == "sha256" and "folder" not in part)
+    }
+
+
+def steering(metrics: dict[str, Any]) -> dict[str, Any]:
+    """What of the metrics steers a run: names without a slash, and no time."""
+    return {name: value for name, value in metrics.items() if "/" not in name and not name.endswith("_s")}
 
 
 def whole_files(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The files of an artifact as they are when whole, also of a policy that is stored as a difference."""
+    """The files of an artifact, and what they are when whole where a policy is stored as a difference."""
     deltas = [folder / record["name"] for record in manifest["files"] if record["name"].endswith("/delta.json")]
-    return json.loads(deltas[0].read_text())["files"] if deltas else manifest["files"]
+    return [*manifest["files"], *(json.loads(deltas[0].read_text())["files"] if deltas else [])]
 
 
 def compared(old: Path, new: Path, run: str, other: str = "") -> int:
     """Prints what differs; how much that is."""
     before, after = dict(facts(old, run)), dict(facts(new, other or run))
-    assert before, f"the run {run} committed nothing"
+    if not before:
+        print(f"{run}: nothing was committed", flush=True)
+        return 1
     differ = [stage for stage in sorted({*before, *after}) if before.get(stage) != after.get(stage)]
     print(f"{other or run}: {len(before)} stages, {len(differ)} differ", *differ[:10], sep="\n  ", flush=True)
     return len(differ)
@@ -89,19 +137,23 @@ def main() -> None:
     old, new, *more = (Path(argument).resolve() for argument in sys.argv[1:])
     root = more[0] if more else Path(tempfile.mkdtemp())
     folders = {code: root / name for code, name in ((old, "old"), (new, "new"))}
+    settings = {old: AS_IT_WAS, new: [*AS_IT_WAS, *ONLY_NEW]}
     differences = 0
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     for run, arguments in RUNS.items():
-        for code, folder in folders.items():
-            rlpipe(code, folder, arguments)
-        differences += compared(folders[old], folders[new], run)
-    begun = ["run", "tiny", "--run", "begun", *TINY]
-    rlpipe(old, folders[old], [*begun, "rl.num_iterations=2", AS_IT_WAS])
-    rlpipe(new, folders[old], begun)
-    rlpipe(new, folders[old], ["verify", "begun"])
-    rlpipe(new, folders[old], ["show", "begun"])
-    differences += compared(folders[old], folders[old], "plain", "begun")
+        given = {code: settings[code] if arguments[0] == "run" else [] for code in folders}  # a fork has those of its run
+        ended = [rlpipe(code, folder, [*arguments, "--run", run, *given[code]]) for code, folder in folders.items()]
+        differences += compared(folders[old], folders[new], run) + ended.count(False)
+    for run, arguments in BEGUN.items():
+        begun, here = f"{run}_begun", folders[old]
+        ended = [
+            rlpipe(old, here, [*arguments, "--run", begun, *AS_IT_WAS]),
+            rlpipe(new, here, [*RUNS[run], "--run", begun]),
+            rlpipe(new, here, ["verify", begun]),
+            rlpipe(new, here, ["show", begun]),
+        ]
+        differences += compared(here, here, run, begun) + ended.count(False)
     raise SystemExit(bool(differences))
 
 
