@@ -43,7 +43,7 @@ VERBS = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint",
 
 async def bare_iteration(session: Session, iteration: int) -> IterationRecord:
     """The iteration of flows/rl_iteration.py by the stage functions alone."""
-    session.begin_iteration(iteration)
+    session.clock.begin(iteration)
     policy, _ = session.run.policy(iteration)
     before, carried = committed_before(session, iteration)
     at = {"iteration": iteration, "round_index": 0}

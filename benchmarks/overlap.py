@@ -1,12 +1,12 @@
-"""`rl.overlap = "steps"` and "iteration" beside "none", on two cores of a CPU, one for the engine and one for the trainer: seconds an iteration, and
+"""`rl.overlap = "iteration"` beside "none", on two cores of a CPU, one for the engine and one for the trainer: seconds an iteration, and
 what each learns.
 
     .venv/bin/python benchmarks/overlap.py [--seeds 3] [--iterations 8] [--set A.B=C ...]
 
-All start from the preset `tiny` after its SFT, without its filter, which "steps" cannot have. For one seed there is a run of each, one at a time, for every
+All start from the preset `tiny` after its SFT, without its filter. For one seed there is a run of each, one at a time, for every
 other seed the other way round. Seconds are from commit to commit of iteration.json, of `rlpipe run` with Prefect, MLflow and the store, without
 evaluations. The limit is what would be left if the shorter of sampling (generate, score, filter) and training (train, checkpoint) were hidden behind
-the longer, and nothing else changed; of "steps", but for the first step's part of sampling and the last one's of training, which nothing can hide.
+the longer, and nothing else changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.compare_trl import Comparison
 from rlpipe.types import moment_of
 
-MODES = ("none", "steps", "iteration")
+MODES = ("none", "iteration")
 SAMPLING, TRAINING = ("sample_prompts", "generate", "score", "filter"), ("train", "checkpoint")
 
 
@@ -35,7 +35,6 @@ class Seen:
     seconds: list[float]
     sampling_s: list[float]
     training_s: list[float]
-    stepping_s: list[float]  # of it, the optimizer steps
     staleness: set[float]
     last_reward: float  # the mean of the last quarter
 
@@ -47,12 +46,6 @@ class Seen:
     def limit(self) -> float:
         """Seconds of an iteration over those that would be left."""
         hidden = statistics.median(min(pair) for pair in zip(self.sampling_s, self.training_s, strict=True))
-        return self.median_s / (self.median_s - hidden)
-
-    def limit_of_steps(self, num_steps: int) -> float:
-        """The same where of `num_steps` parts of both all but one are hidden; `checkpoint` comes after all of them."""
-        pairs = zip(self.sampling_s, self.stepping_s, strict=True)
-        hidden = statistics.median(min(pair) * (num_steps - 1) / num_steps for pair in pairs)
         return self.median_s / (self.median_s - hidden)
 
 
@@ -68,15 +61,13 @@ def run(comparison: Comparison, seed: int, overlap: str, sets: list[str]) -> See
     evaluated_s = [values.get("time/evaluate_s", 0.0) for values in metrics]
     seconds = [after - before - spent for (before, after), spent in zip(pairwise(ended), evaluated_s[1:], strict=True)]
     rewards = [float(values["rollout/reward_mean"]) for values in metrics]
-    sampling_s, training_s, stepping_s = (
-        [sum(values[f"time/{verb}_s"] for verb in verbs) for values in metrics[2:-1]]
-        for verbs in (SAMPLING, TRAINING, ("train",))
+    sampling_s, training_s = (
+        [sum(values[f"time/{verb}_s"] for verb in verbs) for values in metrics[2:-1]] for verbs in (SAMPLING, TRAINING)
     )
     return Seen(
         seconds=seconds[1:-1],  # the last iteration of a run samples none ahead
         sampling_s=sampling_s,
         training_s=training_s,
-        stepping_s=stepping_s,
         staleness={values[f"rollout/staleness_{name}"] for values in metrics[1:] for name in ("mean", "max")},
         last_reward=statistics.mean(rewards[-max(1, len(rewards) // 4) :]),
     )
@@ -93,21 +84,17 @@ def main() -> None:
         parser.error(f"--iterations {arguments.iterations}: use 5 or more; the first two and the last are not timed")
     with tempfile.TemporaryDirectory() as scratch:
         comparison = Comparison(Path(scratch), arguments.iterations, "")
-        ratios: dict[str, list[float]] = {"steps": [], "iteration": []}
+        ratios = list[float]()
         for seed in range(arguments.seeds):
             order = MODES if seed % 2 == 0 else MODES[::-1]
             sets = [f"rl.num_steps={arguments.num_steps}", *arguments.sets]
             seen = {overlap: run(comparison, seed, overlap, sets) for overlap in order}
-            none = seen["none"]
+            none, other = seen["none"], seen["iteration"]
             print(f"seed {seed}: none {none.median_s:.2f} s an iteration, reward at the end {none.last_reward:.3f}", flush=True)
-            limits = {"steps": none.limit_of_steps(arguments.num_steps), "iteration": none.limit}
-            for mode, limit in limits.items():
-                other = seen[mode]
-                ratios[mode].append(none.median_s / other.median_s)
-                print(f"  {mode}: {other.median_s:.2f} s, ratio {ratios[mode][-1]:.2f} (limit {limit:.2f}); "
-                      f"staleness {sorted(other.staleness)}; reward at the end {other.last_reward:.3f}", flush=True)  # fmt: skip
-        for mode, values in ratios.items():
-            print(f"{mode}: ratio {statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+            ratios.append(none.median_s / other.median_s)
+            print(f"  iteration: {other.median_s:.2f} s, ratio {ratios[-1]:.2f} (limit {none.limit:.2f}); "
+                  f"staleness {sorted(other.staleness)}; reward at the end {other.last_reward:.3f}", flush=True)  # fmt: skip
+        print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 if __name__ == "__main__":

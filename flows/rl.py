@@ -9,7 +9,6 @@ from prefect import flow
 
 from flows.rl_async import rl_async_iteration
 from flows.rl_iteration import rl_iteration
-from flows.rl_overlap import rl_overlap_iteration
 from flows.session import begin_rl, open_session, reason_to_end, requested, run_name
 from flows.terminal import say
 from flows.ui import ended, watch
@@ -19,7 +18,7 @@ from rlpipe.stages.remaking import pruned_versions
 from rlpipe.types import JsonDict
 from tasks.stages import evaluate, reload_engines, restore_policy
 
-ITERATION = {"none": rl_iteration, "steps": rl_overlap_iteration, "iteration": rl_async_iteration}  # by `rl.overlap`
+ITERATION = {"none": rl_iteration, "iteration": rl_async_iteration}  # by `rl.overlap`
 
 
 @flow(name="rl", flow_run_name=run_name("rl"), persist_result=False)

@@ -24,7 +24,7 @@ async def rl_async_iteration(config: PipelineConfig, iteration: int) -> Iteratio
     When training or sampling fails, the other comes to its end first. Trained, the iteration is committed all the same.
     """
     async with open_session(config) as session:
-        session.begin_iteration(iteration)
+        session.clock.begin(iteration)
         sampled = await take_batch(session, iteration)  # sampled by the iteration before, but for the first
         trained, ahead = await asyncio.gather(
             train_batch(session, iteration, sampled), sample_ahead(session, iteration, sampled), return_exceptions=True

@@ -48,7 +48,7 @@ async def rl_iteration(config: PipelineConfig, iteration: int) -> IterationRecor
     A run that is fed from `rl.rollouts_from`, and an iteration that is redone, take stored rollouts instead, and need no engine for them.
     """
     async with open_session(config) as session:
-        session.begin_iteration(iteration)
+        session.clock.begin(iteration)
         sampled = await take_batch(session, iteration)
         trained = await train_batch(session, iteration, sampled)
         return await end_iteration(session, iteration, sampled, trained)
@@ -129,10 +129,10 @@ async def redo_batch(session: Session, iteration: int) -> Sampled:
     return Sampled(rounds[-1].prompts, scores, batch)
 
 
-async def train_batch(session: Session, iteration: int, sampled: Sampled, steps: list[ArtifactRef] | None = None) -> Trained:
-    """The policy that a batch makes of version `iteration`, committed. `steps`: the same batch by step, where steps were taken already."""
+async def train_batch(session: Session, iteration: int, sampled: Sampled) -> Trained:
+    """The policy that a batch makes of version `iteration`, committed."""
     batch, (previous, _) = sampled.batch.ref, await asyncio.to_thread(session.run.policy, iteration)
-    training = await stages.train(session, iteration=iteration, batch=batch, steps=steps)
+    training = await stages.train(session, iteration=iteration, batch=batch)
     reference = await asyncio.to_thread(other_reference, session.run, iteration)
     policy = await stages.checkpoint(
         session, iteration=iteration, batch=batch, previous=previous, reference=reference, metrics=training.metrics

@@ -27,6 +27,7 @@ from rlpipe.rewards.process import RewardLost
 from rlpipe.stages import session as stages
 from rlpipe.stages.behind import CommittedLate
 from rlpipe.stages.preflight import passed_just_now, preflight
+from rlpipe.stages.retired import withdraw_steps
 from rlpipe.store.backend import open_store
 from rlpipe.store.forks import way_to_change
 from rlpipe.store.lease import RunHeld, TakenOver, announce, check_free, fenced, withdraw
@@ -197,6 +198,11 @@ async def begin_rl(session: stages.Session) -> int:
     if not await asyncio.to_thread(lambda: run.sft_complete):
         raise UserError(f"the SFT of run {run.name} is not complete: start post-train or sft first, or set sft.num_steps = 0")
     await prepare(session)
+    if withdrawn := await asyncio.to_thread(withdraw_steps, run):
+        get_run_logger().warning(
+            "rl.overlap='steps' is 'none' now: what it left of an unfinished iteration is made again (%d artifacts)",
+            len(withdrawn),
+        )
     session.retention.prune()
     return await asyncio.to_thread(session.num_committed, "rl")
 

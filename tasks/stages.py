@@ -20,7 +20,7 @@ from prefect.states import Cancelling, Completed
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import RequestRefused
 from rlpipe.services.finder import StartService
-from rlpipe.stages import base, evaluation, filtering, generation, importing, policy, remaking, sampling, scoring, sft, steps
+from rlpipe.stages import base, evaluation, filtering, generation, importing, policy, remaking, sampling, scoring, sft
 from rlpipe.stages.session import Session
 from rlpipe.store.patience import Away
 from rlpipe.types import StageResult, StepRefused, StoreError, UserError
@@ -72,9 +72,7 @@ def _run_name(verb: str, arguments: dict[str, Any]) -> str:
     words = [verb]
     words += [f"{arguments[name]:05d}" for name in ("iteration", "segment") if name in arguments]
     words += [
-        f"{name.removesuffix('_index')} {arguments[name]}"
-        for name in ("round_index", "shard", "step", "version")
-        if name in arguments
+        f"{name.removesuffix('_index')} {arguments[name]}" for name in ("round_index", "shard", "version") if name in arguments
     ]
     return " ".join(words) if len(words) > 1 else verb.replace("_", " ")
 
@@ -94,9 +92,7 @@ import_prompts = _task(importing.import_prompts)
 import_rollouts = _task(importing.import_rollouts)
 score = _task(scoring.score)
 filter_groups = _task(filtering.filter_groups)
-score_step = _task(steps.score_step)
 train = _task(policy.train)
-train_step = _task(policy.train_step, verb="train")
 checkpoint = _task(policy.checkpoint)
 restore_policy = _task(remaking.restore_policy)
 reload_engines = _task(policy.reload_engines)

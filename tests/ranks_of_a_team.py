@@ -67,7 +67,7 @@ def outcome(gang: Gang, model: JsonDict, kind: str, data: ArtifactRef, changes: 
         "rows": resident.rows.name,
         "moments": whole(resident, moments),
         "weights": whole(resident, weights),
-        "gaps": [gap for rows in resident.taken.gaps for row in rows for gap in row.gap.tolist()],  # on the first rank
+        "gaps": [gap for row in resident.gaps or [] for gap in row.gap.tolist()],  # on the first rank
     }
 
 

@@ -28,9 +28,7 @@ from rlpipe.stages.generation import generate
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
 from rlpipe.stages.session import Session
-from rlpipe.stages.steps import score_step
 from rlpipe.store.artifacts import read_manifest, read_records
-from rlpipe.trainer.batches import RlBatch
 from rlpipe.trainer.rl import advantages
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef
@@ -235,11 +233,6 @@ async def sampled(session: Session) -> tuple[ArtifactRef, list[ArtifactRef]]:
     return prompts, [(await generate(session, shard=shard, **part)).ref for shard in range(num_shards)]
 
 
-def rows_of(batch: RlBatch) -> list[tuple[list[int], list[int], list[float]]]:
-    steps = [sequence for step in batch.steps for sequence in step]
-    return [(one.tokens.tolist(), one.scored.tolist(), one.rollout_logprobs.tolist()) for one in steps]
-
-
 @pytest.mark.parametrize(("answers", "num_beside"), [("forks", 2), ("goes on", 1)])
 async def test_what_is_trained_is_every_reply_once(folder: Path, answers: str, num_beside: int) -> None:
     session = forking_session(folder, "store", answers=answers)
@@ -293,19 +286,6 @@ async def test_the_default_keeps_what_it_kept_and_trains_the_last_alone(folder: 
     assert all(np.array_equal(one.loss_mask == 1, one.rollout_logprobs < 0) for one in kept), "1 where a token was sampled"
     manifest = read_manifest(store, batched.folder)
     assert not {"rl.branches"} & manifest.settings.keys() and not [name for name in manifest.metrics if "branch" in name]
-
-
-async def test_the_steps_of_an_overlap_are_those_of_the_whole_batch(folder: Path) -> None:
-    session = forking_session(folder, "store", "rl.overlap=steps", "rl.num_steps=2", "rl.shard_prompts=1")
-    prompts, shards = await sampled(session)
-    at = {"iteration": 0, "prompts": prompts}
-    steps = [(await score_step(session, step=step, rollouts=[ref], **at)).ref for step, ref in enumerate(shards)]
-    scores = await score(session, round_index=0, rollouts=shards, steps=steps, **at)
-    batch = await filter_groups(session, iteration=0, round_index=0, prompts=[prompts], scores=[scores.ref], branches=shards)
-    parts, whole = [read_rl_batch(session.run.store, step, 1) for step in steps], read_rl_batch(session.run.store, batch.ref, 2)
-    assert [len(step) for step in whole.steps] == [6, 6]
-    assert rows_of(whole) == [row for part in parts for row in rows_of(part)]
-    await session.close()
 
 
 async def test_a_group_that_is_dropped_takes_its_branches_with_it(folder: Path) -> None:

@@ -60,10 +60,9 @@ def config(*sets: str) -> PipelineConfig:
             r"trainer\.place='deployment': a work pool gives each .*, or 'elsewhere' on nodes",
         ),
         ([*APART, "engines.nodes=1"], r"engines\.nodes=1: .* on the nodes of the trainer; set it to trainer\.nodes, 2"),
-        (["rl.overlap=iteration", "rl.importance=token_truncate"], r"rl\.overlap='iteration': trains and samples at once"),
         (
-            ["rl.overlap=steps", "rl.filters={}", "rl.rounds_max=1", "rl.num_steps=2"],
-            r"rl\.overlap='steps': trains and samples at once, .*set rl\.overlap = 'none', or engines\.colocate = false",
+            ["rl.overlap=iteration", "rl.importance=token_truncate"],
+            r"rl\.overlap='iteration': trains and samples at once, .*set rl\.overlap = 'none', or engines\.colocate = false",
         ),
         (
             [*ONE_GPU, "engines.gpu_ids=[1]"],

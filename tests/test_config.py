@@ -90,16 +90,6 @@ def test_a_bad_value_is_refused_with_field_value_and_fix(override: str, message:
         (["overlap=iteration", "oversampling=1.5"], "use oversampling = 1"),
         (["overlap=iteration", "train_stale_tokens=false"], "leave it true"),
         (["overlap=iteration", "rollouts_from=run:b"], "there is nothing to overlap"),
-        (["overlap=steps", "filters={}", "rollouts_from=run:b"], "there is nothing to overlap"),
-        (["overlap=steps"], r"^rl\.filters={'nonzero_std': 0\.0}: .* use filters = {}"),
-        (["overlap=steps", "filters={}", "oversampling=1.5"], r"^rl\.oversampling=1\.5: .* use oversampling = 1"),
-        (["overlap=steps", "filters={}", "rounds_max=2"], r"^rl\.rounds_max=2: .* use rounds_max = 1"),
-        (["overlap=steps", "filters={}", "num_steps=1"], r"^rl\.num_steps=1: of 1 step .* or overlap = 'none'"),
-        (["overlap=steps", "filters={}", "num_prompts=1"], r"^rl\.num_steps=4: of 1 step \(rl\.num_prompts=1\)"),
-        *(
-            (["overlap=steps", "filters={}", f"estimator={name}"], rf"^rl\.estimator='{name}': .* for example grpo")
-            for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-        ),
     ],
 )
 def test_algorithms_that_make_no_sense_together_are_refused_with_the_reason(overrides: list[str], message: str) -> None:
@@ -128,7 +118,6 @@ def test_all_broken_rules_are_reported_together_and_each_begins_with_its_field()
         ["on_mismatch=fail", "oversampling=1.5", "train_stale_tokens=false"],
         ["overlap=iteration", "objective=dppo", "importance=none"],
         ["overlap=iteration", "proximal=engine", "importance=none"],
-        ["overlap=steps", "filters={}", "kl=reward", "kl_coef=0.1", "on_mismatch=fail", "importance=none", "groups_min=60"],
         ["overlap=none", "curriculum=none", "kl=none", "importance=none"],  # unquoted, where TOML has no such word
     ],
 )
@@ -238,12 +227,16 @@ def test_a_template_is_plain_text() -> None:
 
 
 def test_the_plan_says_what_each_overlap_would_overlap() -> None:
-    lines = plan_lines(read_config("tiny", ["rl.filters={}", "rl.num_prompts=10", "rl.num_steps=4"], PRESETS))
-    first = next(index for index, line in enumerate(lines) if "overlap none" in line)
-    assert lines[first : first + 3] == [
-        "  overlap none: sampling and training take turns",
-        "  overlap steps would be: step 1 of 4 is taken when 3 of 10 groups are sampled, beside the others; same results",
-        "  overlap iteration would be: iteration k + 1 is sampled while k is trained, by the policy that k starts from",
-    ]
-    refused = plan_lines(read_config("tiny", ["rl.overlap=iteration"], PRESETS))
-    assert any(line.startswith("  overlap steps would be refused: rl.filters={'nonzero_std': 0.0}: ") for line in refused)
+    lines = plan_lines(read_config("tiny", [], PRESETS))
+    first = lines.index("  overlap none: sampling and training take turns")
+    assert lines[first + 1] == (
+        "  overlap iteration would be: iteration k + 1 is sampled while k is trained, by the policy that k starts from"
+    )
+    refused = plan_lines(read_config("tiny", ["rl.oversampling=1.5"], PRESETS))
+    assert any(
+        line.startswith("  overlap iteration would be refused: rl.overlap='iteration': what an over-") for line in refused
+    )
+
+
+def test_the_overlap_of_steps_that_older_versions_had_is_none() -> None:
+    assert read_config("tiny", ["rl.overlap=steps"], PRESETS) == read_config("tiny", [], PRESETS)

@@ -14,7 +14,7 @@ OPTIONS = {
     "gspo": ["rl.objective=gspo", "rl.clip_low=3e-4", "rl.clip_high=4e-4", "rl.dual_clip=3.0", "rl.aggregation=sequence_mean",
              "rl.importance=sequence_mask", "rl.estimator=opo", "rl.kl=reward", "rl.kl_coef=0.05"],
     "dppo": ["rl.objective=dppo", "rl.importance=none", "rl.estimator=maxrl", "rl.mask_truncated=true", "rl.rounds_max=3"],
-    "engine": ["rl.proximal=engine", "rl.importance=none", "rl.overlap=steps", "rl.filters={}"],
+    "engine": ["rl.proximal=engine", "rl.importance=none", "rl.filters={}"],
 }  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def test_the_trainer_is_killed_in_the_middle_of_an_upload_and_sampling_goes_on(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("sets", [["rl.overlap=iteration"], ["rl.overlap=steps"], ["checkpoint.full_every=3"]])
+@pytest.mark.parametrize("sets", [["rl.overlap=iteration"], ["checkpoint.full_every=3"]])
 def test_the_trainer_is_killed_in_the_middle_of_an_upload_however_iterations_overlap(
     folder: Folder, tmp_path: Path, s3_server: S3Server, s3_proxy: S3Proxy, sets: list[str]
 ) -> None:

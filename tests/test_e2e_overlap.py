@@ -1,5 +1,4 @@
-"""What runs side by side. One step off policy: the next iteration is sampled while this one is trained, by the policy that it starts from.
-And steps that are taken while later groups are sampled, to the bits of a run in which nothing overlaps."""
+"""One step off policy: the next iteration is sampled while this one is trained, by the policy that it starts from."""
 
 from __future__ import annotations
 
@@ -9,15 +8,12 @@ from pathlib import Path
 import pytest
 
 from rlpipe.store.run import Run, open_existing
-from tests.deadlines import PIPELINE_S
-from tests.pipeline import MINI, Folder, Undisturbed, descendants, kill_group, read_record
+from tests.pipeline import MINI, Folder, descendants, kill_group, read_record
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
 OVERLAPPED = [*MINI, "rl.overlap=iteration"]
-STEPS = [*MINI, "rl.overlap=steps"]
 TRAINER, ENGINE = "rlpipe.trainer.server", "rlpipe.engines.local.server"
-SEEN = {"": "steps/step-000", TRAINER: "steps/step-000", ENGINE: "rollouts/round-0/shard-000"}  # when it is killed
 
 
 @pytest.fixture(scope="module")
@@ -85,43 +81,3 @@ def test_where_the_next_batch_cannot_be_had_the_iteration_before_it_is_committed
     code, output = folder.rlpipe(*folder.run_arguments("a", *OVERLAPPED, *failing))
     assert code != 0 and "rl.groups_min=1: only 0 groups survived" in output, output[-3000:]  # of iteration 2, by version 1
     assert read_record(folder, "a", 1) and not folder.open_store().exists("runs/a/rl/00002/policy/manifest.json")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("victim", ["", TRAINER, ENGINE])
-def test_steps_beside_sampling_end_with_the_bits_of_a_run_without_whatever_is_killed(
-    undisturbed: Undisturbed, tmp_path: Path, victim: str
-) -> None:
-    """Killed where a step is taken and later groups are not sampled yet; no victim is named: all of it is."""
-    folder = Folder(tmp_path, f"file://{tmp_path}/store")
-    process = folder.start(*folder.run_arguments("a", *STEPS))
-    try:
-        for iteration in (1, 3):
-            folder.wait_for("a", f"rl/{iteration:05d}/{SEEN[victim]}/manifest.json", process)
-            if victim:
-                descendants(process, victim)[-1].kill()
-        if victim:
-            assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
-    finally:
-        kill_group(process)
-    if not victim:
-        folder.complete("a", *STEPS)
-    code, output = folder.rlpipe("verify", "a", "--store", folder.store)
-    assert code == 0, output
-    check_same(open_existing(folder.open_store(), "a"), open_existing(undisturbed.folder.open_store(), "a"))
-    assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()
-
-
-def check_same(steps: Run, none: Run) -> None:
-    """What both committed of each iteration has the same bits, and came to the same metrics."""
-    for iteration in range(ITERATIONS):
-        for stage in ("prompts/round-0", "scores/round-0", "batch/round-0", "gap", "policy"):
-            files = [
-                {file.plain_name: file.sha256 for file in run.committed("rl", iteration, stage)[1].files}
-                for run in (steps, none)
-            ]
-            assert files[0] == files[1] and files[0], f"{stage} of iteration {iteration}"
-        metrics = [run.record(iteration).metrics for run in (steps, none)]
-        same = {name for name in metrics[1] if name.startswith(("rollout/", "train/"))} - {"train/peak_memory_gib"}
-        assert {name: metrics[0][name] for name in same} == {name: metrics[1][name] for name in same}
-        assert steps.artifact("rl", iteration, "steps/step-001") and not none.artifact("rl", iteration, "steps/step-000")

@@ -100,7 +100,7 @@ def alike(request: pytest.FixtureRequest, overlap: str) -> Folder:
     return undisturbed.folder
 
 
-@pytest.mark.parametrize("overlap", ["none", "steps", "iteration"])
+@pytest.mark.parametrize("overlap", ["none", "iteration"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_host_that_wakes_up_after_another_took_its_run_ends_in_one_line_and_harms_nothing(
     alike: Folder, tmp_path: Path, stage: str, overlap: str

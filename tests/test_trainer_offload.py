@@ -66,19 +66,6 @@ def test_the_steps_after_it_are_the_same_to_the_bit(trainer: Trainer, data: Arti
     assert shas[0] == shas[1]
 
 
-def test_between_two_steps_of_an_iteration_too(trainer: Trainer, data: ArtifactRef) -> None:
-    """The weights that the iteration started from are kept until its last step, and go along."""
-    shas = []
-    for offloads in (False, True):
-        world.run(trainer, "load", world.load_new())
-        for step in range(2):
-            if offloads:
-                world.run(trainer, "offload", OFFLOAD)
-            world.run(trainer, "train", world.train("a", "b", "rl", data, {"step": step, "first_step": step}))
-        shas.append(policy_sha(trainer, f"final-{offloads}"))
-    assert shas[0] == shas[1]
-
-
 def trained(folder: Path, offload: str, parks: bool = False) -> list[dict[str, str]]:
     """What two jobs of RL and one of SFT come to, with a restore between them, by a trainer with `trainer.offload`."""
     trainer = Trainer(world.solo_gang(folder, tokens_max=512, offload=offload))

@@ -1,4 +1,4 @@
-"""An iteration trained one job a step: the bits and metrics of the one job, whatever is lost between them. And which groups a step has."""
+"""Which groups a step of an iteration has, and what its proximal logprobs are."""
 
 from __future__ import annotations
 
@@ -15,23 +15,11 @@ from rlpipe.trainer.batches import rows_of_steps
 from rlpipe.trainer.gap import of_whole_batch
 from rlpipe.trainer.step import frozen_logprobs, plan_batch
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, JsonDict, UserError
+from rlpipe.types import UserError
 from tests import trainer_world as world
 from tests.batches import read_rl_batch
 
 NUM_GROUPS = 9
-EMPTY = 4  # a group of which nothing is trained
-TIMES = {"train_s", "train/peak_memory_gib"}
-OPTIONS: dict[str, JsonDict] = {
-    "ppo, a step a group": {"num_steps": 9, "clip_low": 0.01, "clip_high": 0.01},  # one of the steps is empty
-    "ppo, adaptive weight decay, entropy": {"num_steps": 3, "entropy_coef": 0.01, "learning_rate": 1e-2, "weight_decay": 0.1},
-    "gspo, a KL in the loss": {"num_steps": 4, "objective": "gspo", "kl": "loss", "kl_coef": 0.3, "aggregation": "sequence_mean"},
-    "dppo, a KL in the reward": {"num_steps": 2, "objective": "dppo", "importance": "none", "kl": "reward", "kl_coef": 0.3, "estimator": "opo"},
-    "the engine's logprobs, a KL in the reward": {
-        "num_steps": 3, "proximal": "engine", "importance": "none", "kl": "reward", "kl_coef": 0.3, "clip_low": 0.01,
-    },
-    "an only step": {"num_steps": 1, "kl": "loss", "kl_coef": 0.1, "estimator": "rloo"},
-}  # fmt: skip
 
 
 @given(st.integers(0, 200), st.integers(1, 50))
@@ -45,7 +33,7 @@ def test_steps_are_contiguous_whole_and_as_equal_as_possible(num_groups: int, nu
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 8))
 def test_a_group_is_in_the_same_step_whatever_became_of_the_others(sizes: list[int], num_steps: int) -> None:
-    """`sizes`: rollouts of each group that can be trained. What the whole batch says is what the shards of a step alone say."""
+    """`sizes`: rollouts of each group that can be trained."""
     group_index_B = np.repeat(np.arange(len(sizes)), sizes)
     empty = [index for index, size in enumerate(sizes) if not size]
     rows = rows_of_steps(group_index_B, empty, num_steps)
@@ -66,70 +54,11 @@ def trainer(tmp_path: Path) -> Trainer:
     return trainer
 
 
-def reference_of(trainer: Trainer, settings: JsonDict) -> JsonDict | None:
-    """Another policy than the one in training, where there is a KL to it."""
-    if settings.get("kl", "none") == "none":
-        return None
-    world.run(trainer, "load", world.load_new("other", seed=9))
-    return world.saved(
-        trainer.gang.store, "other", world.run(trainer, "save", world.save("other", "other", None))["policy"]
-    ).as_json()
-
-
 def digests(trainer: Trainer, folder: str = "final") -> dict[str, str]:
     """The sha256 of the weights and of the gaps of the iteration."""
     saved = world.run(trainer, "save", world.save("any", folder, None, f"{folder}-gap"))
     files = world.digests(saved["policy"]) | world.digests(saved["gap"])
     return {name: files[name] for name in ("model.safetensors", "gap.parquet")}
-
-
-def parts_of(trainer: Trainer, rows: list[JsonDict], num_steps: int) -> list[ArtifactRef]:
-    """The batch of every step, as the shards of the step give it."""
-    return [
-        world.batch(
-            trainer.gang.store,
-            f"step-{step}",
-            [row for row in rows if row["group_index"] in places],
-            [EMPTY] if EMPTY in places else [],
-        )
-        for step, places in enumerate(step_ranges(NUM_GROUPS, num_steps))
-    ]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_job_a_step_gives_the_bits_of_one_job_also_when_the_trainer_is_lost_between_them(
-    trainer: Trainer, options: str
-) -> None:
-    settings = {**OPTIONS[options], "first_step": 5, "schedule": "linear", "decay_steps": 100}
-    rows = [row for row in world.rollout_rows(NUM_GROUPS, 4) if row["group_index"] != EMPTY]
-    settings["reference"] = reference_of(trainer, settings)
-    whole = world.batch(trainer.gang.store, "whole", rows, [EMPTY])
-    world.run(trainer, "load", world.load_new())
-    expected = world.run(trainer, "train", world.train("a", "b", "rl", whole, settings))["metrics"]
-    final = digests(trainer)
-    parts = parts_of(trainer, rows, settings["num_steps"])
-
-    def take(step: int) -> JsonDict:
-        job = world.train("a", "b", "rl", parts[step], settings | {"step": step, "first_step": 5 + step})
-        return world.run(trainer, "train", job)["metrics"]
-
-    for lost_at in (None, len(parts) // 2):
-        world.run(trainer, "load", world.load_new())
-        metrics: JsonDict = {}
-        for step in range(len(parts)):
-            if step == lost_at:
-                trainer = Trainer(trainer.gang)
-                world.run(trainer, "load", world.load_new())
-                for again in range(step):
-                    take(again)
-            metrics = take(step)
-            keeps = len(parts) > step + 1 and settings.get("proximal") != "engine"  # without a pass nothing asks for the start
-            assert trainer.resident is not None and (trainer.resident.taken.start != []) == keeps
-        assert digests(trainer, f"lost-at-{lost_at}") == final
-        assert {name: value for name, value in metrics.items() if name not in TIMES} == {
-            name: value for name, value in expected.items() if name not in TIMES
-        }
-        assert trainer.resident is not None and trainer.resident.taken.start == []
 
 
 def test_an_engine_with_the_trainers_own_logprobs_saves_the_pass_and_changes_no_bit(trainer: Trainer) -> None:
@@ -170,18 +99,6 @@ def test_tokens_without_a_recorded_logprob_are_refused_by_the_engines_logprobs(t
         match=r"^rl\.proximal='engine': 1 tokens of batch .*; start another run, or a fork, with rl\.proximal = 'trainer'",
     ):
         world.run(trainer, "train", world.train("a", "b", "rl", batch, {"proximal": "engine", "importance": "none"}))
-
-
-def test_a_step_follows_the_one_before_it_and_an_iteration_begins_anew(trainer: Trainer) -> None:
-    parts = parts_of(trainer, [row for row in world.rollout_rows(NUM_GROUPS, 2) if row["group_index"] != EMPTY], 2)
-    with pytest.raises(UserError, match="step 2 of 2"):
-        world.run(trainer, "train", world.train("a", "b", "rl", parts[0], {"num_steps": 2, "step": 2}))
-    with pytest.raises(AssertionError, match="step 1 does not follow 0"):
-        world.run(trainer, "train", world.train("a", "b", "rl", parts[1], {"num_steps": 2, "step": 1}))
-    world.run(trainer, "load", world.load_new())
-    for _ in range(2):  # the second time as if the first had never been
-        world.run(trainer, "train", world.train("a", "b", "rl", parts[0], {"num_steps": 2, "step": 0}))
-        assert trainer.resident is not None and len(trainer.resident.taken.batches) == 1
 
 
 def test_what_a_batch_says_of_empty_groups_is_read_with_it(trainer: Trainer) -> None:

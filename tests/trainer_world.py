@@ -137,8 +137,8 @@ def load_ref(position: str, kind: str, ref: ArtifactRef) -> JsonDict:
 
 
 def train(start: str, result: str, kind: str, data: ArtifactRef, changes: JsonDict | None = None) -> JsonDict:
-    """A training job; `changes`: settings, and `first_step`, `step` and `seed`, which stand beside them."""
-    beside = {"reference": None, "step": None} if kind == "rl" else {"seed": 0}
+    """A training job; `changes`: settings, and `first_step` and `seed`, which stand beside them."""
+    beside = {"reference": None} if kind == "rl" else {"seed": 0}
     job = {"start": start, "result": result, "kind": kind, "data": data.as_json(), "first_step": 0, **beside}
     job |= {name: value for name, value in (changes or {}).items() if name in job}
     settings = {name: value for name, value in (changes or {}).items() if name not in job}

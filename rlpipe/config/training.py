@@ -133,10 +133,10 @@ class RlConfig(OptimizerConfig):
         default="last",
         description="Where an agent has rewritten its history: whether the last branch of its conversation is trained, or all of them",
     )
-    overlap: Literal["none", "steps", "iteration"] = Field(
+    overlap: Literal["none", "iteration"] = Field(
         default="none",
-        description="What runs side by side; steps: a step is taken as soon as its groups are sampled, beside the sampling of later ones; "
-        "iteration: iteration k + 1 is sampled by weight version k while version k + 1 is trained, so what is trained is one version old",
+        description="What runs side by side; iteration: iteration k + 1 is sampled by weight version k while version k + 1 is trained, so what is "
+        "trained is one version old",
     )
     estimator: Literal["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
         Field(default="grpo", description="Advantages from rewards")
@@ -182,6 +182,11 @@ class RlConfig(OptimizerConfig):
     on_mismatch: Literal["warn", "stop", "fail"] = Field(
         default="warn", description="Above mismatch_max: warn, end the run after the iteration, or refuse its policy"
     )
+
+    @field_validator("overlap", mode="before")
+    @classmethod
+    def _steps_is_none(cls, value: Any) -> Any:
+        return "none" if value == "steps" else value  # of older versions: it came to the same bits
 
     @field_validator("kl", "importance", "curriculum", "overlap", mode="before")
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpipe.algorithms.steps import step_ranges
 from rlpipe.config.colocation import ENGINE_REST_GIB, engine_fraction, trainer_rest_gib
 from rlpipe.config.operational import PART_BYTES, PARTS_HERE
 from rlpipe.config.overlap import broken_overlap
@@ -202,10 +201,8 @@ def plan_lines(config: PipelineConfig) -> list[str]:
 
 def overlap_lines(rl: RlConfig) -> list[str]:
     """What runs side by side, and what would with another `rl.overlap`, or what forbids it."""
-    steps = step_ranges(rl.num_prompts, rl.num_steps)
     meaning = {
         "none": "sampling and training take turns",
-        "steps": f"step 1 of {len(steps)} is taken when {len(steps[0])} of {rl.num_prompts} groups are sampled, beside the others; same results",
         "iteration": "iteration k + 1 is sampled while k is trained, by the policy that k starts from",
     }
     lines = [f"  overlap {rl.overlap}: {meaning.pop(rl.overlap)}"]

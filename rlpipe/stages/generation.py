@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
 
-from rlpipe.algorithms.steps import step_ranges
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
@@ -29,7 +27,6 @@ from rlpipe.types import ArtifactRef, EngineError, UserError, rollout_seed
 
 log = logging.getLogger(__name__)
 POLL_S = 2.0
-TURN_S = 5.0
 ENVIRONMENT = ["rl.environment", "rl.environment_args", "rl.turns_max"]
 SAMPLING = ["rl.completion_tokens_max", "rl.top_p", "rl.top_k"]
 SAMPLED_BY = ["rl.group_size", "rl.temperature", "rl.shard_prompts", "rl.oversampling", "rl.train_stale_tokens", "rl.rollouts_from",
@@ -69,7 +66,7 @@ async def generate(
     cut short; it is committed all the same.
     """
     groups = await asyncio.to_thread(prompt_groups, session, prompts)
-    shards = [places for step in step_shards(session.config.rl, len(groups)) for places in step]
+    shards = shard_places(session.config.rl, len(groups))
     keys = [generate.key(session, iteration=iteration, round_index=round_index, shard=index) for index in range(len(shards))]
     session.unanswered.discard(keys[shard])
     shard_groups = groups[shards[shard].start : shards[shard].stop]
@@ -81,7 +78,6 @@ async def generate(
         survivors = await _survivors(session, made.sampling_round, num_kept, groups, keys)
         completions = await _until_enough(made, survivors)
     else:
-        await _in_turn(session, keys, shard)
         prompts_of_groups = [group.prompt for group in shard_groups]
         completions = await sample(session, requests, prompts_of_groups, made.score, shard=keys[shard])
     rollouts = [rollout for index, group in enumerate(completions) for rollout in await made.rollouts(index, group)]
@@ -99,28 +95,12 @@ async def generate(
 
 def num_shards(session: Session, num_prompts: int) -> int:
     """Shards of a sampling round."""
-    return sum(map(len, step_shards(session.config.rl, num_prompts)))
+    return len(shard_places(session.config.rl, num_prompts))
 
 
-def step_shards(rl: RlConfig, num_groups: int) -> list[list[range]]:
-    """The groups of each shard of a sampling round, by step where steps overlap with sampling: a shard has groups of one step only."""
-    steps = step_ranges(num_groups, rl.num_steps) if rl.overlap == "steps" else [range(num_groups)]
-    return [[step[first : first + rl.shard_prompts] for first in range(0, len(step), rl.shard_prompts)] for step in steps]
-
-
-async def _in_turn(session: Session, keys: list[StageKey], shard: int) -> None:
-    """Returns when the shard before has asked the pool for its rollouts: engines begin with the groups of the first step.
-
-    Results do not depend on it. One that was committed asks for nothing, and one that failed is waited for no longer than TURN_S.
-    """
-    if session.config.rl.overlap != "steps":
-        return
-    for before in reversed(keys[:shard]):
-        if not await asyncio.to_thread(session.run.artifact, *before):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(session.begun[before].wait(), TURN_S)
-            break
-    session.begun[keys[shard]].set()
+def shard_places(rl: RlConfig, num_groups: int) -> list[range]:
+    """The places of the groups of each shard of a sampling round, 0 .. num_groups - 1 in order."""
+    return [range(num_groups)[first : first + rl.shard_prompts] for first in range(0, num_groups, rl.shard_prompts)]
 
 
 def prompt_groups(session: Session, prompts: ArtifactRef) -> list[PromptGroup]:

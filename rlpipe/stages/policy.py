@@ -9,7 +9,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
-from rlpipe.stages.training import TRAINED_BY, StoredAs, commit_saved, rl_job, save_job, step_jobs, train_job
+from rlpipe.stages.training import TRAINED_BY, StoredAs, commit_saved, rl_job, save_job, train_job
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.types import ArtifactRef, JsonDict, Metrics, StageResult, StepRefused
 
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 ONPOLICY_MAX = 1e-6  # mean |policy - proximal logprobs| of the first step; 0 where both passes run the same kernels
 
 
-async def train(session: Session, *, iteration: int, batch: ArtifactRef, steps: list[ArtifactRef] | None = None) -> StageResult:
-    """Trains on `batch`; `cached` when the policy that came of it is committed. `steps`: the same by step, the trainer may have taken them.
+async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> StageResult:
+    """Trains on `batch`; `cached` when the policy that came of it is committed.
 
     It commits nothing itself: until the weights are durable, the training has not happened. StepRefused when
     `rl.on_mismatch` says so.
@@ -26,8 +26,7 @@ async def train(session: Session, *, iteration: int, batch: ArtifactRef, steps: 
     committed = await asyncio.to_thread(session.run.artifact, "rl", iteration, "policy")
     if committed is not None:
         return StageResult(batch, committed[1].metrics, cached=True)
-    jobs = step_jobs(session.run, iteration, steps, len(steps)) if steps else [rl_job(session.run, iteration, batch)]
-    metrics = await train_job(session, iteration, jobs[-1], earlier=jobs[:-1])
+    metrics = await train_job(session, iteration, rl_job(session.run, iteration, batch))
     rl = session.config.rl
     for fault in first_step_faults(metrics["first_step"], iteration, rl.anchored, bool(rl.reference)):
         log.warning("iteration %d: %s", iteration, fault)
@@ -35,18 +34,6 @@ async def train(session: Session, *, iteration: int, batch: ArtifactRef, steps: 
     stale = manifest.metrics["rollout/num_tokens_stale"]
     check_mismatch(metrics["train/mismatch_abs_mean"], iteration, session.config.rl, stale)
     return StageResult(batch, metrics, cached=False)
-
-
-async def train_step(session: Session, *, iteration: int, step: int, steps: list[ArtifactRef], num_steps: int) -> StageResult:
-    """Takes one of the `num_steps` steps of an iteration, before its whole batch is there; `steps`: the batches up to this one's.
-
-    It commits nothing, as `train` does, which asks for the last step once more, and gets the answer that the trainer has.
-    """
-    assert step == len(steps) - 1, f"step {step}, and the batches of {len(steps)}"
-    if await asyncio.to_thread(session.run.artifact, "rl", iteration, "policy") is not None:
-        return StageResult(steps[-1], {}, cached=True)
-    *earlier, job = step_jobs(session.run, iteration, steps, num_steps)
-    return StageResult(steps[-1], await train_job(session, iteration, job, earlier=earlier), cached=False)
 
 
 def first_step_faults(first: Metrics, iteration: int, anchored: bool, other_reference: bool = False) -> list[str]:

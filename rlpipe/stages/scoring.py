@@ -109,7 +109,7 @@ def score_key(rollout: Rollout, facts: RolloutFacts) -> ScoreKey:
 
 @dataclass(frozen=True)
 class KeptReward:
-    """A reward that is there already: an imported rollout came with it (its prompt is not known), or a step needed it first."""
+    """The reward that an imported rollout came with, whose prompt is not known."""
 
     group_index: Int32
     rollout_index: Int32
@@ -127,15 +127,10 @@ def score(
     round_index: int,
     prompts: ArtifactRef,
     rollouts: list[ArtifactRef],
-    steps: list[ArtifactRef] | None = None,
 ) -> Produced:
-    """The rewards of one round's rollouts; none for those of a group that was cut short. `steps`: have rewards, and are not scored again."""
+    """The rewards of one round's rollouts; none for those of a group that was cut short."""
     store, known = session.run.store, known_scores(session, (iteration, round_index))
-    stored = [
-        reward
-        for ref in [*rollouts, *(steps or [])]
-        for reward in read_records_if_any(store, ref, "rewards.parquet", KeptReward)
-    ]
+    stored = [reward for ref in rollouts for reward in read_records_if_any(store, ref, "rewards.parquet", KeptReward)]
     kept = {_place(reward): {name: getattr(reward, name) for name in SCORE_COLUMNS} for reward in stored}
     shards = [rollout for ref in rollouts for rollout in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)]
     sampled = [replace(rollout, **kept.get(_place(rollout), {})) for rollout in shards]

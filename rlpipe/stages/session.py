@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import cached_property, partial
@@ -75,7 +74,6 @@ class Session:
         self.survivors: Survivors | None = None  # of the sampling round at work, when it is over-sampled
         self.ahead: ScoringAhead | None = None  # of the sampling round at work
         self.unanswered: set[tuple[str, int, str]] = set()  # shards that the environment failed, and that wait for others
-        self.begun: dict[tuple[str, int, str], asyncio.Event] = defaultdict(asyncio.Event)  # shards that asked the pool
         self._closed = False
         self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
         self.trainer_turn = asyncio.Lock()  # of who brings the trainer to a position, and asks it for what it holds then
@@ -95,11 +93,6 @@ class Session:
     def num_committed(self, phase: str) -> int:
         """How many of the SFT segments, or RL iterations, of the run are committed now."""
         return self.run.num_committed(phase, self.run.num_segments if phase == "sft" else self.config.rl.num_iterations)
-
-    def begin_iteration(self, iteration: int) -> None:
-        """From here on the session works on this iteration."""
-        self.clock.begin(iteration)
-        self.begun.clear()
 
     async def _may_steer(self) -> None:
         """TakenOver, EngineError: engines and trainer are another's by now, or of nobody."""

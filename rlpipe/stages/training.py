@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from rlpipe.config.pipeline import RETIRED, PipelineConfig
@@ -129,35 +129,9 @@ class Saved:
         return Produced(self.policy, metrics | {"probe": self.probe}, weight_version, published)
 
 
-def step_jobs(run: Run, iteration: int, steps: list[ArtifactRef], num_steps: int) -> list[RlJob]:
-    """The training of one RL iteration as one job a step, for the first of its `num_steps` steps; `steps`: the batch of each.
-
-    They lead from the position before the iteration to the one after it, as the one job for all steps does.
-    """
-    assert 0 < len(steps) <= num_steps, f"{len(steps)} of {num_steps} steps"
-    whole = rl_job(run, iteration, steps[0])
-    between = [f"{whole.result}/step-{step}" for step in range(num_steps - 1)]
-    ways = zip([whole.start, *between], [*between, whole.result], strict=True)
-    settings = whole.settings.model_copy(update={"num_steps": num_steps})
-    return [
-        replace(whole, start=start, result=result, data=data, first_step=whole.first_step + step, settings=settings, step=step)
-        for step, (data, (start, result)) in enumerate(zip(steps, ways, strict=False))
-    ]
-
-
-async def train_job(
-    session: Session, iteration: int, job: RlJob | SftJob, on_progress: OnProgress = None, earlier: Sequence[RlJob] = ()
-) -> JsonDict:
-    """Does a training job on whatever the trainer holds, rebuilding it from the store when it must; its metrics.
-
-    `earlier`: the jobs of the same iteration that come before this one.
-    """
-
-    async def rebuild(gang: TrainerClient) -> None:
-        await replay(session.run, job.kind, iteration, gang)
-        for before in earlier:
-            await send(gang, before)
-
+async def train_job(session: Session, iteration: int, job: RlJob | SftJob, on_progress: OnProgress = None) -> JsonDict:
+    """Does a training job on whatever the trainer holds, rebuilding it from the store when it must; its metrics."""
+    rebuild = functools.partial(replay, session.run, job.kind, iteration)
     # what is under way may need the trainer too, and what this one is rebuilt from may be under way
     return (await do_job(session, job, rebuild, on_progress, before_rebuild=session.behind.landed))["metrics"]
 

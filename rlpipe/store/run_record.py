@@ -113,6 +113,12 @@ def read_record(store: Store, name: str) -> tuple[PipelineConfig, ForkRecord | N
     return _config_of(store, record_key(name), name, record), record.fork
 
 
+def had_steps(store: Store, name: str) -> bool:
+    """Whether the run began with `rl.overlap = "steps"`, which reads as "none" today."""
+    rl = read_document(store, record_key(name), RunRecord).config.get("rl")
+    return isinstance(rl, dict) and rl.get("overlap") == "steps"
+
+
 def last_started(store: Store, name: str) -> PipelineConfig:
     """The config of a run's last start, or what it was created with where it has not been started since there is a start.json; errors as
     `read_record`."""

@@ -31,7 +31,7 @@ def of_whole_batch(gang: Gang, lengths_B: np.ndarray, parts: Iterable[tuple[Micr
 
 
 class Gaps:
-    """The gaps of this rank's microbatches, while a job takes its steps. They stay on the device until all are there: no step waits for them."""
+    """The gaps of this rank's microbatches, while it takes its steps. They stay on the device until all are there: no step waits for them."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
@@ -68,12 +68,12 @@ class Gaps:
         ]
 
 
-def save_gaps(gang: Gang, taken: list[list[TokenGaps]], folder: str, attempt: str) -> list[FileRecord]:
-    """Publishes the gaps of an iteration, which was trained in one job or more; the record on rank 0."""
-    assert taken, "the gaps of an iteration that was loaded, not trained"
+def save_gaps(gang: Gang, gaps: list[TokenGaps] | None, folder: str, attempt: str) -> list[FileRecord]:
+    """Publishes the gaps of an iteration; the record on rank 0."""
+    assert gaps is not None, "the gaps of an iteration that was loaded, not trained"
     records: list[FileRecord] = []
     with gang.together():
         if gang.rank == 0:
-            table = to_table([row for rows in taken for row in rows], TokenGaps)
+            table = to_table(gaps, TokenGaps)
             records.append(publish_bytes(gang.published / folder / attempt, "gap.parquet", to_parquet(table)))
     return records

@@ -96,19 +96,13 @@ class TrainJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class RlJob(TrainJob):
-    """One RL iteration. `reference`: the policy of the KL term.
-
-    `step`: the only step that `data` are of, the next one of the iteration, which has `settings.num_steps` then; none: all of them.
-    """
+    """One RL iteration. `reference`: the policy of the KL term."""
 
     kind: Literal["rl"]
     settings: RlConfig
     reference: Reference | None
-    step: Annotated[int, Field(ge=0)] | None = None
 
     def __post_init__(self) -> None:
-        if self.step is not None and self.step >= self.settings.num_steps:
-            raise ValueError(f"step {self.step} of {self.settings.num_steps}")
         if self.settings.kl != "none" and self.reference is None:
             raise ValueError(f"settings.kl={self.settings.kl} needs a reference policy")
 

@@ -36,7 +36,7 @@ from rlpipe.trainer.step import (
     plan_batch,
     summary,
 )
-from rlpipe.types import JsonDict, UserError
+from rlpipe.types import JsonDict, Metrics, UserError
 
 # sums over tokens, divided by the step's num_tokens; loss, policy_loss and kl come aggregated
 TOKEN_SUMS = (
@@ -59,58 +59,55 @@ class Reference:
     adapter: list[Tensor] = field(default_factory=list)
 
 
+@dataclass
+class StepsTaken:
+    """The steps of an iteration. `batches`: of all, without their microbatches; `metrics`: of those that had something to train."""
+
+    batches: list[StepBatch]
+    metrics: list[Metrics]
+    train_s: float
+
+
 def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: RlJob) -> JobResult:
-    """Runs the steps of an iteration, or the next one of it. Means over those taken so far, zeros without one, and `first_step`: what
-    must be 0 before any update.
+    """Runs the steps of an iteration. Means over them, zeros without one, and `first_step`: what must be 0 before any update.
 
     StepRefused names the data folder and the step.
 
     proximal_logprobs are those of the weights that the iteration started from, in the very microbatches that are then trained: the
-    first step is on-policy to the bit. They are computed for all steps before the first; where each step is a job of its own, with a copy of
-    those weights. Of an only step they are those of its own forward pass. Advantages are of all that the job trains at once.
+    first step is on-policy to the bit. They are computed for all steps before the first. Of an only step they are those of its own forward
+    pass. Advantages are of the whole batch.
     With `proximal = "engine"` they are what was recorded while sampling, and no pass is made; UserError where that is not known.
     """
     settings = job.settings
-    rollouts = gang.in_turn(
-        lambda folder: read_rl_batch(gang.store, job.data, settings.num_steps if job.step is None else 1, folder)
-    )
-    started, first, num_steps, sequences = time.monotonic(), job.step or 0, len(rollouts.steps), rollouts.steps
-    if job.step is not None:  # one of which nothing can be trained is a step all the same
-        num_steps, sequences = settings.num_steps, rollouts.steps or [[]]
-    computed = settings.proximal == "trainer" and (num_steps > 1 or settings.kl == "reward")
-    if first == 0:
-        resident.begin(keep=job.step is not None and num_steps > 1 and computed)
-    taken = resident.taken
-    assert len(taken.batches) == first, f"step {first} does not follow {len(taken.batches)}"
+    rollouts = gang.in_turn(lambda folder: read_rl_batch(gang.store, job.data, settings.num_steps, folder))
+    started, metrics = time.monotonic(), list[Metrics]()
+    computed = settings.proximal == "trainer" and (len(rollouts.steps) > 1 or settings.kl == "reward")
+    resident.policy.experts.forget()
     rows = resident.rows if reference is None else min(resident.rows, reference.rows)
-    planned = [plan_batch(gang, resident.policy, rows, step) for step in sequences]
+    planned = [plan_batch(gang, resident.policy, rows, step) for step in rollouts.steps]
     if settings.proximal == "engine":
         check_recorded(gang, job.data.folder, planned)
         planned = [as_recorded(batch) for batch in planned]
-    batches = {index: batch for index, batch in enumerate(planned, first) if batch.num_tokens}
+    batches = {index: batch for index, batch in enumerate(planned) if batch.num_tokens}
     before = resident.policy if computed else None
     ahead = computed or reference is not None  # there is a pass before the steps
     progress, total = 0, (1 + ahead) * sum(len(batch.microbatches) for batch in batches.values())
-    with weights_of_start(resident, moved=first > 0 and computed):
-        for index, batch in batches.items():
-            others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
-            batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature, others)
-            gang.report(progress := progress + ahead * len(batch.microbatches), total)
+    for index, batch in batches.items():
+        others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
+        batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature, others)
+        gang.report(progress := progress + ahead * len(batch.microbatches), total)
     advantages_B, gaps = advantages(gang, rollouts, list(batches.values()), settings), Gaps()
     for index, batch in batches.items():
         place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
-        how = StepSettings(settings, job.first_step + index - first, settings.temperature, place, entropy_trained=trained)
-        part = loss_part(batch, settings, gaps, moved=len(taken.metrics) > 0)
+        how = StepSettings(settings, job.first_step + index, settings.temperature, place, entropy_trained=trained)
+        part = loss_part(batch, settings, gaps, moved=len(metrics) > 0)
         sums = optimizer_step(gang, resident, with_advantages(batch, advantages_B), part, how)
-        taken.metrics.append({name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()})
+        metrics.append({name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()})
         gang.report(progress := progress + len(batch.microbatches), total)
-    taken.batches += [replace(batch, microbatches=[]) for batch in planned]
-    taken.gaps.append(gaps.gathered(gang, rollouts))
-    taken.train_s += time.monotonic() - started
-    if len(taken.batches) == num_steps:
-        taken.start.clear()
+    resident.gaps = gaps.gathered(gang, rollouts)
+    taken = StepsTaken([replace(batch, microbatches=[]) for batch in planned], metrics, time.monotonic() - started)
     passes = [(resident.policy, TRAINED + computed), *([(reference.policy, 1)] if reference else [])]
-    return JobResult(metrics_of(gang, resident, passes, settings))
+    return JobResult(metrics_of(gang, resident, taken, passes, settings))
 
 
 def check_recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> None:
@@ -132,11 +129,6 @@ def as_recorded(batch: StepBatch) -> StepBatch:
     return replace(batch, microbatches=microbatches)
 
 
-def weights_of_start(resident: Resident, moved: bool) -> contextlib.AbstractContextManager[None]:
-    """In the body the policy has the weights that the iteration started from. `moved`: it has others now, and has them again behind it."""
-    return exchanged(resident, resident.taken.start) if moved else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def exchanged(resident: Resident, others: list[Tensor]) -> Iterator[None]:
     """In the body the policy has these weights, as many as it has shards."""
@@ -145,11 +137,12 @@ def exchanged(resident: Resident, others: list[Tensor]) -> Iterator[None]:
     resident.exchange(others)  # after a fault nothing stays resident
 
 
-def metrics_of(gang: Gang, resident: Resident, passes: list[tuple[PolicyModel, int]], settings: RlConfig) -> JsonDict:
+def metrics_of(
+    gang: Gang, resident: Resident, taken: StepsTaken, passes: list[tuple[PolicyModel, int]], settings: RlConfig
+) -> JsonDict:
     """What the steps that were taken came to. `passes`: forward passes of a step, by policy: the one that is trained, then the reference."""
-    steps, batches = resident.taken.metrics, resident.taken.batches
+    steps, batches, train_s = taken.metrics, taken.batches, taken.train_s
     first = {name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")}
-    train_s = resident.taken.train_s
     beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": train_s}
     beside["train/peak_memory_gib"] = gang.peak_memory_gib()
     beside |= mfu(gang, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])

@@ -172,7 +172,7 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
             shutil.rmtree(gang.scratch("saving"))
     saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
     state, made_on = save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else ([], {})
-    gap = save_gaps(gang, resident.taken.gaps, job.gap_folder, job.attempt) if job.gap_folder is not None else []
+    gap = save_gaps(gang, resident.gaps, job.gap_folder, job.attempt) if job.gap_folder is not None else []
     tokens = probe_tokens(resident.config, job.context_tokens_max)
     probe = {"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)}
     places = [NodeDisk(*place) for place in gang.gather([str(gang.published), gang.files_url])][:: gang.node_ranks]

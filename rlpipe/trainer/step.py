@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -41,17 +41,6 @@ class StepBatch:
 
 
 @dataclass
-class StepsTaken:
-    """The steps of an iteration that were taken so far."""
-
-    metrics: list[Metrics] = field(default_factory=list)  # of those that had something to train
-    batches: list[StepBatch] = field(default_factory=list)  # without their microbatches
-    start: list[Tensor] = field(default_factory=list)  # the shards before the first; none where not needed
-    gaps: list[list[TokenGaps]] = field(default_factory=list)  # of each job, in host memory of rank 0
-    train_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Resident:
     """A policy in training. `shards` are this rank's rows of every parameter that is trained: what the optimizer updates, in place.
 
@@ -65,14 +54,7 @@ class Resident:
     optimizer: torch.optim.AdamW
     rows: Rows
     away: AwayMoments | None
-    taken: StepsTaken = field(default_factory=StepsTaken)  # of the iteration at work
-
-    @torch.no_grad()
-    def begin(self, keep: bool) -> None:
-        """An iteration begins: no step of it is taken. `keep`: steps to come need the weights of now, and a copy of them is kept."""
-        start = [shard.detach().clone() for shard in self.shards.values()] if keep else []
-        vars(self.taken).update(vars(StepsTaken(start=start)))
-        self.policy.experts.forget()
+    gaps: list[TokenGaps] | None = None  # of the iteration that was trained last, in host memory of rank 0; none after a load
 
     @torch.no_grad()
     def exchange(self, others: list[Tensor]) -> None:

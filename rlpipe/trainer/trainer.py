@@ -86,7 +86,6 @@ class Trainer:
             yield from policy.buffers()
         if self.resident is not None:
             yield from self.resident.held()
-            yield from self.resident.taken.start
 
     def _bring_back(self, job: GangJob) -> None:
         """What was offloaded is on the device again; before a load, which needs none of it, it is dropped."""

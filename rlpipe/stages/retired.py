@@ -1,0 +1,50 @@
+"""What an older version left in the middle: an iteration of `rl.overlap = "steps"`, which had other shards and a batch for each step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from rlpipe.records.rollout import ROLLOUTS, Rollout
+from rlpipe.stages.generation import shard_places
+from rlpipe.store.artifacts import MANIFEST, read_artifact, read_records
+from rlpipe.store.lease import fenced
+from rlpipe.store.run import Run
+from rlpipe.store.run_record import had_steps
+
+SHARD = re.compile(r"rollouts/round-0/shard-(\d+)")  # there was one round
+
+
+def withdraw_steps(run: Run) -> list[str]:
+    """Takes back what the iteration after the newest committed one has of the retired mode, and returns its folders: shards with other groups
+    than they have today, and what was made of steps. The same is made of it again, but for the batch of each step.
+
+    What tells that it is of that mode goes last, so whoever dies in between begins here again. Files stay for `rlpipe gc`.
+    """
+    if not had_steps(run.store, run.name):
+        return []
+    root = f"{run.root}/rl/{run.num_iterations:05d}"
+    committed = [key.removesuffix(f"/{MANIFEST}") for key in run.store.list(root) if key.endswith(f"/{MANIFEST}")]
+    stages = [folder.removeprefix(f"{root}/") for folder in committed]
+    steps = [stage for stage in stages if stage.startswith("steps/")]
+    later = [stage for stage in stages if steps and not stage.startswith(("prompts/", "rollouts/", "steps/"))]
+    withdrawn = [f"{root}/{stage}" for stage in [*_other_shards(run, root, stages), *later, *steps]]
+    for folder in withdrawn:
+        with fenced(run.lease):
+            run.store.delete(f"{folder}/{MANIFEST}")
+    return withdrawn
+
+
+def _other_shards(run: Run, root: str, stages: list[str]) -> Iterator[str]:
+    """The shards that do not have the groups that are theirs today."""
+    shards = {stage: int(shard[1]) for stage in stages if (shard := SHARD.fullmatch(stage))}
+    if not shards:
+        return
+    drawn = read_artifact(run.store, f"{root}/prompts/round-0")[1].metrics
+    places = shard_places(run.config.rl, drawn["num_prompts"])
+    for stage, index in shards.items():
+        ref, _ = read_artifact(run.store, f"{root}/{stage}")
+        rollouts = read_records(run.store, ref, "rollouts.parquet", Rollout, ROLLOUTS)
+        wanted = {drawn["first_group"] + place for place in places[index]} if index < len(places) else set[int]()
+        if {rollout.group_index for rollout in rollouts} != wanted:
+            yield stage
