@@ -19,7 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlpipe.config.source import read_config
 from rlpipe.engines.local.model import LocalModel
 from rlpipe.models.adapter import is_adapter, merged, new_adapter_rows, put_adapter, target_names
-from rlpipe.models.adapter_files import (
+from rlpipe.models.merge import AdapterFolder, merge
+from rlpipe.models.small import small_config, small_model
+from rlpipe.models.whole import base_of, whole_policy
+from rlpipe.report.plan import ModelSizes, adapter_lines, training_bytes
+from rlpipe.store.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     BASE,
@@ -28,10 +32,6 @@ from rlpipe.models.adapter_files import (
     adapter_of,
     config_document,
 )
-from rlpipe.models.merge import AdapterFolder, merge
-from rlpipe.models.small import small_config, small_model
-from rlpipe.models.whole import base_of, whole_policy
-from rlpipe.report.plan import ModelSizes, adapter_lines, training_bytes
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.trainer import trainer as memory
 from rlpipe.trainer.trainer import Trainer

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.models.adapter_files import ADAPTER_WEIGHTS
 from rlpipe.models.whole import whole_policy
+from rlpipe.store.adapter_files import ADAPTER_WEIGHTS
 from rlpipe.store.run import open_existing
 from tests.deadlines import PIPELINE_S
 from tests.pipeline import MINI, Folder, descendants, kill_group

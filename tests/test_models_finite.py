@@ -11,10 +11,10 @@ from transformers import AutoConfig
 
 from rlpipe.engines.host import EngineHost
 from rlpipe.engines.weights import Probe
-from rlpipe.models.adapter_files import ADAPTER_WEIGHTS, PREFIX
 from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of
 from rlpipe.models.finite import PIECE_BYTES, not_finite
 from rlpipe.models.small import small_config, small_model
+from rlpipe.store.adapter_files import ADAPTER_WEIGHTS, PREFIX
 from rlpipe.store.backend import Store
 from rlpipe.store.run import create_or_continue
 from rlpipe.trainer.model import adapter_rows

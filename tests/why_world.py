@@ -15,7 +15,8 @@ from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt, RewardPrompt
 from rlpipe.records.rollout import SCORES, Rollout
-from rlpipe.report.around import WINDOW, Around, ScoredGroup
+from rlpipe.report.around import WINDOW, Around
+from rlpipe.report.scored_group import ScoredGroup
 from rlpipe.rewards.score import label
 from rlpipe.store.documents import sealed
 from rlpipe.store.forks import differences

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlpipe.models.adapter_files import Adapter
 from rlpipe.models.checkpoint import tied_names
 from rlpipe.models.linear import fast_linear, onednn_is_faster
+from rlpipe.store.adapter_files import Adapter
 from rlpipe.types import UserError, data_seed
 
 OF_ADAPTER = re.compile(r"(.+)\.lora_[AB]\.weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlpipe.models.adapter_files import BASE, AdapterBase
+from rlpipe.store.adapter_files import BASE, AdapterBase
 from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import parse_document

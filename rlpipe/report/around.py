@@ -15,7 +15,8 @@ from rlpipe.algorithms.answers import answer_text
 from rlpipe.algorithms.changes import Shift, drift, group_means, shift
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import SCORES, TRUNCATED, Group, Rollout, TokenGaps, grouped
+from rlpipe.records.rollout import SCORES, TRUNCATED, Rollout, TokenGaps, grouped
+from rlpipe.report.scored_group import ScoredGroup
 from rlpipe.report.today import Today
 from rlpipe.rewards.score import gives, label
 from rlpipe.store.artifacts import read_records
@@ -24,15 +25,6 @@ from rlpipe.store.run import Run
 from rlpipe.types import Metrics
 
 WINDOW = 8  # iterations on each side that are compared
-
-
-@dataclass(frozen=True)
-class ScoredGroup:
-    """A group of an iteration, all of it scored, with its prompt."""
-
-    iteration: int
-    prompt: Prompt
-    rollouts: Group
 
 
 @dataclass

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlpipe.algorithms.changes import NO_SHIFT, Shift, evenly, group_means, shift, within_correlation
-from rlpipe.report.around import History, ScoredGroup
+from rlpipe.report.around import History
+from rlpipe.report.scored_group import ScoredGroup
 from rlpipe.report.show import text_line
 from rlpipe.report.stored_turns import turns_reader
 from rlpipe.report.suspects.finding import SHOWN, from_to

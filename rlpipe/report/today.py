@@ -9,11 +9,12 @@ import json
 import time
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from rlpipe.algorithms.changes import evenly
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import Rollout
+from rlpipe.report.scored_group import ScoredGroup
 from rlpipe.report.stored_turns import Turns, turns_reader
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.process import RewardLost
@@ -21,9 +22,6 @@ from rlpipe.rewards.registry import RewardArgs, is_service
 from rlpipe.rewards.score import Item, facts_of
 from rlpipe.store.run import Run
 from rlpipe.types import StoreError, UserError
-
-if TYPE_CHECKING:
-    from rlpipe.report.around import ScoredGroup
 
 ROLLOUTS_MAX = 128  # of an iteration
 SECONDS_MAX = 60.0  # of a report: nothing is begun after it

@@ -15,11 +15,11 @@ from types import MappingProxyType
 
 from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
-from rlpipe.models.adapter_files import Adapter
 from rlpipe.stages.behind import Published
 from rlpipe.stages.landing import Landing, OnProgress, Rebuild, do_job, send
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage_settings
+from rlpipe.store.adapter_files import Adapter
 from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.nearby import NodeDisk
 from rlpipe.store.run import Run

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rlpipe.config.pipeline import DataConfig, PipelineConfig, identity
 from rlpipe.types import UserError
 
-if TYPE_CHECKING:
-    from rlpipe.store.run import Run
-
 AT_SFT = -1  # where a fork branches off that shares the base model and SFT, and no RL iteration
 CHANGEABLE = ("rl.", "evaluation.")  # in a fork
+
+
+class Progress(Protocol):
+    """How far a run has come: of `rlpipe.store.run.Run`, which imports this module."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> PipelineConfig: ...
+    @property
+    def num_iterations(self) -> int: ...
+    @property
+    def starts_rl(self) -> bool: ...
 
 
 def differences(new: PipelineConfig, old: PipelineConfig) -> list[str]:
@@ -58,7 +68,7 @@ def _store_option(config: PipelineConfig) -> str:
     return "" if config.store == default else f" --store {shlex.quote(config.store)}"
 
 
-def way_to_change(run: Run, config: PipelineConfig | None = None) -> str:
+def way_to_change(run: Progress, config: PipelineConfig | None = None) -> str:
     """How to go on from what a run has with other settings: the command, as far as `config` (None: any) can be had that way."""
     count = run.num_iterations
     points = ([count - 1] if count else []) + ([AT_SFT] if run.starts_rl else [])
@@ -72,7 +82,7 @@ def way_to_change(run: Run, config: PipelineConfig | None = None) -> str:
     return f"start a run of another name (--run): {run.name} has nothing to fork from before its SFT is complete"
 
 
-def check_committed(run: Run, at: int, redo: str = "") -> None:
+def check_committed(run: Progress, at: int, redo: str = "") -> None:
     """UserError when there is no iteration `at` to fork at, or for AT_SFT no SFT that is complete."""
     get_there = f"let `rlpipe run ... --run {run.name}` get there first"
     if at == AT_SFT:

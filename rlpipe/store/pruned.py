@@ -14,8 +14,8 @@ from typing import Literal
 
 from pydantic import StrictInt
 
-from rlpipe.models.adapter_files import BASE
 from rlpipe.store import lease
+from rlpipe.store.adapter_files import BASE
 from rlpipe.store.artifacts import PRUNED, is_pruned, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.deltas import DELTA

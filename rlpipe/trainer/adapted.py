@@ -9,8 +9,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rlpipe.models.adapter import target_names
-from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX, AdapterBase, config_document
 from rlpipe.models.whole import base_of
+from rlpipe.store.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX, AdapterBase, config_document
 from rlpipe.store.documents import sealed
 from rlpipe.trainer.documents import json_bytes
 from rlpipe.trainer.gang import Gang

@@ -11,8 +11,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from typing_extensions import TypedDict
 
 from rlpipe.config.training import RlConfig, SftConfig
-from rlpipe.models.adapter_files import Adapter
 from rlpipe.records.sending import Offer
+from rlpipe.store.adapter_files import Adapter
 from rlpipe.store.nearby import NodeDisk
 from rlpipe.types import ArtifactRef, FileRecord, JsonDict, UserError
 

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
 from rlpipe.models.adapter import is_adapter, new_adapter_rows, put_adapter
-from rlpipe.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Adapted, adapter_of
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, finite, local_files, ranged_file, tensors_of, tied_names
 from rlpipe.models.flex import own_attention, uses_flex
@@ -32,6 +31,7 @@ from rlpipe.models.linear import use_fast_linears
 from rlpipe.models.masks import AttentionMask, Masks
 from rlpipe.models.team import Team, use_team, uses_team
 from rlpipe.models.whole import base_of
+from rlpipe.store.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Adapted, adapter_of
 from rlpipe.store.artifacts import Blocks, check_file, read_manifest, read_range
 from rlpipe.store.local_copy import is_delta, materialise, read_small_file, whole_files
 from rlpipe.trainer.gang import Gang

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from rlpipe.models.adapter import is_adapter
-from rlpipe.models.adapter_files import ADAPTED, Adapted
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
 from rlpipe.models.checkpoint import TensorFile, tensors_of
+from rlpipe.store.adapter_files import ADAPTED, Adapted
 from rlpipe.store.artifacts import Blocks, read_file, read_manifest
 from rlpipe.store.nearby import NodeDisk
 from rlpipe.trainer.batches import collate

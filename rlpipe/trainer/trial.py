@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rlpipe.models.adapter import is_adapter, put_adapter
-from rlpipe.models.adapter_files import ADAPTER
 from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config
 from rlpipe.models.checkpoint import check_weights
 from rlpipe.models.folder import check_generation_config, folder_config
@@ -37,6 +36,7 @@ from rlpipe.models.team import Team, check_team, use_team
 from rlpipe.processes.user_code import CodeRaised, Loaded, cause_of, serve, user_code
 from rlpipe.report.plan import ModelSizes
 from rlpipe.report.plan_cost import Speed
+from rlpipe.store.adapter_files import ADAPTER
 from rlpipe.trainer.model import PolicyModel, layers_of, recompute
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import prove
