@@ -37,6 +37,7 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import BATCH, ROLLOUTS, SCORES, Rollout
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.calls import new_session
+from rlpipe.stages.generation import round_at_work
 from rlpipe.stages.rollouts import PromptGroup, ShardGroups
 from rlpipe.stages.scoring import known_scores, rewarded
 from rlpipe.store.nearby import Nearby
@@ -142,7 +143,7 @@ async def through(ports: list[int], rollouts: int, length: int, tokenizer: ChatT
 
         async def shard(start: int) -> bytes:
             part = slice(start, start + SHARD)
-            shard = ShardGroups(session, (0, 0), groups[part], requests[part], VERSION)
+            shard = ShardGroups(session, round_at_work(session, (0, 0)), groups[part], requests[part], VERSION)
             answers = await pool.generate(requests[part], shard.score)
             made = [rollout for index, group in enumerate(answers) for rollout in await shard.rollouts(index, group)]
             return await asyncio.to_thread(lambda: to_parquet(to_table(made, Rollout, ROLLOUTS)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +14,10 @@ from rlpipe.records.columns import from_table, read_table, to_parquet, to_table
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import CarriedRollout, Rollout, is_finished
-from rlpipe.stages import ahead
-from rlpipe.stages.filtering import Survivors, carried_rollouts
+from rlpipe.stages.filtering import carried_rollouts
 from rlpipe.stages.iteration import account
 from rlpipe.stages.rollouts import loss_mask, prior_of
+from rlpipe.stages.sampling_round import SamplingRound
 from rlpipe.store.backend import open_store
 from rlpipe.types import StoreError
 from tests.batches import read_rl_batch
@@ -131,10 +130,8 @@ def test_a_rollout_that_is_in_no_place_or_in_two_is_an_error() -> None:
         account([cut], [], [], carried_rollouts(cut[:1], PROMPT, 10, 1), 9, 9)
 
 
-async def test_survivors_count_once_and_a_shard_that_starts_again_counts_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    survivors = Survivors(SimpleNamespace(ahead=None, rewards=None), (0, 0), 3)  # type: ignore[arg-type]
-    monkeypatch.setattr(ahead, "rewarded", lambda session, prompts, rollouts, known, pool: rollouts)
-    monkeypatch.setattr(survivors, "_survives", lambda group: True)
+async def test_survivors_count_once_and_a_shard_that_starts_again_counts_from_nothing() -> None:
+    survivors = SamplingRound((0, 0), lambda prompts, rollouts, known: rollouts, lambda group: True, 3)
 
     async def add(group_index: int) -> None:
         await survivors.judge(PROMPT, [replace(rollout(0, "stop", (9, 1)), group_index=group_index)])

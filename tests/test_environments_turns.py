@@ -32,7 +32,7 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Rollout
 from rlpipe.records.turns import turns_of
 from rlpipe.stages import generation
-from rlpipe.stages.generation import generate
+from rlpipe.stages.generation import generate, round_at_work
 from rlpipe.stages.preflight import preflight
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score, score_rollouts
@@ -340,7 +340,7 @@ async def test_a_shard_that_its_environment_failed_is_committed_after_one_that_i
     fails_for(session, prompts, 0, 1)
     failing = asyncio.create_task(generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY))
     if order == (0, 1):
-        await until_async(lambda: session.unanswered or failing.done())
+        await until_async(lambda: round_at_work(session, (0, 0)).unanswered or failing.done())
         assert shard_of(session, 0) is None
     done = [await generate(session, iteration=0, round_index=0, shard=1, prompts=prompts, policy=POLICY), await failing]
     told = (

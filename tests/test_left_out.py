@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import Rollout
-from rlpipe.stages.filtering import Survivors, trainable, with_advantages
+from rlpipe.stages.filtering import trainable, with_advantages
+from rlpipe.stages.generation import round_at_work
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.types import JsonDict
 from tests.batches import read_rl_batch, token_advantages
@@ -108,7 +109,7 @@ async def test_a_round_that_is_over_sampled_counts_what_the_filter_keeps(tmp_pat
     await sample_prompts(world.session, iteration=0, round_index=0, before=None)
     (row, *_) = world.rows(0, "prompts/round-0", "prompts.parquet", PROMPT_ROWS)
     world.rewards.faults = 0.5
-    survivors, scores = Survivors(world.session, (0, 0), 4), Counter[int]()
+    survivors, scores = round_at_work(world.session, (0, 0)), Counter[int]()
     for index in range(12):
         group = [
             rollout(row | ENDED | {"group_index": index, "completion": f"{index}.{place}", "completion_tokens": [1]})
@@ -118,5 +119,5 @@ async def test_a_round_that_is_over_sampled_counts_what_the_filter_keeps(tmp_pat
             not score.reason for score in world.rewards.score([{"completion": one.completion} for one in group])
         )
         await survivors.judge(prompt_record(row), group)
-    assert survivors._groups == {index for index, count in scores.items() if count >= 2}
-    assert 0 < len(survivors._groups) < 12
+    assert survivors._surviving == {index for index, count in scores.items() if count >= 2}
+    assert 0 < len(survivors._surviving) < 12

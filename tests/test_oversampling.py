@@ -23,8 +23,8 @@ from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.records.prompt import Prompt
 from rlpipe.rewards.score import Score
-from rlpipe.stages.filtering import Survivors, filter_groups
-from rlpipe.stages.generation import generate, num_shards
+from rlpipe.stages.filtering import filter_groups
+from rlpipe.stages.generation import generate, num_shards, round_at_work
 from rlpipe.stages.iteration import commit_iteration, committed_before
 from rlpipe.stages.preflight import preflight
 from rlpipe.stages.sampling import sample_prompts
@@ -457,19 +457,19 @@ async def test_groups_that_finish_while_others_are_scored_are_scored_together(tm
         [row | {"group_index": index, "completion": f"{index}.{each}", "completion_tokens": [1]} for each in range(3)]
         for index, row in enumerate(ended[:6])
     ]
-    survivors = Survivors(world.session, (0, 0), 4)
+    survivors = round_at_work(world.session, (0, 0))
     world.rewards.gate.clear()
     judging = [
         asyncio.create_task(survivors.judge(prompt_record(told[group[0]["prompt_id"]]), [rollout(row) for row in group]))
         for group in groups
     ]
-    await until_async(lambda: world.session.ahead and world.session.ahead._waiting.qsize() >= 5 and world.rewards.calls)
+    await until_async(lambda: survivors._waiting.qsize() >= 5 and world.rewards.calls)
     judging[5].cancel()  # its shard is not wanted any more
     await asyncio.wait([judging[5]])
     world.rewards.gate.set()
     await asyncio.gather(*judging[:5])
     assert world.rewards.calls == [3, 15], "the first alone, those that came meanwhile together"
-    assert survivors.begin([]).is_set() and survivors._groups == {0, 1, 2, 3, 4}
+    assert survivors.begin([]).is_set() and survivors._surviving == {0, 1, 2, 3, 4}
     assert len(known_scores(world.session, (0, 0))) == 18 and prompts.folder
 
 
@@ -478,14 +478,14 @@ async def test_a_scorer_that_fails_fails_those_who_wait_for_it_and_nobody_after_
     await sample_prompts(world.session, iteration=0, round_index=0, before=None)
     (row, *_) = world.rows(0, "prompts/round-0", "prompts.parquet", PROMPT_ROWS)
     more = {"finish_reason": "stop", "environment": "", "completion_tokens": [1]}
-    survivors = Survivors(world.session, (0, 0), 4)
+    survivors = round_at_work(world.session, (0, 0))
     fail_once(world.rewards)
     # the last one is there twice: its shard is tried again, and the attempt before is not over
     first, *others = [[rollout(row | more | {"group_index": index, "completion": f"{index}"})] for index in (0, 1, 2, 2)]
     with pytest.raises(EngineError, match="closed"):
         await survivors.judge(prompt_record(row), first)
     await asyncio.gather(*(survivors.judge(prompt_record(row), group) for group in others))
-    assert survivors._groups == {1, 2}
+    assert survivors._surviving == {1, 2}
 
 
 def fail_once(rewards: PlayedRewards) -> None:

@@ -2,14 +2,10 @@
 
 A group that was cut short is carried as a whole. Each of its rollouts keeps its tokens, unless the oldest of them are too old.
 A batch has as many groups as were asked for: what finished beyond them is carried too, or dropped.
-
-A sampling round that is over-sampled ends when enough of its groups have survived the filters (`Survivors`). Its shards share the
-count. It is a cache: a process that takes over a round counts the committed shards again.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -37,7 +33,6 @@ from rlpipe.records.rollout import (
     is_finished,
     with_branches,
 )
-from rlpipe.stages.ahead import scoring_ahead
 from rlpipe.stages.branches import branch_fields, branch_metrics, branches_of, read_branches
 from rlpipe.stages.iteration import account, staleness
 from rlpipe.stages.sampling import prompts_by_id, write_pass_rates
@@ -70,6 +65,12 @@ def kept_groups(session: Session, groups: list[Group]) -> tuple[list[int], dict[
     """
     rl = session.config.rl
     return apply_filters(groups, resolve_filters(rl.filters, size_min=rl.rollouts_min, mask_truncated=rl.mask_truncated))
+
+
+def survives(session: Session, group: Group) -> bool:
+    """Whether a scored group is kept, by itself: filters may look at one group only."""
+    kept = kept_groups(session, [trainable(group, session.config.rl)])[0]
+    return all(rollout.reward is not None for rollout in group) and bool(kept)
 
 
 class Sorted(NamedTuple):
@@ -252,48 +253,3 @@ def carried_rollouts(group: Group, prompt: Prompt, version: int, staleness_max: 
         )
         carried.append(entry)
     return carried
-
-
-class Survivors:
-    """The groups of one round that finished and were kept by the filters.
-
-    `wanted` of them end the round. Example: `enough = survivors.begin(range(4))`, then `await survivors.judge(...)` until it is set.
-    """
-
-    def __init__(self, session: Session, key: tuple[int, int], wanted: int) -> None:
-        assert wanted > 0, "a round that needs no groups is not sampled"
-        self.key = key  # iteration, round
-        self.wanted = wanted
-        self.recounting = asyncio.Lock()
-        self.recounted = False  # the shards that were committed before this process are counted
-        self._session = session
-        self._groups: set[int] = set()
-        self._events: list[asyncio.Event] = []
-
-    def begin(self, group_indices: Iterable[int]) -> asyncio.Event:
-        """A shard starts, perhaps once more: its groups are not counted yet. The event is set when there is enough."""
-        self._groups.difference_update(group_indices)
-        # each attempt has its own: one that is winding down must not see its event cleared
-        enough = asyncio.Event()
-        self._events.append(enough)
-        self._set_events()
-        return enough
-
-    async def judge(self, prompt: Prompt, group: Group) -> None:
-        """Scores and filters one group while others are still sampled, and counts it when it survives; counted twice it counts once."""
-        if not is_finished(group):
-            return
-        scored = await asyncio.wrap_future(scoring_ahead(self._session, self.key).add(prompt, group))
-        if await asyncio.to_thread(self._survives, scored):
-            self._groups.add(group[0].group_index)
-            self._set_events()
-
-    def _survives(self, group: Group) -> bool:
-        """Whether a group is kept, by itself: filters may look at one group only."""
-        kept = kept_groups(self._session, [trainable(group, self._session.config.rl)])[0]
-        return all(rollout.reward is not None for rollout in group) and bool(kept)
-
-    def _set_events(self) -> None:
-        if len(self._groups) >= self.wanted:
-            for enough in self._events:
-                enough.set()

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
@@ -15,10 +17,11 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, Group, Rollout, grouped
 from rlpipe.stages.agents import act, write_branches
 from rlpipe.stages.branches import branch_fields
-from rlpipe.stages.filtering import Survivors
+from rlpipe.stages.filtering import survives
 from rlpipe.stages.rollouts import PromptGroup, ShardGroups, prior
 from rlpipe.stages.sampling import carried_groups
-from rlpipe.stages.scoring import SCORING
+from rlpipe.stages.sampling_round import SamplingRound, Scores
+from rlpipe.stages.scoring import SCORING, rewarded
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
 from rlpipe.stages.turns import play
@@ -68,20 +71,21 @@ async def generate(
     groups = await asyncio.to_thread(prompt_groups, session, prompts)
     shards = shard_places(session.config.rl, len(groups))
     keys = [generate.key(session, iteration=iteration, round_index=round_index, shard=index) for index in range(len(shards))]
-    session.unanswered.discard(keys[shard])
+    sampling_round = round_at_work(session, (iteration, round_index), num_kept)
+    sampling_round.unanswered.discard(keys[shard])
     shard_groups = groups[shards[shard].start : shards[shard].stop]
     requests = [_request(session, group, iteration, round_index) for group in shard_groups]
     version = session.config.rl.sampled_by(iteration)
     await session.serve(policy, version)
-    made = ShardGroups(session, (iteration, round_index), shard_groups, requests, version)
+    made = ShardGroups(session, sampling_round, shard_groups, requests, version)
     if session.config.rl.oversampling > 1:
-        survivors = await _survivors(session, made.sampling_round, num_kept, groups, keys)
-        completions = await _until_enough(made, survivors)
+        await sampling_round.count_committed(partial(_committed_of_round, session, groups, keys))
+        completions = await _until_enough(made)
     else:
         prompts_of_groups = [group.prompt for group in shard_groups]
         completions = await sample(session, requests, prompts_of_groups, made.score, shard=keys[shard])
     rollouts = [rollout for index, group in enumerate(completions) for rollout in await made.rollouts(index, group)]
-    await _check_answered(session, keys, shard, rollouts)
+    await _check_answered(session, sampling_round, keys, shard, rollouts)
     files = [await asyncio.to_thread(attempt.write, "rollouts.parquet", rollouts, Rollout, ROLLOUTS)]
     files += await asyncio.to_thread(
         write_branches,
@@ -150,22 +154,23 @@ def sampling_params(session: Session, use: str, temperature: float, seed: int) -
     return Sampling(config.completion_tokens_max(use), temperature, top_p, seed=seed, stop_token_ids=stops)
 
 
-async def _survivors(
-    session: Session, sampling_round: tuple[int, int], num_kept: int, groups: list[PromptGroup], keys: list[StageKey]
-) -> Survivors:
-    """Those of this round (iteration, round), shared by its shards; the first shard counts what an earlier process committed of it."""
-    rl = session.config.rl
-    if session.survivors is None or session.survivors.key != sampling_round:
-        session.survivors = Survivors(session, sampling_round, rl.batch_groups - num_kept)
-    survivors = session.survivors
-    async with survivors.recounting:
-        if not survivors.recounted:
-            prompts = {group.group_index: group.prompt for group in groups}
-            for key in keys:
-                for rollouts in await asyncio.to_thread(committed_groups, session, key):
-                    await survivors.judge(prompts[rollouts[0].group_index], rollouts)
-            survivors.recounted = True
-    return survivors
+def round_at_work(session: Session, key: tuple[int, int], num_kept: int = 0) -> SamplingRound:
+    """The state of this round (iteration, round), shared by its shards. `num_kept`: groups that survived the earlier rounds."""
+    if session.sampling_round is None or session.sampling_round.key != key:
+
+        def score(prompts: dict[str, Prompt], rollouts: list[Rollout], known: Scores) -> list[Rollout]:
+            return rewarded(session, prompts, rollouts, known, session.rewards)
+
+        wanted = session.config.rl.batch_groups - num_kept
+        session.sampling_round = SamplingRound(key, score, partial(survives, session), wanted)
+    return session.sampling_round
+
+
+def _committed_of_round(session: Session, groups: list[PromptGroup], keys: list[StageKey]) -> Iterator[tuple[Prompt, Group]]:
+    """The groups that are committed of a round, with their prompts."""
+    prompts = {group.group_index: group.prompt for group in groups}
+    for key in keys:
+        yield from ((prompts[group[0].group_index], group) for group in committed_groups(session, key))
 
 
 def committed_groups(session: Session, key: StageKey) -> list[Group]:
@@ -174,19 +179,21 @@ def committed_groups(session: Session, key: StageKey) -> list[Group]:
     return grouped(read_records(session.run.store, artifact[0], "rollouts.parquet", Rollout, ROLLOUTS)) if artifact else []
 
 
-async def _until_enough(made: ShardGroups, survivors: Survivors) -> list[list[Completion]]:
+async def _until_enough(made: ShardGroups) -> list[list[Completion]]:
     """The completions of a shard, cut short once enough groups of the round have survived."""
-    enough = survivors.begin(group.group_index for group in made.groups)
+    enough = made.sampling_round.begin(group.group_index for group in made.groups)
 
     async def on_group(index: int, completions: list[Completion]) -> None:
         if not enough.is_set():
-            await survivors.judge(made.groups[index].prompt, await made.rollouts(index, completions))
+            await made.sampling_round.judge(made.groups[index].prompt, await made.rollouts(index, completions))
 
     prompts = [group.prompt for group in made.groups]
     return await sample(made.session, made.requests, prompts, on_group, enough)
 
 
-async def _check_answered(session: Session, keys: list[StageKey], shard: int, rollouts: Group) -> None:
+async def _check_answered(
+    session: Session, sampling_round: SamplingRound, keys: list[StageKey], shard: int, rollouts: Group
+) -> None:
     """Returns when the rollouts of a shard may be committed: what is committed is not sampled again. `keys`: all shards of the round.
 
     A shard that has rollouts which their environment failed, and none that it answered, waits until another shard of its round has
@@ -199,7 +206,7 @@ async def _check_answered(session: Session, keys: list[StageKey], shard: int, ro
     if not faults or _any_answered(rollouts):
         return
     log.warning("%s: the environment failed all that it heard, %s; waiting for the other shards", key.stage, dict(faults))
-    session.unanswered.add(key)
+    sampling_round.unanswered.add(key)
     patience_s = session.config.rl.turns_max * session.config.engines.progress_timeout_s
     since, waiting = time.monotonic(), [other for other in keys if other != key]
     while time.monotonic() < max(since, session.pool.heard_at) + patience_s:
@@ -211,7 +218,7 @@ async def _check_answered(session: Session, keys: list[StageKey], shard: int, ro
             if groups:
                 waiting.remove(other)
                 since = time.monotonic()
-        if all(other in session.unanswered for other in waiting):
+        if all(other in sampling_round.unanswered for other in waiting):
             raise UserError(
                 f"{session.config.rl.world} has answered no rollout of iteration {key.iteration} without a fault; "
                 f"{key.stage}: {faults.total()} of {len(rollouts)} rollouts had one ({dict(faults)}; the log says which). These are not "

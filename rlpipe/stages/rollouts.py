@@ -13,7 +13,7 @@ from rlpipe.records.kinds import Span
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import CUT_SHORT, TRUNCATED, CarriedRollout, Group, Rollout
-from rlpipe.stages.ahead import scoring_ahead
+from rlpipe.stages.sampling_round import SamplingRound
 from rlpipe.stages.session import Session
 from rlpipe.stages.turns import PlayedCompletion, played_before
 
@@ -33,7 +33,7 @@ class ShardGroups:
     """The rollouts of a shard, made of each group's completions as soon as it has finished."""
 
     session: Session
-    sampling_round: tuple[int, int]  # iteration, round
+    sampling_round: SamplingRound
     groups: list[PromptGroup]
     requests: list[GroupRequest]
     version: int
@@ -48,8 +48,7 @@ class ShardGroups:
 
     async def score(self, index: int, completions: list[Completion]) -> None:
         """Has a finished group scored while others are sampled, and does not wait for it: what is sampled is committed first."""
-        ahead = scoring_ahead(self.session, self.sampling_round)
-        ahead.add(self.groups[index].prompt, await self.rollouts(index, completions))
+        self.sampling_round.add(self.groups[index].prompt, await self.rollouts(index, completions))
 
 
 def rollouts_of(

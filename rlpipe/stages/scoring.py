@@ -18,6 +18,7 @@ from rlpipe.records.turns import turns_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Item, RolloutFacts, Score, facts_of
 from rlpipe.stages.sampling import prompts_by_id
+from rlpipe.stages.sampling_round import ScoreKey, Scores
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.turns import environment_metrics
@@ -26,8 +27,6 @@ from rlpipe.types import ArtifactRef, Metrics, UserError
 
 log = logging.getLogger(__name__)
 SCORING = ["rl.rewards", "rl.reward_args", "rl.reward_fallback"]
-ScoreKey = tuple[str, str, str]  # prompt id, completion, facts as JSON: a reward is a pure function of the three
-Scores = dict[ScoreKey, Score]
 
 
 def score_rollouts(
@@ -47,7 +46,8 @@ def score_rollouts(
         last_error = next(filter(None, messages), None)
         log.warning("%s %s; last error: %s", counts, dict(faults), last_error)
         if faults.total() == len(rollouts) or session.config.rl.reward_fallback is None:
-            session.ahead = None  # the next attempt asks the scorers again
+            if session.sampling_round:
+                session.sampling_round.forget_scores()
             raise UserError(_unscored(session, use, faults, f"{counts} ({dict(faults)}; {last_error or 'the log says which'})"))
     return scored
 
@@ -143,10 +143,10 @@ def score(
     return Produced([attempt.write("scores.parquet", result, Rollout, SCORES)], _score_metrics(session, iteration, result))
 
 
-def known_scores(session: Session, sampling_round: tuple[int, int]) -> Scores:
+def known_scores(session: Session, key: tuple[int, int]) -> Scores:
     """What was scored of a round (iteration, round) while it was sampled, by this process."""
-    ahead = session.ahead
-    return ahead.scores() if ahead is not None and ahead.key == sampling_round else {}
+    sampling_round = session.sampling_round
+    return sampling_round.scores() if sampling_round is not None and sampling_round.key == key else {}
 
 
 def _place(rollout: Rollout | KeptReward) -> tuple[int, int]:

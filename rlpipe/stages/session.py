@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from rlpipe.agents.pool import Agents
 from rlpipe.config.pipeline import PipelineConfig
@@ -36,6 +35,7 @@ from rlpipe.stages.behind import Behind
 from rlpipe.stages.clock import Clock
 from rlpipe.stages.colocation import MemoryTurns
 from rlpipe.stages.holding import cancelled_when_taken_over, told
+from rlpipe.stages.sampling_round import SamplingRound
 from rlpipe.stages.scratch import remove_copies, work_dir_of
 from rlpipe.store import lease
 from rlpipe.store.local_copy import materialise
@@ -45,10 +45,6 @@ from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import gang_place
 from rlpipe.types import ArtifactRef, EngineError, StoreError, sha256_of
-
-if TYPE_CHECKING:
-    from rlpipe.stages.ahead import ScoringAhead
-    from rlpipe.stages.filtering import Survivors
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +67,7 @@ class Session:
         self.fitting: PromptSets = once(self._fitting)
         self.committed_before = {phase: self.num_committed(phase) for phase in ("sft", "rl")}
         self.clock = Clock()
-        self.survivors: Survivors | None = None  # of the sampling round at work, when it is over-sampled
-        self.ahead: ScoringAhead | None = None  # of the sampling round at work
-        self.unanswered: set[tuple[str, int, str]] = set()  # shards that the environment failed, and that wait for others
+        self.sampling_round: SamplingRound | None = None  # that is at work
         self._closed = False
         self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
         self.trainer_turn = asyncio.Lock()  # of who brings the trainer to a position, and asks it for what it holds then

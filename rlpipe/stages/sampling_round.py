@@ -1,0 +1,113 @@
+"""One sampling round while it is sampled: its finished groups are scored, those that survive the filters are counted, and shards wait for one
+another where the environment answered none of theirs.
+
+It is a cache. Stages score what is not in it, and a process that takes over a round counts the committed shards again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TypeAlias
+
+from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import Group, Rollout, is_finished
+from rlpipe.rewards.score import Score
+
+ScoreKey: TypeAlias = tuple[str, str, str]  # prompt id, completion, facts as JSON: a reward is a pure function of the three
+Scores: TypeAlias = dict[ScoreKey, Score]
+Scorer: TypeAlias = Callable[[dict[str, Prompt], list[Rollout], Scores], list[Rollout]]  # adds what it computes to the scores
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A group that waits for its scores. `scored`: its rollouts with them."""
+
+    prompt: Prompt
+    group: Group
+    scored: Future[Group] = field(default_factory=Future)
+
+
+class SamplingRound:
+    """The state of one round, which its shards share.
+
+    `score`: gives rollouts their rewards; called in one thread, since the scorers are shared. `survives`: says whether a scored group is
+    kept by the filters; called in threads. `wanted`: the number of surviving groups that end a round that is over-sampled.
+    Example: `enough = sampling_round.begin(range(4))`, then `await sampling_round.judge(...)` until it is set.
+    """
+
+    def __init__(self, key: tuple[int, int], score: Scorer, survives: Callable[[Group], bool], wanted: int) -> None:
+        self.key = key  # iteration, round
+        self.unanswered: set[tuple[str, int, str]] = set()  # shards that the environment failed, and that wait for others
+        self._score, self._survives, self._wanted = score, survives, wanted
+        self._scores: Scores = {}
+        self._waiting: SimpleQueue[_Waiting] = SimpleQueue()
+        self._scoring = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scoring")
+        self._counting, self._counted = asyncio.Lock(), False  # the shards that were committed before this process
+        self._surviving: set[int] = set()
+        self._events: list[asyncio.Event] = []
+
+    def add(self, prompt: Prompt, group: Group) -> Future[Group]:
+        """The finished group with its scores, once they are there; returns at once. Groups that finish while others are scored are scored
+        together, next."""
+        waiting = _Waiting(prompt, group)
+        self._waiting.put(waiting)
+        self._scoring.submit(self._score_waiting)
+        return waiting.scored
+
+    def scores(self) -> Scores:
+        """The scores of all groups that were added so far; waits for them."""
+        return self._scoring.submit(self._scores.copy).result()
+
+    def forget_scores(self) -> None:
+        """The next attempt asks the scorers again."""
+        self._scores = {}
+
+    def begin(self, group_indices: Iterable[int]) -> asyncio.Event:
+        """A shard starts, perhaps once more: its groups are not counted yet. The event is set when enough groups have survived."""
+        assert self._wanted > 0, "a round that needs no groups is not sampled"
+        self._surviving.difference_update(group_indices)
+        # each attempt has its own: one that is winding down must not see its event cleared
+        enough = asyncio.Event()
+        self._events.append(enough)
+        self._set_events()
+        return enough
+
+    async def judge(self, prompt: Prompt, group: Group) -> None:
+        """Scores and filters one group while others are still sampled, and counts it when it survives; counted twice it counts once."""
+        if not is_finished(group):
+            return
+        scored = await asyncio.wrap_future(self.add(prompt, group))
+        if await asyncio.to_thread(self._survives, scored):
+            self._surviving.add(group[0].group_index)
+            self._set_events()
+
+    async def count_committed(self, committed: Callable[[], Iterator[tuple[Prompt, Group]]]) -> None:
+        """Judges the groups that an earlier process committed of the round, once; whoever comes meanwhile waits for it."""
+        async with self._counting:
+            if not self._counted:
+                for prompt, group in await asyncio.to_thread(lambda: list(committed())):
+                    await self.judge(prompt, group)
+                self._counted = True
+
+    def _score_waiting(self) -> None:
+        ready = [self._waiting.get() for _ in range(self._waiting.qsize())]
+        if not ready:  # the call before has scored them too
+            return
+        rollouts = [rollout for entry in ready for rollout in entry.group]
+        try:
+            scored = iter(self._score({entry.prompt.prompt_id: entry.prompt for entry in ready}, rollouts, self._scores))
+        except Exception as error:
+            for entry in ready:
+                entry.scored.set_exception(error)
+            return
+        for entry in ready:  # not `grouped`: a group may be there twice, after a retry
+            entry.scored.set_result([next(scored) for _ in entry.group])
+
+    def _set_events(self) -> None:
+        if len(self._surviving) >= self._wanted:
+            for enough in self._events:
+                enough.set()
