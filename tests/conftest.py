@@ -10,6 +10,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from rlpipe.report.plan import ModelSizes
+from rlpipe.stages.base import TriedModel
 from rlpipe.store.backend import Store, open_store
 from tests.deadlines import DEADLINE_S, PIPELINE_S
 from tests.pipeline import STARTED, Folder, Undisturbed, kill_group, run_undisturbed
@@ -46,6 +48,13 @@ def nothing_left_at_work() -> Iterator[None]:
 def patient_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a report gets what a minute gave; a test gets all."""
     monkeypatch.setattr("rlpipe.report.today.SECONDS_MAX", DEADLINE_S)
+
+
+@pytest.fixture
+def untried_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan says beside the memory and the hours of its model, which half a minute of passes in a process of its own tell."""
+    sizes = ModelSizes(parameters=10, layer=1, rest=1, kv_token=1, microbatch=1)
+    monkeypatch.setattr("rlpipe.stages.content.try_model", lambda config, named, sized: TriedModel(10, "packed", sizes))
 
 
 @pytest.fixture(scope="session")

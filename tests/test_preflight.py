@@ -147,6 +147,7 @@ def test_what_is_committed_is_not_looked_for_again(folder: Path, monkeypatch: py
     preflight(tiny(folder, *wrong))  # they have filtered and scored an iteration
 
 
+@pytest.mark.usefixtures("untried_model")
 def test_every_fault_is_named_at_once(folder: Path) -> None:
     sets = [
         "data.words.source=no.jsonl",
@@ -188,6 +189,7 @@ def test_a_plan_says_what_it_read(plan: Callable[..., tuple[int, str]], folder: 
     assert {path.name for path in folder.iterdir()} <= {"sums.jsonl", "unanswered.jsonl", "trial_graders.py", "__pycache__"}
 
 
+@pytest.mark.usefixtures("untried_model")
 def test_a_plan_names_faults_and_warnings(plan: Callable[..., tuple[int, str]]) -> None:
     code, output = plan("tiny", *SMALL, *SUMS, "sft.num_steps=0", "rl.filters={nope = 1.0}")
     assert code == 2
@@ -195,6 +197,7 @@ def test_a_plan_names_faults_and_warnings(plan: Callable[..., tuple[int, str]]) 
     assert output.count("FAULT") == 2
 
 
+@pytest.mark.usefixtures("untried_model")
 @pytest.mark.parametrize("preset", ["gsm8k-0.5b", "two-node", "multi-node"])
 def test_a_plan_of_what_is_not_here_is_printed_with_its_faults(
     plan: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, preset: str
@@ -210,6 +213,7 @@ def test_a_plan_of_what_is_not_here_is_printed_with_its_faults(
 FRACTIONS = [f"data.{name}.heldout_fraction=0.4" for name in ("words", "short_words", "all_words")]
 
 
+@pytest.mark.usefixtures("untried_model")
 def test_prompts_of_the_evaluation_that_are_trained_on_are_counted(folder: Path) -> None:
     assert look_at(tiny(folder, "data.words.source=sums.jsonl", *FRACTIONS)).warnings == []
     rows = [json.loads(line) for line in (folder / "sums.jsonl").read_text().splitlines()]
