@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes of pytest-xdist s
 # no test asserts a time: on a busy machine the default of 200 ms an example is a coin toss
 settings.register_profile("rlpipe", deadline=None)
 settings.load_profile("rlpipe")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector looks through what tests make, and not through what they import: a million objects, nearly all of them for good."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

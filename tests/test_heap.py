@@ -25,7 +25,7 @@ def test_garbage_is_collected_before_and_after_and_what_was_frozen_once_it_is_as
         settle_heap()
         assert of_kept() is None
     finally:
-        gc.unfreeze()
+        gc.freeze()  # as tests/conftest.py left it
 
 
 def test_behind_the_body_nothing_is_frozen() -> None:
@@ -35,3 +35,5 @@ def test_behind_the_body_nothing_is_frozen() -> None:
             raise KeyError
     except KeyError:
         assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()

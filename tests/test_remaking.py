@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from pathlib import Path
 
@@ -58,13 +57,13 @@ class TrainerHere:
         if not isinstance(job, LoadJob) and (job.start if isinstance(job, TrainJob) else job.position) != self.position:
             raise NotResident(f"it holds {self.position}")
         await asyncio.sleep(0)
-        result = self.trainer.run(job)
+        result = world.do(self.trainer, job)
         if isinstance(job, TrainJob):
             self.trained.append(job.result)
             self.position = job.result
         elif not isinstance(job, SaveJob):
             self.position = job.position
-        return dataclasses.asdict(result)
+        return result
 
     async def close(self) -> None: ...
 

@@ -20,7 +20,7 @@ from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.local_copy import materialise
 from rlpipe.trainer import trainer as memory
 from rlpipe.trainer.gang import Gang
-from rlpipe.trainer.jobs import LoadJob
+from rlpipe.trainer.jobs import LoadJob, job_of
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.state import load
 from rlpipe.trainer.step import Resident
@@ -379,8 +379,8 @@ def test_what_a_load_replaces_has_given_its_memory_back_before_the_new_weights_a
     gc.disable()  # it may come at any time, or not at all
     gc.freeze()  # as a trainer's heap is between two loads
     try:
-        world.run(trainer, "load", world.load_new("again"))
+        trainer.run(job_of("load", json.dumps(world.load_new("again")).encode()))
     finally:
-        gc.unfreeze()
+        gc.freeze()  # as tests/conftest.py left it
         gc.enable()
     assert loads == ["again"]

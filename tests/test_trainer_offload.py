@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlpipe.processes.memory import collect, trim
+from rlpipe.processes.memory import trim
 from rlpipe.trainer import moments as moments_room
 from rlpipe.trainer import offload as offload_room
 from rlpipe.trainer.trainer import Trainer
@@ -112,16 +113,21 @@ def test_no_room_for_moments_is_said_by_name(tmp_path: Path, monkeypatch: pytest
         world.run(trainer, "load", world.load_new())
 
 
+def take_a_large_step(trainer: Trainer) -> None:
+    """One step of a large model on little data: it has its moments."""
+    world.run(trainer, "load", world.load_new(model=LARGE))
+    data = world.batch(trainer.gang.store, "little", world.rollout_rows(2, 2))
+    world.run(trainer, "train", job(data, 0, {"num_steps": 1}))
+
+
 def test_moments_on_the_host_are_not_in_memory_between_updates(tmp_path: Path) -> None:
     """On a CPU, whose host is itself, they are in a file: after the step as before it."""
     held: dict[str, int] = {}
     for offload in ("none", "optimizer"):
-        collect()
+        gc.collect()
         trainer = Trainer(world.solo_gang(tmp_path / offload, tokens_max=512, offload=offload))
-        world.run(trainer, "load", world.load_new(model=LARGE))
-        data = world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
-        world.run(trainer, "train", job(data, 0, {}))
-        collect()
+        take_a_large_step(trainer)
+        gc.collect()
         trim()
         held[offload] = psutil.Process().memory_info().rss
         assert trainer.resident is not None
@@ -131,9 +137,8 @@ def test_moments_on_the_host_are_not_in_memory_between_updates(tmp_path: Path) -
     assert held["none"] - held["optimizer"] > 0.9 * 2 * WEIGHTS_BYTES, "two moments"
 
 
-def test_the_memory_really_goes(trainer: Trainer, data: ArtifactRef) -> None:
-    world.run(trainer, "load", world.load_new(model=LARGE))
-    world.run(trainer, "train", job(data, 0, {}))
+def test_the_memory_really_goes(trainer: Trainer) -> None:
+    take_a_large_step(trainer)
     for _ in range(2):
         present = psutil.Process().memory_full_info().uss
         world.run(trainer, "offload", OFFLOAD)
