@@ -1,10 +1,9 @@
-"""A program for torchrun with four ranks as two nodes that each hold a whole copy of the model: two steps, a save, a restore, a save."""
+"""A program of four ranks as two nodes that each hold a whole copy of the model: two steps, a save, a restore, a save."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -39,7 +38,3 @@ def main(folder: Path) -> None:
         assert digests == {name: world.digests(again[name]) for name in digests}
         (folder / "copies.json").write_text(json.dumps({"metrics": metrics, "state": refs[0], "digests": digests}))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

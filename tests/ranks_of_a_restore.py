@@ -1,10 +1,9 @@
-"""A program for torchrun: states and policies saved by gangs of one rank up to all, restored by each, and what every rank read."""
+"""A program of several ranks: states and policies saved by gangs of one rank up to all, restored by each, and what every rank read."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +106,3 @@ def main(folder: Path) -> None:
     if whole.rank == 0:
         (folder / "read.json").write_text(json.dumps([entry for entries in told for entry in entries]))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

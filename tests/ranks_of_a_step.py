@@ -1,9 +1,8 @@
-"""A program for torchrun: one optimizer step of several microbatches, and how many numbers of whole gradients a rank ever kept."""
+"""A program of two ranks: one optimizer step of several microbatches, and how many numbers of whole gradients a rank ever kept."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,3 @@ def main(folder: Path) -> None:
             json.dumps({"ranks": gang.size, "microbatches": len(batch.microbatches), "kept": kept})
         )
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

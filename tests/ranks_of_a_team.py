@@ -1,9 +1,8 @@
-"""A program for torchrun with four ranks: RL and SFT of small models where 1, 2 and 4 ranks share each row, and how far apart they come out."""
+"""A program of four ranks: RL and SFT of small models where 1, 2 and 4 ranks share each row, and how far apart they come out."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,3 @@ def main(folder: Path, *names: str) -> None:
         (folder / "team.json").write_text(json.dumps(seen))
     torch.distributed.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])

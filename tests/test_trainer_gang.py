@@ -304,9 +304,9 @@ def test_the_gang_ends_with_its_parent(gang: GangUnderTest) -> None:
 
 
 def run_ranks(program: str, ranks: int, folder: Path, *arguments: str) -> None:
-    """A program of the tests under torchrun."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", program]
-    done = subprocess.run([*launch, str(folder), *arguments], capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    """A program of the tests on so many ranks."""
+    launch = [sys.executable, "-m", "tests.ranks", program, str(ranks), str(folder)]
+    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=2 * DEADLINE_S)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
