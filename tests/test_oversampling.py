@@ -149,7 +149,7 @@ class World:
 
     def config(self, *sets: str) -> PipelineConfig:
         small = ["rl.num_prompts=4", "rl.group_size=3", "rl.shard_prompts=3", f"rl.completion_tokens_max={LENGTH}"]
-        where = ["run=a", f"store=file://{self.folder}/store", "tracking.uri="]
+        where = ["run=a", f"store=file://{self.folder}/store", "tracking.uri=", "data.words.rows_max=60"]
         return read_config("tiny", [*where, "sft.num_steps=0", *small, *self.sets, *sets], PRESETS)
 
     def start(self, run: Run | None = None) -> None:
