@@ -49,7 +49,7 @@ def test_the_iteration_is_found_and_the_report_has_figures_rollouts_and_a_proof(
     assert "   all 360 rollouts from 7 on have exact = 0" in lines
     assert sum(bool(re.match(r"   rollout (7|8|9|10|11)/\d+/\d+ words/", line)) for line in lines[first:]) == 3
     command = next(line for line in lines if line.startswith("   rlpipe fork a --at 7 --run a-7-without-reward_part"))
-    assert '--redo score --set \'rl.rewards={"tests.why_world:near" = 0.3, "format" = 0.1}\'' in command
+    assert '--redo score --set \'rl.rewards={"tests.nearness:near" = 0.3, "format" = 0.1}\'' in command
     assert asked(run, "--at", "7").stdout.splitlines()[2:] == lines[2:]  # but for the number of tests
 
 

@@ -29,8 +29,8 @@ from tests.why_world import LETTERS, After, Asked, Planted, around, rewarded, st
 pytestmark = pytest.mark.usefixtures("patient_reports")
 KINDS = {
     "0/1": "rl.rewards={exact = 1.0}",
-    "partial credit": 'rl.rewards={"tests.why_world:near" = 0.8, format = 0.2}',
-    "two parts": 'rl.rewards={exact = 0.5, "tests.why_world:near" = 0.5}',
+    "partial credit": 'rl.rewards={"tests.nearness:near" = 0.8, format = 0.2}',
+    "two parts": 'rl.rewards={exact = 0.5, "tests.nearness:near" = 0.5}',
 }
 LOOKS = len(SUSPECTS)
 
@@ -190,8 +190,8 @@ def test_a_verdict_that_the_rest_of_the_reward_refutes_is_withdrawn(tmp_path: Pa
 @pytest.mark.parametrize(
     ("sets", "expected"),
     [
-        ('rl.rewards={exact = 0.9, "tests.why_world:near" = 0.1}', "weights"),
-        ('rl.rewards={exact = 0.5, "tests.why_world:near" = 0.5, format = 1.0}', "another reward"),
+        ('rl.rewards={exact = 0.9, "tests.nearness:near" = 0.1}', "weights"),
+        ('rl.rewards={exact = 0.5, "tests.nearness:near" = 0.5, format = 1.0}', "another reward"),
     ],
 )
 def test_other_weights_explain_what_they_do_to_the_same_completions(sets: str, expected: str, tmp_path: Path) -> None:

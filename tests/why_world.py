@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlpipe.algorithms.answers import answer_text
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.kinds import Span
-from rlpipe.records.prompt import Prompt, RewardPrompt
+from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.report.around import WINDOW, Around
 from rlpipe.report.scored_group import ScoredGroup
@@ -22,12 +21,13 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.forks import differences
 from rlpipe.store.run import Run
 from rlpipe.types import Metrics
+from tests.nearness import near
 from tests.test_queries import commit_files
 from tests.test_store_run import record_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HEAD = list(range(1000, 1020))  # the tokens of the template
-REWARDS = 'rl.rewards={exact = 0.6, "tests.why_world:near" = 0.3, format = 0.1}'
+REWARDS = 'rl.rewards={exact = 0.6, "tests.nearness:near" = 0.3, format = 0.1}'
 
 
 @dataclass
@@ -57,12 +57,6 @@ class Planted:
 
 def tokens_of(text: str) -> np.ndarray:
     return np.array([ord(letter) for letter in text], dtype=np.int32)
-
-
-def near(prompt: RewardPrompt, completion: str) -> float:
-    """A reward: the share of letters at their place."""
-    answer, wanted = answer_text(completion), str(prompt["answer"])
-    return sum(a == b for a, b in zip(answer, wanted, strict=False)) / len(wanted)
 
 
 def rewarded(rollout: Rollout, parts: dict[str, float], config: PipelineConfig) -> Rollout:
