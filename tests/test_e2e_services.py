@@ -53,7 +53,7 @@ def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all
         here = on(nodes["flow"], folder)
         flow = started["flow"] = here.start(*folder.run_arguments("a", *MINI, *ELSEWHERE))
         folder.wait_for("a", "rl/00000/iteration.json", flow)
-        for process in descendants(started["node-1"], "rlpipe.trainer.server"):  # the rank, and torchrun above it
+        for process in descendants(started["node-1"], "rlpipe.trainer.server"):  # the rank, and the launcher above it
             process.kill()  # the whole gang has to meet again
         folder.wait_for("a", "rl/00001/iteration.json", flow)
         kill_group(started.pop("flow"))  # and then nobody asks for anything

@@ -48,7 +48,7 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer import process as process_module
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.trainer.process import ALLOCATOR, GangProcess, GangService, RegisteredGang, TrainerOptions, torchrun_argv
+from rlpipe.trainer.process import ALLOCATOR, GangProcess, GangService, RegisteredGang, TrainerOptions, launcher_argv
 from rlpipe.types import EngineError, TrainerError, UserError
 from tests.deadlines import DEADLINE_S, until_async
 
@@ -511,7 +511,7 @@ def test_the_nodes_of_a_gang_agree_on_where_they_meet(nodes: int, ranks: int, da
         store="file:///s", run="a", host="127.0.0.1", port=1, work_dir="/tmp/w",
         trainer=TrainerConfig(ranks=ranks, nodes=nodes, place="elsewhere"),
     )  # fmt: skip
-    argv = torchrun_argv(options, node, "10.0.0.1:29500")
+    argv = launcher_argv(options, node, "10.0.0.1:29500")
     options_of = dict(itertools.pairwise(argv))
     assert (
         options_of["--nnodes"] == str(nodes)
@@ -523,7 +523,7 @@ def test_the_nodes_of_a_gang_agree_on_where_they_meet(nodes: int, ranks: int, da
 
 async def test_a_gang_that_did_not_come_up_can_be_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [sys.executable, "-c", "raise SystemExit('Address already in use')"]
-    monkeypatch.setattr("rlpipe.trainer.process.torchrun_argv", lambda *_, **__: ends)
+    monkeypatch.setattr("rlpipe.trainer.process.launcher_argv", lambda *_, **__: ends)
     gang = GangProcess(read_config("tiny", [], PRESETS), tmp_path, "key")
     for _attempt in range(2):
         with pytest.raises(TrainerError, match="Address already in use"):

@@ -1,4 +1,4 @@
-"""A real gang of two ranks under torchrun, over HTTP: it agrees with one rank, exchanges states with it, and survives a kill."""
+"""A real gang of two ranks, over HTTP: it agrees with one rank, exchanges states with it, and survives a kill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from rlpipe.processes.launch import free_port
 from rlpipe.services.registration import KEY_VARIABLE
 from rlpipe.store.backend import Store, open_store
-from rlpipe.trainer.process import torchrun_argv
+from rlpipe.trainer.process import launcher_argv
 from rlpipe.trainer.state import StoredState, state_file
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.types import ArtifactRef, JsonDict
@@ -49,7 +49,7 @@ class GangUnderTest:
         self.log = folder / "gang.log"
         environment = {**os.environ, KEY_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         with self.log.open("wb") as log:
-            code = f"import subprocess; subprocess.Popen({torchrun_argv(self.options)!r}).wait()"
+            code = f"import subprocess; subprocess.Popen({launcher_argv(self.options)!r}).wait()"
             self.parent = subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log, env=environment)
 
     def ask(self, path: str, body: JsonDict | None = None, token: str = TOKEN) -> tuple[int, JsonDict]:
@@ -287,7 +287,7 @@ def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
 
 
 def test_the_gang_listens_on_loopback_only(gang: GangUnderTest) -> None:
-    """torchrun's meeting point, gloo's connections and the HTTP of rank 0: torch's own choice is every address of the machine."""
+    """The meeting point, gloo's connections and the HTTP of rank 0: torch's own choice is every address of the machine."""
     gang.wait_ready()
     family = psutil.Process(gang.parent.pid).children(recursive=True)
     places = {each.laddr for process in family for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
@@ -296,7 +296,7 @@ def test_the_gang_listens_on_loopback_only(gang: GangUnderTest) -> None:
 
 
 def test_the_gang_ends_with_its_parent(gang: GangUnderTest) -> None:
-    """The last test, for it kills what stands for the flow process: neither torchrun nor a rank stays."""
+    """The last test, for it kills what stands for the flow process: neither the launcher nor a rank stays."""
     family = psutil.Process(gang.parent.pid).children(recursive=True)
     assert len(family) >= 3
     gang.parent.kill()

@@ -24,7 +24,7 @@ from rlpipe.services.registration import KEY_VARIABLE
 from rlpipe.store.backend import open_store
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.meeting import LOOK_S, Sent
-from rlpipe.trainer.process import torchrun_argv
+from rlpipe.trainer.process import launcher_argv
 from rlpipe.types import JsonDict, StoreError, TrainerError
 from tests import trainer_world as world
 from tests.deadlines import DEADLINE_S, SHORT_S, until, until_async
@@ -50,7 +50,7 @@ class TwoNodes:
         with self.log.open("wb") as log:
             self.nodes = [
                 subprocess.Popen(
-                    torchrun_argv(options.model_copy(update={"work_dir": f"{folder}/node-{node}", "port": port}), node, rendezvous),
+                    launcher_argv(options.model_copy(update={"work_dir": f"{folder}/node-{node}", "port": port}), node, rendezvous),
                     stdout=log, stderr=log, env=environment,
                 )
                 for node, port in enumerate(ports)
@@ -82,7 +82,7 @@ class TwoNodes:
         return answered
 
     def family(self, node: int) -> list[psutil.Process]:
-        """torchrun of a node, and its rank."""
+        """The launcher of a node, and its rank."""
         agent = psutil.Process(self.nodes[node].pid)
         return [agent, *agent.children(recursive=True)]
 
@@ -186,29 +186,38 @@ def test_the_first_node_waits_for_the_uploads_of_all_and_raises_what_went_wrong(
                     waiting.result(timeout=DEADLINE_S)
 
 
+def launched(program: Path, ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    """A launcher with so many ranks that run `program` in its folder."""
+    arguments = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--node-rank", "0", "--master-addr", "127.0.0.1"]
+    argv = [sys.executable, "-m", "rlpipe.trainer.launcher", *arguments, "--master-port", "0", "--", str(program)]
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    with log.open("wb") as output:
+        return subprocess.Popen(argv, cwd=program.parent, stdout=output, stderr=output, env=environment)
+
+
 def test_a_gang_that_is_told_to_end_says_so_and_shows_no_traceback(tmp_path: Path) -> None:
-    """SIGTERM is how every gang ends: torch's SignalException in the log would be read as the fault."""
+    """SIGTERM is how every gang ends: a traceback in the log would be read as the fault."""
     program, log = tmp_path / "rank.py", tmp_path / "trainer.log"
     program.write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
-    arguments = [
-        "--nnodes",
-        "1",
-        "--nproc-per-node",
-        "1",
-        "--node-rank",
-        "0",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        "0",
-    ]
-    with log.open("wb") as output:
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "rlpipe.trainer.launcher", *arguments, str(program)],
-            cwd=tmp_path, stdout=output, stderr=output, env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-        )  # fmt: skip
+    launcher = launched(program, 1, log)
     until((tmp_path / "begun").exists, lambda: log.read_text()[-3000:], running=launcher)
     launcher.terminate()
     assert launcher.wait(timeout=DEADLINE_S) == 128 + signal.SIGTERM
-    said = log.read_text()
-    assert "shutting down workers" in said and "Traceback" not in said and "SignalException" not in said
+    assert log.read_text() == "told to end (SIGTERM): the ranks of this node are ended\n"
+
+
+def test_a_rank_that_ends_takes_the_others_with_it_and_is_named(tmp_path: Path) -> None:
+    program, log = tmp_path / "rank.py", tmp_path / "trainer.log"
+    program.write_text(
+        "import os, pathlib, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    pathlib.Path('first').write_text(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+        "while not pathlib.Path('first').exists() or not pathlib.Path('first').read_text():\n"
+        "    time.sleep(0.05)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    launcher = launched(program, 2, log)
+    assert launcher.wait(timeout=DEADLINE_S) == 1
+    assert log.read_text() == "rank 1 of this node ended with signal SIGKILL: the ranks of this node are ended\n"
+    assert not psutil.pid_exists(int((tmp_path / "first").read_text()))

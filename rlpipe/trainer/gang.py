@@ -229,7 +229,7 @@ def _keep_to_interface(address: str) -> None:
 
 
 def join_gang(options: TrainerOptions) -> Gang:
-    """Joins the gang that torchrun started (or that the caller initialised), with reproducible arithmetic."""
+    """Joins the gang that the launcher started (or that the caller initialised), with reproducible arithmetic."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if options.trainer.nccl_algo:
         os.environ.setdefault("NCCL_ALGO", options.trainer.nccl_algo)

@@ -1,51 +1,112 @@
-"""torchrun as a gang is started by it: it ends with its parent and listens where its arguments say, so a killed flow process leaves no
-gang behind, and nobody else gets in. Told to end, it ends its ranks and says so in one line.
+"""Starts the ranks of one node of a gang, as torchrun would, whose import of torch takes seconds. It ends with its parent and listens where
+its arguments say, so a killed flow process leaves no gang behind, and nobody else gets in. Told to end, it ends its ranks and says so in one
+line; with the first rank that fails it ends the others.
+
+`python -m rlpipe.trainer.launcher OPTIONS -- -m MODULE ARGUMENTS`. The ranks get the variables that torch reads, and torchrun sets.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import signal
 import socket
+import subprocess
 import sys
-from datetime import timedelta
-from typing import Any
+import time
 
-import torch.distributed.run as torchrun
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+from rlpipe.processes.launch import KILL_TIMEOUT_S, die_with_parent, signal_group
 
-from rlpipe.processes.launch import die_with_parent
-
-
-def bind(argv: list[str]) -> socket.socket | None:
-    """On node 0 the socket that the nodes meet at; its port takes the place of port 0 in `argv`."""
-    if argv[argv.index("--node-rank") + 1] != "0":
-        return None
-    at = argv.index("--master-port") + 1
-    listener = socket.create_server((argv[argv.index("--master-addr") + 1], int(argv[at])))
-    argv[at] = str(listener.getsockname()[1])
-    return listener
+LISTENER_VARIABLE = "RLPIPE_MEETING_SOCKET"  # of the rank that has the meeting point: the number of its bound socket
+POLL_S = 0.2
+STOP_GRACE_S = 30.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class MeetingPoint(TCPStore):
-    """torch's store, on a socket that is bound already: its own would listen at every address of the machine."""
+def bind(node: int, address: str, port: int) -> socket.socket | None:
+    """On node 0 the socket that the ranks of all nodes meet at."""
+    return None if node else socket.create_server((address, port))
 
-    listener: socket.socket | None = None
 
-    def __init__(self, host: str, port: int, world_size: int, is_master: bool, timeout: timedelta, **_: Any) -> None:
-        if not is_master:
-            super().__init__(host, port, world_size, False, timeout)
-            return
-        assert self.listener is not None, "bind comes first"
-        handed = self.listener.detach()  # the store closes it
-        super().__init__(host, port, world_size, True, timeout, master_listen_fd=handed)
+def start_rank(
+    options: argparse.Namespace, local_rank: int, port: int, listener: socket.socket | None
+) -> subprocess.Popen[bytes]:
+    """One rank, in a session of its own. The first of all has the meeting point, on the socket that is bound already: torch's own would
+    listen at every address of the machine. To torch it is that of an agent, as torchrun is one: no rank opens another."""
+    local_ranks, rank = options.nproc_per_node, options.node_rank * options.nproc_per_node + local_rank
+    environment = {
+        "MASTER_ADDR": options.master_addr, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": str(rank), "WORLD_SIZE": str(options.nnodes * local_ranks),
+        "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_ranks),
+        "GROUP_RANK": str(options.node_rank), "GROUP_WORLD_SIZE": str(options.nnodes),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }  # fmt: skip
+    handed = [listener.fileno()] if listener is not None and rank == 0 else []
+    if handed:
+        environment[LISTENER_VARIABLE] = str(handed[0])
+    argv = [sys.executable, "-u", *options.program]
+    return subprocess.Popen(argv, env=os.environ | environment, start_new_session=True, pass_fds=handed)
+
+
+def until_ended(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int:
+    """The code to end with: once all ranks have ended well, or the first has not, or a signal has come into `signals`."""
+    while not signals:
+        codes = [rank.poll() for rank in ranks]
+        failed = [f"rank {local_rank} of this node ended with {said(code)}" for local_rank, code in enumerate(codes) if code]
+        if failed:
+            print(f"{'; '.join(failed)}: the ranks of this node are ended", file=sys.stderr)
+            return 1
+        if None not in codes:
+            return 0
+        time.sleep(POLL_S)
+    print(f"told to end ({signal.Signals(signals[0]).name}): the ranks of this node are ended", file=sys.stderr)
+    return 128 + signals[0]
+
+
+def said(code: int) -> str:
+    """How a process ended. Example: code 1, signal SIGKILL."""
+    return f"code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+
+
+def end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM to what still runs of them and what they started, SIGKILL after a grace."""
+    deadline = time.monotonic() + STOP_GRACE_S
+    for rank in ranks:
+        signal_group(rank, signal.SIGTERM)
+    for rank in ranks:
+        try:
+            rank.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            signal_group(rank, signal.SIGKILL)
+            rank.wait(timeout=KILL_TIMEOUT_S)
+
+
+def options_of(argv: list[str]) -> argparse.Namespace:
+    """The options by torchrun's names, and what a rank runs."""
+    parser = argparse.ArgumentParser(prog="rlpipe.trainer.launcher", allow_abbrev=False)
+    for name in ("--nnodes", "--nproc-per-node", "--node-rank", "--master-port"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--master-addr", required=True)
+    parser.add_argument("program", nargs="+")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    options, signals, ranks = options_of(argv), [], []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: signals.append(number))
+    listener = bind(options.node_rank, options.master_addr, options.master_port)
+    port = listener.getsockname()[1] if listener is not None else options.master_port
+    try:
+        for local_rank in range(options.nproc_per_node):
+            ranks.append(start_rank(options, local_rank, port, listener))
+        if listener is not None:
+            listener.close()  # it is the first rank's now
+        return until_ended(ranks, signals)
+    finally:
+        end(ranks)
 
 
 if __name__ == "__main__":
     die_with_parent()
-    MeetingPoint.listener = bind(sys.argv)
-    static_tcp_rendezvous.TCPStore = MeetingPoint  # pyright: ignore[reportPrivateImportUsage]
-    try:
-        torchrun.main()
-    except SignalException as told:  # whoever told it to end knows why: a traceback would be read as a fault
-        sys.exit(128 + told.sigval)
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What the ranks of a gang tell each other at torchrun's meeting point, beside their collectives: that they live, and what became of uploads."""
+"""What the ranks of a gang tell each other at their meeting point, beside their collectives: that they live, and what became of uploads."""
 
 from __future__ import annotations
 
@@ -10,23 +10,41 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 
 from torch._C._distributed_c10d import TCPStore
 
 from rlpipe.trainer.gang import DATA_TIMEOUT, Gang
+from rlpipe.trainer.launcher import LISTENER_VARIABLE
 from rlpipe.types import StoreError
 
 log = logging.getLogger(__name__)
 BEAT_S = 1.0
 SILENT_S = 5.0  # of a rank whose gang has broken already: it is gone
 LAST_WORDS_S = 10.0  # a rank whose collective failed stays so long: then rank 0 knows who is silent
+START_TIMEOUT = timedelta(minutes=10)  # between the starts of two nodes
 LOOK_S = 0.2  # how often node 0 looks whether another node has sent its files
 
 
-def _meeting_point() -> TCPStore:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(host, port, is_master=False, timeout=DATA_TIMEOUT, wait_for_workers=False)
+def _meeting_point(timeout: timedelta = DATA_TIMEOUT, listener: int | None = None) -> TCPStore:
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+
+
+def come_to_meet() -> TCPStore:
+    """Where the ranks meet, before anything else: the first rank has it, on the socket that its launcher bound, as long as it keeps this."""
+    if (listener := os.environ.pop(LISTENER_VARIABLE, None)) is not None:
+        return _meeting_point(listener=int(listener))
+    meeting = _meeting_point(START_TIMEOUT)
+    meeting.set_timeout(DATA_TIMEOUT)
+    return meeting
 
 
 class Sent:
@@ -60,14 +78,13 @@ class Sent:
 
 
 class Pulse:
-    """Every rank beats at torchrun's meeting point, in a thread of its own, and rank 0 listens: of a collective no rank learns who is gone.
+    """Every rank beats at the meeting point, in a thread of its own, and rank 0 listens: of a collective no rank learns who is gone.
 
     `lost` is told why the gang cannot go on; it ends this process.
     """
 
-    def __init__(self, gang: Gang, lost: Callable[[str], None]) -> None:
-        self._gang, self._lost, self._beats = gang, lost, 0
-        self._store = _meeting_point()
+    def __init__(self, gang: Gang, meeting: TCPStore, lost: Callable[[str], None]) -> None:
+        self._gang, self._store, self._lost, self._beats = gang, meeting, lost, 0
         self._beat()
         self._places = gang.gather([int(os.environ["GROUP_RANK"]), socket.gethostname()])
         self._heard = [(b"", time.monotonic())] * gang.size
@@ -98,7 +115,7 @@ class Pulse:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
             log.error("rank %d failed", self._gang.rank, exc_info=error)
-            # rank 0 goes first: torchrun ends the other ranks of a node with the first that ends
+            # rank 0 goes first: the launcher ends the other ranks of a node with the first that ends
             time.sleep(LAST_WORDS_S * (1 if self._gang.rank == 0 else 2) if self._gang.size > 1 else 0)
             self._lost(self.silent(SILENT_S) or f"rank {self._gang.rank} failed: {error!r:.300}")
 

@@ -63,18 +63,27 @@ class TrainerOptions(BaseModel, frozen=True):
     silent_s_max: float = 120.0  # a rank that gives no sign of life for so long is lost, and the gang with it
 
 
-def torchrun_argv(options: TrainerOptions, node: int = 0, rendezvous: str = "") -> list[str]:
+def launcher_argv(options: TrainerOptions, node: int = 0, rendezvous: str = "") -> list[str]:
     """The command of one node's part of a gang. Several nodes meet at node 0's rendezvous, host:port.
 
-    torchrun restarts nothing: its own restart was seen to hang. Who started the gang starts it again, within one budget.
+    The launcher restarts nothing. Who started the gang starts it again, within one budget.
     """
     ranks, nodes = options.trainer.ranks, options.trainer.nodes
     assert 0 <= node < nodes, f"node {node} of {nodes}"
-    launch = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0", "--monitor-interval", "0.5"]
-    # static: the ranks of node 0 are the first ones, and rank 0 is the one that answers
+    launch = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
+    # the ranks of node 0 are the first ones, and rank 0 is the one that answers
     host, port = rendezvous.rsplit(":", 1) if nodes > 1 else (LOOPBACK[0], "0")
     launch += ["--node-rank", str(node), "--master-addr", host, "--master-port", port]
-    return [sys.executable, "-m", "rlpipe.trainer.launcher", *launch, "-m", "rlpipe.trainer.server", options.model_dump_json()]
+    return [
+        sys.executable,
+        "-m",
+        "rlpipe.trainer.launcher",
+        *launch,
+        "--",
+        "-m",
+        "rlpipe.trainer.server",
+        options.model_dump_json(),
+    ]
 
 
 @dataclass(eq=False, repr=False)  # it holds a key
@@ -111,7 +120,7 @@ class GangProcess:
         self.url = f"http://{self.host}:{port}"
         self._service = Service(
             name="trainer",
-            argv=torchrun_argv(options, self.node, self.rendezvous),
+            argv=launcher_argv(options, self.node, self.rendezvous),
             log_path=self.work_dir / "trainer.log",
             ready=lambda: self.node > 0 or answers(f"{self.url}/health", self.key, ANSWER_TIMEOUT_S),
             environment=self._environment(),
@@ -144,7 +153,7 @@ class GangProcess:
         """A dead rank ends its gang; it is started again here, within the budget. One that neither ends nor answers is ended."""
         service = self._service
         assert service is not None, "start comes first"
-        await asyncio.sleep(1.0)  # a dying torchrun takes a moment to end
+        await asyncio.sleep(1.0)  # a dying launcher takes a moment to end
         deadline = time.monotonic() + DYING_S
         while service.alive() and not await asyncio.to_thread(service.ready):
             if time.monotonic() > deadline:

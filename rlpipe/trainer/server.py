@@ -1,4 +1,4 @@
-"""The trainer process: one rank of a torchrun gang. All ranks do the jobs; rank 0 also answers HTTP, in a thread of its own.
+"""The trainer process: one rank of a gang. All ranks do the jobs; rank 0 also answers HTTP, in a thread of its own.
 
 GET /health, /status, /files/KEY; POST /load, /train, /save, /offer, /send, /offload, /upload (JSON, bearer key). A POST
 waits up to WAIT_S, then answers 202: ask again.
@@ -36,7 +36,7 @@ from rlpipe.trainer.jobs import (
     check_place,
     job_of,
 )
-from rlpipe.trainer.meeting import Pulse, Sent
+from rlpipe.trainer.meeting import Pulse, Sent, come_to_meet
 from rlpipe.trainer.node_server import NodeServer
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import BEGIN_S, Uploads
@@ -52,7 +52,7 @@ DELIVERY_S = 2.0  # for the last answer
 
 def serve_jobs(trainer: Trainer, board: Board | None) -> None:
     """Works until the process is ended. Only rank 0 has the board. A fault that is not common to all ranks ends the process,
-    and torchrun the gang: who started it starts it again, empty."""
+    and the launcher the gang: who started it starts it again, empty."""
     gang = trainer.gang
     assert (board is not None) == (gang.rank == 0), "the board is rank 0's"
     if board is not None:
@@ -149,12 +149,13 @@ def _work(argument: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = TrainerOptions.model_validate_json(argument)
     clear_scratch(options)
+    meeting = come_to_meet()
     gang = join_gang(options)
     board = Board() if gang.rank == 0 else None
     # of a gang that only this machine reaches, engines link what was published
     begin_s = 0.0 if options.host in LOOPBACK else BEGIN_S
     uploads = Uploads(gang.store, gang.published, begin_s, Sent(gang) if gang.leads_node and gang.nodes > 1 else None)
-    pulse = Pulse(gang, partial(end, board))
+    pulse = Pulse(gang, meeting, partial(end, board))
     if board is not None:
         board.nodes = pulse.nodes
     if gang.leads_node:
@@ -174,7 +175,7 @@ def clear_scratch(options: TrainerOptions) -> None:
 
 
 def end(board: Board | None, why: str) -> NoReturn:
-    """Ends this process, and torchrun with it the gang; rank 0 says first why, to who waits for a job."""
+    """Ends this process, and the launcher with it the gang; rank 0 says first why, to who waits for a job."""
     log.error("the gang ends: %s", why)
     if board is not None:
         board.give_up(why)
