@@ -30,6 +30,7 @@ def tiny(store: Store, *sets: str) -> PipelineConfig:
 def resume(store: Store, *arguments: str) -> str:
     """What a refused `rlpipe resume` says."""
     ended = CliRunner().invoke(app, ["resume", *arguments, "--store", store.url])
+    lease.withdraw(store, "runs/a")  # as the end of the command's process does
     assert ended.exit_code == 2, ended.output
     return ended.output
 
