@@ -40,17 +40,16 @@ async def one(tmp_path: Path) -> AsyncIterator[World]:
 
 
 @pytest.fixture
-def run(one: World) -> Run:
-    return create_or_continue(
-        config(
-            "engines.count=1", f"engines.progress_timeout_s={DEADLINE_S}", "engines.lost_timeout_s=5", f"store={one.store.url}"
-        )
-    )
+def run(tmp_path: Path) -> Run:
+    """In the store of `one`, which may have no engine."""
+    store = f"store=file://{tmp_path}/store"
+    timeouts = [f"engines.progress_timeout_s={DEADLINE_S}", "engines.lost_timeout_s=5"]
+    return create_or_continue(config("engines.count=1", *timeouts, store))
 
 
 @contextmanager
-def host_process(one: World, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "flows.cli", "host", "--store", one.store.url, "--run", "a"]
+def host_process(run: Run, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "flows.cli", "host", "--store", run.store.url, "--run", "a"]
     root = Path(__file__).parent.parent
     environment = {**os.environ, KEY_VARIABLE: KEY, "PYTHONPATH": str(root)}
     with (folder / "host.log").open("ab") as log:
@@ -88,7 +87,8 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     undisturbed = await one.pool.generate(requests())
     finder = elsewhere(run, tmp_path)
-    with host_process(one, tmp_path) as process:
+    assert run.store.url == one.store.url
+    with host_process(run, tmp_path) as process:
         await until_joined(run, 1)
         one.hosts += await finder.find()
         monkeypatch.setattr(fleet, "FIND_AGAIN_S", 0.2)
@@ -129,7 +129,7 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
         check_whole(await one.pool.generate(requests()), 6)
         with pytest.raises(EngineUnavailable):
             await joined_host(one).clients(one.version)
-    with host_process(one, tmp_path) as process:
+    with host_process(run, tmp_path) as process:
         await until_joined(run, 2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=DEADLINE_S) == 0
@@ -148,13 +148,13 @@ def tear(folder: Path) -> None:
 
 
 async def test_a_wrong_key_is_refused_and_beyond_loopback_one_is_needed(
-    one: World, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with host_process(one, tmp_path):
+    with host_process(run, tmp_path):
         await until_joined(run, 1)
-        (record,) = registered(one.store, run.root, ENGINES)
+        (record,) = registered(run.store, run.root, ENGINES)
         monkeypatch.setenv(KEY_VARIABLE, "another key")
-        assert not registered(one.store, run.root, ENGINES), "it would be sent a key that is not its own"
+        assert not registered(run.store, run.root, ENGINES), "it would be sent a key that is not its own"
         with pytest.raises(EngineError, match="no engine host could be reached"):
             await elsewhere(run, tmp_path).find()
         async with new_session() as session:
@@ -164,4 +164,4 @@ async def test_a_wrong_key_is_refused_and_beyond_loopback_one_is_needed(
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with pytest.raises(UserError, match=KEY_VARIABLE):
         own_address("0.0.0.0")
-    assert registered(one.store, run.root, ENGINES)
+    assert registered(run.store, run.root, ENGINES)
