@@ -304,7 +304,7 @@ async def test_enough_cuts_short_what_runs_and_it_goes_on_later_under_new_weight
             assert after.spans == [span for span in wanted if span[1]]
 
 
-@pytest.mark.parametrize("reloads", [60, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("reloads", [30, pytest.param(200, marks=pytest.mark.soak)])
 async def test_reloads_leave_memory_flat_and_never_a_stale_version(two: World, reloads: int) -> None:
     restarts, sizes, known = two.restarts(), [], {}
     for _ in range(reloads):
@@ -313,7 +313,8 @@ async def test_reloads_leave_memory_flat_and_never_a_stale_version(two: World, r
         assert versions(groups) == {two.version}
         check_same(groups, known.setdefault(two.serving, groups))
         sizes.append(two.memory_bytes())
-    assert max(sizes[-20:]) < max(sizes[30:50]) * 1.05, sizes[::20]
+    third = reloads // 3
+    assert max(sizes[-third:]) < max(sizes[third:-third]) * 1.05, sizes[::10]
     assert two.restarts() == restarts
 
 
