@@ -103,7 +103,7 @@ def gang(tmp_path: Path) -> Iterator[TwoNodes]:
         gang.end()
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", [pytest.param("SIGKILL", marks=pytest.mark.nightly), "SIGSTOP"])
 async def test_the_lost_node_is_named(gang: TwoNodes, tmp_path: Path, how: str) -> None:
     health = await gang.health()
     assert health["ranks"] == 2
