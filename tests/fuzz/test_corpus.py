@@ -48,7 +48,7 @@ from tests.fuzz.timed import LINE_CHARS_MAX, case, refused
 
 pytestmark = pytest.mark.e2e
 PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"
-EVERY = 4  # of the damages one is done: all take minutes on a busy machine
+EVERY = 8  # of the damages one is done in `make test`: all take minutes on a busy machine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,9 +152,10 @@ def named(store: Path, damage: Damage) -> list[str]:
     return wrong
 
 
-def test_damaged_stores(store: Path) -> None:
+@pytest.mark.parametrize("every", [EVERY, pytest.param(1, marks=pytest.mark.nightly)])
+def test_damaged_stores(store: Path, every: int) -> None:
     wrong, unseen = [], []
-    for damage in list(damages(store))[::EVERY]:
+    for damage in list(damages(store))[::every]:
         with damaged(store, store.parent / "kept", damage):
             with case("damaged stores", damage.label):
                 wrong += named(store, damage)
