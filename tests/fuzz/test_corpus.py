@@ -283,16 +283,18 @@ async def test_answers_of_a_reward_service() -> None:
             assert "\n" not in score.message and len(score.message) < LINE_CHARS_MAX, name
 
 
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_the_state_of_a_flow_run_says_what_the_command_line_says(
-    store: Path, tmp_path: Path, prefect_api: dict[str, str]
+    store: Path, tmp_path: Path, prefect_api: dict[str, str], every: int
 ) -> None:
     before, environment = contents(store), {**os.environ, **prefect_api, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
-    command = [sys.executable, "-m", "tests.fuzz.flows", str(tmp_path), str(store)]
+    command = [sys.executable, "-m", "tests.fuzz.flows", str(tmp_path), str(store), str(every)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PIPELINE_S)
     assert done.returncode == 0, done.stderr[-3000:]
     told = [json.loads(line) for line in done.stdout.splitlines()]
     for kind, name, took_s, _, _ in told:
         timed.ended(f"flow runs: {kind}", name, took_s)
-    assert [each for each in told if each[3].rstrip(".") not in each[4]] == [] and len(told) >= 30
+    assert [each for each in told if each[3].rstrip(".") not in each[4]] == [] and len(told) >= 30 // every
+    assert {kind for kind, *_ in told} == {"config", "functions", "data", "model folders", "stores"}
     # of an announcement, which a preflight of more than ten seconds makes and withdraws, the store's own folder stays
     assert contents(store) == before and not [*(tmp_path / "empty").rglob("*")]
