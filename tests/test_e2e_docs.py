@@ -1,8 +1,8 @@
 """Every shell and Python block of README and docs runs as written, page by page, in a checkout of its own.
 
 A prefix shortens runs: `rlpipe run tiny ...` gets a few settings before the page's own, which win. Before that its settings have to be
-valid as they are on the page. All runs have one Prefect server, which is what takes most of the time to start, and those of the pages that do not
-speak of MLflow have none: it takes a quarter of a short run.
+valid as they are on the page. All runs have the Prefect server that all tests of this process share: it is what takes most of the time to start.
+Only the run `a` of the pages that speak of MLflow has one: it takes a quarter of a short run.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlpipe.processes.launch import free_port
-from tests.deadlines import PIPELINE_S, until
-from tests.docs_blocks import LONG, PAGES, ROOT, Block, blocks
+from tests.deadlines import DEADLINE_S, PIPELINE_S, until
+from tests.docs_blocks import LONG, PAGES, PLANNED, ROOT, Block, blocks
 from tests.pipeline import BIN, MINI
-from tests.prefect_stand import Stand, kill_tree, running_server
+from tests.prefect_stand import call, kill_tree
 
 pytestmark = pytest.mark.e2e
-SHORT = [*(part for part in MINI if not part.startswith("rl.num_iterations")), "rl.num_iterations=3"]
+SHORT = [*MINI, "rl.num_iterations=3", "sft.segment_steps=20"]
 TRACKED = ("README.md", "docs/tracking.md")  # the pages that show what MLflow has
 STAMP = "{ pwd -P; cat constraints.txt pyproject.toml scripts/install.sh; } | cksum"  # as scripts/install.sh leaves it
 WORKER_READY = re.compile(r"^Worker .* started!$", re.M)  # the end of a block that goes on until Ctrl-C
@@ -36,8 +37,11 @@ if arguments[:2] == ["run", "tiny"]:  # a page's own config is short
     sets = [part for name, part in zip([""] + arguments, arguments) if part != "--run" and name != "--run"][2:]
     read_config("tiny", [part for part in sets if part != "--set"], pathlib.Path({str(ROOT / "flows" / "presets")!r}))
     arguments[2:2] = {[part for setting in SHORT for part in ("--set", setting)]!r}
-if arguments[:1] in (["run"], ["fork"]) and "UNTRACKED" in os.environ:
-    arguments[2:2] = ["--set", "tracking.uri="]
+at = arguments.index("--run") if "--run" in arguments else len(arguments)
+if arguments[:1] in (["run"], ["fork"]) and ("UNTRACKED" in os.environ or arguments[at + 1:at + 2] != ["a"]):
+    arguments[2:2], at = ["--set", "tracking.uri="], at + 2
+if arguments[:1] == ["run"] and "PLANNED" in os.environ:
+    arguments = ["plan", *arguments[1:at], *arguments[at + 2:]]
 os.execv(rlpipe, [rlpipe, *arguments])
 """
 
@@ -68,13 +72,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (tmp_path / f".venv/.installed{extras}").write_bytes(subprocess.check_output(STAMP, shell=True, cwd=tmp_path))
     shutil.copy(ROOT / "flows" / "presets" / "tiny.toml", tmp_path / "my.toml")
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """What the pages about a standing Prefect server have."""
-    with running_server(tmp_path_factory.mktemp("server")) as stand:
-        yield stand
 
 
 def script(page: str) -> str:
@@ -118,24 +115,43 @@ def run_page(page: str, checkout: Path, environment: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.nightly] if page in LONG else [])
+        pytest.param(page, marks=[pytest.mark.nightly] if page in (*LONG, *PLANNED) else [])
         for page in PAGES
         if runnable(page) and page not in ("docs/nights.md", "docs/cluster.md")
     ],
 )
-def test_the_blocks_of_a_page_run(page: str, checkout: Path, server: Stand) -> None:
+def test_the_blocks_of_a_page_run(page: str, checkout: Path, prefect_api: dict[str, str]) -> None:
     untracked = {} if page in TRACKED else {"UNTRACKED": "1"}
-    output = run_page(page, checkout, {"PREFECT_API_URL": server.environment["PREFECT_API_URL"], **untracked})
+    output = run_page(page, checkout, {**prefect_api, **untracked})
     assert output.count("=== ") == len(runnable(page)), output[-4000:]
 
 
-def test_flow_runs_and_the_schedule_are_made_as_written(checkout: Path, server: Stand) -> None:
-    environment = {"PREFECT_API_URL": server.environment["PREFECT_API_URL"]}
+@pytest.mark.parametrize("page", PLANNED)
+def test_what_a_page_runs_can_be_planned(page: str, checkout: Path) -> None:
+    output = run_page(page, checkout, {"PLANNED": "1"})
+    assert output.count("=== ") == len(runnable(page)) and "in all: at most " in output, output[-4000:]
+
+
+@pytest.fixture
+def deployed(checkout: Path, prefect_api: dict[str, str]) -> Callable[..., Any]:
+    """Asks the API of a server that has the deployment post-train, and nobody who works on it."""
+    environment = {**os.environ, **prefect_api, "PREFECT_HOME": str(checkout / "prefect")}
+    for arguments in ("work-pool create cpu --type process", "deploy --name post-train"):
+        command = [str(BIN / "prefect"), "--no-prompt", *arguments.split()]
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
+                              stdin=subprocess.DEVNULL)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    return lambda method, path, body=None: call(method, prefect_api["PREFECT_API_URL"] + path, body)
+
+
+def test_flow_runs_and_the_schedule_are_made_as_written(
+    checkout: Path, prefect_api: dict[str, str], deployed: Callable[..., Any]
+) -> None:
     for page in ("docs/nights.md", "docs/cluster.md"):
-        run_page(page, checkout, environment)
-    flow_runs = server.api("POST", "/flow_runs/filter", {})
+        run_page(page, checkout, prefect_api)
+    flow_runs = deployed("POST", "/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}})
     assert {"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500} in [
         run["parameters"].get("changes") for run in flow_runs
     ]
-    (schedule,) = server.api("GET", "/deployments/name/post-train/post-train")["schedules"]
+    (schedule,) = deployed("GET", "/deployments/name/post-train/post-train")["schedules"]
     assert schedule["active"] and schedule["parameters"] == {"changes": {"budget.wall_clock_h": 6}}
