@@ -275,7 +275,7 @@ def test_a_run_that_fails_tells_no_secret(
         REWARDS,
         REWARD_ARGS,
         "rl.num_iterations=1",
-        "sft.num_steps=4",
+        "sft.num_steps=0",
         f"trainer.place={place}",
     ]
     command = ["run", "tiny", "--run", name, *[part for each in sets for part in ("--set", each)]]
