@@ -14,6 +14,7 @@ from hypothesis import settings
 from rlpipe.report.plan import ModelSizes
 from rlpipe.stages.base import TriedModel
 from rlpipe.store.backend import Store, open_store
+from tests import prefect_home
 from tests.deadlines import DEADLINE_S, PIPELINE_S
 from tests.pipeline import STARTED, Folder, Undisturbed, kill_group, run_undisturbed
 from tests.prefect_stand import bare_server
@@ -58,6 +59,20 @@ def nothing_left_at_work() -> Iterator[None]:
             kill_group(process)
 
 
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all processes of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prefect_homes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The databases of Prefect servers that tests start are copies."""
+    path = shared_folder(tmp_path_factory) / "prefect-homes"
+    path.mkdir(exist_ok=True)
+    prefect_home.shared[:] = [path]
+
+
 @pytest.fixture
 def patient_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a report gets what a minute gave; a test gets all."""
@@ -89,8 +104,7 @@ def s3_proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The run that others are compared with. The processes of pytest-xdist share one."""
-    base = tmp_path_factory.getbasetemp()
-    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"
+    path = shared_folder(tmp_path_factory) / "undisturbed"
     with FileLock(f"{path}.lock", timeout=PIPELINE_S):
         if not (path / "duration_s").exists():
             path.mkdir()

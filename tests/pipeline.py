@@ -18,6 +18,7 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.store.local_copy import whole_files
 from rlpipe.store.run import open_existing
 from tests.deadlines import DEADLINE_S, PIPELINE_S, until
+from tests.prefect_home import new_home
 
 BIN = Path(sys.executable).parent
 # a pipeline of every kind of stage in well under a minute; it learns nothing and must not need to
@@ -58,9 +59,11 @@ class Folder:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """`rlpipe ARGUMENTS` in a process group of its own."""
-        home = (
-            {} if "HOME" in self.environment else {"PREFECT_HOME": str(self.path / "prefect")}
-        )  # a PREFECT_HOME has the database
+        home = {}
+        if "HOME" not in self.environment:  # a PREFECT_HOME has the database
+            home["PREFECT_HOME"] = str(self.path / "prefect")
+            if "PREFECT_API_URL" not in self.environment:
+                new_home(self.path / "prefect")
         environment = {**os.environ, **home, **self.environment}
         log = (self.path / "output.log").open("a")
         with log:

@@ -21,9 +21,11 @@ from rlpipe.processes.launch import answers, free_port
 from rlpipe.types import JsonDict
 from tests.deadlines import DEADLINE_S, PIPELINE_S, until
 from tests.pipeline import BIN, kill_group
+from tests.prefect_home import new_deployed_home, new_home
 
 ROOT = Path(__file__).parent.parent
 CALLS_MAX = 20
+POOLS = ("cpu", "train-gpu", "rollout-gpu")
 DONE = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -59,6 +61,20 @@ class Stand:
 
     def start_server(self) -> None:
         self.spawn_program("server", str(BIN / "rlpipe"), "server", "--host", "127.0.0.1", "--port", str(self.port), cwd=ROOT)
+
+    def wait_ready(self) -> None:
+        """Returns when the server that was started answers."""
+        url, log = f"{self.environment['PREFECT_API_URL']}/health", self.path / "server.log"
+        until(lambda: answers(url), lambda: log.read_text()[-2000:], running=self.processes["server"], look_s=0.2)
+
+    def deploy(self) -> None:
+        """Makes the repository's work pools and deployments."""
+        from prefect.workers.process import ProcessWorker  # seconds
+
+        template = ProcessWorker.get_default_base_job_template()
+        for pool in POOLS:  # a deployment is refused where its pool is missing
+            self.api("POST", "/work_pools/", {"name": pool, "type": "process", "base_job_template": template})
+        self.prefect("deploy", "--all")
 
     def prefect(self, *arguments: str) -> str:
         """Output of `prefect ARGUMENTS`, tried again until it succeeds."""
@@ -154,12 +170,12 @@ def running_stand(path: Path, environment: dict[str, str] | None = None) -> Iter
 
 @contextlib.contextmanager
 def bare_server(path: Path, environment: dict[str, str] | None = None) -> Iterator[Stand]:
-    """A server that knows of no deployment."""
+    """A server that knows of no deployment, unless `home` in the path has some."""
     stand = Stand(path, environment)
+    new_home(path / "home")
     try:
         stand.start_server()
-        url, log = f"{stand.environment['PREFECT_API_URL']}/health", path / "server.log"
-        until(lambda: answers(url), lambda: log.read_text()[-2000:], running=stand.processes["server"], look_s=0.2)
+        stand.wait_ready()
         yield stand
     finally:
         for process in reversed(stand.processes.values()):
@@ -168,12 +184,17 @@ def bare_server(path: Path, environment: dict[str, str] | None = None) -> Iterat
 
 @contextlib.contextmanager
 def running_server(path: Path, environment: dict[str, str] | None = None) -> Iterator[Stand]:
-    """A server with the repository's deployments, and nobody who works on them."""
+    """A server with the repository's deployments, and nobody who works on them. With an `environment` they are made in it."""
+    is_deployed = environment is None and new_deployed_home(path / "home", _deploy_in)
     with bare_server(path, environment) as stand:
-        for pool in ("cpu", "train-gpu", "rollout-gpu"):  # a deployment is refused where its pool is missing
-            stand.prefect("work-pool", "create", pool, "--type", "process", "--overwrite")
-        stand.prefect("deploy", "--all")
+        if not is_deployed:
+            stand.deploy()
         yield stand
+
+
+def _deploy_in(home: Path) -> None:
+    with bare_server(home.parent) as stand:
+        stand.deploy()
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:

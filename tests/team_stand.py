@@ -11,9 +11,7 @@ from rlpipe.types import JsonDict
 from tests.conftest import S3Server
 from tests.pipeline import BIN
 from tests.postgres_world import running_postgres
-from tests.prefect_stand import Stand, kill_tree
-
-POOLS = ("cpu", "train-gpu", "rollout-gpu")
+from tests.prefect_stand import POOLS, Stand, kill_tree
 
 
 class TeamStand(Stand):
@@ -58,9 +56,8 @@ def team_stand(path: Path, s3: S3Server) -> Iterator[TeamStand]:
                             "--backend-store-uri", f"sqlite:///{path}/mlflow.db", "--artifacts-destination", f"{path}/artifacts",
                             "--workers", "1")  # fmt: skip
         stand.start_server()
-        for pool in POOLS:
-            stand.prefect("work-pool", "create", pool, "--type", "process", "--overwrite")
-        stand.prefect("deploy", "--all")
+        stand.wait_ready()
+        stand.deploy()
         stand.run(BIN / "rlpipe", "automations")
         for pool in POOLS:
             stand.start_worker(pool)
