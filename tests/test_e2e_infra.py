@@ -16,8 +16,7 @@ import pytest
 from tests import compose_world
 from tests.compose_world import BIN, OUTSIDE, ROOT, Compose
 from tests.deadlines import PIPELINE_S, until
-from tests.pipeline import kill_group
-from tests.test_e2e_deployment import Stand
+from tests.prefect_stand import Stand, bare_server
 
 pytestmark = pytest.mark.e2e
 SECRETS = {
@@ -109,14 +108,8 @@ def test_no_secret_is_in_a_log_of_the_stand(compose: Compose) -> None:
 
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    stand = Stand(tmp_path_factory.mktemp("stand"))
-    try:
-        stand.start_server()
-        stand.prefect("work-pool", "ls")
+    with bare_server(tmp_path_factory.mktemp("stand")) as stand:
         yield stand
-    finally:
-        for process in reversed(stand.processes.values()):
-            kill_group(process)
 
 
 def test_the_server_takes_the_templates_and_the_deployments(stand: Stand) -> None:
@@ -132,6 +125,14 @@ def test_the_server_takes_the_templates_and_the_deployments(stand: Stand) -> Non
         assert kept["base_job_template"] == json.loads((ROOT / "infra/work-pools" / f"{pool}.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def train_pool(stand: Stand) -> str:
+    """The name of a work pool that has its job template."""
+    template = str(ROOT / "infra/work-pools/train-gpu.json")
+    stand.prefect("work-pool", "create", "train-gpu", "--type", "kubernetes", "--overwrite", "--base-job-template", template)
+    return "train-gpu"
+
+
 @pytest.mark.parametrize(
     ("variables", "taken"),
     [
@@ -142,11 +143,11 @@ def test_the_server_takes_the_templates_and_the_deployments(stand: Stand) -> Non
         ({"memory": "a lot"}, False),
     ],
 )
-def test_the_server_checks_job_variables(stand: Stand, variables: dict[str, Any], taken: bool) -> None:
-    template = str(ROOT / "infra/work-pools/train-gpu.json")
-    stand.prefect("work-pool", "create", "train-gpu", "--type", "kubernetes", "--overwrite", "--base-job-template", template)
+def test_the_server_checks_job_variables(
+    stand: Stand, train_pool: str, variables: dict[str, Any], taken: bool
+) -> None:  # fmt: skip
     flow: Any = stand.api("POST", "/flows/", {"name": "probe"})
-    body = {"name": "probe", "flow_id": flow["id"], "work_pool_name": "train-gpu", "job_variables": variables}
+    body = {"name": "probe", "flow_id": flow["id"], "work_pool_name": train_pool, "job_variables": variables}
     if taken:
         stand.api("POST", "/deployments/", body)
     else:
