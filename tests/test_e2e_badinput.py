@@ -10,6 +10,7 @@ from tests.conftest import S3Server
 from tests.pipeline import Folder
 
 pytestmark = pytest.mark.e2e
+AT_NIGHT = pytest.mark.nightly  # refused at the same places as the others; unit tests and fuzz/ have what is said
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +40,18 @@ def refused(folder: Folder, arguments: list[str], *needles: str) -> None:
     ("override", "needles"),
     [
         ("rl.no_such=1", ["rl.no_such=1", "no such field"]),
-        ("rl.temperature=-1.0", ["rl.temperature=-1.0"]),
-        ("rl.group_size=1", ["group_size=1", "2 or more"]),
-        ("data.words.source=missing.jsonl", ["missing.jsonl"]),
+        pytest.param("rl.temperature=-1.0", ["rl.temperature=-1.0"], marks=AT_NIGHT),
+        pytest.param("rl.group_size=1", ["group_size=1", "2 or more"], marks=AT_NIGHT),
+        pytest.param("data.words.source=missing.jsonl", ["missing.jsonl"], marks=AT_NIGHT),
         ("data.words.source=no_prompt.jsonl", ["no_prompt.jsonl", "2", "prompt"]),
-        ("data.words.source=reasoning_gym:no_such", ["no_such"]),
+        pytest.param("data.words.source=reasoning_gym:no_such", ["no_such"], marks=AT_NIGHT),
         ("model.path=empty_model", ["model.path", "config.json"]),
         ("rl.rewards={\"no_package:f\" = 1.0}", ["no_package"]),
-        ("rl.filters={no_filter = 1.0}", ["no_filter", "nonzero_std"]),
-        ("rl.filters={diversity = 2.0}", ["rl.filters.diversity=2", "at most 1"]),
-        ("rl.filters={\"bad_filters:keeps\" = 0.0}", ["bad_filters:keeps", "answered True"]),
+        pytest.param("rl.filters={no_filter = 1.0}", ["no_filter", "nonzero_std"], marks=AT_NIGHT),
+        pytest.param("rl.filters={diversity = 2.0}", ["rl.filters.diversity=2", "at most 1"], marks=AT_NIGHT),
+        pytest.param("rl.filters={\"bad_filters:keeps\" = 0.0}", ["bad_filters:keeps", "answered True"], marks=AT_NIGHT),
         ("data.words.source=sums.jsonl", ["data.words (rl)", "needs rows of a reasoning_gym source", "exact = 1.0"]),
-        ("trainer.nodes=2", ["one node"]),
+        pytest.param("trainer.nodes=2", ["one node"], marks=AT_NIGHT),
     ],
 )  # fmt: skip
 def test_a_bad_setting(folder: Folder, override: str, needles: list[str]) -> None:

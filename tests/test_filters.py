@@ -86,6 +86,8 @@ def test_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert apply_filters([group([0, 1]), group([0, 1, 2])], filters) == ([0], {1: "odd"})
     with pytest.raises(UserError, match="answered True"):
         apply_filters([group([0, 1])], resolve_filters({"my_filters_here:bad": 0.0}))
+    with pytest.raises(UserError, match=r"^rl\.filters: there is no filter 'no_filter'; use .*nonzero_std"):
+        resolve_filters({"no_filter": 1.0})
 
 
 def test_the_trial_group_has_every_column_of_the_scores() -> None:
