@@ -17,9 +17,9 @@ TRAINER, ENGINE = "rlpipe.trainer.server", "rlpipe.engines.local.server"
 
 
 @pytest.fixture(scope="module")
-def overlapped(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def overlapped(tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, str]) -> Folder:
     path = tmp_path_factory.mktemp("undisturbed")
-    folder = Folder(path, f"file://{path}/store")
+    folder = Folder(path, f"file://{path}/store", prefect_api)
     folder.complete("a", *OVERLAPPED)
     return folder
 
