@@ -60,12 +60,26 @@ def test_only_what_changes_can_be_asked_for_and_what_is_wrong_says_what_to_do(st
     assert "rl.group_size=0: Input should be greater than or equal to 1" in stand.wait(flow_run)["message"]
 
 
-@pytest.mark.parametrize("name", ["post-train", "sft", "rl"])
+@pytest.mark.parametrize("name", ["post-train", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("sft", "rl"))])
 def test_what_rl_would_stumble_over_is_said_before_sft(stand: Stand, tmp_path: Path, name: str) -> None:
     changes = {"run": "early", "store": f"file://{tmp_path}/store", "tracking.uri": "", "rl.rewards": {"no_such:reward": 1.0}}
     state = stand.wait(stand.start(f"{name}/{name}", changes=changes))
     assert state["type"] == "FAILED" and "'no_such:reward' does not import" in state["message"], state
     assert not Folder(tmp_path, f"file://{tmp_path}/store").open_store().exists("runs/early/run.json")
+
+
+def test_a_retry_keeps_the_name(stand: Stand, tmp_path: Path) -> None:
+    flow_run = stand.start("post-train/post-train", changes={"store": f"file://{tmp_path}/store", "rl.num_prompts": 0})
+    assert "rl.num_prompts" in stand.wait(flow_run)["message"]
+    first = stand.api("GET", f"/flow_runs/{flow_run}")
+    assert re.fullmatch(r"post-train run-\d{4}-\d\d-\d\d-\d{4}-[0-9a-f]{6}", first["name"])
+    state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "as the button Retry does"}
+    stand.api("POST", f"/flow_runs/{flow_run}/set_state", {"state": state, "force": True})
+    stand.wait_for(flow_run, ("RUNNING", "PENDING"))
+    stand.wait(flow_run)
+    second = stand.api("GET", f"/flow_runs/{flow_run}")
+    kept = ("name", "expected_start_time", "id")
+    assert second["run_count"] == 2 and [second[key] for key in kept] == [first[key] for key in kept]
 
 
 def sft_only_and_then_evaluated(stand: Stand, folder: Folder, config: PipelineConfig) -> None:

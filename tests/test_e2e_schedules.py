@@ -16,7 +16,7 @@ from tests.pipeline import MINI, Folder
 from tests.postgres_world import INSTALLED, running_postgres
 from tests.prefect_stand import ROOT, Stand, running_stand
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 SHORT = {
     **dict(part.split("=", 1) for part in MINI if not part.startswith(("rl.filters", "rl.num_iterations"))),
     "rl.filters": {}, "sft.num_steps": 4, "sft.decay_steps": 4, "rl.num_iterations": 1,
@@ -59,7 +59,6 @@ def begun(stand: Stand) -> list[JsonDict]:
     return sorted(flow_runs, key=lambda flow_run: flow_run["expected_start_time"])
 
 
-@pytest.mark.nightly
 def test_every_night_is_a_run_of_its_own_and_trains(stands: Stands) -> None:
     for stand, folder in stands.values():
         every_minute(stand, folder)
@@ -84,8 +83,8 @@ def test_every_night_is_a_run_of_its_own_and_trains(stands: Stands) -> None:
             assert run.num_committed("rl", 1) == 1 and run.config.budget.wall_clock_h == 6
 
 
-@pytest.mark.nightly  # of the night before, which the first test had
 def test_a_run_with_nothing_to_do_says_so(stands: Stands) -> None:
+    """The night before, which the first test had."""
     stand, _ = stands["sqlite"]
     (night, *_) = begun(stand)
     name = night["name"].removeprefix("post-train ")
@@ -95,18 +94,3 @@ def test_a_run_with_nothing_to_do_says_so(stands: Stands) -> None:
     state = stand.wait(again)
     assert state["name"] == "NothingToTrain" and f"run {name} was complete" in state["message"]
     assert f"run:{name}" in stand.api("GET", f"/flow_runs/{again}")["tags"]
-
-
-def test_a_retry_keeps_the_name(stands: Stands) -> None:
-    stand, folder = stands["sqlite"]
-    flow_run = stand.start("post-train/post-train", changes={**SHORT, "store": folder.store, "rl.num_prompts": 0})
-    assert "rl.num_prompts" in stand.wait(flow_run)["message"]
-    first = stand.api("GET", f"/flow_runs/{flow_run}")
-    assert re.fullmatch(r"post-train run-\d{4}-\d\d-\d\d-\d{4}-[0-9a-f]{6}", first["name"])
-    state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "as the button Retry does"}
-    stand.api("POST", f"/flow_runs/{flow_run}/set_state", {"state": state, "force": True})
-    stand.wait_for(flow_run, ("RUNNING", "PENDING"))
-    stand.wait(flow_run)
-    second = stand.api("GET", f"/flow_runs/{flow_run}")
-    kept = ("name", "expected_start_time", "id")
-    assert second["run_count"] == 2 and [second[key] for key in kept] == [first[key] for key in kept]

@@ -8,6 +8,7 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -22,8 +23,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import PRESETS, cli, cli_start
 from flows.cli_start import look_commands
+from flows.post_train import post_train
+from flows.rl import rl
 from flows.server import AUTOMATIONS, BLOCK
 from flows.session import AGAIN, with_advice
+from flows.sft import sft
 from flows.ui import TEXT_MAX, _literal
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
@@ -97,6 +101,15 @@ def test_a_users_error_is_told_how_the_run_can_have_other_settings(tmp_path: Pat
     advised = with_advice(UserError("x."), config)
     assert "start a run of another name (--run): a has nothing to fork from" in str(advised)
     assert with_advice(advised, config) is advised
+
+
+@pytest.mark.parametrize("flow", [post_train, sft, rl])
+async def test_every_phase_looks_at_all_of_a_run_before_it_begins(flow: Any, tmp_path: Path) -> None:
+    small = {f"data.{name}.rows_max": 40 for name in ("short_words", "all_words", "words")}
+    asked = small | {"run": "a", "store": f"file://{tmp_path}/store", "tracking.uri": "", "rl.rewards": {"no_such:reward": 1.0}}
+    with pytest.raises(UserError, match="'no_such:reward' does not import"):
+        await flow.fn(asked, config=TINY)
+    assert not (tmp_path / "store" / "runs" / "a" / "run.json").exists()
 
 
 def test_the_automations_are_what_this_prefect_understands_and_name_deployments_that_exist() -> None:
