@@ -70,6 +70,7 @@ def test_graders_that_raise_or_hang_are_counted_and_an_absent_mlflow_does_no_har
     assert "MLflow at" in output
 
 
+@pytest.mark.nightly  # test_trainer_jobs.py has what is refused and said
 def test_a_step_that_is_not_finite_is_refused_and_names_its_batch(folder: Folder) -> None:
     code, output = folder.rlpipe(*folder.run_arguments("a", *SHORT, rewards("enormous"), "rl.estimator=dr_grpo"))
     assert code == 1, output[-3000:]

@@ -114,7 +114,9 @@ def test_a_run_waits_for_a_person_and_while_another_holds_it(
 def test_a_killed_process_is_found_retried_and_ends_with_the_same_bits(
     stand: Stand, folder: Folder, notifications: tuple[list[str], int], undisturbed: Undisturbed
 ) -> None:
-    flow_run = stand.start("post-train/post-train", config=parameters(folder, "b"))
+    last = ITERATIONS - 1
+    sets = ["tracking.uri=", f"rl.num_iterations={last}"]
+    flow_run = stand.start("post-train/post-train", config=parameters(folder, "b", *sets))
     wait_for_key(folder, "runs/b/rl/00000/iteration.json")
     kill_tree(stand.processes["worker"])  # the flow run's process is its child: nobody is left to report
     assert stand.api("GET", f"/flow_runs/{flow_run}")["state"]["type"] == "RUNNING"
@@ -129,7 +131,7 @@ def test_a_killed_process_is_found_retried_and_ends_with_the_same_bits(
     assert "No heartbeat for 90 s" in lost["message"] and "status code: -9" in killed["message"]
     names = [state["name"] for state in states]
     assert names.count("AwaitingRetry") == 2 and names.count("Running") == 3 and names[-1] == "Completed", names
-    assert folder.final_sha256("b", ITERATIONS) == undisturbed.sha256()
+    assert folder.final_sha256("b", last) == undisturbed.sha256(last)
     assert any("is Crashed: No heartbeat" in told for told in notifications[0]), notifications[0]
 
 
