@@ -26,6 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from rlpipe.base.manifests import moment_of
+from rlpipe.base.values import JsonDict
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.store.artifacts import read_records
@@ -33,7 +35,6 @@ from rlpipe.store.backend import open_store
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, open_existing
 from rlpipe.trainer.batches import read_rl_batch
-from rlpipe.types import JsonDict, moment_of
 
 ROOT = Path(__file__).parent.parent
 TRL = {"trl": "1.16.0", "accelerate": "1.15.0", "datasets": "5.2.0"}

@@ -30,11 +30,12 @@ os.environ.update(THREADS)  # as all processes of rlpipe; read when torch is loa
 import numpy as np
 from tokenizers import Tokenizer
 
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.store.artifacts import write_file
 from rlpipe.store.deltas import write_difference
 from rlpipe.store.local_copy import bases_of, materialise
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, JsonDict
 from tests import trainer_world as world
 
 MODEL = Path("~/.cache/rlpipe/smollm2-135m-instruct").expanduser()

@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from aiohttp import web
 
 from benchmarks.weights_world import copier
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.source import read_config
 from rlpipe.engines.fleet import Fleet
 from rlpipe.engines.remote import HostService, RemoteHost
@@ -41,7 +43,6 @@ from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.trainer.node_server import NodeServer
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import BEGIN_S, Uploads
-from rlpipe.types import ArtifactRef, FileRecord, Manifest
 from tests.network_world import Node, network, unavailable
 
 PRESETS = Path(__file__).parent.parent / "flows/presets"

@@ -24,6 +24,7 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
+from rlpipe.base.references import ArtifactRef
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import NOTHING_YET, EngineClient, Sampling
@@ -41,7 +42,6 @@ from rlpipe.stages.generation import round_at_work
 from rlpipe.stages.rollouts import PromptGroup, ShardGroups
 from rlpipe.stages.scoring import known_scores, rewarded
 from rlpipe.store.nearby import Nearby
-from rlpipe.types import ArtifactRef
 
 ENGINES, ANSWERS, GROUP, SHARD, EVENT, VERSION = 2, 256, 16, 64, 32, 3
 WORDS = ["".join(letters) for letters in itertools.product("abcdefghijkl", repeat=4)]  # each is a token of the tokenizer

@@ -27,9 +27,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import psutil
 
+from rlpipe.base.manifests import moment_of
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.run import open_existing
-from rlpipe.types import moment_of
 
 EDGE = 50  # iterations that are compared, at each end
 RESTARTED = 20  # from either end of the run

@@ -26,6 +26,8 @@ from flows.rl_iteration import rl_iteration  # noqa: E402
 from flows.session import prepare  # noqa: E402
 from flows.sft import sft  # noqa: E402
 from flows.ui import watch  # noqa: E402
+from rlpipe.base.manifests import IterationRecord  # noqa: E402
+from rlpipe.base.values import JsonDict  # noqa: E402
 from rlpipe.config.pipeline import PipelineConfig  # noqa: E402
 from rlpipe.config.source import read_config  # noqa: E402
 from rlpipe.stages.filtering import filter_groups  # noqa: E402
@@ -35,7 +37,6 @@ from rlpipe.stages.policy import checkpoint, reload_engines, train  # noqa: E402
 from rlpipe.stages.sampling import sample_prompts  # noqa: E402
 from rlpipe.stages.scoring import score  # noqa: E402
 from rlpipe.stages.session import Session, open_session  # noqa: E402
-from rlpipe.types import IterationRecord, JsonDict  # noqa: E402
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 VERBS = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines")

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.compare_trl import Comparison
-from rlpipe.types import moment_of
+from rlpipe.base.manifests import moment_of
 
 MODES = ("none", "iteration")
 SAMPLING, TRAINING = ("sample_prompts", "generate", "score", "filter"), ("train", "checkpoint")

@@ -15,6 +15,9 @@ import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from rlpipe.base.manifests import BestReward, IterationRecord, Manifest
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.source import read_config
 from rlpipe.records.columns import schema_of, to_parquet
 from rlpipe.records.prompt import Prompt
@@ -23,7 +26,6 @@ from rlpipe.store.artifacts import commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.types import ArtifactRef, BestReward, IterationRecord, JsonDict, Manifest, Metrics
 
 ROOT = Path(__file__).parent.parent
 SHARDS, GROUP_SIZE, TOKENS = 10, 8, (16, 129)  # tokens of a completion: from, to below

@@ -36,9 +36,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from transformers import AutoModelForCausalLM
 
+from rlpipe.base.values import JsonDict
 from rlpipe.models.causal import hf_config
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import JsonDict
 from tests import trainer_world as world
 
 GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 64, 8, 17, 16

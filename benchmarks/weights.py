@@ -27,6 +27,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.weights_world import TIMES, Span, copier, copy_here, enter, services, time_hosts
+from rlpipe.base.manifests import moment_of
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.config.source import read_config
 from rlpipe.services.registration import KEY_VARIABLE
 from rlpipe.stages.base import base_policy, base_tokenizer
@@ -39,7 +42,6 @@ from rlpipe.stages.scoring import score
 from rlpipe.stages.session import Session, open_session
 from rlpipe.store.local_copy import whole_files
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.types import ArtifactRef, JsonDict, moment_of
 from tests.network_world import Node, network, unavailable
 from tests.s3_world import serving
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.why import NO_CAUSE
 from benchmarks.why_world import AT, PROMPTS, World, asked_otherwise, harder, healthy_rows
-from rlpipe.types import JsonDict
+from rlpipe.base.values import JsonDict
 from tests.pipeline import BIN
 from tests.prefect_stand import bare_server
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import reasoning_gym
 
+from rlpipe.base.values import JsonDict
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.run_record import RunRecord, record_key
-from rlpipe.types import JsonDict
 from tests.pipeline import Folder
 
 CODE = Path(__file__).parent / "planted"

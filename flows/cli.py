@@ -18,6 +18,7 @@ from flows.cli_why import why
 from flows.printing import echo, echo_all, fail
 from flows.server import apply_automations
 from flows.stopping import Terminated, terminable
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.fields import field_lines
 from rlpipe.report.plan import plan_lines
 from rlpipe.report.show import compare_lines, iteration_lines, run_lines, show_lines
@@ -26,7 +27,6 @@ from rlpipe.store.lease import acquire, write_off
 from rlpipe.store.patience import hurrying
 from rlpipe.store.run import open_existing
 from rlpipe.store.run_record import ConfigRefused
-from rlpipe.types import StoreError, UserError
 
 
 def first_text(error: BaseException) -> str:

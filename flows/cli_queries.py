@@ -8,7 +8,7 @@ import typer
 
 from flows.cli_services import STORE, StoreUrl, readable_store
 from flows.printing import echo
-from rlpipe.types import StoreError
+from rlpipe.base.errors import StoreError
 
 Query = Annotated[
     str, typer.Argument(metavar="QUERY", help="one SELECT, in DuckDB's SQL; `describe rollouts` lists the columns")

@@ -25,6 +25,7 @@ from flows.database import environment_of, existing_database, own_database
 from flows.printing import echo
 from flows.server import SERVER, run_flow, running_server, set_defaults
 from flows.stopping import bound_end, run_unless_stopped
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.services.registration import ADDRESS_VARIABLE, KEY_VARIABLE, RunService, config_of, own_address, serve
@@ -33,7 +34,6 @@ from rlpipe.store.audit import by_number
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.lease import check_free
 from rlpipe.store.run import open_existing
-from rlpipe.types import UserError
 
 STORE = "./rlpipe-store"
 Sets = Annotated[

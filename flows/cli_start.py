@@ -18,6 +18,7 @@ from flows.cli_services import STORE, Sets, StoreUrl, checked_store
 from flows.database import own_database
 from flows.printing import echo, echo_all, fail
 from flows.server import run_flow, running_server, set_defaults
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.config.source import override_config, read_config
@@ -26,7 +27,6 @@ from rlpipe.store.forks import AT_SFT, way_to_resume
 from rlpipe.store.lease import announce, check_free
 from rlpipe.store.run import Run, check_committed, find_run, fork, open_existing, planned_fork
 from rlpipe.store.run_record import last_started
-from rlpipe.types import StoreError, UserError
 
 STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
 TRAINED_NOTHING = 4  # and of one in which nothing was kept to train

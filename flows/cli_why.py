@@ -10,8 +10,8 @@ import typer
 
 from flows.cli_services import STORE, StoreUrl, readable_store
 from flows.printing import echo_all
+from rlpipe.base.errors import UserError
 from rlpipe.store.run import open_existing
-from rlpipe.types import UserError
 
 if TYPE_CHECKING:
     from rlpipe.report.why import Verdict

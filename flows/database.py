@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.store.backend import open_store
-from rlpipe.types import UserError
 
 VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 FOLDER = "prefect"  # in scratch, beside the folders of runs, which have a digest in their names

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from prefect.events import emit_event
 
 from flows.terminal import iteration_line
-from rlpipe.printable import printable
+from rlpipe.base.manifests import IterationRecord
+from rlpipe.base.printable import printable
+from rlpipe.base.values import JsonDict
 from rlpipe.report.reward import fall
-from rlpipe.types import IterationRecord, JsonDict
 
 Event = Literal["iteration.committed", "policy.registered", "reward.fell", "run.stopped"]
 

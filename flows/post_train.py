@@ -18,11 +18,12 @@ from flows.session import open_session, prepare, reason_to_end, requested, run_n
 from flows.sft import evaluate_sft, sft
 from flows.terminal import of_deployment
 from flows.ui import RunReport, ended, publish_evaluation, publish_report, untrained_so_far
+from rlpipe.base.errors import RunWaits
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.session import Session
 from rlpipe.store.approvals import BEFORE, Gate, approve, is_awaited
 from rlpipe.store.run import Run
-from rlpipe.types import JsonDict, RunWaits
 from tasks.stages import evaluate
 
 PHASES = ("sft", "rl")

@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 from tqdm import tqdm
 
-from rlpipe.printable import printable
+from rlpipe.base.printable import printable
 
 
 def echo(*lines: str, err: bool = False) -> None:

@@ -12,10 +12,10 @@ from flows.rl_iteration import rl_iteration
 from flows.session import begin_rl, open_session, reason_to_end, requested, run_name
 from flows.terminal import say
 from flows.ui import ended, watch
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.processes.memory import settled_heap
 from rlpipe.stages.remaking import pruned_versions
-from rlpipe.types import JsonDict
 from tasks.stages import evaluate, reload_engines, restore_policy
 
 ITERATION = {"none": rl_iteration, "iteration": rl_async_iteration}  # by `rl.overlap`

@@ -12,9 +12,9 @@ from prefect import flow
 
 from flows.rl_iteration import Sampled, end_iteration, sample_batch, take_batch, train_batch
 from flows.session import open_session
+from rlpipe.base.manifests import IterationRecord
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.session import Session
-from rlpipe.types import IterationRecord
 
 
 @flow(name="rl-iteration-async", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)

@@ -9,6 +9,8 @@ from prefect import flow
 
 from flows.session import open_session
 from flows.ui import publish_iteration
+from rlpipe.base.manifests import IterationRecord, StageResult
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.branches import shards_with_branches
 from rlpipe.stages.generation import num_shards
@@ -18,7 +20,6 @@ from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import all_ended
 from rlpipe.stages.training import other_reference
-from rlpipe.types import ArtifactRef, IterationRecord, StageResult
 from tasks import stages
 
 

@@ -17,8 +17,8 @@ import yaml
 
 from flows.database import creating, environment_of
 from flows.stopping import bounding, run_unless_stopped
+from rlpipe.base.errors import UserError
 from rlpipe.processes.launch import Service, answers, free_port, wrapped
-from rlpipe.types import UserError
 
 AUTOMATIONS = Path(__file__).parent / "automations.yaml"
 BLOCK = "{notify}"

@@ -21,6 +21,9 @@ import flows.vanished  # noqa: F401  # a flow run that is deleted while it works
 from flows import PRESETS
 from flows.terminal import of_deployment
 from flows.ui import only_shown
+from rlpipe.base.errors import EngineError, StepRefused, StoreError, TrainerError, UserError
+from rlpipe.base.manifests import StageResult
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config
 from rlpipe.rewards.process import RewardLost
@@ -34,7 +37,6 @@ from rlpipe.store.lease import RunHeld, TakenOver, announce, check_free, fenced,
 from rlpipe.store.limits import reason_to_stop
 from rlpipe.store.run import OtherSettings, Run, open_existing
 from rlpipe.store.run_record import record_start
-from rlpipe.types import EngineError, JsonDict, StageResult, StepRefused, StoreError, TrainerError, UserError
 from tasks.stages import prepare_model, prepare_probe, prepare_reference, prepare_tokenizer, service_starter
 
 WAIT_MAX_S = 7 * 24 * 3600.0  # longer than a run may take: a schedule that is always late shows as waiting flow runs

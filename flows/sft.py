@@ -9,11 +9,11 @@ from prefect import flow
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
 from flows.terminal import bar, say, segment_line
 from flows.ui import ended
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.session import Session
 from rlpipe.stages.sft import LOSS, out_of_patience, previous_policy, validation_losses
 from rlpipe.store.run import BEFORE_SFT
-from rlpipe.types import JsonDict
 from tasks.stages import evaluate, prepare_sft_data, select_segment, train_segment
 
 

@@ -13,7 +13,8 @@ from prefect.runtime import deployment
 from tqdm import tqdm
 
 from flows.printing import echo_above
-from rlpipe.types import IterationRecord, Metrics
+from rlpipe.base.manifests import IterationRecord
+from rlpipe.base.values import Metrics
 
 LOG_NAME = "flows.log"
 # Prefect logs these for the failed task and for every flow around it; the last line of `rlpipe run` says it once, with the advice

@@ -26,7 +26,8 @@ from prefect.states import Completed
 
 from flows.events import tell, tell_iteration
 from flows.terminal import bar, iteration_line, say
-from rlpipe.printable import printable
+from rlpipe.base.manifests import IterationRecord
+from rlpipe.base.printable import printable
 from rlpipe.records.turns import transcript
 from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, before_after, draw_curves, evaluations, policy_tags, reward_svg
 from rlpipe.report.show import TrainedGroup, parts_text, trained_groups
@@ -37,7 +38,6 @@ from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.limits import Untrained, untrained
 from rlpipe.store.patience import hurrying
 from rlpipe.store.run import Run
-from rlpipe.types import IterationRecord
 
 NOTHING_TRAINED = (
     "{skipped}: the policy is the one that RL started from, and is not registered. rlpipe show says which groups were dropped; "

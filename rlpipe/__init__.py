@@ -6,7 +6,7 @@ import contextlib
 import logging
 from typing import Any
 
-from rlpipe.printable import printable
+from rlpipe.base.printable import printable
 
 __version__ = "0.1.0"
 _record = logging.getLogRecordFactory()

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import rlpipe.config.source as source
-from rlpipe.types import sha256_of
+from rlpipe.base.hashing import sha256_of
 from tests.declared import RL_KINDS, stage_settings
 
 THEN = ["rl.reward_fallback=0.0", "evaluation.pass_threshold=1.0"]  # as in tests/test_golden.py, but for fields that are newer

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks.trainer import SHAPES, TINY, measure_rows
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.models.flex import uses_flex
@@ -34,7 +35,6 @@ from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import gradient_distance, prove
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.trial import sizes_of
-from rlpipe.types import JsonDict
 from scripts.gpu_commands import Commands, kill
 from tests import trainer_world as world
 

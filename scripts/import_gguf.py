@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from rlpipe.types import UserError
+from rlpipe.base.errors import UserError
 
 NEEDED = ("gguf", "accelerate")
 BLOCK = re.compile(r"blk\.(\d+)\.")

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from rlpipe.base.errors import UserError
 from rlpipe.engines.local.model import LocalModel
 from rlpipe.models.causal import empty_model, restore_buffers, small_windows, takes
 from rlpipe.models.small import VOCABULARY, small_config, small_model
@@ -26,7 +27,6 @@ from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.probe_rows import LENGTHS, own_logprobs, row_logprobs, sequence
 from rlpipe.trainer.selftest import prove
-from rlpipe.types import UserError
 from scripts.page_table import PageTable
 
 TABLE = PageTable("docs/models.md", "<!-- families: scripts/models_table.py -->", "<!-- end of families -->")

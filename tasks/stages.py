@@ -17,13 +17,14 @@ from prefect.deployments import run_deployment
 from prefect.runtime import task_run
 from prefect.states import Cancelling, Completed
 
+from rlpipe.base.errors import StepRefused, StoreError, UserError
+from rlpipe.base.manifests import StageResult
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import RequestRefused
 from rlpipe.services.finder import StartService
 from rlpipe.stages import base, evaluation, filtering, generation, importing, policy, remaking, sampling, scoring, sft
 from rlpipe.stages.session import Session
 from rlpipe.store.patience import Away
-from rlpipe.types import StageResult, StepRefused, StoreError, UserError
 
 RETRIES = 2
 RETRY_DELAY_S = 2.0

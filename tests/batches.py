@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from rlpipe.algorithms.advantages import all_tokens, row_advantages
+from rlpipe.base.references import ArtifactRef
 from rlpipe.store.backend import Store
 from rlpipe.trainer import batches
 from rlpipe.trainer.batches import RlBatch
 from rlpipe.trainer.packing import TrainSequence
-from rlpipe.types import ArtifactRef
 
 
 def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int) -> RlBatch:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages import base, evaluation, filtering, generation, policy, sampling, scoring, sft
 from rlpipe.stages.stage import Stage
 from rlpipe.stages.stage import stage_settings as settings_of_fields
 from rlpipe.stages.training import TRAINED_BY
-from rlpipe.types import JsonDict
 
 STAGES: dict[tuple[str, str], Stage] = {
     ("base", "tokenizer"): base.base_tokenizer, ("base", "policy"): base.base_policy, ("base", "probe"): base.base_probe,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef
 from rlpipe.store.artifacts import commit, new_attempt
 from rlpipe.store.run import Run
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
 from rlpipe.trainer.publishing import publication, upload
 from rlpipe.trainer.saving import WEIGHTS, PolicyWriter
-from rlpipe.types import ArtifactRef, Manifest
 
 Files = dict[str, bytes]
 

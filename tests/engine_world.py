@@ -17,6 +17,7 @@ import aiohttp
 import psutil
 from aiohttp import web
 
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.new_tokenizer import build_tokenizer
@@ -28,7 +29,6 @@ from rlpipe.engines.pool import EnginePool, GroupRequest
 from rlpipe.engines.weights import Probe
 from rlpipe.store.artifacts import write_file
 from rlpipe.store.backend import Store, open_store
-from rlpipe.types import ArtifactRef
 from tests.deadlines import until_async
 from tests.engine_fixtures import (
     CONTEXT_TOKENS,

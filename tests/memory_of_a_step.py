@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rlpipe.base.values import JsonDict
 from rlpipe.config.training import SftConfig
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import LoadJob, job_of
@@ -22,7 +23,6 @@ from rlpipe.trainer.packing import sequence_of
 from rlpipe.trainer.sft import _cross_entropy
 from rlpipe.trainer.state import load
 from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
-from rlpipe.types import JsonDict
 from tests import trainer_world as world
 
 TOKENS, LENGTH = 1024, 256

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from flows.server import DEFAULTS
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.launch import answers, free_port
-from rlpipe.types import JsonDict
 from tests.deadlines import DEADLINE_S, PIPELINE_S, until
 from tests.pipeline import BIN, kill_group
 from tests.prefect_home import new_deployed_home, new_home

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rlpipe.base.references import ArtifactRef
 from rlpipe.trainer import policy_files
 from rlpipe.trainer.gang import join_gang
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef
 from tests import trainer_world as world
 
 

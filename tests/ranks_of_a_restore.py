@@ -12,12 +12,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.store import artifacts
 from rlpipe.store.backend import Store
 from rlpipe.trainer import policy_files
 from rlpipe.trainer.gang import Gang, join_gang
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, JsonDict
 from tests import trainer_world as world
 
 SIZES = range(1, int(os.environ["WORLD_SIZE"]) + 1)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.trainer.gang import Gang, join_gang
 from rlpipe.trainer.step import Resident
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, JsonDict
 from tests import trainer_world as world
 
 SHARED = (1, 2, 4)

@@ -10,12 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Rollout
 from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.store.backend import Store
-from rlpipe.types import ArtifactRef, JsonDict
 
 PROMPT_FIELDS: list[tuple[str, Any]] = [
     ("prompt_id", pa.string()),

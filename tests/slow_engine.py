@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rlpipe.base.references import ArtifactRef
 from rlpipe.engines.client import NOTHING_YET, EngineClient, Sampling
 from rlpipe.engines.fleet import Host
 from rlpipe.engines.pool import EnginePool, GroupRequest
@@ -17,7 +18,6 @@ from rlpipe.engines.protocols import SglangClient
 from rlpipe.engines.weights import Probe
 from rlpipe.services.calls import new_session
 from rlpipe.store.nearby import Nearby
-from rlpipe.types import ArtifactRef
 
 VERSION = 3
 PROMPT = [5, 17, 200]

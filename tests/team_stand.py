@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.launch import free_port
-from rlpipe.types import JsonDict
 from tests.conftest import S3Server
 from tests.pipeline import BIN
 from tests.postgres_world import running_postgres

@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.config.source import read_config
 from rlpipe.engines.local.model import LocalModel
 from rlpipe.models.adapter import is_adapter, merged, new_adapter_rows, put_adapter, target_names
@@ -36,7 +39,6 @@ from rlpipe.store.artifacts import read_manifest
 from rlpipe.trainer import trainer as memory
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.trial import try_model
-from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError
 from tests import trainer_world as world
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

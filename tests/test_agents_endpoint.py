@@ -16,9 +16,9 @@ from openai import AsyncOpenAI
 from rlpipe.agents.chat import ChatRefused, read_request
 from rlpipe.agents.endpoint import AgentEndpoint
 from rlpipe.agents.rollout import AgentRollout, CallKey
+from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
-from rlpipe.types import UserError
 from tests.agent_world import ANSWER, CALL, TOOL, SpokenPool, door_of, rollout_of, tokenizer_in
 
 ASKED: list[Any] = [{"role": "user", "content": "Calculate 3*4"}]

@@ -16,11 +16,11 @@ import pytest
 import pytest_asyncio
 
 from rlpipe.agents.pool import AgentFault, AgentOutcome, Agents, check_agent
+from rlpipe.base.errors import EngineError, UserError
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.processes.kernel import LANDLOCK_SIGNALS, landlock_version
 from rlpipe.records.prompt import RewardPrompt
-from rlpipe.types import EngineError, UserError
 from tests.agent_world import SpokenPool, rollout_of, tokenizer_in
 from tests.deadlines import DEADLINE_S, SHORT_S, until, until_async
 

@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from rlpipe.base.errors import EngineError, UserError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.config.source import read_config
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, Sampling, logprobs_of, tokens_of
@@ -28,7 +31,6 @@ from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.store.audit import unreferenced
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import ArtifactRef, EngineError, JsonDict, UserError
 from tests.agent_world import tokenizer_in
 from tests.deadlines import until_async
 from tests.rows import ROLLOUTS, SCORES, read_rows, rollout

@@ -19,10 +19,10 @@ from rlpipe.agents.chat import ChatRefused, ChatRequest, as_text, assistant_mess
 from rlpipe.agents.endpoint import Wire
 from rlpipe.agents.openai_wire import OpenAiWire
 from rlpipe.agents.worker import last_line, outcome_of, run
+from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import LONG_CHARS
 from rlpipe.records.messages import DEPTH_MAX
-from rlpipe.types import UserError
 from tests.agent_world import TOOL
 from tests.tool_templates import KINDS
 

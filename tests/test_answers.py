@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.algorithms.answers import answer_text, majority_passes, pass_at_k, set_metrics
+from rlpipe.base.values import JsonDict
 from rlpipe.records.rollout import Group
 from rlpipe.report.curves import _drawn
 from rlpipe.store.audit import by_number
-from rlpipe.types import JsonDict
 from tests.rows import rollout
 
 

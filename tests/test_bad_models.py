@@ -11,6 +11,7 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
@@ -22,7 +23,6 @@ from rlpipe.stages.preflight import preflight
 from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import StoreError, UserError
 from tests.fuzz.models import change, make_folder
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import EngineError, StoreError, UserError
+from rlpipe.base.manifests import IterationRecord, Manifest
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.stages import behind as module
 from rlpipe.stages import session
 from rlpipe.stages.behind import Behind, CommittedLate, Published
@@ -21,7 +24,6 @@ from rlpipe.store.holder import Holder
 from rlpipe.store.lease import TakenOver, acquire
 from rlpipe.store.nearby import NodeDisk
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.types import ArtifactRef, EngineError, FileRecord, IterationRecord, Manifest, StoreError, UserError
 from tests.deadlines import DEADLINE_S
 from tests.test_store_run import record_of, tiny
 

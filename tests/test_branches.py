@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rlpipe.agents.chat import read_request
 from rlpipe.agents.conversation import ConversationTree, Node, masks_of_each_reply_once
 from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means, rollout_sums
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
 from rlpipe.records.columns import to_parquet, to_table
@@ -31,7 +32,6 @@ from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.trainer.rl import advantages
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef
 from tests import trainer_world
 from tests.batches import read_rl_batch, token_advantages
 from tests.rows import rollout

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlpipe.base.errors import StoreError
 from rlpipe.config.source import read_config
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
 from rlpipe.records.columns import from_table, read_table, to_parquet, to_table
@@ -19,7 +20,6 @@ from rlpipe.stages.iteration import account
 from rlpipe.stages.rollouts import loss_mask, prior_of
 from rlpipe.stages.sampling_round import SamplingRound
 from rlpipe.store.backend import open_store
-from rlpipe.types import StoreError
 from tests.batches import read_rl_batch
 from tests.rows import CARRIED, from_parquet
 from tests.trainer_world import artifact

@@ -14,6 +14,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import EngineError, UserError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.colocation import engine_fraction, trainer_rest_gib
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
@@ -29,7 +31,6 @@ from rlpipe.stages.session import Session
 from rlpipe.store.limits import gpus_held
 from rlpipe.store.nearby import Nearby
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import ArtifactRef, EngineError, UserError
 from tests.deadlines import DEADLINE_S, until_async
 from tests.slow_engine import SlowEngine, slow_pool, wanted
 

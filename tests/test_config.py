@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import sha256_of
 from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.source import override_config, read_config
 from rlpipe.report.plan import plan_lines
-from rlpipe.types import UserError, sha256_of
 from tests.deadlines import DEADLINE_S
 from tests.declared import RL_KINDS, stage_settings
 
@@ -175,7 +176,7 @@ def test_every_field_has_a_description() -> None:
 
 def test_config_types_and_commands_import_nothing_heavy_and_the_flow_process_no_torch() -> None:
     program = (
-        "import sys; import rlpipe.config.pipeline, rlpipe.config.source, rlpipe.types\n"
+        "import sys; import rlpipe.config.pipeline, rlpipe.config.source, rlpipe.base.manifests\n"
         "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'obstore', 'botocore'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "import flows.cli, rlpipe.engines.local.server\n"

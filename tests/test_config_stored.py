@@ -16,13 +16,15 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import sha256_of
+from rlpipe.base.values import JsonDict
 from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import RETIRED, STORED, PipelineConfig, from_stored, stored_tree
 from rlpipe.config.source import change_config, check, override_config, read_config
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.forks import differences
 from rlpipe.store.run import create_or_continue, find_run, open_existing
-from rlpipe.types import JsonDict, UserError, sha256_of
 from tests.declared import RL_KINDS, stage_settings
 
 ROOT = Path(__file__).parent.parent

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer, ControlTokens
 from rlpipe.data.encoding import BORDER
 from rlpipe.data.new_tokenizer import CHAT_TEMPLATE
-from rlpipe.types import UserError
 from tests.test_data_chat import CHATML, LLAMA3, MARKED, QWEN3, make, raw
 from tests.test_data_pieces import KINDS, PLAIN, chat_of
 

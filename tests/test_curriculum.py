@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.base.seeds import uniform
+from rlpipe.base.values import JsonDict
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup
@@ -20,7 +22,6 @@ from rlpipe.rewards.score import Score
 from rlpipe.stages.sampling import FLOOR, PassRate, chance, take_accepted, updated
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.audit import verify
-from rlpipe.types import JsonDict, uniform
 from tests.declared import stage_settings
 from tests.rows import PASS_RATES, PROMPTS, SCORES, grouped
 from tests.test_oversampling import PlayedPool, PlayedRewards, World

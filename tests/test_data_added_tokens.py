@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.types import UserError
 from tests.test_data_chat import CHATML, make, raw
 
 NEXT = make(CHATML).vocab_size

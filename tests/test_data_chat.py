@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.conversations import tokenise_conversations
 from rlpipe.data.new_tokenizer import CHAT_TEMPLATE
 from rlpipe.records.prompt import Talk
-from rlpipe.types import UserError
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import CHAT_TEMPLATE, build_tokenizer
-from rlpipe.types import UserError
 from tests.test_data_chat import CHATML, LLAMA3, MARKED, QWEN3, TEXT, make, raw
 
 ENDS = {CHATML: "<|im_end|>", LLAMA3: "<|eot_id|>", CHAT_TEMPLATE: "<|end|>", MARKED: "<|im_end|>", QWEN3: "<|im_end|>"}

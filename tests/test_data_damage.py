@@ -21,11 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import DataConfig
 from rlpipe.data import rows
 from rlpipe.data.sources import load_conversations, load_prompts
 from rlpipe.processes import user_code
-from rlpipe.types import UserError
 from tests.deadlines import until
 
 GOOD = b'{"prompt": "a", "answer": "1"}\n'

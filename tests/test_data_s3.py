@@ -12,11 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.data.rows import read_rows
 from rlpipe.data.sources import load_prompts
 from rlpipe.store.backend import open_store
 from rlpipe.store.transfer import PART_BYTES
-from rlpipe.types import UserError
 from tests.s3_world import S3Proxy, S3Server
 from tests.test_data_sources import config
 

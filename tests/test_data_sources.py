@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import canonical_json
+from rlpipe.base.values import plain_json
 from rlpipe.config.pipeline import DataConfig, PipelineConfig
 from rlpipe.data.sources import in_part, load_conversations, load_prompts, split_point
 from rlpipe.records.prompt import Prompt
 from rlpipe.store.backend import open_store
-from rlpipe.types import UserError, canonical_json, plain_json
 from tests.deadlines import DEADLINE_S
 from tests.s3_world import S3Server
 

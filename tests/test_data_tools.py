@@ -12,12 +12,12 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import DataConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.conversations import encode_asked, encode_talk, tokenise_conversations
 from rlpipe.data.sources import load_conversations, load_prompts
 from rlpipe.records.prompt import Talk
-from rlpipe.types import UserError
 from tests.test_data_chat import CHATML, make
 from tests.tool_templates import KINDS, MARKED, TOOL_LIST
 

@@ -22,9 +22,9 @@ from prefect.settings import (
 from sqlalchemy.engine import create_engine
 
 from flows.database import environment_of, existing_database, own_database
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
-from rlpipe.types import UserError
 from tests.deadlines import DEADLINE_S
 from tests.pipeline import BIN
 

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.source import override_config
 from rlpipe.stages.model_source import model_folder
 from rlpipe.stages.policy import stored_as
@@ -25,7 +27,6 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import bases_of, is_delta, materialise, read_small_file, whole_files
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.trainer.gang import Gang
-from rlpipe.types import ArtifactRef, StoreError, UserError
 from tests import trainer_world
 from tests.deltas_world import Files, changed, read_folder, save, write
 from tests.test_store_run import record_of, tiny

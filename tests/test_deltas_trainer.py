@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.store.backend import Store
 from rlpipe.store.local_copy import bases_of, materialise, whole_files
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, JsonDict, StoreError
 from tests import trainer_world as world
 from tests.test_trainer_jobs import flip
 

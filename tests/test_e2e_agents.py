@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlpipe.base.values import JsonDict
 from rlpipe.store.run import Run, open_existing
-from rlpipe.types import JsonDict
 from tests.deadlines import PATIENCE, PIPELINE_S, until
 from tests.pipeline import Folder, descendants, kill_group
 from tests.rows import BATCH, read_rows

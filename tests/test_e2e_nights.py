@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.values import JsonDict
 from rlpipe.config.source import read_config
 from rlpipe.processes.launch import answers, free_port
 from rlpipe.store.lease import acquire, check_free
-from rlpipe.types import JsonDict
 from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import BIN, MINI, Folder, Undisturbed, descendants, kill_group
 from tests.prefect_stand import ROOT, Stand, call, kill_tree, running_stand
@@ -165,7 +165,7 @@ def test_a_flow_run_that_dies_before_it_starts_is_given_up(
 TOLD = """
 from flows.events import tell_iteration
 from prefect import flow
-from rlpipe.types import BestReward, IterationRecord
+from rlpipe.base.manifests import BestReward, IterationRecord
 
 METRICS = ["rollout/reward_mean", "rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean", "train/mismatch_abs_mean", "train/num_tokens", "time/iteration_s"]
 

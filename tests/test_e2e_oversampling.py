@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from rlpipe.base.values import JsonDict
 from rlpipe.store.run import open_existing
-from rlpipe.types import JsonDict
 from tests.pipeline import MINI, Folder, kill_group, read_record
 from tests.rows import BATCH, CARRIED, grouped, read_rows
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from rlpipe.base.values import JsonDict
 from rlpipe.store.run import open_existing
-from rlpipe.types import JsonDict
 from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import MINI, Folder
 from tests.postgres_world import INSTALLED, running_postgres

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rlpipe.base.errors import EngineError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.adapters import ADAPTER, LAYERS, adapter_flags, loads_adapters
@@ -25,7 +27,6 @@ from rlpipe.processes.launch import free_port
 from rlpipe.services.calls import new_session
 from rlpipe.services.finder import Peer
 from rlpipe.services.registration import ServiceRecord
-from rlpipe.types import ArtifactRef, EngineError
 from tests.engine_fixtures import tiny_model
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import EngineError, StoreError, UserError
 from rlpipe.engines import fleet
 from rlpipe.engines.client import EngineUnavailable
 from rlpipe.engines.finding import HostFinder
@@ -24,7 +25,6 @@ from rlpipe.services.calls import new_session
 from rlpipe.services.finder import Peer, nobody_starts
 from rlpipe.services.registration import ENGINES, KEY_VARIABLE, own_address, registered
 from rlpipe.store.run import Run, create_or_continue
-from rlpipe.types import EngineError, StoreError, UserError
 from tests.deadlines import DEADLINE_S, until_async
 from tests.engine_world import World, config, probe, requests, tokens, versions, world
 from tests.test_engine_pool import check_whole

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from rlpipe.base.errors import EngineError, StoreError
 from rlpipe.engines.client import Completion, EngineUnavailable
 from rlpipe.engines.proof import TOLERANCE
 from rlpipe.engines.weights import Weights, check_compatible, reading_s
 from rlpipe.models.folder import tensor_shapes
 from rlpipe.processes.launch import READY_TIMEOUT_S
-from rlpipe.types import EngineError, StoreError
 from tests.deadlines import SHORT_S, until_async
 from tests.engine_fixtures import ENGINE_KIND, reference_logprobs, tiny_model
 from tests.engine_world import GROUP_SIZE, GROUPS, SEEDED, World, probe, requests, tokens, unavailable, versions, world

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.engines.host import EngineHost
 from rlpipe.engines.weights import Probe
 from rlpipe.records.sending import Sender
@@ -20,7 +22,6 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import GangProcess
-from rlpipe.types import ArtifactRef, FileRecord, Manifest
 from tests.engine_fixtures import ENGINE_KIND
 from tests.engine_world import config
 from tests.trainer_world import load_new, save

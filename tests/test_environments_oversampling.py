@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup, OnRollout
 from rlpipe.environments.protocol import Step
@@ -20,7 +22,6 @@ from rlpipe.records.rollout import EnvironmentOutcome
 from rlpipe.stages.sampling import check_carried
 from rlpipe.stages.turns import played_before, policy_turns
 from rlpipe.store.run import planned_fork
-from rlpipe.types import JsonDict, UserError
 from tests.rows import BATCH, CARRIED
 from tests.rows import rollout as rollout_of
 from tests.test_environments_turns import runs

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from rlpipe.base.errors import EngineError, UserError
 from rlpipe.environments import pool as pool_module
 from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment, check_environment
 from rlpipe.environments.protocol import Step
-from rlpipe.types import EngineError, UserError
 from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 
 BEHAVIOURS = '''

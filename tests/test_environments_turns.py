@@ -21,6 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rlpipe.base.errors import EngineError, UserError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
@@ -39,7 +42,6 @@ from rlpipe.stages.scoring import score, score_rollouts
 from rlpipe.stages.session import Session
 from rlpipe.stages.turns import PlayedCompletion, environment_metrics
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import ArtifactRef, EngineError, JsonDict, UserError
 from tests.deadlines import SHORT_S, until_async
 from tests.rows import PROMPTS, ROLLOUTS, SCORES, grouped, read_rows, rollout
 

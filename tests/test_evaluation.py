@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from flows.evaluate import version_to_evaluate
+from rlpipe.base.errors import UserError
+from rlpipe.base.manifests import Manifest, StageResult
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
@@ -23,7 +26,6 @@ from rlpipe.stages.preflight import look_at
 from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import commit, read_records
 from rlpipe.store.run import BEFORE_SFT, Run, create_or_continue
-from rlpipe.types import ArtifactRef, Manifest, StageResult, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 OWN = [

@@ -21,6 +21,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rlpipe.base.errors import EngineError, StoreError
+from rlpipe.base.hashing import sha256_of
+from rlpipe.base.manifests import BestReward, IterationRecord, Manifest
 from rlpipe.config.source import override_config
 from rlpipe.stages.behind import commit_record
 from rlpipe.stages.holding import cancelled_when_taken_over
@@ -35,7 +38,6 @@ from rlpipe.store.pruned import wait_until_pruned
 from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.store.run_record import create_record
-from rlpipe.types import BestReward, EngineError, IterationRecord, Manifest, StoreError, sha256_of
 from tests.deadlines import DEADLINE_S
 from tests.lease_world import Actor, Interrupted, Killed, Memory, Order, store_of
 from tests.test_store_run import tiny

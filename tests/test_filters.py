@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.algorithms.filters import NAMED, apply_filters, check_thresholds, resolve_filters, trial_group
+from rlpipe.base.errors import UserError
 from rlpipe.records.columns import as_row
 from rlpipe.records.rollout import Group
-from rlpipe.types import UserError
 from tests.rows import BATCH, rollout, to_parquet
 
 

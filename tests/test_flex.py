@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as torchs
 from transformers import AutoConfig
 
+from rlpipe.base.errors import UserError
 from rlpipe.models import flex
 from rlpipe.models.flex import BLOCK, block_mask, leave_flex, texts_of, use_flex, uses_flex
 from rlpipe.models.masks import Masks, own_branch
@@ -29,7 +30,6 @@ from rlpipe.trainer.probe_rows import behind, own_logprobs, row_logprobs, sequen
 from rlpipe.trainer.selftest import PROMPT
 from rlpipe.trainer.trainer import Trainer
 from rlpipe.trainer.trial import LiveBytes
-from rlpipe.types import UserError
 from tests import trainer_world as world
 
 LONG = (140, 90, 33, 29, 17, 5, 3)  # more than a block, and less

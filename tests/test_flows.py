@@ -29,6 +29,7 @@ from flows.server import AUTOMATIONS, BLOCK
 from flows.session import AGAIN, with_advice
 from flows.sft import sft
 from flows.ui import TEXT_MAX, _literal
+from rlpipe.base.errors import StepRefused, StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
 from rlpipe.rewards.process import RewardLost
@@ -37,7 +38,6 @@ from rlpipe.store import patience
 from rlpipe.store.lease import RunHeld
 from rlpipe.store.run import OtherSettings, create_or_continue
 from rlpipe.trainer.client import GangLost
-from rlpipe.types import StepRefused, StoreError, UserError
 
 ROOT = Path(__file__).parent.parent
 TINY = read_config("tiny", [], ROOT / "flows" / "presets")

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.qwen3 import modeling_qwen3
 
+from rlpipe.base.errors import UserError
 from rlpipe.models import fused
 from rlpipe.models.fused import as_written, leave_fused, use_fused, uses_fused
 from rlpipe.models.small import VOCABULARY, small_config, small_model
 from rlpipe.trainer import selftest
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import UserError
 from tests import trainer_world as world
 from tests.test_flex import NoRoom, small_policy
 from tests.test_flex import backward_on_a_cpu as backward_on_a_cpu

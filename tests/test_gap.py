@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.store.local_copy import materialise
 from rlpipe.trainer.jobs import check_place, job_of
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import JsonDict, UserError
 from tests import trainer_world as world
 from tests.rows import GAPS, from_parquet
 

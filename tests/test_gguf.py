@@ -16,10 +16,10 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.model import ModelConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.stages.model_source import model_folder
-from rlpipe.types import UserError
 from scripts.import_gguf import import_gguf
 from tests.deadlines import DEADLINE_S
 

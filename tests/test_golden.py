@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.hashing import sha256_of
 from rlpipe.config.source import read_config
-from rlpipe.types import sha256_of
 from tests.declared import stage_settings
 
 ROOT = Path(__file__).parent.parent

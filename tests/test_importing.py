@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import canonical_json
+from rlpipe.base.manifests import Manifest, StageResult
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.new_tokenizer import build_tokenizer
@@ -23,7 +27,6 @@ from rlpipe.store.audit import verify
 from rlpipe.store.backend import open_store
 from rlpipe.store.run import Run, create_or_continue, fork, planned_fork
 from rlpipe.store.run_record import run_names
-from rlpipe.types import JsonDict, Manifest, StageResult, UserError, canonical_json
 from tests.rows import KEPT_REWARDS, PROMPTS, ROLLOUTS, SCORES, read_rows
 from tests.test_rollout_files import row, write
 from tests.test_store_run import record_of

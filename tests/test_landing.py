@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from rlpipe.base.errors import TrainerError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.stages.landing import ATTEMPTS_MAX, Landing, do_job
 from rlpipe.trainer import client as module
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
 from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE, LoadJob, SaveJob
-from rlpipe.types import ArtifactRef, JsonDict, TrainerError
 
 JOB = SaveJob("runs/a/rl/00001", "runs/a/rl/00001/policy", None, "a1", None, [0], 64)
 SAVED = {"policy": [{"name": "a1/x", "bytes": 1, "sha256": "0"}], "state": [], "gap": []}

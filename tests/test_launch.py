@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.processes import launch
 from rlpipe.processes.launch import Service, check_port_free, free_port, wrapped
-from rlpipe.types import UserError
 from tests.deadlines import DEADLINE_S, until
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.source import override_config, read_config
 from rlpipe.store.backend import open_store
 from rlpipe.store.run import open_existing
-from rlpipe.types import UserError
 
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "flows" / "presets"

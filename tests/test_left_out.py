@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means
+from rlpipe.base.values import JsonDict
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import Rollout
 from rlpipe.stages.filtering import trainable, with_advantages
 from rlpipe.stages.generation import round_at_work
 from rlpipe.stages.sampling import sample_prompts
-from rlpipe.types import JsonDict
 from tests.batches import read_rl_batch, token_advantages
 from tests.rows import BATCH, SCORES, grouped, prompt_record, rollout
 from tests.rows import PROMPTS as PROMPT_ROWS

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.manifests import BestReward, IterationRecord
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.source import read_config
 from rlpipe.stages.iteration import commit_iteration
@@ -27,7 +30,6 @@ from rlpipe.store.limits import (
     untrained,
 )
 from rlpipe.store.run import create_or_continue, fork
-from rlpipe.types import BestReward, IterationRecord, JsonDict, UserError
 from tests.declared import stage_settings
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.commands import EngineAddress, check_python, environment_of
@@ -18,7 +19,6 @@ from rlpipe.processes.gpus import check_gpus, gpu_environment, gpu_gib
 from rlpipe.stages import preflight
 from rlpipe.stages.content import Content
 from rlpipe.trainer.process import GangProcess
-from rlpipe.types import UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 

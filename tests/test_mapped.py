@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlpipe.base.errors import StoreError
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.rollout import BRANCHES_FILE, Branch, Conversation
 from rlpipe.store.artifacts import read_manifest, read_records
@@ -19,7 +20,6 @@ from rlpipe.trainer.batches import BatchRow
 from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.step import plan_batch
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import StoreError
 from tests import trainer_world as world
 from tests.batches import read_rl_batch
 

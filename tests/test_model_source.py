@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.models.whole import whole_policy
@@ -23,7 +24,6 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.store.transfer import PART_BYTES
-from rlpipe.types import UserError
 from tests import test_remaking
 from tests.deltas_world import read_folder
 from tests.s3_world import S3Proxy, S3Server

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save, save_file
 from transformers import AutoConfig
 
+from rlpipe.base.errors import StoreError
 from rlpipe.engines.host import EngineHost
 from rlpipe.engines.weights import Probe
 from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of
@@ -18,7 +19,6 @@ from rlpipe.store.adapter_files import ADAPTER_WEIGHTS, PREFIX
 from rlpipe.store.backend import Store
 from rlpipe.store.run import create_or_continue
 from rlpipe.trainer.model import adapter_rows
-from rlpipe.types import StoreError
 from tests import trainer_world as world
 from tests.deltas_world import save as save_policy
 from tests.engine_world import config

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.store import nearby as module
 from rlpipe.store.artifacts import commit, new_attempt, read_manifest
 from rlpipe.store.backend import Store, open_store
@@ -17,7 +20,6 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.nearby import Nearby, NodeDisk, nearer
 from rlpipe.store.transfer import PART_BYTES
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError
 
 FOLDER, MOMENT = "runs/a/rl/00000/policy", "2026-03-04T05:06:07.000+00:00"
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * (PART_BYTES + 5)}

@@ -16,6 +16,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import EngineError, UserError
+from rlpipe.base.manifests import StageResult
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.seeds import rollout_seed
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.cursor import PromptCursor
@@ -33,7 +38,6 @@ from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.audit import verify
 from rlpipe.store.run import Run, create_or_continue, fork, planned_fork
-from rlpipe.types import ArtifactRef, EngineError, JsonDict, StageResult, UserError, rollout_seed
 from tests.deadlines import DEADLINE_S, until_async
 from tests.rows import BATCH, CARRIED, ROLLOUTS, SCORES, finished, grouped, prompt_record, read_rows, rollout, spans_of
 from tests.rows import PROMPTS as PROMPT_ROWS

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import check, read_config
@@ -15,7 +16,6 @@ from rlpipe.rewards.pool import check_rewards, score
 from rlpipe.rewards.score import combined, score_of
 from rlpipe.stages.preflight import look_at
 from rlpipe.store.run import create_or_continue, open_existing
-from rlpipe.types import UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from rlpipe.base.values import size_text
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import hf_config
@@ -20,7 +21,6 @@ from rlpipe.stages.base import TriedModel
 from rlpipe.trainer import speed
 from rlpipe.trainer.speed import measured_speed
 from rlpipe.trainer.trial import _speed_of
-from rlpipe.types import size_text
 from tests.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
 
 SIZES = ModelSizes(parameters=10**9, layer=1, rest=1, kv_token=1, microbatch=1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import empty_model, hf_config
@@ -20,7 +21,6 @@ from rlpipe.stages.base import TriedModel, new_config
 from rlpipe.stages.content import Content
 from rlpipe.stages.model_source import place_of_model
 from rlpipe.trainer import trial
-from rlpipe.types import UserError
 from scripts.fits_table import GANGS, SHAPES, in_page, row
 from tests.deadlines import PIPELINE_S
 from tests.memory_of_a_step import LENGTH, TOKENS

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rlpipe.base.errors import EngineError, StoreError, UserError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.engines.asking import cut_short
 from rlpipe.engines.client import (
     NOTHING_YET,
@@ -26,7 +28,6 @@ from rlpipe.engines.fleet import Host
 from rlpipe.engines.pool import EnginePool, GroupRequest, NextTurn
 from rlpipe.engines.weights import Probe
 from rlpipe.store.nearby import Nearby
-from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
 from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 
 REF, PROBE = ArtifactRef("policy", "sha"), Probe([1, 2], [-1.0])

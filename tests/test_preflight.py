@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.sources import split_point
 from rlpipe.stages.preflight import look_at, preflight
 from rlpipe.store.run import Run
-from rlpipe.types import UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 SMALL = ["data.words.rows_max=40", "data.short_words.rows_max=40", "data.all_words.rows_max=40"]

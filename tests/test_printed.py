@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool
 from rlpipe.environments.protocol import Step
 from rlpipe.processes.lines import LINE_BYTES_MAX
@@ -17,7 +18,6 @@ from rlpipe.processes.pool import Child, ChildPool
 from rlpipe.processes.printed import PASSED_BYTES, TAIL_BYTES
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Score
-from rlpipe.types import UserError
 from tests.deadlines import DEADLINE_S
 from tests.test_rewards_pool import items as items_of
 

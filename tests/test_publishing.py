@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import StoreError
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.transfer import FileContent
 from rlpipe.trainer import publishing
 from rlpipe.trainer.publishing import TRIES, Publication, Uploads, publish_bytes, published_file, published_in_blocks
-from rlpipe.types import StoreError
 from tests.deadlines import DEADLINE_S
 
 POLICY, STATE = "runs/a/rl/00000/policy", "runs/a/rl/00000/state"

@@ -11,13 +11,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from flows import cli
+from rlpipe.base.errors import UserError
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.config.source import override_config
 from rlpipe.report.queries import VIEWS, Queries
 from rlpipe.store.artifacts import PRUNED, commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.run import Run, create_or_continue, fork
-from rlpipe.types import ArtifactRef, JsonDict, Manifest, UserError
 from tests.docs_blocks import ROOT
 from tests.rows import BATCH, GAPS, PROMPTS, ROLLOUTS, SCORES, fill, to_parquet
 from tests.test_store_run import record_of, tiny

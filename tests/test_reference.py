@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import sha256_of
+from rlpipe.base.manifests import Manifest, StageResult
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.stages import model_source, preflight
@@ -17,7 +21,6 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.training import other_reference, rl_job
 from rlpipe.store.artifacts import commit, write_bytes
 from rlpipe.store.run import Run, create_or_continue, fork
-from rlpipe.types import ArtifactRef, Manifest, StageResult, UserError, sha256_of
 from tests.test_store_run import commit_iterations
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

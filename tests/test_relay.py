@@ -13,6 +13,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.engines.remote import HostService
 from rlpipe.services.registration import KEY_VARIABLE
 from rlpipe.store import nearby as module
@@ -25,7 +28,6 @@ from rlpipe.store.nearby import Nearby, NodeDisk, nearer
 from rlpipe.store.relay import Relay, order_of_parts, owner_of
 from rlpipe.store.remote import FileServer
 from rlpipe.store.transfer import PART_BYTES
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError
 from tests.engine_world import config
 
 FOLDER, MOMENT, KEY = "runs/a/rl/00000/policy", "2026-03-04T05:06:07.000+00:00", "the key of the hosts"

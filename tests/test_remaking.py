@@ -10,6 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.stages.base import base_policy, base_tokenizer
@@ -25,7 +29,6 @@ from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.trainer.client import NotResident
 from rlpipe.trainer.jobs import LoadJob, SaveJob, TrainJob, check_place, job_of
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, JsonDict, Manifest, StoreError
 from tests import trainer_world as world
 from tests.rows import BATCH, fill, to_parquet
 from tests.test_retention import MOMENT, Killed, prune

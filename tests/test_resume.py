@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.store import audit, lease
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.run import create_or_continue, fork, open_existing
 from rlpipe.store.run_record import ConfigRefused, last_started, record_start, start_key
-from rlpipe.types import StoreError, UserError
 from tests.test_config_stored import stored_run
 from tests.test_store_run import commit_iterations, commit_sft
 

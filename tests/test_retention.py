@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import BestReward, IterationRecord, Manifest
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import CheckpointConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.report.show import show_lines
@@ -28,7 +31,6 @@ from rlpipe.store.pruned import read_pruned, wait_until_pruned
 from rlpipe.store.retention import Forks, Pins, Retention, kept_states, kept_versions
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.store.run_record import SHARED_BY_REDO
-from rlpipe.types import ArtifactRef, BestReward, IterationRecord, Manifest, StoreError, UserError
 from tests.test_store_run import PRESETS, tiny
 
 KEPT = ["checkpoint.keep_policies_last=2", "checkpoint.keep_policies_every=5", "checkpoint.keep_states=1"]

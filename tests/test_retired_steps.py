@@ -10,6 +10,9 @@ from random import Random
 import pytest
 
 from rlpipe.algorithms.steps import step_ranges
+from rlpipe.base.manifests import StageResult
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig, stored_tree
 from rlpipe.config.training import RlConfig
 from rlpipe.stages import generation
@@ -21,7 +24,6 @@ from rlpipe.stages.scoring import score
 from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage
 from rlpipe.store import run_record
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import ArtifactRef, JsonDict, StageResult
 from tests.rows import BATCH, SCORES
 from tests.test_oversampling import POLICY, PlayedPool, PlayedRewards, World
 

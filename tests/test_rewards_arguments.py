@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import UserError
 from rlpipe.rewards.pool import check_rewards
 from rlpipe.rewards.registry import resolve
-from rlpipe.types import UserError
 
 PROMPT = {"prompt_id": "p/0", "messages": [], "answer": "5", "metadata": {}}
 

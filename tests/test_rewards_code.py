@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.rewards.code import code, pick, read_tests
 from rlpipe.rewards.pool import RewardPool, check_time
 from rlpipe.rewards.registry import resolve
 from rlpipe.rewards.sandbox import runner
 from rlpipe.rewards.sandbox.wire import same_output
 from rlpipe.rewards.score import Score
-from rlpipe.types import UserError
 from tests.deadlines import DEADLINE_S
 
 Reward = Callable[[dict[str, Any], str], float]

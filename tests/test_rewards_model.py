@@ -21,11 +21,11 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from rlpipe.base.errors import EngineError, UserError
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.rewards import process as process_module
 from rlpipe.rewards import worker
 from rlpipe.rewards.pool import RewardPool, check_rewards
-from rlpipe.types import EngineError, UserError
 from tests.deadlines import DEADLINE_S, SHORT_S, until
 
 MESSAGES = [{"role": "user", "content": "2 + 3?"}]

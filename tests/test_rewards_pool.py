@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from rlpipe.base.errors import EngineError, UserError
 from rlpipe.processes.pool import has_ended
 from rlpipe.rewards import process as process_module
 from rlpipe.rewards.pool import RewardPool, check_rewards, score
 from rlpipe.rewards.process import RewardLost
 from rlpipe.rewards.score import Score, score_of, scored
-from rlpipe.types import EngineError, UserError
 from tests.deadlines import DEADLINE_S, PIPELINE_S, SHORT_S, until
 
 REWARDS = '''

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import DataConfig
 from rlpipe.data.sources import load_prompts
 from rlpipe.rewards.registry import check_names, resolve
-from rlpipe.types import UserError
 
 
 def prompt(answer: str | None) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.rewards.sandbox import confinement
 from rlpipe.rewards.sandbox.runner import Outcome, check_interpreter, run
-from rlpipe.types import UserError
 from tests.deadlines import DEADLINE_S, PIPELINE_S, SHORT_S
 from tests.sandbox_world import HOSTILE, KILLED, PATIENT, SYSTEM_PYTHON, attack, judge, kill_above_a_daemon
 
@@ -34,7 +34,7 @@ def python_of_nobody() -> str:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user; the tests above ran as one")
     check = subprocess.run(
-        [SYSTEM_PYTHON, "-c", f"import sys; assert sys.version_info >= (3, 11); open({str(ROOT / 'rlpipe/types.py')!r})"],
+        [SYSTEM_PYTHON, "-c", f"import sys; assert sys.version_info >= (3, 11); open({str(ROOT / 'rlpipe/base/printable.py')!r})"],
         user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, check=False,
     )  # fmt: skip
     if check.returncode != 0:

@@ -13,13 +13,13 @@ from urllib.parse import quote, unquote, unquote_plus
 import pytest
 from aiohttp import web
 
+from rlpipe.base.errors import EngineError, UserError
 from rlpipe.processes.launch import free_port
 from rlpipe.processes.user_code import InvalidAnswer
 from rlpipe.rewards import http
 from rlpipe.rewards.http import verdict
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Score
-from rlpipe.types import EngineError, UserError
 from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.processes.launch import free_port
@@ -16,7 +17,6 @@ from rlpipe.stages.preflight import preflight
 from rlpipe.stages.scoring import score_key, score_rollouts
 from rlpipe.stages.session import Session
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import UserError
 from tests.deadlines import DEADLINE_S
 from tests.rows import rollout
 

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.records.columns import as_row
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Group
 from rlpipe.stages.foreign import ForeignFiles, has_no_logprobs, prompt_book
-from rlpipe.types import JsonDict, UserError
 
 GROUP = 2
 PROMPT = Prompt(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.source import read_config
 from rlpipe.services import registration, run_watch
 from rlpipe.services.registration import config_of
@@ -20,7 +21,6 @@ from rlpipe.store import lease
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.lease import STALE_S, acquire, announce, pulse, withdraw
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import UserError
 from tests.deadlines import DEADLINE_S, until
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

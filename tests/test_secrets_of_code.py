@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.agents.pool import AgentFault, Agents, check_agent
+from rlpipe.base.errors import UserError
 from rlpipe.config.secrecy import Secrets, named_variables
 from rlpipe.config.training import RlConfig
 from rlpipe.environments.pool import EnvironmentPool
@@ -20,7 +21,6 @@ from rlpipe.processes.pool import code_environment
 from rlpipe.records.prompt import RewardPrompt
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import unsampled_facts
-from rlpipe.types import UserError
 from tests.agent_world import SpokenPool, rollout_of, tokenizer_in
 from tests.deadlines import DEADLINE_S, until
 

@@ -22,6 +22,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import EngineError, StoreError, UserError
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef, FileRecord, is_key
 from rlpipe.config.secrecy import is_secret_variable, key_fits, without_passwords
 from rlpipe.config.source import read_config
 from rlpipe.engines import remote
@@ -44,7 +47,6 @@ from rlpipe.trainer.board import Board
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import Publication, Uploads
 from rlpipe.trainer.server import GangServer
-from rlpipe.types import ArtifactRef, EngineError, FileRecord, Manifest, StoreError, UserError, is_key
 from tests.deadlines import DEADLINE_S, until_async
 
 ROOT = Path(__file__).parent.parent

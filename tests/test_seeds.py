@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rlpipe.base.seeds import data_seed, rollout_seed, uniform
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.data.sources import split_point
-from rlpipe.types import data_seed, rollout_seed, uniform
 
 
 def test_every_number_is_the_one_of_earlier_runs() -> None:

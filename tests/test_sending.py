@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.config.source import read_config
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.trainer import sending
@@ -20,7 +22,6 @@ from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.jobs import job_of
 from rlpipe.trainer.process import GangProcess
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import JsonDict, StoreError, UserError
 from tests.deadlines import DEADLINE_S
 from tests.trainer_world import MODEL, load_new, run, save, solo_gang
 

@@ -12,6 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines import host as host_module
@@ -38,7 +41,6 @@ from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import GangService, RegisteredGang
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 KEY, POLICY, MOMENT = "the-key-of-all-services", "runs/a/rl/00000/policy", "2026-03-04T05:06:07.000+00:00"

@@ -23,6 +23,7 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import EngineError, TrainerError, UserError
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines import fleet as fleet_module
@@ -49,7 +50,6 @@ from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer import process as process_module
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import ALLOCATOR, GangProcess, GangService, RegisteredGang, TrainerOptions, launcher_argv
-from rlpipe.types import EngineError, TrainerError, UserError
 from tests.deadlines import DEADLINE_S, until_async
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

@@ -12,6 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import canonical_json
+from rlpipe.base.manifests import Manifest, StageResult
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.config.training import SftConfig
@@ -34,7 +38,6 @@ from rlpipe.store.artifacts import commit
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, Manifest, StageResult, UserError, canonical_json
 from tests import trainer_world as world
 from tests.rows import CONVERSATIONS, read_rows, to_parquet
 

@@ -15,8 +15,13 @@ from typer.testing import CliRunner
 
 from flows import cli
 from flows.ui import _group_table
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import canonical_json
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.printable import printable
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.config.source import override_config
-from rlpipe.printable import printable
 from rlpipe.report.curves import draw_curves
 from rlpipe.report.show import (
     TABLE_COLUMNS,
@@ -36,7 +41,6 @@ from rlpipe.store.documents import SEAL
 from rlpipe.store.limits import UNTRAINED
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.store.run_record import record_start, start_key
-from rlpipe.types import ArtifactRef, JsonDict, Manifest, UserError, canonical_json
 from tests.deadlines import DEADLINE_S
 from tests.rows import BATCH, PROMPTS, fill, to_parquet
 from tests.test_store_run import commit_iterations, commit_stage, record_of, tiny

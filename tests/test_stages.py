@@ -9,6 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from rlpipe.algorithms.advantages import ESTIMATORS
+from rlpipe.base.errors import StepRefused, UserError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import RETIRED, PipelineConfig, identity
 from rlpipe.config.source import read_config
 from rlpipe.config.training import RlConfig
@@ -25,7 +27,6 @@ from rlpipe.stages.training import RL_TRAINING, position, rl_job, sft_job
 from rlpipe.store.artifacts import write_bytes
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.jobs import ANY_JOB, RlJob, SftJob, job_of
-from rlpipe.types import ArtifactRef, StepRefused, UserError
 from tests.declared import RL_KINDS, stage_settings
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.hashing import canonical_json, sha256_of
+from rlpipe.base.manifests import Manifest
 from rlpipe.config.source import read_config
 from rlpipe.store import artifacts, local_copy
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import Manifest, StoreError, UserError, canonical_json, sha256_of
 from tests.deadlines import DEADLINE_S
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

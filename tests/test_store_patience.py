@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import UserError
 from rlpipe.store import patience, s3
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.outside import outside_files
 from rlpipe.store.patience import Away, hurrying, working
 from rlpipe.store.transfer import PART_BYTES
-from rlpipe.types import UserError
 from tests import s3_world
 from tests.deadlines import DEADLINE_S, SHORT_S, until
 from tests.s3_world import S3Proxy, S3Request, S3Server

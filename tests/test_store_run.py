@@ -13,6 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import BestReward, IterationRecord, Manifest
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.stages.training import rl_job
@@ -23,7 +26,6 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.forks import AT_SFT, differences, fixed_differences
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.store.run_record import SHARED_BY_REDO, run_names
-from rlpipe.types import ArtifactRef, BestReward, IterationRecord, Manifest, StoreError, UserError
 from tests.deadlines import DEADLINE_S, SHORT_S
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

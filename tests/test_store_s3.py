@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.models.checkpoint import ranged_file
 from rlpipe.processes.launch import free_port
 from rlpipe.store import artifacts, local_copy, s3
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.outside import outside_files
 from rlpipe.store.transfer import PART_BYTES, PARTS
-from rlpipe.types import StoreError, UserError
 from tests.deadlines import DEADLINE_S
 from tests.s3_world import S3Proxy, S3Request, S3Server
 

@@ -27,8 +27,8 @@ from flows.server import run_flow
 from flows.stopping import Terminated, terminable
 from flows.terminal import LOG_NAME, bar, log_to
 from flows.ui import printable_exception
-from rlpipe.printable import printable
-from rlpipe.types import EngineError, StoreError, TrainerError, UserError
+from rlpipe.base.errors import EngineError, StoreError, TrainerError, UserError
+from rlpipe.base.printable import printable
 from tests.deadlines import DEADLINE_S, SHORT_S
 from tests.docs_blocks import ROOT
 

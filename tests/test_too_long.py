@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig, stored_tree
 from rlpipe.config.source import read_config
 from rlpipe.data.chat import ChatTokenizer
@@ -19,7 +21,6 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.sft import prepare_sft_data
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.run import create_or_continue
-from rlpipe.types import ArtifactRef, UserError
 from tests.declared import stage_settings
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

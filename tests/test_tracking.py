@@ -12,6 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.data import get_source
 
+from rlpipe.base.errors import RunWaits, UserError
 from rlpipe.config.pipeline import DataConfig, identity
 from rlpipe.config.source import read_config
 from rlpipe.processes.launch import free_port
@@ -22,7 +23,6 @@ from rlpipe.stages.session import open_session
 from rlpipe.store.backend import open_store
 from rlpipe.store.code_version import code_version
 from rlpipe.store.run import Run
-from rlpipe.types import RunWaits, UserError
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 POLICY = "/store/runs/a/rl/00005/policy/x"

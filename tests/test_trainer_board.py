@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.training import RlConfig
 from rlpipe.trainer.board import Board, JobRecord, JobRefused
 from rlpipe.trainer.jobs import GangJob, LoadJob, NewModel, OffloadJob, RlJob, SaveJob
-from rlpipe.types import ArtifactRef
 
 LOAD = LoadJob("a", NewModel({}, 0), None, None)
 TRAIN = RlJob("a", "b", ArtifactRef("batch", "0" * 64), 0, "rl", RlConfig(), None)

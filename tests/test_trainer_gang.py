@@ -17,13 +17,14 @@ import psutil
 import pytest
 import torch
 
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.launch import free_port
 from rlpipe.services.registration import KEY_VARIABLE
 from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.process import launcher_argv
 from rlpipe.trainer.state import StoredState, state_file
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, JsonDict
 from tests import trainer_world as world
 from tests.deadlines import DEADLINE_S, until
 from tests.rows import GAPS, from_parquet

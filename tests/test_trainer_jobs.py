@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlpipe.base.errors import StepRefused, StoreError, UserError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.models.small import small_config
 from rlpipe.stages.policy import first_step_faults
 from rlpipe.stages.training import warn_of_differences
@@ -25,7 +28,6 @@ from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.state import load
 from rlpipe.trainer.step import Resident
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, JsonDict, StepRefused, StoreError, UserError
 from tests import trainer_world as world
 
 

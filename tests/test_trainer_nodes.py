@@ -18,6 +18,8 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from rlpipe.base.errors import StoreError, TrainerError
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.launch import PARENT_VARIABLE, free_port
 from rlpipe.services.calls import http_call, json_of, new_session
 from rlpipe.services.registration import KEY_VARIABLE
@@ -25,7 +27,6 @@ from rlpipe.store.backend import open_store
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.meeting import LOOK_S, Sent
 from rlpipe.trainer.process import launcher_argv
-from rlpipe.types import JsonDict, StoreError, TrainerError
 from tests import trainer_world as world
 from tests.deadlines import DEADLINE_S, SHORT_S, until, until_async
 

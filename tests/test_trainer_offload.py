@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.memory import trim
 from rlpipe.trainer import moments as moments_room
 from rlpipe.trainer import offload as offload_room
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError
 from tests import trainer_world as world
 from tests.test_trainer_jobs import policy_sha
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.base.errors import UserError
 from rlpipe.models.masks import own_branch
 from rlpipe.trainer.batches import collate, conversations_of_step
 from rlpipe.trainer.packing import (
@@ -26,7 +27,6 @@ from rlpipe.trainer.packing import (
     text_pairs,
     text_tokens,
 )
-from rlpipe.types import UserError
 
 lengths_of = st.lists(st.integers(1, 200), max_size=60)
 

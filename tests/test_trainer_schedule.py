@@ -8,10 +8,12 @@ import re
 
 import pytest
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.config.training import OptimizerConfig
 from rlpipe.trainer.jobs import job_of
 from rlpipe.trainer.step import learning_rate
-from rlpipe.types import ArtifactRef, JsonDict, UserError
 from tests.trainer_world import load_new, train
 
 

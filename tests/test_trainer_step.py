@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.algorithms.advantages import row_advantages
 from rlpipe.algorithms.losses import aggregate, entropy, importance_weights, kl, policy_terms
+from rlpipe.base.errors import StepRefused
+from rlpipe.base.values import JsonDict
 from rlpipe.config.training import OptimizerConfig, RlConfig
 from rlpipe.models.causal import hf_config
 from rlpipe.trainer.batches import RlBatch, collate
@@ -30,7 +32,6 @@ from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.rl import TOKEN_SUMS, advantages, as_recorded, loss_part, with_advantages, with_frozen
 from rlpipe.trainer.step import Resident, StepBatch, StepSettings, forward, optimizer_step, plan_batch
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import JsonDict, StepRefused
 from tests import maths_oracle as oracle
 from tests import trainer_world as world
 from tests.batches import read_rl_batch

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rlpipe.base.errors import EngineError
+from rlpipe.base.values import JsonDict
 from rlpipe.engines import host as engine_host
 from rlpipe.engines import receiving
 from rlpipe.engines.commands import EngineAddress
@@ -19,7 +21,6 @@ from rlpipe.records.sending import Group, Sender, TensorBucket
 from rlpipe.services.calls import new_session
 from rlpipe.store.artifacts import MANIFEST
 from rlpipe.store.nearby import Nearby, NodeDisk
-from rlpipe.types import EngineError, JsonDict
 from tests.deadlines import DEADLINE_S
 from tests.engine_world import config, probe, world
 

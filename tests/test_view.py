@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from flows import cli
 from flows.ui import _group_table
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.config.operational import TrackingConfig
 from rlpipe.config.source import override_config
 from rlpipe.data.new_tokenizer import build_tokenizer
@@ -24,7 +26,6 @@ from rlpipe.report.show import iteration_lines, run_lines, trained_groups
 from rlpipe.store.artifacts import PRUNED
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
-from rlpipe.types import JsonDict, UserError
 from rlpipe.view import search as looking
 from rlpipe.view.groups import iteration_groups
 from rlpipe.view.library import Library

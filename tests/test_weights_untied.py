@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlpipe.base.errors import StoreError
 from rlpipe.engines import weights
 from rlpipe.engines.weights import EMBEDDING, HEAD, untied
 from rlpipe.models.folder import tensor_shapes
-from rlpipe.types import StoreError
 from tests.engine_fixtures import edit_config, tiny_model
 
 

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.values import JsonDict
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.store.artifacts import commit, new_attempt, write_bytes
 from rlpipe.store.backend import Store
@@ -23,7 +26,6 @@ from rlpipe.trainer.gang import Gang, join_gang
 from rlpipe.trainer.jobs import GangJob, job_of
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Manifest
 from tests.rows import CONVERSATIONS, to_parquet
 
 VOCAB = 320

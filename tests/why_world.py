@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rlpipe.base.values import Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.records.columns import to_parquet, to_table
@@ -20,7 +21,6 @@ from rlpipe.rewards.score import label
 from rlpipe.store.documents import sealed
 from rlpipe.store.forks import differences
 from rlpipe.store.run import Run
-from rlpipe.types import Metrics
 from tests.nearness import near
 from tests.test_queries import commit_files
 from tests.test_store_run import record_of

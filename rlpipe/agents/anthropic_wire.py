@@ -10,7 +10,7 @@ from typing import Any
 
 from rlpipe.agents.chat import ChatRefused, ChatRequest, checked_body, json_text, read_request
 from rlpipe.agents.rollout import GivenReplies
-from rlpipe.types import JsonDict
+from rlpipe.base.values import JsonDict
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}

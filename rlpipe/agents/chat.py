@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.records import messages as reading
 from rlpipe.records.prompt import Message, Messages, is_text
-from rlpipe.types import JsonDict, UserError
 
 MODEL = "policy"
 CHOICES_MAX = 128

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlpipe.agents.chat import ChatRequest, as_text
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
 from rlpipe.records.prompt import Message, Messages
 from rlpipe.records.rollout import CUT_SHORT
-from rlpipe.types import JsonDict, UserError
 
 
 @dataclass(frozen=True, eq=False)

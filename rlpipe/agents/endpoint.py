@@ -21,10 +21,10 @@ from rlpipe.agents.calls import SentCalls, sending_of
 from rlpipe.agents.chat import MODEL, ChatRefused, ChatRequest, json_text
 from rlpipe.agents.openai_wire import OpenAiWire
 from rlpipe.agents.rollout import AgentRollout, GivenReplies
+from rlpipe.base.errors import UserError
 from rlpipe.config.secrecy import key_fits
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.records.messages import strict_json
-from rlpipe.types import UserError
 
 BODY_BYTES_MAX = 64 << 20
 BACKLOG = 1024

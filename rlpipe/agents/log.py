@@ -12,11 +12,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from rlpipe.agents.rollout import CallKey, Replies
+from rlpipe.base.errors import StoreError
+from rlpipe.base.values import JsonDict
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.store.artifacts import new_attempt
 from rlpipe.store.audit import CALLS
 from rlpipe.store.backend import Store
-from rlpipe.types import JsonDict, StoreError
 
 Place = tuple[int, int]  # of a rollout in its shard: its group and its index there
 

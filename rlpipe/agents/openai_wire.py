@@ -11,10 +11,10 @@ from typing import Any
 
 from rlpipe.agents.chat import ChatRefused, ChatRequest, json_text, on_the_wire, read_request
 from rlpipe.agents.rollout import GivenReplies
+from rlpipe.base.values import JsonDict
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
 from rlpipe.records.prompt import Message
-from rlpipe.types import JsonDict
 
 UNKNOWN = -9999.0  # the logprob where there is no number, as OpenAI gives it
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from rlpipe.agents.endpoint import AgentEndpoint, Door
 from rlpipe.agents.rollout import AgentRollout
+from rlpipe.base.values import JsonDict
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded, code_environment
 from rlpipe.records.prompt import RewardPrompt
-from rlpipe.types import JsonDict
 
 log = logging.getLogger(__name__)
 TRIES_MAX = 2  # of a rollout whose agent was killed

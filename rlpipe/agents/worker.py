@@ -22,10 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.environments.protocol import Step, checked_step
 from rlpipe.processes.kernel import kill_descendants, seclude
 from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, Loaded, load_function, serve, user_code
-from rlpipe.types import JsonDict, UserError
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 SCRIPTS = (".py", ".sh", ".js", ".ts")

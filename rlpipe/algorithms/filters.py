@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.user_code import CodeRaised, load_function, user_code
 from rlpipe.records.kinds import Span
 from rlpipe.records.rollout import SCORES, TRUNCATED, Group, Rollout
-from rlpipe.types import JsonDict, UserError
 
 Filter = Callable[[Group, float], Any]
 ResolvedFilter = tuple[str, Filter, float]  # name, function, threshold

@@ -35,8 +35,8 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticUndefined
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import OPERATIONAL, OPERATIONAL_FIELDS, DataConfig, PipelineConfig
-from rlpipe.types import UserError
 
 UNITS = {"s": "s", "h": "hours", "tokens": "tokens"}
 BOUNDS = {  # keys of a JSON schema -> words; a text that must not be empty is the only one with a minLength

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
+from rlpipe.base.values import JsonDict, expanded
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.operational import STRICT, TOKENS_MAX, BudgetConfig, EnginesConfig, StopConfig, TrackingConfig, TrainerConfig
 from rlpipe.config.passing import PASSED_BEFORE
 from rlpipe.config.rules import broken_layout, broken_rules
 from rlpipe.config.secrecy import refuse_secrets
 from rlpipe.config.training import BETA1, RlConfig, SftConfig
-from rlpipe.types import JsonDict, expanded
 
 OPERATIONAL = {"run", "store", "scratch", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
 OPERATIONAL_FIELDS = {

@@ -13,10 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.config.fields import config_sections, did_you_mean, near_names
 from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.secrecy import without_passwords
-from rlpipe.types import JsonDict, UserError
 
 LINE_CHARS_MAX, FAULTS_MAX = 800, 20
 DEPTH_MAX = 40  # names of a field: those of arguments are the deepest

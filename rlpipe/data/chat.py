@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.data.encoding import Encoder, Span, any_of
 from rlpipe.data.template import ChatTemplate
 from rlpipe.data.token_bytes import TokenBytes
@@ -19,7 +21,6 @@ from rlpipe.data.tokenizer_files import folder_template, read_tokenizer, special
 from rlpipe.data.turn_in_place import turn_in_place
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Message, Messages
-from rlpipe.types import JsonDict, UserError
 
 ControlTokens = Literal["text", "as_written"]
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

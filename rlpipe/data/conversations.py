@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.records.prompt import Messages, Prompt, Talk
 from rlpipe.records.rollout import Conversation
-from rlpipe.types import JsonDict, UserError
 
 logger = logging.getLogger(__name__)
 

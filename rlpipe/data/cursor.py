@@ -12,7 +12,7 @@ import random
 from fractions import Fraction
 from typing import TypedDict
 
-from rlpipe.types import first_bits
+from rlpipe.base.seeds import first_bits
 
 Draw = tuple[int, int]  # set_index, row_index
 

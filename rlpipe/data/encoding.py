@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
+from rlpipe.base.errors import UserError
 from rlpipe.data.fewest_tokens import FewestTokens
-from rlpipe.types import UserError
 
 Span = tuple[int, int]  # characters, end exclusive
 LONG_CHARS = 100_000  # about 0.1 s of a processor

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict, expanded
 from rlpipe.data.links import check_links
 from rlpipe.processes.user_code import MESSAGE_CHARS_MAX, CodeRaised, user_code
-from rlpipe.types import JsonDict, UserError, expanded
 
 if TYPE_CHECKING:  # the process of a user's function starts in half the time without them
     from rlpipe.config.pipeline import DataConfig

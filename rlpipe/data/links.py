@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlpipe.types import UserError
+from rlpipe.base.errors import UserError
 
 # where the hub's cache keeps the files that the folders of its snapshots link to
 BLOB = re.compile(r".*/(models|datasets)--[^/]+/blobs/[^/]+", re.DOTALL)

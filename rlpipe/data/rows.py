@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict, plain_json
 from rlpipe.data.files import Row, file_rows, first_cause, names_files
 from rlpipe.data.links import check_links
 from rlpipe.processes.launch import PARENT_VARIABLE, die_with_parent
@@ -31,7 +33,6 @@ from rlpipe.processes.user_code import (
     serve,
     user_code,
 )
-from rlpipe.types import JsonDict, UserError, plain_json
 
 if TYPE_CHECKING:  # the process of a function starts in half the time without it
     from rlpipe.config.pipeline import DataConfig

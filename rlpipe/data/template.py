@@ -16,11 +16,12 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.data.encoding import Span
 from rlpipe.data.template_text import with_defaults
 from rlpipe.data.tool_calls import TRIED_TOOLS, ArgumentForm, argument_form, marked_calls, with_text_arguments
 from rlpipe.records.prompt import Message, Messages
-from rlpipe.types import JsonDict, UserError
 
 # what a template's expressions may raise
 FAULTS = (

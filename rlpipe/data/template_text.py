@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlpipe.types import plain_json
+from rlpipe.base.values import plain_json
 
 JINJA = "chat_template.jinja"  # what transformers reads first
 STALE = "chat_template.json"  # of older processors

@@ -9,8 +9,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.data.template_text import one_of_several
-from rlpipe.types import JsonDict, UserError
 
 # of a model's folder; whatever else lies there (.env, pickles, code) is not the tokenizer's
 TOKENIZER_FILES = {

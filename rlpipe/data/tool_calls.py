@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.records.prompt import Message, Messages
-from rlpipe.types import JsonDict, UserError
 
 # as an object (most templates), as JSON text (DeepSeek's), or calls are not written at all
 ArgumentForm = Literal["object", "text", "none"]

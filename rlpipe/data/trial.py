@@ -12,13 +12,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.config.model import ModelConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.conversations import encode_asked, encode_talk
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
 from rlpipe.processes.user_code import CodeRaised, Loaded, Record, cause_of, serve, user_code
 from rlpipe.records.prompt import Messages, Prompt, Talk
-from rlpipe.types import JsonDict, UserError
 
 MEMORY_BYTES = 4 << 30  # of the process: far more than any tokenizer takes
 BATCH, BATCH_TIMEOUT_S = 64, 60.0

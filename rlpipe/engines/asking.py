@@ -8,8 +8,8 @@ import logging
 import time
 from dataclasses import dataclass
 
+from rlpipe.base.errors import EngineError
 from rlpipe.engines.client import NOTHING_YET, Completion, EngineClient, EngineUnavailable, Heard, RequestRefused, SampleRequest
-from rlpipe.types import EngineError
 
 log = logging.getLogger(__name__)
 ABORT_ANSWER_S = 5.0  # for what a request that is given up has

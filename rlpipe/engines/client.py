@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import aiohttp
 import numpy as np
 
+from rlpipe.base.errors import EngineError
 from rlpipe.records.sending import Group, TensorBucket
 from rlpipe.services.calls import http_call, http_stream, json_events
-from rlpipe.types import EngineError
 
 log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 300.0  # of weights, beside the time to read them: `reading_s`

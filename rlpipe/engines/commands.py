@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.colocation import GPU_GIB_SMALLEST, engine_fraction
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.pipeline import PipelineConfig
@@ -15,7 +16,6 @@ from rlpipe.engines.toolkit import toolkit_environment
 from rlpipe.engines.weights import Weights
 from rlpipe.processes.gpus import gpu_environment, gpu_gib
 from rlpipe.processes.launch import wrapped
-from rlpipe.types import UserError
 
 SGLANG_CONTEXT_SLACK = 8  # prompt + completion one or two below SGLang's context length stops early, silently
 SGLANG_CPU_FLAGS = (

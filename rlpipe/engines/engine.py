@@ -7,12 +7,12 @@ import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rlpipe.base.errors import EngineError
 from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress
 from rlpipe.engines.proof import ProbeAnswer
 from rlpipe.engines.weights import Weights
 from rlpipe.processes.launch import Service
-from rlpipe.types import EngineError
 
 log = logging.getLogger(__name__)
 

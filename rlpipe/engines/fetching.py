@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.adapters import loads_adapters
 from rlpipe.engines.weights import Probe, Weights, same_weights, untied
@@ -13,7 +15,6 @@ from rlpipe.models.whole import base_and_adapter, whole_policy
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.local_copy import whole_files
-from rlpipe.types import ArtifactRef, UserError
 
 BASES = "bases"  # the folder of what adapters are merged into, beside what they are merged to
 

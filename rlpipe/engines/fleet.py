@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
+from rlpipe.base.errors import EngineError, StoreError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.engines.client import EngineClient, EngineUnavailable
 from rlpipe.engines.weights import Probe
 from rlpipe.store.nearby import Nearby
-from rlpipe.types import ArtifactRef, EngineError, StoreError
 
 log = logging.getLogger(__name__)
 SAY_S = 30.0  # how often it is said that no engine may sample

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import aiohttp
 
+from rlpipe.base.errors import EngineError, StoreError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
@@ -29,7 +31,6 @@ from rlpipe.store.backend import Store
 from rlpipe.store.nearby import Nearby, nearer
 from rlpipe.store.patience import hurrying
 from rlpipe.store.relay import Relay
-from rlpipe.types import ArtifactRef, EngineError, StoreError
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.5

@@ -15,12 +15,14 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
+from rlpipe.base.errors import EngineError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.seeds import rollout_seed
 from rlpipe.engines.asking import EngineLoad, ask
 from rlpipe.engines.client import NOTHING_YET, Completion, EngineClient, EngineUnavailable, SampleRequest, Sampling
 from rlpipe.engines.fleet import FindHosts, Fleet, Host
 from rlpipe.engines.weights import Probe
 from rlpipe.store.nearby import Nearby
-from rlpipe.types import ArtifactRef, EngineError, rollout_seed
 
 log = logging.getLogger(__name__)
 FAULTS_MAX = 10  # of a rollout, without a token between them

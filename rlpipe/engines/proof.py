@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from rlpipe.base.errors import EngineError
 from rlpipe.config.model import ModelConfig
 from rlpipe.engines.client import EngineClient
 from rlpipe.engines.weights import Probe, Weights
-from rlpipe.types import EngineError
 
 log = logging.getLogger(__name__)
 # |engine - trainer| of the probe's logprobs: the mean; where there are experts, in bfloat16, the median

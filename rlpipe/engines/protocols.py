@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from rlpipe.base.errors import EngineError
 from rlpipe.engines.adapters import ADAPTER
 from rlpipe.engines.client import (
     CONTROL_TIMEOUT_S,
@@ -28,7 +29,6 @@ from rlpipe.engines.client import (
 from rlpipe.engines.vllm import VllmClient, number_of
 from rlpipe.engines.weights import reading_s
 from rlpipe.records.sending import Group, TensorBucket
-from rlpipe.types import EngineError
 
 log = logging.getLogger(__name__)
 UPDATES_MAX = 3

@@ -20,13 +20,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlpipe.base.errors import EngineError
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.engine import Engine
 from rlpipe.engines.weights import check_shapes
 from rlpipe.records.sending import Group, Offer, Sender
 from rlpipe.services.calls import http_call, json_of
 from rlpipe.services.registration import FILES
-from rlpipe.types import EngineError, JsonDict
 
 log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0  # the gang answers within 20 s, "running" if it must

@@ -19,6 +19,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
+from rlpipe.base.errors import EngineError, StoreError, UserError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import key_fits
 from rlpipe.engines.client import EngineClient, EngineUnavailable
@@ -33,7 +35,6 @@ from rlpipe.store.backend import Store
 from rlpipe.store.nearby import Nearby
 from rlpipe.store.relay import Relay
 from rlpipe.store.transfer import PART_BYTES
-from rlpipe.types import ArtifactRef, EngineError, StoreError, UserError
 
 log = logging.getLogger(__name__)
 RELOAD_WAIT_S = 10.0

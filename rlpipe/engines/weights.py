@@ -12,9 +12,9 @@ from pathlib import Path
 from pydantic import StrictFloat, StrictInt
 from safetensors import safe_open
 
+from rlpipe.base.errors import StoreError
 from rlpipe.models.folder import INDEX, file_shapes, tensor_shapes
 from rlpipe.store.disk import link
-from rlpipe.types import StoreError
 
 READ_BYTES_S = 200e6  # of the slowest disk that is waited for
 BLOCK_BYTES = 1 << 22

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.environments.process import EnvironmentCall, EnvironmentFault, EnvironmentProcess
 from rlpipe.environments.protocol import Message, Step
 from rlpipe.processes.pool import Child, ChildPool, code_environment
 from rlpipe.records.prompt import RewardPrompt
-from rlpipe.types import JsonDict, UserError
 
 log = logging.getLogger(__name__)
 LOSSES_MAX = 64  # processes lost in a row, nothing answered between, after which an environment counts as broken

@@ -15,10 +15,11 @@ import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from rlpipe.base.errors import EngineError, UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.lines import LineReader, line_of
 from rlpipe.processes.pool import LATE_S, LOADS_MAX, POLL_S, START_TIMEOUT_S, has_ended, kill, spawned, wait_for_end
 from rlpipe.processes.printed import Printed
-from rlpipe.types import EngineError, JsonDict, UserError
 
 log = logging.getLogger(__name__)
 TRIES_MAX = 2  # of a call whose process died while it was alone in it

@@ -18,6 +18,8 @@ import signal
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.environments.protocol import DEFAULT_ROLES, Environment, Message, Step, checked_messages, checked_step
 from rlpipe.processes.kernel import kill_descendants
 from rlpipe.processes.lines import LineReader, line_of
@@ -31,7 +33,6 @@ from rlpipe.processes.user_code import (
     take_pipes,
     user_code,
 )
-from rlpipe.types import JsonDict, UserError
 
 PROMPT_ROLES = ["system", "user", "assistant", "tool"]
 T = TypeVar("T")

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.seeds import data_seed
 from rlpipe.models.checkpoint import tied_names
 from rlpipe.models.linear import fast_linear, onednn_is_faster
 from rlpipe.store.adapter_files import Adapter
-from rlpipe.types import UserError, data_seed
 
 OF_ADAPTER = re.compile(r"(.+)\.lora_[AB]\.weight")
 NAMES_SHOWN = 8

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.models.masks import AttentionMask
-from rlpipe.types import JsonDict, Metrics, UserError
 
 # what the code of a family raises at what it does not support
 MODEL_FAULTS = (RuntimeError, ArithmeticError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError)

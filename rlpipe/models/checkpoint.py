@@ -30,9 +30,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.models.finite import NOT_FINITE, not_finite
 from rlpipe.models.folder import file_shapes, weight_files
-from rlpipe.types import StoreError, UserError
 
 BLOCK = re.compile(r"(.*?\.\d+)\..*")
 LENGTH_BYTES = 8  # before the header of a safetensors file: how long it is

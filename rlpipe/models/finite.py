@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from rlpipe.base.errors import StoreError
 from rlpipe.models.folder import weight_files
-from rlpipe.types import StoreError
 
 NOT_FINITE = "holds values that are NaN or infinite, which no trained policy has"
 LENGTH_BYTES = 8  # before the header of a safetensors file: how long it is

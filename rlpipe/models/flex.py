@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface
 
-from rlpipe.types import UserError
+from rlpipe.base.errors import UserError
 
 FLEX = "rlpipe_flex_attention"  # transformers asks a family whether it supports what has flex_attention in its name
 TEAM = "rlpipe_team_"  # before the name of an attention whose rows are shared by ranks (team.py)

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rlpipe.types import StoreError, UserError
+from rlpipe.base.errors import StoreError, UserError
 
 GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig
 
+from rlpipe.base.errors import UserError
 from rlpipe.models.flex import block_mask, texts_of, uses_flex
-from rlpipe.types import UserError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 AttentionMask = Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask]  # one, or one for every kind of layers

@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlpipe.base.errors import StoreError
 from rlpipe.models.adapter import merged
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.models.checkpoint import FILE_BYTES_MAX, Checkpoint, block_of, hub_tensors, local_files, tensors_of
 from rlpipe.models.folder import INDEX, folder_config
 from rlpipe.store.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX, Adapter, adapter_of
 from rlpipe.store.disk import link
-from rlpipe.types import StoreError
 
 
 class AdapterFolder:

@@ -19,9 +19,9 @@ from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlpipe.base.errors import UserError
 from rlpipe.models.causal import other_windows
 from rlpipe.models.flex import FLEX, TEAM, choose_attention, supports_flex
-from rlpipe.types import UserError
 
 SDPA = "sdpa"
 HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlpipe.base.references import ArtifactRef
 from rlpipe.store.adapter_files import BASE, AdapterBase
 from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import parse_document
 from rlpipe.store.local_copy import made_once, materialise
-from rlpipe.types import ArtifactRef
 
 
 def base_of(store: Store, ref: ArtifactRef) -> ArtifactRef | None:

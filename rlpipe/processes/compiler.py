@@ -7,7 +7,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from rlpipe.types import UserError
+from rlpipe.base.errors import UserError
 
 SEARCHED = ("CPATH", "C_INCLUDE_PATH")  # where a C compiler looks for headers besides
 

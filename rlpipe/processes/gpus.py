@@ -11,7 +11,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from rlpipe.types import UserError
+from rlpipe.base.errors import UserError
 
 VISIBLE, ORDER, BY_BUS = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 UUIDS = ("GPU-", "MIG-")  # how ids begin that are no numbers

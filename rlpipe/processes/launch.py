@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlpipe.types import UserError
+from rlpipe.base.errors import UserError
 
 log = logging.getLogger(__name__)
 PARENT_POLL_S = 0.5

@@ -6,8 +6,8 @@ import asyncio
 import json
 from collections.abc import Callable
 
+from rlpipe.base.values import JsonDict, json_object
 from rlpipe.processes.user_code import Record
-from rlpipe.types import JsonDict, json_object
 
 LINE_BYTES_MAX = 1 << 28  # of what a process answers, a hundred times the largest
 

@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from rlpipe.base.errors import EngineError, UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.config.secrecy import Secrets
 from rlpipe.processes.kernel import kill_descendants
 from rlpipe.processes.launch import signal_group
 from rlpipe.processes.lines import LINE_BYTES_MAX, parsed_line
 from rlpipe.processes.printed import Printed
 from rlpipe.processes.user_code import Record
-from rlpipe.types import EngineError, JsonDict, UserError
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 300.0  # to start Python and to import what it runs, on a busy machine too: what hangs is given up

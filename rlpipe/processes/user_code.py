@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, TypeVar
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude, thread_ids, work_of
-from rlpipe.types import JsonDict, UserError
 
 MESSAGE_CHARS_MAX = 1000
 IDLE_S = 15.0  # an import that does nothing for so long hangs; libraries wait 10 s for a hub that does not answer

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlpipe.base.values import JsonDict
 from rlpipe.records.kinds import Json, Kind, Span, column_kinds, json_fits, optional_columns
-from rlpipe.types import JsonDict
 
 Record = TypeVar("Record")
 ITEMS_MAX = 2**31 - 1  # of one column of lists: Arrow's offsets are 32 bits wide

@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict, plain_json
 from rlpipe.records.prompt import Message, is_text
-from rlpipe.types import JsonDict, UserError, plain_json
 
 DEPTH_MAX = 100  # levels of lists and objects in a message or a tool: what writes JSON, and templates, end at some
 HOLDERS = (Mapping, list, tuple)

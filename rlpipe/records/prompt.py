@@ -7,8 +7,8 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from rlpipe.base.values import JsonDict
 from rlpipe.records.kinds import Json, OptionalText, Text, Tokens
-from rlpipe.types import JsonDict
 
 Message = dict[str, Any]
 Messages = list[Message]

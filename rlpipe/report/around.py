@@ -13,6 +13,7 @@ import numpy as np
 
 from rlpipe.algorithms.answers import answer_text
 from rlpipe.algorithms.changes import Shift, drift, group_means, shift
+from rlpipe.base.values import Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, TRUNCATED, Rollout, TokenGaps, grouped
@@ -22,7 +23,6 @@ from rlpipe.rewards.score import gives, label
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.forks import differences
 from rlpipe.store.run import Run
-from rlpipe.types import Metrics
 
 WINDOW = 8  # iterations on each side that are compared
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.manifests import Manifest, moment_of
+from rlpipe.base.values import Metrics, expanded
 from rlpipe.config.pipeline import DataConfig
 from rlpipe.store.audit import by_number, manifests
 from rlpipe.store.code_version import code_version
 from rlpipe.store.local_copy import is_delta
 from rlpipe.store.outside import is_outside
 from rlpipe.store.run import BEFORE_SFT, Run
-from rlpipe.types import Manifest, Metrics, StoreError, expanded, moment_of
 
 STAGES = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines", "evaluate", "orchestration")
 DOTS_BELOW = 10  # points of a curve

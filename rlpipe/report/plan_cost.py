@@ -6,11 +6,11 @@ import math
 import shutil
 from dataclasses import dataclass
 
+from rlpipe.base.values import size_text
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.report.plan import BYTES, ModelSizes
 from rlpipe.store.backend import open_store
 from rlpipe.store.retention import kept_states, kept_versions
-from rlpipe.types import size_text
 
 STATE_BYTES = 12  # a trained parameter: fp32 weight, and AdamW's two moments
 # of a sampled token in rollouts, scores and batch together, with its text and logprobs: measured on preset tiny

@@ -12,11 +12,11 @@ from typing import Any
 
 import duckdb
 
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.records.prompt import is_text
 from rlpipe.report.query_tables import Tables
 from rlpipe.store.backend import Store
 from rlpipe.store.catalogue import Catalogue
-from rlpipe.types import StoreError, UserError
 
 FETCHED = 10_000  # rows at a time
 UNREADABLE = re.compile(r"reading the stream registered as '_\w+' failed: (.*)")

@@ -10,9 +10,9 @@ from decimal import Decimal
 from itertools import chain, islice
 from typing import Any, Literal
 
-from rlpipe.printable import printable
+from rlpipe.base.printable import printable
+from rlpipe.base.values import plain_json
 from rlpipe.report.queries import Answer
-from rlpipe.types import plain_json
 
 Format = Literal["table", "csv", "json"]
 CELL_CHARS_MAX = 60

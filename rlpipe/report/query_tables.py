@@ -12,13 +12,16 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from rlpipe.printable import printable
+from rlpipe.base.errors import StoreError
+from rlpipe.base.hashing import canonical_json
+from rlpipe.base.manifests import moment_of
+from rlpipe.base.printable import printable
+from rlpipe.base.values import JsonDict
 from rlpipe.records.columns import schema_of
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.store.as_files import file_system, path_of
 from rlpipe.store.catalogue import Catalogue, StoredArtifact
-from rlpipe.types import JsonDict, StoreError, canonical_json, moment_of
 
 Source: TypeAlias = "pa.Table | ds.Dataset"
 File = tuple[str, int, JsonDict]  # key, bytes, labels

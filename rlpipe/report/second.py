@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlpipe.algorithms.changes import NO_SHIFT, Shift, evenly, group_means, shift, within_correlation
+from rlpipe.base.errors import UserError
 from rlpipe.report.around import History
 from rlpipe.report.scored_group import ScoredGroup
 from rlpipe.report.show import text_line
@@ -17,7 +18,6 @@ from rlpipe.report.stored_turns import turns_reader
 from rlpipe.report.suspects.finding import SHOWN, from_to
 from rlpipe.report.today import items_of
 from rlpipe.rewards.pool import RewardPool
-from rlpipe.types import UserError
 
 ITERATIONS_MAX = 40  # that are scored, evenly over the run
 ALPHA = 0.01

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import IterationRecord, moment_of
+from rlpipe.base.printable import printable
 from rlpipe.config.pipeline import identity
-from rlpipe.printable import printable
 from rlpipe.records.columns import read_table
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Group, Rollout, grouped
@@ -27,7 +29,6 @@ from rlpipe.store.limits import reason_to_stop, untrained
 from rlpipe.store.pruned import pruned_folders
 from rlpipe.store.run import Run, open_existing
 from rlpipe.store.run_record import last_started, run_names
-from rlpipe.types import IterationRecord, StoreError, UserError, moment_of
 
 NOTHING, UNFINISHED = "-", "unfinished"
 READERS = 16  # runs that are looked at at the same time

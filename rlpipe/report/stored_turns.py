@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.tokenizer_files import BESIDE, add_tokens
 from rlpipe.records.prompt import Messages
@@ -18,7 +19,6 @@ from rlpipe.records.turns import Decode, turns_of
 from rlpipe.store.artifacts import read_file
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run
-from rlpipe.types import StoreError, UserError
 
 Turns = Callable[[Rollout], Messages]
 

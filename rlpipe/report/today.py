@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from rlpipe.algorithms.changes import evenly
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import Rollout
 from rlpipe.report.scored_group import ScoredGroup
@@ -21,7 +22,6 @@ from rlpipe.rewards.process import RewardLost
 from rlpipe.rewards.registry import RewardArgs, is_service
 from rlpipe.rewards.score import Item, facts_of
 from rlpipe.store.run import Run
-from rlpipe.types import StoreError, UserError
 
 ROLLOUTS_MAX = 128  # of an iteration
 SECONDS_MAX = 60.0  # of a report: nothing is begun after it

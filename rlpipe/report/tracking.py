@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlpipe.base.errors import RunWaits, StoreError, UserError
+from rlpipe.base.values import Metrics
 from rlpipe.config.operational import TrackingConfig
 from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.secrecy import with_password_aside, without_passwords
@@ -23,7 +25,6 @@ from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, DataSet, Point, code_tag
 from rlpipe.report.outages import read, said_of
 from rlpipe.report.show import parameter_text, rollout_table
 from rlpipe.store.run import Run
-from rlpipe.types import Metrics, RunWaits, StoreError, UserError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

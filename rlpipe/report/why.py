@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlpipe.algorithms.changes import Shift
+from rlpipe.base.errors import UserError
 from rlpipe.records.rollout import Rollout
 from rlpipe.report.around import Around, History
 from rlpipe.report.show import parts_text, text_line
@@ -21,7 +22,6 @@ from rlpipe.report.suspects.policy import length, mismatch, moved, rate, referen
 from rlpipe.report.suspects.prompts import duplicates, mix, template
 from rlpipe.report.suspects.reward_parts import reward_parts
 from rlpipe.report.suspects.scoring import faults, hacked, reward_settings
-from rlpipe.types import UserError
 
 SUSPECTS: tuple[Suspect, ...] = (
     faults, reward_settings, reward_parts, hacked, template, mix, duplicates, labels, settings, rate, mismatch, reference, staleness,

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
+from rlpipe.base.errors import EngineError, UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.config.secrecy import Secrets, named_variables
 from rlpipe.processes.pool import ChildPool, code_environment
 from rlpipe.records.prompt import Prompt, RewardPrompt
@@ -22,7 +24,6 @@ from rlpipe.rewards.process import ProcessScorer, model, try_model
 from rlpipe.rewards.registry import RewardArgs, built, can_be_refused, check_names, is_service
 from rlpipe.rewards.sandbox import runner
 from rlpipe.rewards.score import Item, RolloutFacts, Score, combined, unsampled_facts
-from rlpipe.types import EngineError, JsonDict, UserError
 
 ROWS_MAX = 4  # of a data set, on which rewards are tried before a run starts
 TRIAL_S = 5.0  # after this time no other row of a set is tried: a reward that hangs on one hangs on the next

@@ -11,11 +11,12 @@ from typing import Annotated
 
 from pydantic import Field
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict, expanded
 from rlpipe.data.links import check_links
 from rlpipe.models.folder import folder_config
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
 from rlpipe.rewards.score import FAILURES_MAX, Item, Score
-from rlpipe.types import JsonDict, UserError, expanded
 
 LOAD_TIMEOUT_S = 900.0  # of a reward model
 LOSSES_MAX = 8  # processes of a reward model replaced within one `score`

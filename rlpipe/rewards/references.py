@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.pool import ChildPool, ProcessEnded
 from rlpipe.processes.user_code import Loaded, serve
-from rlpipe.types import JsonDict
 
 COMPARING = {"math", "deepscaler"}  # the rewards that read a reference so
 ROWS_MAX = 1000  # of a data set, spread over it

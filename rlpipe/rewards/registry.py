@@ -16,11 +16,12 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, validate_call
 
 from rlpipe.algorithms.answers import last_answer
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.user_code import load_function
 from rlpipe.records.prompt import RewardPrompt
 from rlpipe.rewards.code import code
 from rlpipe.rewards.score import ARGUMENTS, RolloutFacts, label
-from rlpipe.types import JsonDict, UserError
 
 Reward = Callable[..., Any]  # (prompt, completion) or (prompt, completion, rollout) -> a number, or several by name
 RewardArgs = dict[str, JsonDict]  # rl.reward_args: a reward's name -> its arguments

@@ -11,11 +11,11 @@ from typing import Any, TypedDict
 
 from pydantic import ConfigDict
 
-from rlpipe.printable import printable
+from rlpipe.base.printable import printable
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, user_code
 from rlpipe.records.prompt import Messages, RewardPrompt
 from rlpipe.records.rollout import Rollout
-from rlpipe.types import JsonDict
 
 ARGUMENTS = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)  # of `rl.reward_args`
 PART_CHARS_MAX = 200  # of a part's name, which is that of a metric: MLflow takes 250

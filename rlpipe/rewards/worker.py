@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.processes.user_code import CodeRaised, Loaded, Record, cause_of, serve, user_code
 from rlpipe.rewards.registry import resolve, wants_rollout
 from rlpipe.rewards.score import Item, Score, combined, scored
-from rlpipe.types import JsonDict, UserError
 
 CHARS_PER_TOKEN = 16  # a completion is cut to so many characters a token before it is tokenised: few tokens are longer
 

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from rlpipe.types import JsonDict, json_object
+from rlpipe.base.values import JsonDict, json_object
 
 KEEPALIVE_S = 2.0
 EVENT, LAST_EVENT = b"data: ", b"data: [DONE]"

@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from rlpipe.base.errors import EngineError, TrainerError, UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.services.batch_job import batch_job
 from rlpipe.services.calls import http_call, json_of, new_session
 from rlpipe.services.registration import (
@@ -21,7 +23,6 @@ from rlpipe.services.registration import (
     service_key,
 )
 from rlpipe.store.run import Run
-from rlpipe.types import EngineError, JsonDict, TrainerError, UserError
 
 log = logging.getLogger(__name__)
 LOST_S = 45.0  # what is registered and cannot be reached for so long is lost: a restart on its own node is quicker

@@ -24,6 +24,7 @@ from typing import Never, Protocol
 
 from pydantic import BaseModel
 
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.processes.launch import raise_file_limit
 from rlpipe.services.run_watch import RunWatch
@@ -32,7 +33,6 @@ from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.run import open_existing
 from rlpipe.store.run_record import record_key, run_names
-from rlpipe.types import StoreError, UserError
 
 log = logging.getLogger(__name__)
 KEY_VARIABLE, ADDRESS_VARIABLE = "RLPIPE_SERVICE_KEY", "RLPIPE_ADDRESS"

@@ -9,9 +9,9 @@ import asyncio
 import logging
 import time
 
+from rlpipe.base.errors import StoreError
 from rlpipe.store.backend import Store
 from rlpipe.store.lease import HEARTBEAT_S, STALE_S, pulse
-from rlpipe.types import StoreError
 
 log = logging.getLogger(__name__)
 LOOK_S = 50.0  # a listing and a small read of the store

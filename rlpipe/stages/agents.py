@@ -18,6 +18,8 @@ from rlpipe.agents.conversation import Node, masks_of_each_reply_once
 from rlpipe.agents.log import CallLog
 from rlpipe.agents.pool import AgentFault, AgentOutcome
 from rlpipe.agents.rollout import AgentRollout, CallKey, Terms
+from rlpipe.base.errors import UserError
+from rlpipe.base.references import FileRecord
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion
 from rlpipe.engines.pool import GroupRequest
@@ -26,7 +28,6 @@ from rlpipe.records.rollout import BRANCHES_FILE, OUT_OF_TURNS, TRUNCATED, Branc
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, StageKey, all_ended
 from rlpipe.stages.turns import PlayedCompletion
-from rlpipe.types import FileRecord, UserError
 
 log = logging.getLogger(__name__)
 LIMITS = {OUT_OF_TURNS: "limit_calls", TRUNCATED: "limit_tokens"}  # finish reason -> the metric that counts it

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
@@ -42,7 +44,6 @@ from rlpipe.store.backend import Store
 from rlpipe.store.local_copy import materialise, read_small_file
 from rlpipe.store.run import Run
 from rlpipe.trainer.jobs import LoadJob, NewModel
-from rlpipe.types import ArtifactRef, FileRecord, UserError
 
 TOKENIZER_TEXTS_MAX = 2000
 

@@ -12,13 +12,15 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.manifests import IterationRecord, Manifest
+from rlpipe.base.references import ArtifactRef
 from rlpipe.records.sending import Sender
 from rlpipe.store.artifacts import commit
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.lease import fenced
 from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.store.run import Run
-from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError
 
 log = logging.getLogger(__name__)
 CLOSE_S = 30.0  # for what is on its way when something else has failed

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import BRANCHES_FILE, TRUNCATED, Branch, Rollout
 from rlpipe.store.artifacts import read_records_if_any
 from rlpipe.store.backend import Store
-from rlpipe.types import ArtifactRef, Metrics
 
 
 def branch_fields(config: PipelineConfig) -> list[str]:

@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from rlpipe.types import Metrics
+from rlpipe.base.values import Metrics
 
 ANY_STAGE, TRAINER, ENGINES = "any stage", "trainer", "engines"  # what is busy
 USES = {"train": TRAINER, "checkpoint": TRAINER, "generate": ENGINES, "reload_engines": ENGINES, "evaluate": ENGINES}

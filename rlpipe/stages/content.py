@@ -11,6 +11,9 @@ from tqdm import tqdm
 
 from rlpipe.agents.pool import check_agent
 from rlpipe.algorithms.filters import apply_filters, check_thresholds, resolve_filters, trial_group
+from rlpipe.base.errors import UserError
+from rlpipe.base.seeds import data_seed
+from rlpipe.base.values import JsonDict, expanded
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import DataConfig, PipelineConfig
 from rlpipe.data.sources import fitting, load_conversations, load_prompts, question, room_for, split_validation
@@ -39,7 +42,6 @@ from rlpipe.stages.model_source import RUN, place_of_model, source_of
 from rlpipe.stages.sampling import check_room
 from rlpipe.stages.sft import check_fits
 from rlpipe.store.run import Run
-from rlpipe.types import JsonDict, UserError, data_seed, expanded
 
 TEXT_CHARS_MAX = 60
 NEW_VOCABULARY = 320  # about: where a new tokenizer could not be made

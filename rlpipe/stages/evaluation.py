@@ -6,6 +6,9 @@ import asyncio
 from collections import Counter
 
 from rlpipe.algorithms.answers import set_metrics
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.seeds import rollout_seed
+from rlpipe.base.values import Metrics
 from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import NOTHING_YET
@@ -19,7 +22,6 @@ from rlpipe.stages.scoring import SCORING, score_rollouts
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.turns import environment_metrics
-from rlpipe.types import ArtifactRef, Metrics, rollout_seed
 
 OWN = ("completion_tokens_max", "top_p", "rewards")  # fields that evaluations share with RL, unless they are given
 EVALUATED_BY = ["data.evaluation", "evaluation.prompts_max", "evaluation.num_completions", "evaluation.pass_threshold",

@@ -15,6 +15,8 @@ import numpy as np
 
 from rlpipe.algorithms.advantages import all_tokens, rollout_means, rollout_sums, row_advantages
 from rlpipe.algorithms.filters import NOTHING_LEFT, apply_filters, resolve_filters
+from rlpipe.base.errors import UserError
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET
@@ -39,7 +41,6 @@ from rlpipe.stages.sampling import prompts_by_id, write_pass_rates
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.store.artifacts import read_records
-from rlpipe.types import ArtifactRef, FileRecord, UserError
 
 FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max", "rl.on_too_few", "rl.staleness_max",
                "rl.mask_truncated"]  # fmt: skip

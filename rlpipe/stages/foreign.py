@@ -15,12 +15,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import expanded
 from rlpipe.data.links import check_links
 from rlpipe.records.columns import from_table, schema_of
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, UNRECORDED, Group, Rollout, is_finished
-from rlpipe.types import UserError, expanded
 
 log = logging.getLogger(__name__)
 READ_ROWS = 1024

@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
+from rlpipe.base.errors import EngineError, UserError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.seeds import rollout_seed
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
@@ -26,7 +29,6 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
 from rlpipe.stages.turns import play
 from rlpipe.store.artifacts import read_manifest, read_records
-from rlpipe.types import ArtifactRef, EngineError, UserError, rollout_seed
 
 log = logging.getLogger(__name__)
 POLL_S = 2.0

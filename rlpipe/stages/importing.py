@@ -13,6 +13,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.manifests import StageResult
+from rlpipe.base.references import ArtifactRef
 from rlpipe.data.cursor import CursorPosition
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORES, Group, Rollout, grouped, is_finished
@@ -25,7 +28,6 @@ from rlpipe.stages.session import PromptSets, Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage, stage_settings
 from rlpipe.store.artifacts import SOURCE_INPUT, file_sha256, read_file, read_records
 from rlpipe.store.run import Run, open_existing
-from rlpipe.types import ArtifactRef, StageResult, UserError
 
 log = logging.getLogger(__name__)
 RUN = "run:"

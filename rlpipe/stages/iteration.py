@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.manifests import IterationRecord
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.records.rollout import CarriedRollout, Group, is_finished
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import now
 from rlpipe.store.limits import add_iteration, add_untrained, best_so_far, gpus_held, own_record, spent_before
-from rlpipe.types import ArtifactRef, IterationRecord, JsonDict, Metrics, UserError
 
 CURVE_POINTS_MAX = 64
 CURVE_NEWEST = 36  # points that are never thinned: whether a reward fell is told by them (report/reward.py)

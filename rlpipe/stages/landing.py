@@ -9,11 +9,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from rlpipe.base.errors import TrainerError
+from rlpipe.base.values import JsonDict
 from rlpipe.stages.behind import Act
 from rlpipe.stages.session import Session
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
 from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, RlJob, SaveJob, SftJob
-from rlpipe.types import JsonDict, TrainerError
 
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict, expanded, size_text
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
@@ -26,7 +29,6 @@ from rlpipe.store.disk import link
 from rlpipe.store.local_copy import made_once, read_small_file, way_to_remake, whole_files
 from rlpipe.store.outside import OutsideFile, fetch_files, fetched_folder, files_text, is_outside, outside_files
 from rlpipe.store.run import open_existing
-from rlpipe.types import ArtifactRef, JsonDict, StoreError, UserError, expanded, size_text
 
 IMPORT_GGUF = ".venv/bin/python scripts/import_gguf.py"
 MODEL_FILES = {"config.json", "generation_config.json", INDEX}

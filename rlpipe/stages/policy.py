@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from rlpipe.base.errors import StepRefused
+from rlpipe.base.manifests import StageResult
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
 from rlpipe.stages.training import TRAINED_BY, StoredAs, commit_saved, rl_job, save_job, train_job
 from rlpipe.store.artifacts import read_manifest
-from rlpipe.types import ArtifactRef, JsonDict, Metrics, StageResult, StepRefused
 
 log = logging.getLogger(__name__)
 ONPOLICY_MAX = 1e-6  # mean |policy - proximal logprobs| of the first step; 0 where both passes run the same kernels

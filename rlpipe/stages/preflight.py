@@ -8,6 +8,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import sha256_of
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.sources import load_sets
 from rlpipe.data.tokenizer_files import read_tokenizer
@@ -31,7 +33,6 @@ from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.backend import check_access, open_store
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, find_run
-from rlpipe.types import UserError, sha256_of
 
 log = logging.getLogger(__name__)
 _passed: set[str] = set()  # hashes of configs

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import StageResult
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.filtering import filter_groups
 from rlpipe.stages.generation import ENDED_BY, generate
@@ -12,7 +15,6 @@ from rlpipe.stages.scoring import score
 from rlpipe.stages.stage import stage_settings
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import SHARED_BY_REDO
-from rlpipe.types import ArtifactRef, StageResult, StoreError, UserError
 
 STAGES = {"prompts": sample_prompts, "rollouts": generate, "scores": score, "batch": filter_groups}
 INSTEAD = {"scores": "use --redo score", "batch": "use --redo filter"}

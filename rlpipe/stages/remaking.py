@@ -13,6 +13,9 @@ import os
 import tempfile
 from pathlib import Path
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import Manifest, StageResult
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.stages.model_source import write_trained_template
@@ -25,7 +28,6 @@ from rlpipe.store.lease import RunHeld
 from rlpipe.store.local_copy import fetch, materialise, read_delta, whole_files
 from rlpipe.store.pruned import delete, wait_until_pruned
 from rlpipe.store.run import BEFORE_SFT, Run, open_existing
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StageResult, StoreError, UserError
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.seeds import uniform
+from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.conversations import encode_asked, prompt_lengths
@@ -28,7 +32,6 @@ from rlpipe.stages.turns import environment_prompts
 from rlpipe.store.artifacts import read_manifest, read_records, read_records_if_any
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Metrics, UserError, uniform
 
 CarriedGroup = list[CarriedRollout]
 DRAWN_BY = ["data.rl", "rl.num_prompts", "rl.oversampling", "rl.curriculum", "rl.pass_rate_low", "rl.pass_rate_high",

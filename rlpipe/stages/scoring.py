@@ -10,6 +10,9 @@ from typing import Annotated
 
 import numpy as np
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import Metrics
 from rlpipe.config.passing import passing_reward
 from rlpipe.records.kinds import Float, Int32, Json, Text
 from rlpipe.records.prompt import Prompt
@@ -23,7 +26,6 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.turns import environment_metrics
 from rlpipe.store.artifacts import read_records, read_records_if_any
-from rlpipe.types import ArtifactRef, Metrics, UserError
 
 log = logging.getLogger(__name__)
 SCORING = ["rl.rewards", "rl.reward_args", "rl.reward_fallback"]

@@ -15,6 +15,9 @@ from pathlib import Path
 from types import TracebackType
 
 from rlpipe.agents.pool import Agents
+from rlpipe.base.errors import EngineError, StoreError
+from rlpipe.base.hashing import sha256_of
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.conversations import prompt_lengths
@@ -44,7 +47,6 @@ from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import gang_place
-from rlpipe.types import ArtifactRef, EngineError, StoreError, sha256_of
 
 log = logging.getLogger(__name__)
 

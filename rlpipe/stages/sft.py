@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import sha256_of
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.seeds import data_seed
 from rlpipe.config.pipeline import DataConfig, PipelineConfig
 from rlpipe.config.training import SftConfig
 from rlpipe.data.conversations import encode_talk, tokenise_conversations
@@ -16,7 +20,6 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
 from rlpipe.stages.training import TRAINED_BY, commit_saved, save_job, sft_job, train_job
 from rlpipe.store.run import Run
-from rlpipe.types import ArtifactRef, UserError, data_seed, sha256_of
 
 LOSS = "train/validation_loss"
 PREPARED_BY = ["data.sft", "model.context_tokens_max"]

@@ -21,6 +21,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import sha256_of
+from rlpipe.base.manifests import Manifest, StageResult
+from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import ADDED, PipelineConfig, stored_tree
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.stages.behind import Published
@@ -28,7 +33,6 @@ from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import check_same, commit, new_attempt, write_bytes
 from rlpipe.store.backend import Store
 from rlpipe.store.code_version import code_version
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Manifest, StageResult, UserError, sha256_of
 
 
 class StageKey(NamedTuple):

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.seeds import data_seed
+from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
 from rlpipe.stages.behind import Published
@@ -25,7 +28,6 @@ from rlpipe.store.nearby import NodeDisk
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.jobs import LoadJob, NewAdapter, RlJob, SaveJob, SftJob
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, Metrics, data_seed
 
 log = logging.getLogger(__name__)
 OPTIMIZER = [*OptimizerConfig.model_fields, *RETIRED["sft"]]

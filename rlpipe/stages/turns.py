@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.seeds import rollout_seed
+from rlpipe.base.values import Metrics
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
@@ -23,7 +26,6 @@ from rlpipe.records.prompt import Message, Prompt
 from rlpipe.records.rollout import CUT_SHORT, OUT_OF_TURNS, TRUNCATED, EnvironmentOutcome, Rollout
 from rlpipe.stages.session import Session
 from rlpipe.stages.stage import all_ended
-from rlpipe.types import Metrics, UserError, rollout_seed
 
 log = logging.getLogger(__name__)
 

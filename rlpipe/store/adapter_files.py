@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from rlpipe.types import ArtifactRef, JsonDict, StoreError
+from rlpipe.base.errors import StoreError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
 PREFIX = "base_model.model."  # before the name of a tensor in peft's files

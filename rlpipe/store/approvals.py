@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from rlpipe.base.hashing import canonical_json
 from rlpipe.store.run import Run
-from rlpipe.types import canonical_json
 
 Gate = Literal["rl", "register"]
 BEFORE: dict[Gate, str] = {"rl": "RL starts", "register": "the policy is registered"}

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef, FileRecord, is_key
 from rlpipe.records.columns import from_table, read_table, schema_of
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import parse_document, sealed
 from rlpipe.store.lease import Lease, fenced
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError, UserError, is_key
 
 Record = TypeVar("Record")
 MANIFEST = "manifest.json"

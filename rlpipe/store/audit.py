@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import Manifest
 from rlpipe.store.artifacts import MANIFEST, PRUNED, SOURCE_INPUT, check_file, is_pruned, lease_of, read_artifact, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import is_sealed
@@ -18,7 +20,6 @@ from rlpipe.store.local_copy import bases_of
 from rlpipe.store.pruned import delete, is_prunable, pruned_folders, read_pruned
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import last_started
-from rlpipe.types import Manifest, StoreError, UserError
 
 ORDER = {"base": 0, "data": 1, "sft": 2, "rl": 3}  # the phases, as a run goes through them
 PLACE = re.compile(r"(?P<phase>base|sft)/(?P<first>[^/\d][^/]*)|(?P<numbered>sft|rl)/(?P<iteration>\d{5,})/(?P<stage>.+)")

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.references import is_key
+from rlpipe.base.values import expanded
 from rlpipe.store.disk import Disk
 from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_parts, hashing, parts_ahead, pieces_of
-from rlpipe.types import StoreError, UserError, expanded, is_key
 
 
 class Objects(Protocol):

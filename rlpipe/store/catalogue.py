@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import IterationRecord, Manifest
 from rlpipe.config.rules import is_run_name
 from rlpipe.store.artifacts import MANIFEST, PRUNED, read_artifact
 from rlpipe.store.audit import stage_of
@@ -18,7 +20,6 @@ from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document
 from rlpipe.store.run import ITERATION
 from rlpipe.store.run_record import SHARED_BY_REDO, RunRecord, record_key
-from rlpipe.types import IterationRecord, Manifest, StoreError, UserError
 
 READERS = 16  # documents that are read at the same time
 Entry = TypeVar("Entry")

@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.references import ArtifactRef, is_key
 from rlpipe.store.disk import link
 from rlpipe.store.documents import parse_document
-from rlpipe.types import ArtifactRef, StoreError, is_key
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")

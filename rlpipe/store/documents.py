@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.hashing import sha256_of
 from rlpipe.store.backend import Store
-from rlpipe.types import StoreError, sha256_of
 
 Document = TypeVar("Document")
 SEAL = "seal"

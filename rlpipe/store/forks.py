@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Protocol
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import DataConfig, PipelineConfig, identity
-from rlpipe.types import UserError
 
 AT_SFT = -1  # where a fork branches off that shares the base model and SFT, and no RL iteration
 CHANGEABLE = ("rl.", "evaluation.")  # in a fork

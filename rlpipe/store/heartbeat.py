@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, replace
 
 import psutil
 
+from rlpipe.base.errors import StoreError
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.holder import Holder
 from rlpipe.store.patience import hurrying
-from rlpipe.types import StoreError
 
 log = logging.getLogger(__name__)
 STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}

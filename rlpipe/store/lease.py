@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.heartbeat import Heartbeat, Look
 from rlpipe.store.holder import Holder, this_process
 from rlpipe.store.patience import hurrying
-from rlpipe.types import StoreError, UserError
 
 HEARTBEAT_S = 10.0
 STALE_S = 35.0

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rlpipe.base.manifests import BestReward, IterationRecord, moment_of
+from rlpipe.base.values import Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.store.run import Run
-from rlpipe.types import BestReward, IterationRecord, Metrics, moment_of
 
 SECONDS, TOKENS, GPU_SECONDS = "spent/wall_clock_s", "spent/rollout_tokens", "spent/gpu_s"
 UNTRAINED = "train/iterations_untrained"  # of a run's own iterations so far

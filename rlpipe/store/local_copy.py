@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.store.artifacts import is_pruned, new_attempt, read_file, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.deltas import DELTA, Delta, parse_delta, rebuild
 from rlpipe.store.transfer import PART_BYTES, FileContent
-from rlpipe.types import ArtifactRef, FileRecord, Manifest, StoreError
 
 log = logging.getLogger(__name__)
 FILES = 8  # that are fetched at the same time

@@ -7,11 +7,12 @@ from typing import TypeVar
 
 import pyarrow as pa
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.records.columns import decode_file, from_table, map_table
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.local_copy import fetch, made_once
-from rlpipe.types import ArtifactRef, StoreError
 
 Record = TypeVar("Record")
 DECODED = "decoded.arrow"

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.hashing import sha256_of
+from rlpipe.base.references import is_key
+from rlpipe.base.values import size_text
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.transfer import PART_BYTES, Part, parts_ahead
-from rlpipe.types import StoreError, UserError, is_key, sha256_of, size_text
 
 if TYPE_CHECKING:
     from rlpipe.store.s3 import Bucket

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlpipe.types import ArtifactRef, IterationRecord, Manifest
+from rlpipe.base.manifests import IterationRecord, Manifest
+from rlpipe.base.references import ArtifactRef
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import StrictInt
 
+from rlpipe.base.errors import StoreError
 from rlpipe.store import lease
 from rlpipe.store.adapter_files import BASE
 from rlpipe.store.artifacts import PRUNED, is_pruned, read_manifest
@@ -22,7 +23,6 @@ from rlpipe.store.deltas import DELTA
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.lease import Lease, TakenOver, fenced
 from rlpipe.store.run import Run
-from rlpipe.types import StoreError
 
 FOLDER = re.compile(r"runs/[^/]+/rl/\d{5,6}/(policy|state)")
 WAIT_S = 300.0  # for another process to delete some files

@@ -33,6 +33,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import IterationRecord
 from rlpipe.config.pipeline import CheckpointConfig
 from rlpipe.config.rules import is_run_name
 from rlpipe.store.artifacts import PRUNED, read_manifest
@@ -43,7 +45,6 @@ from rlpipe.store.lease import TakenOver, fenced
 from rlpipe.store.pruned import PruneRecord, delete_fenced, finish_pruning, read_pruned
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import ForkRecord, RunRecord, record_key
-from rlpipe.types import IterationRecord, StoreError, UserError
 
 log = logging.getLogger(__name__)
 PLACE = re.compile(r"(\d{5,6})/(?:(iteration)\.json|(policy|state)/(manifest|pruned)\.json)")

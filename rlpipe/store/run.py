@@ -11,6 +11,9 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import IterationRecord, Manifest
+from rlpipe.base.references import ArtifactRef, is_key
 from rlpipe.config.pipeline import PipelineConfig, as_begun
 from rlpipe.store.artifacts import MANIFEST, find, read_artifact, read_manifest
 from rlpipe.store.backend import Store, check_access, open_store
@@ -19,7 +22,6 @@ from rlpipe.store.forks import AT_SFT, check_committed, differences, fixed_diffe
 from rlpipe.store.lease import Lease
 from rlpipe.store.pending import Pending
 from rlpipe.store.run_record import SHARED_BY_REDO, ForkRecord, create_record, read_record, record_key, run_names
-from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError, UserError, is_key
 
 BEFORE_SFT = -1  # in place of a weight version: the base model, where SFT makes version 0 of it
 ITERATION = re.compile(r"(\d{5,6})/iteration\.json")

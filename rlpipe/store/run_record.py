@@ -11,13 +11,14 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import STORED, PipelineConfig, from_stored, stored_tree
 from rlpipe.config.rules import is_run_name
 from rlpipe.config.source import check
 from rlpipe.store.backend import Store
 from rlpipe.store.code_version import code_version
 from rlpipe.store.documents import read_document, sealed
-from rlpipe.types import JsonDict, StoreError, UserError
 
 LIBRARIES = ("torch", "transformers", "prefect", "mlflow", "reasoning-gym", "tokenizers", "pyarrow")
 

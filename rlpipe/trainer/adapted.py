@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.models.adapter import target_names
 from rlpipe.models.whole import base_of
 from rlpipe.store.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX, AdapterBase, config_document
@@ -17,7 +18,6 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import adapter_rows, fill
 from rlpipe.trainer.publishing import publish_bytes
 from rlpipe.trainer.step import Resident
-from rlpipe.types import ArtifactRef, FileRecord
 
 
 def save_adapter(gang: Gang, resident: Resident, folder: Path, documents: dict[str, bytes]) -> list[FileRecord]:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.steps import step_ranges
+from rlpipe.base.errors import StoreError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.records.kinds import Float, Int32, Logprobs, Mask, Tokens
 from rlpipe.records.rollout import BRANCHES_FILE, Branch, Conversation, with_branches
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.mapped import map_records, map_records_if_any
 from rlpipe.trainer.packing import BRANCHES, Row, Text, TrainSequence, fullest, text_tokens
-from rlpipe.types import ArtifactRef, StoreError
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import aiohttp
 
+from rlpipe.base.errors import StepRefused, TrainerError
+from rlpipe.base.values import JsonDict
 from rlpipe.records.sending import Sender
 from rlpipe.services.calls import http_call, json_of, new_session
 from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE
 from rlpipe.trainer.process import GangPlace, GangProcess
-from rlpipe.types import JsonDict, StepRefused, TrainerError
 
 log = logging.getLogger(__name__)
 JOB_TIMEOUT_S = 7200.0

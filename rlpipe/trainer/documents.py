@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
 from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.step import Resident
-from rlpipe.types import ArtifactRef, JsonDict
 
 
 def json_bytes(document: JsonDict) -> bytes:

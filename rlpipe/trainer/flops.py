@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from rlpipe.base.values import Metrics
 from rlpipe.models.causal import expert_layers
 from rlpipe.models.flex import uses_flex
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Text, text_pairs, text_tokens
-from rlpipe.types import Metrics
 
 # dense TFLOP/s in bfloat16, and in float32 without TF32, by the makers' data sheets; all words are in the name that the driver gives
 PEAKS = [

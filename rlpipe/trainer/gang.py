@@ -23,11 +23,11 @@ from safetensors import SafetensorError
 from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.models.team import Team, join_team
 from rlpipe.services.registration import FILES
 from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.process import TrainerOptions
-from rlpipe.types import StoreError, UserError
 
 log = logging.getLogger(__name__)
 DATA_TIMEOUT = timedelta(minutes=5)  # of a collective between computations

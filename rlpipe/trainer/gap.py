@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpipe.base.references import FileRecord
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.rollout import TokenGaps
 from rlpipe.trainer.batches import Microbatch, RlBatch
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.publishing import publish_bytes
-from rlpipe.types import FileRecord
 
 
 def of_whole_batch(gang: Gang, lengths_B: np.ndarray, parts: Iterable[tuple[Microbatch, Tensor]]) -> Tensor:

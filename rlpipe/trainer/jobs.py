@@ -10,11 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.values import JsonDict
 from rlpipe.config.training import RlConfig, SftConfig
 from rlpipe.records.sending import Offer
 from rlpipe.store.adapter_files import Adapter
 from rlpipe.store.nearby import NodeDisk
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, UserError
 
 STATUS_OK = 200
 STATUS_LOST = 503

@@ -15,9 +15,9 @@ from types import TracebackType
 
 from torch._C._distributed_c10d import TCPStore
 
+from rlpipe.base.errors import StoreError
 from rlpipe.trainer.gang import DATA_TIMEOUT, Gang
 from rlpipe.trainer.launcher import LISTENER_VARIABLE
-from rlpipe.types import StoreError
 
 log = logging.getLogger(__name__)
 BEAT_S = 1.0

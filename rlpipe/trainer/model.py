@@ -22,6 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.values import JsonDict
 from rlpipe.models.adapter import is_adapter, new_adapter_rows, put_adapter
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, finite, local_files, ranged_file, tensors_of, tied_names
@@ -37,7 +40,6 @@ from rlpipe.store.local_copy import is_delta, materialise, read_small_file, whol
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import NewAdapter
 from rlpipe.trainer.packing import BRANCHES
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError, UserError
 
 ReadRows = Callable[[str, list[int], int, int], Tensor]  # (the module's name, whole shape, first row, end row) -> those rows
 Weights = Callable[[Any], ReadRows]  # where the rows of a model, which has none yet, come from

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.operational import PART_BYTES, PARTS_HERE
 from rlpipe.trainer.gang import Gang
-from rlpipe.types import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNED = 128  # numbers: as torch's own memory of a GPU begins

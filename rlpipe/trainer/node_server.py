@@ -14,11 +14,11 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 
+from rlpipe.base.references import is_key
 from rlpipe.config.secrecy import key_fits
 from rlpipe.services.registration import FILES, LOOPBACK, service_key
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import Fetches, Uploads
-from rlpipe.types import is_key
 
 http_log = logging.getLogger("rlpipe.trainer.http")
 CONNECTIONS_MAX = 1024  # a host that fetches weights has eight

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from rlpipe.types import UserError
+from rlpipe.base.errors import UserError
 
 # With masks of L x L, which a CPU takes. At this length of a row its attention, which grows with the square, costs as much as all else: between a
 # model of 0.8M and one of 135M on a CPU

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlpipe.base.values import JsonDict
 from rlpipe.models.checkpoint import FILE_BYTES_MAX, block_of, hub_tensors, tensors_of
 from rlpipe.models.folder import INDEX
 from rlpipe.trainer.adapted import save_adapter
@@ -22,7 +23,6 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
 from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.step import Resident
-from rlpipe.types import JsonDict
 
 METADATA = {"format": "pt"}  # of a file of weights
 BUFFERS, BUFFER_BYTES = 2, 64 << 20  # of pinned memory, a rank

@@ -20,6 +20,7 @@ from typing import Never
 
 from pydantic import BaseModel
 
+from rlpipe.base.errors import TrainerError, UserError
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.processes.compiler import check_compiler
@@ -38,7 +39,6 @@ from rlpipe.services.registration import (
 )
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run
-from rlpipe.types import TrainerError, UserError
 
 log = logging.getLogger(__name__)
 RESTARTS_MAX = 5  # of a service's gang

@@ -12,12 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.references import FileRecord
 from rlpipe.store.artifacts import Blocks, blocks_of, file_sha256
 from rlpipe.store.backend import Store
 from rlpipe.store.patience import Away
 from rlpipe.store.transfer import PART_BYTES, FileContent
 from rlpipe.trainer.jobs import JobResult, SaveJob
-from rlpipe.types import FileRecord, StoreError
 
 log = logging.getLogger(__name__)
 SMALL_FILES = 8  # of at most a part, that are sent at the same time

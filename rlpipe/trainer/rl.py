@@ -17,6 +17,8 @@ from torch import Tensor
 
 from rlpipe.algorithms.advantages import row_advantages
 from rlpipe.algorithms.losses import aggregate, importance_weights, kl, policy_terms
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import UNRECORDED
 from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch
@@ -36,7 +38,6 @@ from rlpipe.trainer.step import (
     plan_batch,
     summary,
 )
-from rlpipe.types import JsonDict, Metrics, UserError
 
 # sums over tokens, divided by the step's num_tokens; loss, policy_loss and kl come aggregated
 TOKEN_SUMS = (

@@ -12,6 +12,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.hashing import sha256_of
+from rlpipe.base.references import FileRecord
+from rlpipe.base.values import Metrics
 from rlpipe.store.deltas import DELTA, FRAME_BYTES, SUFFIX, Delta, DeltaFile, write_difference
 from rlpipe.store.disk import link
 from rlpipe.store.documents import sealed
@@ -19,7 +23,6 @@ from rlpipe.store.local_copy import materialise, whole_files
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
 from rlpipe.trainer.publishing import publish_bytes, published_file
-from rlpipe.types import FileRecord, Metrics, StoreError, sha256_of
 
 WEIGHTS = ".safetensors"
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlpipe.base.errors import UserError
 from rlpipe.models.causal import MODEL_FAULTS, WINDOW_TESTED, other_windows, small_windows
 from rlpipe.models.flex import leave_flex, own_attention, try_kernels, use_flex, uses_flex
 from rlpipe.models.fused import as_written, leave_fused, use_fused, uses_fused
@@ -20,7 +21,6 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.probe_rows import LENGTHS, behind, own_logprobs, row_logprobs, sequence, settle
-from rlpipe.types import UserError
 
 log = logging.getLogger(__name__)
 LONG = (200, 150, 40, 9)  # of more than one block of flex_attention

@@ -23,13 +23,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, _abort_process_group, _new_process_group_helper, _world
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.references import FileRecord
 from rlpipe.models.checkpoint import LENGTH_BYTES, hub_tensors, tensors_of
 from rlpipe.records.sending import Offer, TensorBucket
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, OfferJob, SendJob
 from rlpipe.trainer.policy_files import METADATA, HostCopies, layout_of, saved_as, whole_tensor
 from rlpipe.trainer.step import Resident
-from rlpipe.types import FileRecord, StoreError
 
 Made = TypeVar("Made")
 BUCKET_BYTES = 256 << 20  # of a bucket, or one block of layers

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from aiohttp import web
 
+from rlpipe.base.errors import StepRefused, StoreError, UserError
 from rlpipe.processes.launch import die_with_parent
 from rlpipe.processes.memory import settle_heap
 from rlpipe.services.registration import LOOPBACK
@@ -41,7 +42,6 @@ from rlpipe.trainer.node_server import NodeServer
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import BEGIN_S, Uploads
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.types import StepRefused, StoreError, UserError
 
 log = logging.getLogger(__name__)
 WAIT_S = 20.0

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.losses import sft_loss
+from rlpipe.base.errors import StepRefused
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import Metrics
 from rlpipe.trainer.batches import Microbatch, conversations_of_step, read_conversations
 from rlpipe.trainer.flops import TRAINED, mfu
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SftJob
 from rlpipe.trainer.step import Resident, StepBatch, StepSettings, frozen_logprobs, optimizer_step, plan_batch, summary
-from rlpipe.types import ArtifactRef, Metrics, StepRefused
 
 
 def train_sft(gang: Gang, resident: Resident, job: SftJob) -> JobResult:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from rlpipe.base.values import size_text
 from rlpipe.models.causal import empty_model
 from rlpipe.report.plan_cost import Speed
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.types import size_text
 
 LAYERS = (1, 3)  # of the two models that are timed: what a layer takes is half of what they differ by
 BYTES_MAX = 4 << 30  # of the larger one's weights and gradients

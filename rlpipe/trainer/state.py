@@ -17,6 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.values import JsonDict
 from rlpipe.models.adapter import is_adapter
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
 from rlpipe.models.checkpoint import TensorFile, tensors_of
@@ -46,7 +49,6 @@ from rlpipe.trainer.policy_files import save_policy
 from rlpipe.trainer.publishing import publish_bytes, published_in_blocks
 from rlpipe.trainer.selftest import proven_rows
 from rlpipe.trainer.step import Resident, frozen_logprobs, make_resident
-from rlpipe.types import ArtifactRef, FileRecord, JsonDict, StoreError
 
 STATE_SCHEMA = 1
 

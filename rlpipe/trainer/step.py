@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
+from rlpipe.base.errors import StepRefused
+from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.training import BETA1, OptimizerConfig
 from rlpipe.records.rollout import TokenGaps
 from rlpipe.trainer.batches import Microbatch, collate
@@ -22,7 +24,6 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.moments import MOMENTS, AwayMoments
 from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
-from rlpipe.types import JsonDict, Metrics, StepRefused
 
 # (microbatch, logprobs_BT, entropy_BT) -> (this microbatch's part of the loss, sums by name, the same names every time)
 LossPart = Callable[[Microbatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]

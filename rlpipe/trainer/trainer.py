@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from rlpipe.base.references import ArtifactRef
 from rlpipe.processes.memory import collect
 from rlpipe.trainer.adapted import adapter_of_reference
 from rlpipe.trainer.gang import Gang
@@ -20,7 +21,6 @@ from rlpipe.trainer.sending import Sending
 from rlpipe.trainer.sft import train_sft
 from rlpipe.trainer.state import load, save
 from rlpipe.trainer.step import Resident
-from rlpipe.types import ArtifactRef
 
 
 class Trainer:

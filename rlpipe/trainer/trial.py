@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.models.adapter import is_adapter, put_adapter
 from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config
 from rlpipe.models.checkpoint import check_weights
@@ -41,7 +43,6 @@ from rlpipe.trainer.model import PolicyModel, layers_of, recompute
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import prove
 from rlpipe.trainer.speed import measured_speed
-from rlpipe.types import JsonDict, UserError
 
 TOKENS = 8  # of the forward pass, which is of shapes only
 # what a family's code raises that asks for values where there are only shapes

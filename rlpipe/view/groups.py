@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 
 import numpy as np
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.manifests import Manifest
+from rlpipe.base.references import ArtifactRef
 from rlpipe.records.kinds import Float, Int32, Int64, Json, Mask, OptionalFloat, Spans, Text
 from rlpipe.records.prompt import Messages, Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Rollout, TokenGaps
 from rlpipe.report.stored_turns import turns_to_show
 from rlpipe.store.run import BEFORE_SFT, Run
-from rlpipe.types import ArtifactRef, Manifest, UserError
 from rlpipe.view.library import CommittedFile, InGroup, Library, rows_with
 
 Place = Literal["iterations", "evaluations"]

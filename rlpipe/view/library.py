@@ -15,13 +15,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.manifests import IterationRecord, Manifest
+from rlpipe.base.references import ArtifactRef
 from rlpipe.records.columns import from_table, schema_of, typed
 from rlpipe.records.kinds import Int32, Text
 from rlpipe.report.curves import EVALUATION, evaluation_of, sft_points
 from rlpipe.store.as_files import file_system, path_of
 from rlpipe.store.backend import Store
 from rlpipe.store.run import BEFORE_SFT, Run, open_existing
-from rlpipe.types import ArtifactRef, IterationRecord, Manifest, StoreError
 
 TABLES_BYTES_MAX = 256 << 20
 READERS = 16  # documents and files that are read at the same time

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 from starlette.datastructures import QueryParams
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.manifests import IterationRecord
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import identity
 from rlpipe.records.prompt import Messages
 from rlpipe.report.curves import evaluated_versions
 from rlpipe.report.show import NOTHING, RunSummary, flat_settings, run_summaries, run_summary
 from rlpipe.store.run import BEFORE_SFT
-from rlpipe.types import IterationRecord, JsonDict, UserError
 from rlpipe.view.groups import ShownRollout, evaluation_groups, scored_files
 from rlpipe.view.library import Library
 from rlpipe.view.plots import chosen, curve, metric_names, metric_plots, plot

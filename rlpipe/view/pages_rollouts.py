@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 from starlette.datastructures import QueryParams
 
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.records.prompt import Messages
 from rlpipe.records.turns import answers_of, speakers
 from rlpipe.report.stored_turns import stored_tokenizer
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import run_names
-from rlpipe.types import JsonDict, StoreError, UserError
 from rlpipe.view.groups import (
     FATES,
     GroupFiles,

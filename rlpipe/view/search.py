@@ -13,10 +13,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 import pyarrow.compute as pc
 
+from rlpipe.base.errors import StoreError
 from rlpipe.records.kinds import Int32, OptionalFloat, Text
 from rlpipe.report.curves import evaluated_versions
 from rlpipe.store.run import Run
-from rlpipe.types import StoreError
 from rlpipe.view.groups import ShownRollout, evaluation_groups, scored_files
 from rlpipe.view.library import READERS, AskedInGroup, Library, rows_with
 

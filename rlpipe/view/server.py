@@ -25,12 +25,13 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rlpipe.printable import printable
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.printable import printable
+from rlpipe.base.values import JsonDict
 from rlpipe.report.curves import reward_svg
 from rlpipe.services.registration import LOOPBACK
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import LaterVersion
-from rlpipe.types import JsonDict, StoreError, UserError
 from rlpipe.view import pages, pages_rollouts
 from rlpipe.view.library import Library
 from rlpipe.view.pages import Page

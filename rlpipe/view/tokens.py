@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
+from rlpipe.base.errors import StoreError
 from rlpipe.records.rollout import Rollout
-from rlpipe.types import StoreError
 
 SURPRISE_MAX = 5.0  # nats at which a colour is full
 GAP_MAX = 0.2  # the same, of a gap

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpipe.base.hashing import canonical_json, sha256_of
 from rlpipe.config.source import override_config
 from rlpipe.report.show import iteration_lines, run_lines, show_lines
 from rlpipe.store import audit, lease
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import SEAL, sealed
 from rlpipe.store.run import create_or_continue, fork, open_existing
-from rlpipe.types import canonical_json, sha256_of
 from tests.rows import BATCH, PROMPTS, fill, to_parquet
 from tests.test_show import commit_rows
 from tests.test_store_run import commit_sft, commit_stage, record_of, tiny

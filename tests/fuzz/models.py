@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlpipe.base.errors import UserError
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.source import read_config
 from rlpipe.data import trial as tokenizer_trial
@@ -21,7 +22,6 @@ from rlpipe.data.trial import TokenizerTrial
 from rlpipe.records.prompt import Prompt
 from rlpipe.stages.model_source import model_folder
 from rlpipe.trainer import trial as model_trial
-from rlpipe.types import UserError
 from tests.engine_fixtures import tiny_model
 
 PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import canonical_json
 from rlpipe.config.fields import config_fields
 from rlpipe.config.pipeline import stored_tree
 from rlpipe.config.source import check, read_config
 from rlpipe.store.backend import open_store
-from rlpipe.types import UserError, canonical_json
 
 PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"
 ODD = [

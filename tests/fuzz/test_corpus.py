@@ -25,6 +25,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flows import cli, cli_start
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import DataConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.sources import load_conversations, load_prompts
@@ -37,7 +39,6 @@ from rlpipe.store import audit
 from rlpipe.store.backend import open_store
 from rlpipe.store.run import open_existing
 from rlpipe.trainer.jobs import check_place, job_of
-from rlpipe.types import ArtifactRef, StoreError, UserError
 from tests import trainer_world as world
 from tests.deadlines import DEADLINE_S, PIPELINE_S
 from tests.engine_fixtures import CONTEXT_TOKENS, VOCAB, tiny_model

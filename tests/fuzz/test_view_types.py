@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
+from rlpipe.base.hashing import canonical_json, sha256_of
 from rlpipe.store.backend import open_store
 from rlpipe.store.documents import SEAL
-from rlpipe.types import canonical_json, sha256_of
 from rlpipe.view.server import view_app
 from tests.test_view import whole_store
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rlpipe.types import UserError
+from rlpipe.base.errors import UserError
 
 CASE_S, LINE_CHARS_MAX = 10.0, 1500  # seconds of the processor: how busy the machine is does not matter
 counted: Counter[str] = Counter()

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, UntypedStorage
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
+from rlpipe.base.errors import StoreError, UserError
 from rlpipe.engines.local.recorded import Recorded
 from rlpipe.models.causal import MODEL_FAULTS, hf_config, small_windows
 from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_names
@@ -30,7 +31,6 @@ from rlpipe.models.folder import folder_config
 from rlpipe.models.linear import use_fast_linears
 from rlpipe.models.masks import Masks
 from rlpipe.models.storage import free, storages_of
-from rlpipe.types import StoreError, UserError
 
 PROMPT_STEP = 32
 BUCKET_STEP = 64

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from rlpipe.base.errors import UserError
 from rlpipe.engines.local.model import BUCKET_STEP, PROMPT_STEP, LocalModel, PrefixBlock, block_rows, round_up
 from rlpipe.engines.local.protocol import ABORTED, ABORTED_WAITING, BadRequest, Call, FinishReason, SamplingJob
 from rlpipe.engines.local.slots import SlotPool
-from rlpipe.types import UserError
 
 POOLS_MAX = 4
 IDLE_POLL_S = 1.0

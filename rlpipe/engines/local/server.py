@@ -23,12 +23,12 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rlpipe import __version__
+from rlpipe.base.errors import UserError
 from rlpipe.config.operational import LOCAL_THREADS
 from rlpipe.config.secrecy import key_fits
 from rlpipe.engines.local import protocol
 from rlpipe.processes.launch import check_port_free, die_with_parent
 from rlpipe.processes.memory import settle_heap
-from rlpipe.types import UserError
 
 if TYPE_CHECKING:
     from rlpipe.engines.local.scheduler import Scheduler

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from rlpipe.algorithms.changes import NO_SHIFT, Shift, shift
+from rlpipe.base.values import Metrics
 from rlpipe.config.pipeline import identity
 from rlpipe.report.around import Around
 from rlpipe.report.curves import evaluation_of
 from rlpipe.report.suspects.finding import Finding, Findings, WhatIf, as_toml, from_to, rows_to_show
 from rlpipe.store.forks import AT_SFT
-from rlpipe.types import Metrics
 
 FLOOR = 1e-9  # of a metric
 RATIO_MIN = 3.0  # a metric that grew by less is not named

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import rlpipe
+from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import canonical_json
 from rlpipe.rewards.sandbox import confinement, supervisor
 from rlpipe.rewards.sandbox.confinement import ProgramLimits
-from rlpipe.types import UserError, canonical_json
 
 ROOT = Path(rlpipe.__file__).parent.parent
 START = "import sys; sys.path.insert(0, sys.argv[1]); from rlpipe.rewards.sandbox.supervisor import main; main()"

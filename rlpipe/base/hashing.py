@@ -1,0 +1,20 @@
+"""The bytes of a JSON value, and what hashes are taken of."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from typing import Any
+
+SHA256 = re.compile("[0-9a-f]{64}")
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte string of a JSON value, which may hold records: what hashes are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=dataclasses.asdict).encode()
+
+
+def sha256_of(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value)).hexdigest()

@@ -1,0 +1,103 @@
+"""The records that say what a run has: the manifest of an artifact, the record of an iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from rlpipe.base.errors import StoreError
+from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.values import JsonDict, Metrics
+
+ROUND_DIGITS_MAX = 4
+
+
+def moment_of(text: str, document: str) -> datetime:
+    """A time that a document has; StoreError when it is none."""
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError as error:
+        raise StoreError(f"{document} has the time {text!r:.80}, which is none") from error
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """A committed stage. `cached`: it was committed before it was asked for."""
+
+    ref: ArtifactRef
+    metrics: JsonDict
+    cached: bool
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says. `inputs` maps a name to the sha256 of that input's manifest."""
+
+    run: str
+    phase: str
+    iteration: int
+    stage: str
+    inputs: dict[str, str]
+    settings_sha256: str
+    settings: JsonDict
+    files: list[FileRecord]
+    metrics: JsonDict
+    weight_version: int | None
+    code_version: str
+    started_at: str
+    ended_at: str
+    schema_version: Literal[1] = 1  # of another, the document is refused
+    lease: int | None = None  # the number of the lease under which it was made; older documents have none
+
+    def file(self, plain_name: str) -> FileRecord:
+        """The record called `plain_name`; StoreError when the artifact has no such file."""
+        for record in self.files:
+            if record.plain_name == plain_name:
+                return record
+        raise StoreError(f"{self.run}/{self.phase}/{self.iteration:05d}/{self.stage} has no file {plain_name}")
+
+
+@dataclass(frozen=True)
+class BestReward:
+    """The best mean reward of a run so far, and the iteration that had it."""
+
+    iteration: int
+    reward: float
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """What `iteration.json` says: the commit of a whole RL iteration."""
+
+    run: str
+    iteration: int
+    weight_version: int  # of the policy that it made
+    artifacts: dict[str, ArtifactRef]  # prompts (of the last round), batch, policy; state and evaluation when there is one
+    state_iteration: int  # that of the newest training state; -1: none
+    metrics: dict[str, float | int]
+    curve: list[list[float | int]]  # [iteration, mean reward] so far, thinned
+    best: BestReward
+    ended_at: str
+    schema_version: Literal[1] = 1  # of another, the document is refused
+    lease: int | None = None  # as that of a manifest
+
+    def artifact(self, name: str) -> ArtifactRef:
+        """What it names so; StoreError when it names none."""
+        if name not in self.artifacts:
+            raise StoreError(f"the record of iteration {self.iteration} of run {self.run} names no {name}")
+        return self.artifacts[name]
+
+    @property
+    def last_round(self) -> int:
+        """The number of the last sampling round; StoreError when its folder has none."""
+        number = self.artifact("prompts").folder.rpartition("round-")[2]
+        if not number.isdecimal() or len(number) > ROUND_DIGITS_MAX:
+            raise StoreError(f"the record of iteration {self.iteration} of run {self.run} names no round of prompts")
+        return int(number)
+
+    @property
+    def evaluation(self) -> Metrics:
+        """The metrics of the evaluation of the policy that it made, by their names there; empty where none was due."""
+        prefix = "evaluation/"
+        return {name.removeprefix(prefix): value for name, value in self.metrics.items() if name.startswith(prefix)}

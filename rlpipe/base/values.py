@@ -1,0 +1,53 @@
+"""JSON values, paths and sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpipe.base.errors import UserError
+
+JsonDict = dict[str, Any]
+Metrics = dict[str, float]
+
+
+def plain_json(value: Any) -> Any:
+    """`value` as strict JSON: keys are strings, tuples and sets are lists, NaN and infinities null, anything else its text."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(entry) for entry in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain_json(entry) for entry in value), key=repr)
+    return str(value)
+
+
+def json_object(text: bytes | bytearray) -> JsonDict | None:
+    """The object that is written there, by whomever; None for anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # RecursionError: a great many brackets
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def expanded(path: str) -> Path:
+    """A path, `~` and `~USER` in it as the shell has them. UserError where nobody has that name."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"{path!r:.200}: there is no home folder of {path.split('/', 1)[0][:80]!r}; write the whole path"
+        ) from error
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes as a person reads them. Example: 1.61 GB."""
+    return f"{num_bytes / 10**9:,.2f} GB" if num_bytes >= 10**9 else f"{num_bytes / 10**6:,.1f} MB"
