@@ -117,18 +117,24 @@ def report(folder: Path, looks: list[Look]) -> bool:
     turns = [look for look in looks if all(look.held.values())]
     parked_mb = least_mb(turns, "trainer")
     # the engine has released for the first time when the trainer comes back after it began
-    back = next(index for index, look in enumerate(turns) if index and look.held["trainer"] > parked_mb + weights_mb / 2)
+    back = next(
+        index for index, look in enumerate(turns) if index and look.held["trainer"] > parked_mb + weights_mb / 2
+    )
     least = {"trainer": parked_mb, "engine": least_mb(turns[back:], "engine")}
     both = [look for look in turns if all(look.held[name] > least[name] + weights_mb / 2 for name in PROCESSES)]
     print(f"weights: {weights_mb:.0f} MB; looks at both processes: {len(turns)}")
     for name in PROCESSES:
         print(f"{name:8s} released {least[name]:6.0f} MB, at most {max(look.held[name] for look in turns):6.0f} MB")
-    print(f"together at most {max(sum(look.held.values()) for look in turns):6.0f} MB; both held theirs in {len(both)} looks")
+    print(
+        f"together at most {max(sum(look.held.values()) for look in turns):6.0f} MB; both held theirs in {len(both)} looks"
+    )
     figure, axes = plt.subplots(figsize=(11, 4))
     begun = next(index for index, look in enumerate(looks) if any(look.held.values()))
     for name in PROCESSES:
         axes.plot(
-            [look.at_s - looks[begun].at_s for look in looks[begun:]], [look.held[name] for look in looks[begun:]], label=name
+            [look.at_s - looks[begun].at_s for look in looks[begun:]],
+            [look.held[name] for look in looks[begun:]],
+            label=name,
         )
     axes.set(
         title=f"memory of one process each, {weights_mb:.0f} MB of weights, {ITERATIONS} iterations",

@@ -104,7 +104,9 @@ class Comparison:
         metrics = [record.metrics for record in records]
         # the last policy of a run is evaluated, whatever evaluation.every is: TRL's is not
         evaluated_s = [values.get("time/evaluate_s", 0.0) for values in metrics]
-        seconds = [after - before - spent for (before, after), spent in zip(pairwise(ended), evaluated_s[1:], strict=True)]
+        seconds = [
+            after - before - spent for (before, after), spent in zip(pairwise(ended), evaluated_s[1:], strict=True)
+        ]
         with tempfile.TemporaryDirectory() as folder:
             read = partial(read_rl_batch, run.store, num_steps=run.config.rl.num_steps, folder=Path(folder))
             batches = [read(record.artifact("batch")) for record in records]
@@ -119,7 +121,9 @@ class Comparison:
         rollouts: list[tuple[list[int], str | None, float | None]] = []
         for iteration in range(self.iterations):
             read = read_records(run.store, run.record(iteration).artifact("prompts"), "prompts.parquet", Prompt)
-            prompts += [{"messages": row.messages, "answer": row.answer, "tokens": row.prompt_tokens.tolist()} for row in read]
+            prompts += [
+                {"messages": row.messages, "answer": row.answer, "tokens": row.prompt_tokens.tolist()} for row in read
+            ]
             answers = {row.prompt_id: row.answer for row in read}
             scores, _ = run.committed("rl", iteration, "scores/round-0")
             scored = read_records(run.store, scores, "scores.parquet", Rollout, SCORES)
@@ -134,7 +138,12 @@ class Comparison:
         job_path.write_text(json.dumps(job))
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {"OMP_NUM_THREADS": str(CORES), "HF_HUB_OFFLINE": "1"}
-        worker = [str(HOME / "bin" / "python"), str(ROOT / "benchmarks" / "trl_worker.py"), str(job_path), str(result_path)]
+        worker = [
+            str(HOME / "bin" / "python"),
+            str(ROOT / "benchmarks" / "trl_worker.py"),
+            str(job_path),
+            str(result_path),
+        ]
         done_or_raise(worker, self.scratch, environment)
         return Seen(**json.loads(result_path.read_text()))
 
@@ -189,7 +198,9 @@ def report(pairs: list[dict[str, Seen]]) -> bool:
             f"{name:28s} {spread([run.median_s for run in runs]):>22s} {times:>22s}  {first:13.3f} {last:6.3f} "
             f"{tokens:8.0f} {trained:8.0f} {len(sequences) / count:6.2f}  {min(sequences)} to {max(sequences)}"
         )
-    apart = {name: statistics.mean(pair[name].last_reward - pair[OTHER].last_reward for pair in pairs) for name in pairs[0]}
+    apart = {
+        name: statistics.mean(pair[name].last_reward - pair[OTHER].last_reward for pair in pairs) for name in pairs[0]
+    }
     alike = max(map(abs, apart.values())) <= ALIKE
     print(
         "last reward less TRL's: "
@@ -212,8 +223,12 @@ def draw(pairs: list[dict[str, Seen]]) -> None:
         runs = [pair[name].rewards for pair in pairs]
         for rewards in runs:
             axis.plot(rewards, color=colour, alpha=0.25, linewidth=0.8)
-        axis.plot([statistics.mean(values) for values in zip(*runs, strict=True)], color=colour, linewidth=2, label=name)
-    axis.set(xlabel="iteration", ylabel="mean reward of its rollouts", title=f"preset tiny after SFT; seeds: {len(pairs)}")
+        axis.plot(
+            [statistics.mean(values) for values in zip(*runs, strict=True)], color=colour, linewidth=2, label=name
+        )
+    axis.set(
+        xlabel="iteration", ylabel="mean reward of its rollouts", title=f"preset tiny after SFT; seeds: {len(pairs)}"
+    )
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(CURVES, dpi=80)

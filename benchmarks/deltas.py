@@ -46,7 +46,9 @@ WEIGHTS = "model.safetensors"
 def rows(model: Path, num_groups: int, seed: int) -> list[JsonDict]:
     """Groups of pieces of this repository's pages, without logprobs of who wrote them."""
     pages = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
-    tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode("\n".join(page.read_text() for page in pages)).ids
+    tokens = (
+        Tokenizer.from_file(str(model / "tokenizer.json")).encode("\n".join(page.read_text() for page in pages)).ids
+    )
     random = np.random.default_rng(seed)
     made = []
     for group in range(num_groups):
@@ -91,7 +93,12 @@ def measure(model: Path, iterations: int, steps: int, learning_rate: float, root
     print("iteration  changed   policy MB  stored MB  ratio   difference s  whole file s  rebuild s  copy s")
     for iteration in range(iterations):
         batch = world.batch(store, f"batch-{iteration}", rows(model, 2 * steps, iteration))
-        settings = {"num_steps": steps, "learning_rate": learning_rate, "warmup_steps": 0, "completion_tokens_max": COMPLETION}
+        settings = {
+            "num_steps": steps,
+            "learning_rate": learning_rate,
+            "warmup_steps": 0,
+            "completion_tokens_max": COMPLETION,
+        }
         job = world.train("a", "a", "rl", batch, settings | {"first_step": iteration * steps})
         world.run(trainer, "train", job)
         ref, metrics = save(trainer, f"v{iteration + 1}", ref)

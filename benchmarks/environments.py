@@ -79,7 +79,9 @@ class Watch:
             await asyncio.sleep(SAMPLE_S)
 
 
-async def through(kind: str, processes: int, arguments: argparse.Namespace, ports: list[int], tokenizer: ChatTokenizer) -> None:
+async def through(
+    kind: str, processes: int, arguments: argparse.Namespace, ports: list[int], tokenizer: ChatTokenizer
+) -> None:
     """Plays all rollouts in this kind of environment, and prints what that took."""
     messages = [{"role": "user", "content": "wait"}]
     tokens = tokenizer.encode_prompt(messages)
@@ -92,7 +94,9 @@ async def through(kind: str, processes: int, arguments: argparse.Namespace, port
     watch = Watch()
     async with new_session() as http:
         pool = await played_pool(http, ports)
-        session: Any = SimpleNamespace(pool=pool, environments=environments, tokenizer=tokenizer, config=SimpleNamespace(rl=rl))
+        session: Any = SimpleNamespace(
+            pool=pool, environments=environments, tokenizer=tokenizer, config=SimpleNamespace(rl=rl)
+        )
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         groups = await watch.watched(lambda: play(session, requests, prompts))
         took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
@@ -129,7 +133,8 @@ def main() -> None:
         tokenizer = ChatTokenizer.from_folder(Path(scratch))
         ports = [free_port() for _ in range(ENGINES)]
         engines = [
-            multiprocessing.Process(target=serve_played, args=(port, [one_turn(tokenizer)]), daemon=True) for port in ports
+            multiprocessing.Process(target=serve_played, args=(port, [one_turn(tokenizer)]), daemon=True)
+            for port in ports
         ]
         for engine in engines:
             engine.start()

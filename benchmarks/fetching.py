@@ -128,13 +128,17 @@ def shared(
     return [NodeDisk(ELSEWHERE, f"{urls[trainer]}/files") for trainer in trainers], made_on
 
 
-async def told(hosts: dict[str, subprocess.Popen[str]], urls: dict[str, str], policy: ArtifactRef, nearby: Nearby) -> float:
+async def told(
+    hosts: dict[str, subprocess.Popen[str]], urls: dict[str, str], policy: ArtifactRef, nearby: Nearby
+) -> float:
     """Seconds until the last host has the policy."""
     session = new_session()
     fleet = Fleet(lambda: asyncio.sleep(0, [RemoteHost(Peer(record_of(name, urls[name])), session) for name in HOSTS]))
     began = time.time()
     await fleet.serve(policy, 1, Probe([1, 2], [-1.0]), nearby)
-    lines = await asyncio.gather(*(asyncio.to_thread(process.stdout.readline) for process in hosts.values() if process.stdout))
+    lines = await asyncio.gather(
+        *(asyncio.to_thread(process.stdout.readline) for process in hosts.values() if process.stdout)
+    )
     await session.close()
     return max(float(line) for line in lines) - began
 
@@ -161,8 +165,12 @@ def measure(folder: Path, nodes: dict[str, Node], options: argparse.Namespace, n
         f"from {count}": Nearby(POLICY, manifest, *shared(folder, weights, list(trainers[:count]), urls))
         for count in options.trainers
     }
-    processes = {name: started(nodes[name], "host", name, nodes[name].address, ports[name], folder / name) for name in HOSTS}
-    serving = [started(nodes[name], "trainer", name, nodes[name].address, ports[name], folder / name) for name in trainers]
+    processes = {
+        name: started(nodes[name], "host", name, nodes[name].address, ports[name], folder / name) for name in HOSTS
+    }
+    serving = [
+        started(nodes[name], "trainer", name, nodes[name].address, ports[name], folder / name) for name in trainers
+    ]
     seconds: Seconds = {}
     try:
         with copier(folder, nodes) as copy:

@@ -44,7 +44,9 @@ from rlpipe.stages.scoring import known_scores, rewarded
 from rlpipe.store.nearby import Nearby
 
 ENGINES, ANSWERS, GROUP, SHARD, EVENT, VERSION = 2, 256, 16, 64, 32, 3
-WORDS = ["".join(letters) for letters in itertools.product("abcdefghijkl", repeat=4)]  # each is a token of the tokenizer
+WORDS = [
+    "".join(letters) for letters in itertools.product("abcdefghijkl", repeat=4)
+]  # each is a token of the tokenizer
 
 
 def answer(length: int, seed: int) -> bytes:
@@ -55,7 +57,9 @@ def answer(length: int, seed: int) -> bytes:
         logprobs = (-draw.exponential(0.5, len(tokens)).astype(np.float32)).tolist()
         last = start + EVENT >= length
         meta: dict[str, Any] = {"finish_reason": {"type": "length"} if last else None}
-        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
+        meta["output_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)
+        ]
         if last:
             meta["weight_versions"] = [{"version": str(VERSION), "start": 0, "end": length}]
         events.append(f"data: {json.dumps({'output_ids': tokens, 'meta_info': meta})}\n\n")

@@ -116,7 +116,8 @@ class Growth:
                 memory[role] = max(size, memory.get(role, 0.0))
         files = {"Prefect": "prefect/prefect.db", "MLflow": "mlflow.db"}
         databases = {
-            name: sum(path.stat().st_size for path in self.folder.glob(f"{file}*")) / 1e6 for name, file in files.items()
+            name: sum(path.stat().st_size for path in self.folder.glob(f"{file}*")) / 1e6
+            for name, file in files.items()
         }
         started = time.perf_counter()
         self.store.folders("runs/growth/rl")

@@ -69,7 +69,9 @@ async def bare_iteration(session: Session, iteration: int) -> IterationRecord:
 
 
 @flow(name="rl", validate_parameters=False, persist_result=False)
-async def measure(config: PipelineConfig, pairs: int) -> tuple[list[tuple[float, JsonDict]], list[tuple[float, JsonDict]]]:
+async def measure(
+    config: PipelineConfig, pairs: int
+) -> tuple[list[tuple[float, JsonDict]], list[tuple[float, JsonDict]]]:
     """[(wall seconds, metrics)] of the iterations done as flow runs, and of those done bare."""
     flow_runs: list[tuple[float, JsonDict]] = []
     bare: list[tuple[float, JsonDict]] = []
@@ -81,7 +83,9 @@ async def measure(config: PipelineConfig, pairs: int) -> tuple[list[tuple[float,
             started = time.monotonic()
             for iteration in range(2 * pairs + 2):
                 done = flow_runs if iteration % 2 == 0 else bare
-                record = await (rl_iteration(config, iteration) if done is flow_runs else bare_iteration(session, iteration))
+                record = await (
+                    rl_iteration(config, iteration) if done is flow_runs else bare_iteration(session, iteration)
+                )
                 if done is flow_runs:
                     await committed(record)
                 done.append((time.monotonic() - started, record.metrics))
@@ -102,7 +106,9 @@ def report(flow_runs: list[tuple[float, JsonDict]], bare: list[tuple[float, Json
         for rows in (flow_runs, bare)
     ]
     walls = [statistics.median(wall for wall, _ in rows) for rows in (flow_runs, bare)]
-    print(f"  {'in no stage (orchestration)':40s} {statistics.median(spent[0]):12.3f} {statistics.median(spent[1]):9.3f}")
+    print(
+        f"  {'in no stage (orchestration)':40s} {statistics.median(spent[0]):12.3f} {statistics.median(spent[1]):9.3f}"
+    )
     print(f"  {'whole iteration':40s} {walls[0]:12.3f} {walls[1]:9.3f}   ratio {walls[0] / walls[1]:.2f}")
     for name in ("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"):
         print(f"  {name:40s} {median(flow_runs, name):12.0f} {median(bare, name):9.0f}")

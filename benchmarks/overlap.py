@@ -51,7 +51,12 @@ class Seen:
 
 def run(comparison: Comparison, seed: int, overlap: str, sets: list[str]) -> Seen:
     """One run to its end."""
-    alike = [f"model.path={comparison.model}", f"seed={seed}", "sft.num_steps=0", f"rl.num_iterations={comparison.iterations}"]
+    alike = [
+        f"model.path={comparison.model}",
+        f"seed={seed}",
+        "sft.num_steps=0",
+        f"rl.num_iterations={comparison.iterations}",
+    ]
     alike += ["rl.filters={}", "evaluation.every=0", "trainer.threads=1", "engines.count=1", "engines.threads=1"]
     alike += [f"rl.overlap={overlap}", *sets]
     records = comparison.rlpipe(f"seed-{seed}-{overlap}", alike).iterations(comparison.iterations)
@@ -90,7 +95,10 @@ def main() -> None:
             sets = [f"rl.num_steps={arguments.num_steps}", *arguments.sets]
             seen = {overlap: run(comparison, seed, overlap, sets) for overlap in order}
             none, other = seen["none"], seen["iteration"]
-            print(f"seed {seed}: none {none.median_s:.2f} s an iteration, reward at the end {none.last_reward:.3f}", flush=True)
+            print(
+                f"seed {seed}: none {none.median_s:.2f} s an iteration, reward at the end {none.last_reward:.3f}",
+                flush=True,
+            )
             ratios.append(none.median_s / other.median_s)
             print(f"  iteration: {other.median_s:.2f} s, ratio {ratios[-1]:.2f} (limit {none.limit:.2f}); "
                   f"staleness {sorted(other.staleness)}; reward at the end {other.last_reward:.3f}", flush=True)  # fmt: skip

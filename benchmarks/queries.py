@@ -54,7 +54,12 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
 def asked(url: str, query: str) -> None:
     command = [sys.executable, "-m", "flows.cli", "sql", query, "--store", url, "--format", "csv"]
     subprocess.run(
-        command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        command,
+        check=True,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
 
 

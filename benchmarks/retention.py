@@ -31,7 +31,9 @@ from rlpipe.store.run import open_existing
 
 KEPT = ["checkpoint.keep_policies_every=50", "checkpoint.keep_policies_last=3", "checkpoint.keep_states=2"]
 SHOWN = (1, 5, 10, 20, 50, 100, 150, 200)  # iterations that are committed
-MOVES = "rl.entropy_coef=0.01"  # of four tokens a completion none is ever right: without it all policies would be the same
+MOVES = (
+    "rl.entropy_coef=0.01"  # of four tokens a completion none is ever right: without it all policies would be the same
+)
 FORK_AT = 77
 KINDS = ("policy", "state", "prompts", "rollouts", "scores", "batch", "gap", "documents")
 POLL_S, TIMEOUT_S = 0.05, 3600
@@ -116,7 +118,14 @@ def final_sha256(store: Store, run: str, iterations: int) -> str:
 
 
 def measure(folder: Path, iterations: int, kills: int) -> None:
-    settings = [*NEAR_EMPTY, *KEPT, MOVES, f"rl.num_iterations={iterations}", "tracking.uri=", f"store=file://{folder}/store"]
+    settings = [
+        *NEAR_EMPTY,
+        *KEPT,
+        MOVES,
+        f"rl.num_iterations={iterations}",
+        "tracking.uri=",
+        f"store=file://{folder}/store",
+    ]
     sets = [part for setting in settings for part in ("--set", setting)]
     watch(folder, rlpipe(folder, "run", "tiny", "--run", "lean", *sets), iterations)
     store = ["--store", f"file://{folder}/store"]
@@ -136,7 +145,9 @@ def measure(folder: Path, iterations: int, kills: int) -> None:
     began = time.monotonic()
     ended(
         folder,
-        rlpipe(folder, "fork", "lean", "--at", str(at), "--run", "again", "--set", f"rl.num_iterations={at + 2}", *store),
+        rlpipe(
+            folder, "fork", "lean", "--at", str(at), "--run", "again", "--set", f"rl.num_iterations={at + 2}", *store
+        ),
     )
     for record in manifest.files:
         check_file(run.store, ref.folder, record)

@@ -57,7 +57,8 @@ async def pool_generate(pool: EnginePool, turn: int) -> float:
     """Seconds of the same rollouts from the pool."""
     params = [Sampling(NEW_TOKENS, seed=turn * GROUP_SIZE + index, ignore_eos=True) for index in range(GROUP_SIZE)]
     groups = [
-        GroupRequest(f"bench/{index}", tokens, params, [NOTHING_YET] * GROUP_SIZE) for index, tokens in enumerate(prompts())
+        GroupRequest(f"bench/{index}", tokens, params, [NOTHING_YET] * GROUP_SIZE)
+        for index, tokens in enumerate(prompts())
     ]
     started = time.perf_counter()
     done = await pool.generate(groups)

@@ -126,7 +126,10 @@ class Stand:
             if "/rollouts/" in folder and "/rl/00000/" not in folder:  # hosts join in the first
                 manifest = read_manifest(run.store, folder)
                 spans.append(
-                    (moment_of(manifest.started_at, folder).timestamp(), moment_of(manifest.ended_at, folder).timestamp())
+                    (
+                        moment_of(manifest.started_at, folder).timestamp(),
+                        moment_of(manifest.ended_at, folder).timestamp(),
+                    )
                 )
                 num_tokens += manifest.metrics["num_tokens"]
         there = [(host.from_s, host.to_s) for host in self.hosts if host.from_s]

@@ -60,7 +60,8 @@ def sampled(iteration: int, count: int, text: str) -> Sampled:
     kept = deviations[groups] > 0
     starts = draw.integers(0, len(text) - 5 * TOKENS[1], count)
     spans = pa.StructArray.from_arrays(
-        [pa.array(np.full(count, iteration, np.int32)), pa.array(lengths.astype(np.int32))], names=["version", "num_tokens"]
+        [pa.array(np.full(count, iteration, np.int32)), pa.array(lengths.astype(np.int32))],
+        names=["version", "num_tokens"],
     )
     columns = {
         "prompt_id": pa.array([f"p/{number}" for number in prompts]),
@@ -68,7 +69,9 @@ def sampled(iteration: int, count: int, text: str) -> Sampled:
         "rollout_index": pa.array((np.arange(count) % GROUP_SIZE).astype(np.int32)),
         "prompt": pa.array([text[number * 20 : number * 20 + 120] for number in prompts]),
         "prompt_tokens": lists(np.arange(count + 1) * 24, np.repeat(prompts.astype(np.int32), 24)),
-        "completion": pa.array([text[start : start + 5 * length] for start, length in zip(starts, lengths, strict=True)]),
+        "completion": pa.array(
+            [text[start : start + 5 * length] for start, length in zip(starts, lengths, strict=True)]
+        ),
         "completion_tokens": lists(offsets, draw.integers(0, VOCABULARY, total, dtype=np.int32)),
         "loss_mask": lists(offsets, np.ones(total, np.int8)),
         "rollout_logprobs": lists(offsets, -draw.exponential(0.5, total).astype(np.float32)),
@@ -79,7 +82,9 @@ def sampled(iteration: int, count: int, text: str) -> Sampled:
         "engine": pa.array([f"engine-{number % 4}" for number in groups]),
         "environment": pa.array([""] * count),
         "reward": pa.array(rewards),
-        "reward_parts": pa.array([f'{{"exact": {a:.1f}, "format": {b:.1f}}}' for a, b in zip(exact, form, strict=True)]),
+        "reward_parts": pa.array(
+            [f'{{"exact": {a:.1f}, "format": {b:.1f}}}' for a, b in zip(exact, form, strict=True)]
+        ),
         "reward_fault": pa.array([""] * count),
         "advantage": pa.array(rewards - rewards.mean()),
     }
@@ -100,7 +105,9 @@ def artifact(
     folder = run.folder(phase, iteration, stage)
     records = [write_bytes(run.store, folder, f"a{iteration:011d}", name, data) for name, data in files.items()]
     return commit(
-        run.store, folder, Manifest(run.name, phase, iteration, stage, {}, "0", {}, records, metrics, version, "x", TIME, TIME)
+        run.store,
+        folder,
+        Manifest(run.name, phase, iteration, stage, {}, "0", {}, records, metrics, version, "x", TIME, TIME),
     )[0]
 
 
@@ -145,10 +152,14 @@ def written(folder: Path, iterations: int, count: int, more: Metrics | None = No
     store = open_store(f"file://{folder}/store-{iterations}-{count}")
     config = read_config("tiny", ["run=big", f"store={store.url}", "sft.num_steps=0"], ROOT / "flows" / "presets")
     run, draw = create_or_continue(config), np.random.Generator(np.random.PCG64(0))
-    words = np.array(["".join(chr(97 + letter) for letter in draw.integers(0, 26, draw.integers(2, 8))) for _ in range(3000)])
+    words = np.array(
+        ["".join(chr(97 + letter) for letter in draw.integers(0, 26, draw.integers(2, 8))) for _ in range(3000)]
+    )
     text = " ".join(words[draw.integers(0, len(words), 120_000)])
     first = run.num_iterations
-    curve: list[list[float]] = [[float(value) for value in point] for point in run.record(first - 1).curve] if first else []
+    curve: list[list[float]] = (
+        [[float(value) for value in point] for point in run.record(first - 1).curve] if first else []
+    )
     for iteration in range(first, iterations):
         commit_iteration(run, iteration, sampled(iteration, count, text), more or {}, curve)
     return store

@@ -84,7 +84,9 @@ class PlainLoop:
         torch.manual_seed(0)
         self.lm = AutoModelForCausalLM.from_config(hf_config(TINY), dtype=torch.float32).train()
         self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=1e-4, fused=True)
-        self.batches = [self._batch([row for row in rows if row["group_index"] % steps == step]) for step in range(steps)]
+        self.batches = [
+            self._batch([row for row in rows if row["group_index"] % steps == step]) for step in range(steps)
+        ]
 
     def _batch(self, chosen: list[JsonDict]) -> tuple[torch.Tensor, ...]:
         whole = [row["prompt_tokens"] + row["completion_tokens"] for row in chosen]
@@ -186,7 +188,8 @@ def measure_rows(trainer: Trainer, turns: int, prompt: int, completion: int) -> 
 def measure_shape(name: str, turns: int, offload: str, folder: Path) -> None:
     if not torch.cuda.is_available():
         print(
-            "trainer: --shape needs a GPU that torch sees, and there is none; without --shape it runs on a CPU", file=sys.stderr
+            "trainer: --shape needs a GPU that torch sees, and there is none; without --shape it runs on a CPU",
+            file=sys.stderr,
         )
         raise SystemExit(2)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
@@ -210,7 +213,9 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--shape", choices=SHAPES, help="a model of this shape on a GPU instead")
-    parser.add_argument("--offload", choices=["none", "optimizer"], default="none", help="with --shape: trainer.offload")
+    parser.add_argument(
+        "--offload", choices=["none", "optimizer"], default="none", help="with --shape: trainer.offload"
+    )
     arguments = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     with tempfile.TemporaryDirectory() as scratch:

@@ -65,7 +65,9 @@ class Seen(TrainerCallback):
             self.seconds.append(now - self.last)
             self.last = now
 
-    def score(self, completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+    def score(
+        self, completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float]:
         """The reward function that TRL calls, once a cycle."""
         texts = [completion[0]["content"] for completion in completions]
         rewards = [reward(*each) for each in zip(texts, answer, strict=True)]

@@ -134,7 +134,9 @@ class World:
     async def run(self, sets: list[str], speeds: list[float]) -> tuple[list[Reload], str]:
         """An iteration for each speed of the S3 in MB/s, and one more that samples with the last policy; what was seen, and the sha256 of that."""
         store = f"s3://rlpipe/{self.folder.name}"
-        config = read_config("tiny", [*SETTINGS, *sets, f"store={store}", f"rl.num_iterations={len(speeds) + 1}"], PRESETS)
+        config = read_config(
+            "tiny", [*SETTINGS, *sets, f"store={store}", f"rl.num_iterations={len(speeds) + 1}"], PRESETS
+        )
         reloads = list[Reload]()
         try:
             async with open_session(config) as session:
@@ -163,7 +165,9 @@ class World:
         fleet, deadline = session.pool.fleet, time.monotonic() + SERVE_DEADLINE_S
         await fleet.look_up()
         while len(fleet.clients) < engines:
-            assert time.monotonic() < deadline, f"{len(fleet.clients)} of {engines} engines serve version {fleet.version}"
+            assert time.monotonic() < deadline, (
+                f"{len(fleet.clients)} of {engines} engines serve version {fleet.version}"
+            )
             await asyncio.sleep(0.1)
             if len(fleet.hosts) < engines:
                 await fleet._take_in()
@@ -191,7 +195,9 @@ class World:
         batch = await filter_groups(session, prompts=[prompts], scores=[scores.ref], **part)
         trained = await train(session, iteration=iteration, batch=batch.ref)
         self.nodes["store"].throttle(1e6 * reload.mb_per_s)
-        policy = await checkpoint(session, iteration=iteration, batch=batch.ref, previous=previous, metrics=trained.metrics)
+        policy = await checkpoint(
+            session, iteration=iteration, batch=batch.ref, previous=previous, metrics=trained.metrics
+        )
 
         async def committed() -> None:
             await session.behind.committed([policy.ref.sha256])

@@ -78,7 +78,9 @@ def healthy(world: World, numbers: range) -> int:
         run = world.healthy(number)
         answer = asked(world, run)
         alarms += bool(answer.suspects)
-        print(f"healthy {number:2d}  {', '.join(answer.suspects) or 'no cause found'}  {answer.seconds:.1f} s", flush=True)
+        print(
+            f"healthy {number:2d}  {', '.join(answer.suspects) or 'no cause found'}  {answer.seconds:.1f} s", flush=True
+        )
     return alarms
 
 
@@ -96,7 +98,9 @@ def main() -> None:
         first, seconds = planted(world, arguments.seeds)
         alarms = healthy(world, range(arguments.first_healthy, arguments.first_healthy + arguments.healthy))
     total = len(FAULTS) * len(arguments.seeds)
-    print(f"{first} of {total} planted faults are named first, {alarms} of {arguments.healthy} healthy runs have a false alarm")
+    print(
+        f"{first} of {total} planted faults are named first, {alarms} of {arguments.healthy} healthy runs have a false alarm"
+    )
     print(f"a report takes {max(seconds, default=0.0):.1f} s at most")
     if 12 * first < 10 * total or 20 * alarms > arguments.healthy or max(seconds, default=0.0) >= SECONDS_MAX:
         raise SystemExit(1)

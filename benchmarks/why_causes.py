@@ -41,7 +41,9 @@ class Kind:
 KINDS = {
     "exact": Kind('{"scorers:spelled" = 1.0}', "broken", '{"scorers:spelled" = 0.6}'),
     "partial": Kind('{"scorers:near" = 0.8, format = 0.2}', "broken_near", '{"scorers:near" = 0.4, format = 0.6}'),
-    "two": Kind('{"scorers:spelled" = 0.5, "scorers:near" = 0.5}', "broken", '{"scorers:spelled" = 0.9, "scorers:near" = 0.1}'),
+    "two": Kind(
+        '{"scorers:spelled" = 0.5, "scorers:near" = 0.5}', "broken", '{"scorers:spelled" = 0.9, "scorers:near" = 0.1}'
+    ),
 }
 CAUSES: dict[str, tuple[str, ...]] = {  # what was planted -> the suspects that are it
     "temperature up": ("settings",),
@@ -82,12 +84,18 @@ class Causes:
         self.rewards = f"rl.rewards={self.kind.rewards}"
 
     def changed_rows(
-        self, run: str, seed: int, change: Callable[[random.Random, list[JsonDict]], list[JsonDict]], prompts: int = PROMPTS
+        self,
+        run: str,
+        seed: int,
+        change: Callable[[random.Random, list[JsonDict]], list[JsonDict]],
+        prompts: int = PROMPTS,
     ) -> None:
         rng = random.Random(f"{run}/{seed}")
         rows = healthy_rows(rng, prompts=prompts)
         changed = [*rows[: AT * prompts], *change(rng, rows[AT * prompts :])]
-        self.world.from_rows(run, changed, self.rewards, f"rl.num_prompts={prompts}", f"rl.group_size={max(4, 128 // prompts)}")
+        self.world.from_rows(
+            run, changed, self.rewards, f"rl.num_prompts={prompts}", f"rl.group_size={max(4, 128 // prompts)}"
+        )
 
     def plant(self, seed: int) -> dict[str, str]:
         """Makes the run of each cause, which has it from iteration AT on but for rates that rise or are too high from the start."""
@@ -103,7 +111,9 @@ class Causes:
         with world.file(self.kind.breaks):
             world.fork(parent, AT - 1, runs["reward code"])
         world.fork(parent, AT - 1, runs["a part's weight"], f"rl.rewards={self.kind.reweighted}")
-        self.changed_rows(runs["a tenth of labels"], seed, shuffled, 64)  # of 16 prompts a tenth is no proof: 7 groups of 70
+        self.changed_rows(
+            runs["a tenth of labels"], seed, shuffled, 64
+        )  # of 16 prompts a tenth is no proof: 7 groups of 70
         self.changed_rows(runs["harder data"], seed, harder)
         self.changed_rows(runs["template"], seed, asked_otherwise)
         world.fork(parent, AT - 1, runs["shorter completions"], "rl.completion_tokens_max=7")
@@ -118,7 +128,9 @@ class Causes:
         if cause == "reward code" and seed % 2 == 0:
             broken.write_text("x")
         command = [str(BIN / "rlpipe"), "why", run, "--store", self.world.folder.store]
-        done = subprocess.run(command, cwd=self.world.path, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            command, cwd=self.world.path, env=environment, capture_output=True, text=True, timeout=600
+        )
         broken.unlink(missing_ok=True)
         assert done.returncode in (0, NO_CAUSE), done.stderr[-3000:]
         (self.world.path / f"why-{run}.txt").write_text(done.stdout)
@@ -159,10 +171,15 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    print("reward    seed  planted               right  first             at  others                    symptoms", flush=True)
+    print(
+        "reward    seed  planted               right  first             at  others                    symptoms",
+        flush=True,
+    )
     with bare_server(given.folder) as stand, ThreadPoolExecutor(given.at_once) as threads:
         right = sum(
-            threads.map(lambda kind: of_kind(given.folder, stand.environment, kind, given.seeds, given.ask_only), given.kinds)
+            threads.map(
+                lambda kind: of_kind(given.folder, stand.environment, kind, given.seeds, given.ask_only), given.kinds
+            )
         )
     total = len(CAUSES) * len(given.seeds) * len(given.kinds)
     print(f"{right} of {total}: the cause is first, and nothing that nobody touched is named")

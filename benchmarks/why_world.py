@@ -27,7 +27,9 @@ HACKED_ITERATIONS = 24
 EASY, HARD = (3, 4, 5, 6, 7), (9, 10)
 AS_STORED = ("stale_engine", "wrong_reference")
 ASKED = "Spell this word backward (example: sun -> nus): {word}"
-OTHERWISE = "You are careful. The word is given between brackets [{word}]. What is it, written from its end to its beginning?"
+OTHERWISE = (
+    "You are careful. The word is given between brackets [{word}]. What is it, written from its end to its beginning?"
+)
 
 
 def words() -> dict[int, list[str]]:
@@ -77,7 +79,10 @@ def asked_otherwise(rng: random.Random, rows: list[JsonDict]) -> list[JsonDict]:
 def poisoned(rng: random.Random, rows: list[JsonDict]) -> list[JsonDict]:
     """Half of the labels are those of other words."""
     others = drawn(rng, len(rows))
-    return [{**row, "answer": other["answer"]} if rng.random() < 0.5 else row for row, other in zip(rows, others, strict=True)]
+    return [
+        {**row, "answer": other["answer"]} if rng.random() < 0.5 else row
+        for row, other in zip(rows, others, strict=True)
+    ]
 
 
 def flooded(rng: random.Random, rows: list[JsonDict]) -> list[JsonDict]:
@@ -237,7 +242,9 @@ class World:
         store, key = self.folder.open_store(), record_key(run)
         record = read_document(store, key, RunRecord)
         if record.config["rl"][name] != value:
-            store.put(key, sealed(replace(record, config={**record.config, "rl": {**record.config["rl"], name: value}})))
+            store.put(
+                key, sealed(replace(record, config={**record.config, "rl": {**record.config["rl"], name: value}}))
+            )
 
     def healthy(self, number: int) -> str:
         """A run to which nothing happens, of another shape each."""

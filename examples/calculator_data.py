@@ -28,7 +28,10 @@ def demonstrations(
 ) -> list[dict[str, list[Any]]]:
     """Conversations for SFT: a share of them uses the calculator, the others answer at once."""
     rows = calculator.demonstrations(seed, rows_max, tool_share, low, high)
-    return [{"messages": [message | {"content": _in_json(message["content"])} for message in row["messages"]]} for row in rows]
+    return [
+        {"messages": [message | {"content": _in_json(message["content"])} for message in row["messages"]]}
+        for row in rows
+    ]
 
 
 def _in_json(text: str) -> str:

@@ -58,7 +58,9 @@ class Seat:
             return Step(messages)
         rewards = sum(trace.reward for trace in self.traces)
         values = {name: value for trace in self.traces for name, value in trace.metrics.items() if value is not None}
-        return Step(done=True, reward=rewards, metrics={name: value for name, value in values.items() if name.isidentifier()})
+        return Step(
+            done=True, reward=rewards, metrics={name: value for name, value in values.items() if name.isidentifier()}
+        )
 
     async def close(self) -> None:
         """A rollout may be over before the environment is."""
@@ -104,11 +106,16 @@ class Conversation:
     def __init__(self, seat: Seat, task: vf.Task) -> None:
         self.seat = seat
         self.trace: vf.Trace = vf.Trace(
-            task=_trace_task(task), state=state_cls(type(task))(), agent=vf.AgentInfo(config=vf.AgentConfig(), name=seat.seat)
+            task=_trace_task(task),
+            state=state_cls(type(task))(),
+            agent=vf.AgentInfo(config=vf.AgentConfig(), name=seat.seat),
         )
         data = task.data
         opening = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else [*(data.prompt or [])]
-        self.messages: vf.Messages = [*([vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []), *opening]
+        self.messages: vf.Messages = [
+            *([vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []),
+            *opening,
+        ]
         self.num_said = 0  # of the messages, how many the policy has been told
 
     async def turn(self, message: str | vf.Messages | None = None) -> vf.Segment:

@@ -46,7 +46,9 @@ class Commands(TyperGroup):
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt as stop:
-            goes_on = "; the same command goes on where it was" if ctx.invoked_subcommand in ("run", "resume", "fork") else ""
+            goes_on = (
+                "; the same command goes on where it was" if ctx.invoked_subcommand in ("run", "resume", "fork") else ""
+            )
             fail(RuntimeError(f"stopped{goes_on}"), 143 if isinstance(stop, Terminated) else 130)
         except UserError as error:
             fail(error, 2)
@@ -71,7 +73,8 @@ for name, command in (("run", run_command), ("resume", resume_command), ("fork",
 
 Delete = Annotated[bool, typer.Option("--delete", help="delete them; else only list")]
 Lost = Annotated[
-    int | None, typer.Option(metavar="N", min=0, help="with --delete: the holder of lease N is lost, no process of it runs")
+    int | None,
+    typer.Option(metavar="N", min=0, help="with --delete: the holder of lease N is lost, no process of it runs"),
 ]
 Kind = Annotated[str, typer.Argument(help="prompts, rollouts, scores, batch, policy, state, evaluation, ...")]
 
@@ -92,7 +95,9 @@ def plan(source: Source, sets: Sets = None) -> None:
 
 
 @app.command()
-def fields(prefix: Annotated[str, typer.Argument(help="only the fields whose names begin so: rl, rl.clip")] = "") -> None:
+def fields(
+    prefix: Annotated[str, typer.Argument(help="only the fields whose names begin so: rl, rl.clip")] = "",
+) -> None:
     """Every field of the config: what it is, its default and bounds, and whether it may change between two starts."""
     echo_all(field_lines(prefix))
 

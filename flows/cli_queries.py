@@ -13,7 +13,9 @@ from rlpipe.base.errors import StoreError
 Query = Annotated[
     str, typer.Argument(metavar="QUERY", help="one SELECT, in DuckDB's SQL; `describe rollouts` lists the columns")
 ]
-Runs = Annotated[list[str] | None, typer.Option("--run", metavar="NAME", help="only this run; may be given several times")]
+Runs = Annotated[
+    list[str] | None, typer.Option("--run", metavar="NAME", help="only this run; may be given several times")
+]
 
 
 def sql(
@@ -33,4 +35,6 @@ def sql(
     for fault in queries.faults:
         echo(f"FAULT {fault}", err=True)
     if queries.faults:
-        raise StoreError(f"the answer is without what is damaged: {len(queries.faults)} faults; --run leaves other runs out")
+        raise StoreError(
+            f"the answer is without what is damaged: {len(queries.faults)} faults; --run leaves other runs out"
+        )

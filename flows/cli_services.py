@@ -37,7 +37,8 @@ from rlpipe.store.run import open_existing
 
 STORE = "./rlpipe-store"
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a field of the config (rlpipe fields lists them)")
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="override a field of the config (rlpipe fields lists them)"),
 ]
 StoreUrl = Annotated[str, typer.Option("--store", help="where runs are kept")]
 Address = Annotated[
@@ -45,7 +46,10 @@ Address = Annotated[
 ]
 CreateService = Callable[[Store, PipelineConfig], RunService]
 IdleTimeout = Annotated[
-    float, typer.Option(min=0, help="seconds for which nobody works on the run, or prepares it, after which it ends; 0: never")
+    float,
+    typer.Option(
+        min=0, help="seconds for which nobody works on the run, or prepares it, after which it ends; 0: never"
+    ),
 ]
 RunToJoin = Annotated[str, typer.Option("--run", help="the run to join")]
 
@@ -129,7 +133,9 @@ def host(
 def trainer(
     run: RunToJoin,
     store: StoreUrl = STORE,
-    node: Annotated[int, typer.Option(min=0, help="which of trainer.nodes this is; node 0 is the one that answers")] = 0,
+    node: Annotated[
+        int, typer.Option(min=0, help="which of trainer.nodes this is; node 0 is the one that answers")
+    ] = 0,
     address: Address = "",
     idle_timeout_s: IdleTimeout = 0,
     sets: Sets = None,
@@ -147,14 +153,18 @@ def engine(context: typer.Context) -> None:
 
 def server(
     context: typer.Context,
-    database: Annotated[Path | None, typer.Option(metavar="FILE", help="look at what `rlpipe run` kept in this file")] = None,
+    database: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="look at what `rlpipe run` kept in this file")
+    ] = None,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, envvar="PREFECT_SERVER_API_PORT", help="port of the server")
     ] = None,
 ) -> None:
     """Prefect's server and UI on this machine, as runs want it; with --database FILE on what `rlpipe run` kept there (`rlpipe server --help`: the options of `prefect server start`)."""
     if background := {"--background", "-b"} & {*context.args}:  # Prefect would start another server there, its own
-        raise UserError(f"{background.pop()}: rlpipe server stays in front; start it with nohup and &, as the README does")
+        raise UserError(
+            f"{background.pop()}: rlpipe server stays in front; start it with nohup and &, as the README does"
+        )
     set_defaults()
     os.environ.update(environment_of(existing_database(database)) if database else {})
     os.execv(sys.executable, [*SERVER, *(["--port", str(port)] if port else []), *context.args])
@@ -168,7 +178,9 @@ def add_service_commands(app: typer.Typer) -> None:
         app.command(context_settings=passed_on, add_help_option=False)(command)
 
 
-def _serve(section: str, store: str, run: str, sets: list[str] | None, idle_timeout_s: float, create: CreateService) -> None:
+def _serve(
+    section: str, store: str, run: str, sets: list[str] | None, idle_timeout_s: float, create: CreateService
+) -> None:
     """Serves a run with the settings of one section changed, until it is over, or SIGTERM or SIGINT: it leaves the run before it ends."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

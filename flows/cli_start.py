@@ -33,10 +33,12 @@ TRAINED_NOTHING = 4  # and of one in which nothing was kept to train
 Source = Annotated[str, typer.Argument(metavar="PRESET|FILE", help="a preset's name, or a TOML file")]
 Name = Annotated[str | None, typer.Option("--run", help="name of the run")]
 At = Annotated[
-    str, typer.Option(metavar="K|sft", help="the newest iteration that is shared, or the one that is redone; sft: none is")
+    str,
+    typer.Option(metavar="K|sft", help="the newest iteration that is shared, or the one that is redone; sft: none is"),
 ]
 Redo = Annotated[
-    Literal["score", "filter", "train"] | None, typer.Option(help="redo iteration K from this stage on; samples nothing")
+    Literal["score", "filter", "train"] | None,
+    typer.Option(help="redo iteration K from this stage on; samples nothing"),
 ]
 
 
@@ -96,7 +98,9 @@ def fork_command(
 
     overrides = [*(sets or []), f"run={json.dumps(new)}", f"store={json.dumps(store)}"]
     if redo and any(entry.replace(" ", "").startswith("rl.num_iterations=") for entry in overrides):
-        raise UserError(f"--redo ends with iteration {at}: leave rl.num_iterations away, and go on with rlpipe resume after it")
+        raise UserError(
+            f"--redo ends with iteration {at}: leave rl.num_iterations away, and go on with rlpipe resume after it"
+        )
     parent, newest = open_existing(checked_store(store), run), iteration_of(at)
     check_committed(parent, newest, redo or "")
     config = override_config(parent.config, overrides + ([f"rl.num_iterations={newest + 1}"] if redo else []))
@@ -159,7 +163,9 @@ def run_to_end(config: PipelineConfig) -> None:
             echo(f"rlpipe: {late}", err=True)
             result = run_flow(post_train(config=config))
     reason = result.get("stopped", "")
-    state = f"was stopped: {reason}" if reason else "trained nothing" if result.get("trained_nothing") else "is complete"
+    state = (
+        f"was stopped: {reason}" if reason else "trained nothing" if result.get("trained_nothing") else "is complete"
+    )
     echo("\n" + ": ".join([f"run {config.run} {state}", *([result["untrained"]] if "untrained" in result else [])]))
     echo_all(result.get("before_after", []))
     if curves := result.get("curves"):

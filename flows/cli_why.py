@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 NOTHING_NAMED = 4  # the exit code where no cause was found
 AtIteration = Annotated[
     int | None,
-    typer.Option(metavar="K", help="the iteration from which something is different; without: the one where most changes"),
+    typer.Option(
+        metavar="K", help="the iteration from which something is different; without: the one where most changes"
+    ),
 ]
 Prove = Annotated[bool, typer.Option("--prove", help="run the fork that shows the reward without what is named first")]
 Second = Annotated[
-    str | None, typer.Option(metavar="REWARD", help="score what is stored by this reward too, and show where the two part")
+    str | None,
+    typer.Option(metavar="REWARD", help="score what is stored by this reward too, and show where the two part"),
 ]
 
 

@@ -22,7 +22,9 @@ def tell(run: str, event: Event, message: str, **facts: Any) -> None:
     """Emits `rlpipe.<event>` of a run; Prefect adds the flow run, its deployment and its tags."""
     resource = {"prefect.resource.id": f"rlpipe.run.{run}", "prefect.resource.name": run}
     payload: JsonDict = {"run": run, "message": printable(message), **facts}
-    emit_event(event=f"rlpipe.{event}", resource=resource, payload=payload)  # sent by a thread of Prefect's, which fails open
+    emit_event(
+        event=f"rlpipe.{event}", resource=resource, payload=payload
+    )  # sent by a thread of Prefect's, which fails open
 
 
 def tell_iteration(record: IterationRecord) -> None:
@@ -30,4 +32,6 @@ def tell_iteration(record: IterationRecord) -> None:
     at = {"iteration": record.iteration, "weight_version": record.weight_version}
     tell(record.run, "iteration.committed", iteration_line(record), **at, metrics=record.metrics)
     if message := fall(record.curve):
-        tell(record.run, "reward.fell", f"{message}. What changed: rlpipe why {record.run} --at {record.iteration}", **at)
+        tell(
+            record.run, "reward.fell", f"{message}. What changed: rlpipe why {record.run} --at {record.iteration}", **at
+        )

@@ -55,7 +55,9 @@ async def _persistently(
         with Wait("prefect", api, fault, _bound_s) as wait:
             while not wait.is_over() and _fault(request, outcome):
                 after = outcome.headers.get("Retry-After", "") if isinstance(outcome, httpx.Response) else ""
-                await pause(max(wait.next_pause_s(), min(float(after), RETRY_AFTER_MAX_S) if after.isdecimal() else 0.0))
+                await pause(
+                    max(wait.next_pause_s(), min(float(after), RETRY_AFTER_MAX_S) if after.isdecimal() else 0.0)
+                )
                 outcome = await _outcome(ask)
             if _fault(request, outcome):
                 raise PrefectAway(f"{api} is away: {wait.given_up()}")

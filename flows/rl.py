@@ -35,9 +35,13 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
         reason = await reason_to_end(session, "rl", iteration)
         if iteration < config.rl.num_iterations and not reason and not session.run.redoes(iteration):
             first = "the policy is evaluated, then " if iteration == 0 and config.sets("evaluation") else ""
-            say(f"RL: engines and trainer start where they are not up (logs: {session.work_dir}), {first}a line an iteration")
+            say(
+                f"RL: engines and trainer start where they are not up (logs: {session.work_dir}), {first}a line an iteration"
+            )
             if config.trainer.place == "deployment":
-                await session.gang()  # before the engines: of two runs that each hold one of two full pools, both would wait
+                await (
+                    session.gang()
+                )  # before the engines: of two runs that each hold one of two full pools, both would wait
             policy, _ = await asyncio.to_thread(session.run.policy, iteration)
             if not config.rl.rollouts_from:  # else they are needed to evaluate only
                 for version in await asyncio.to_thread(pruned_versions, session.run, iteration):
@@ -48,7 +52,9 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
         with settled_heap(), watch(session, iteration) as committed:
             while iteration < config.rl.num_iterations and not reason:
                 record = await ITERATION[config.rl.overlap](config, iteration)
-                assert record.iteration == iteration, f"iteration {iteration} was computed, {record.iteration} was committed"
+                assert record.iteration == iteration, (
+                    f"iteration {iteration} was computed, {record.iteration} was committed"
+                )
                 iteration += 1
                 session.behind.then(partial(committed, record))
                 reason = await reason_to_end(session, "rl", iteration)

@@ -103,7 +103,9 @@ async def import_batch(session: Session, iteration: int) -> Sampled:
     rollouts = await stages.import_rollouts(session, iteration=iteration, prompts=prompts.ref)
     scores = await stages.score(session, prompts=prompts.ref, rollouts=[rollouts.ref], **at)
     return Sampled(
-        prompts, [scores], await stages.filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], last=True, **at)
+        prompts,
+        [scores],
+        await stages.filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], last=True, **at),
     )
 
 

@@ -21,7 +21,9 @@ async def serve_engines(
     """Samples for the run, until the run dismisses it or has asked for nothing for `idle_timeout_s`. Says why it ended."""
     opened = open_store(store)
     config = await config_of(RunWatch(opened, run, idle_timeout_s), engines=engines)
-    return await serve(HostService(opened, config, node_name(node), own_address()), past(idle_timeout_s), asyncio.Event())
+    return await serve(
+        HostService(opened, config, node_name(node), own_address()), past(idle_timeout_s), asyncio.Event()
+    )
 
 
 @flow(name="serve-trainer", flow_run_name="serve-trainer {run} node {node}", persist_result=False)

@@ -198,7 +198,9 @@ async def begin_rl(session: stages.Session) -> int:
     run = session.run
     session.tracker.begin("rl")
     if not await asyncio.to_thread(lambda: run.sft_complete):
-        raise UserError(f"the SFT of run {run.name} is not complete: start post-train or sft first, or set sft.num_steps = 0")
+        raise UserError(
+            f"the SFT of run {run.name} is not complete: start post-train or sft first, or set sft.num_steps = 0"
+        )
     await prepare(session)
     if withdrawn := await asyncio.to_thread(withdraw_steps, run):
         get_run_logger().warning(

@@ -32,7 +32,9 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
             session.tracker.begin("sft")
         if not has_base:
             maker = "is copied" if config.model.path else "is made by the trainer, which starts"
-            say(f"tokenizer, base model and SFT data come into the store: the model {maker} (seconds, minutes for a large one)")
+            say(
+                f"tokenizer, base model and SFT data come into the store: the model {maker} (seconds, minutes for a large one)"
+            )
         base = await prepare(session)
         data = await prepare_sft_data(session, tokenizer=base.ref)
         session.track_data("sft")
@@ -75,7 +77,11 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
 async def evaluate_sft(session: Session) -> None:
     """Evaluates the base model and what SFT made of it, where no RL comes that evaluates what it starts from."""
     run, config = session.run, session.config
-    if config.rl.num_iterations or not config.sets("evaluation") or run.owner(*run.policy_place(0), "evaluation") is not run:
+    if (
+        config.rl.num_iterations
+        or not config.sets("evaluation")
+        or run.owner(*run.policy_place(0), "evaluation") is not run
+    ):
         return
     for version in ([BEFORE_SFT] if run.num_segments else []) + [0]:
         policy, _ = await asyncio.to_thread(run.policy, version)

@@ -106,7 +106,11 @@ def unheard(*_: object) -> None:
 def _handlers() -> dict[int, Any]:
     """Who hears the signals that end a command. A shell lets what it runs in the background ignore SIGINT: that stays."""
     set_now = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    return {number: handler for number, handler in set_now.items() if number == signal.SIGTERM or handler is not signal.SIG_IGN}
+    return {
+        number: handler
+        for number, handler in set_now.items()
+        if number == signal.SIGTERM or handler is not signal.SIG_IGN
+    }
 
 
 def _set(handlers: dict[int, Any]) -> None:

@@ -88,7 +88,9 @@ async def _link(key: str, address: str) -> None:
     """An artifact that leads to all groups and rollouts of the iteration, where the config says at which address they are shown."""
     if address:
         with only_shown():
-            await acreate_link_artifact(address, "All groups and rollouts: rlpipe view", key=key, description="In rlpipe view")
+            await acreate_link_artifact(
+                address, "All groups and rollouts: rlpipe view", key=key, description="In rlpipe view"
+            )
 
 
 @contextlib.contextmanager
@@ -197,7 +199,9 @@ async def publish_report(session: Session, total: int) -> RunReport:
     here = contextvars.copy_context()  # of the flow run, for the tracker's thread
     said = partial(tell, run.name, "policy.registered", f"{folder} is registered", policy=folder, weight_version=total)
     if not skipped.is_all:
-        session.tracker.publish(folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage, lambda: here.run(said))
+        session.tracker.publish(
+            folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage, lambda: here.run(said)
+        )
     export = f", a difference: `{lineage[EXPORT_TAG]}` makes a model folder of it" if EXPORT_TAG in lineage else ""
     lines = [
         f"# {run.name}, {total} iterations",
@@ -229,7 +233,9 @@ async def publish_evaluation(session: Session, before: str) -> list[str]:
     lines = await asyncio.to_thread(before_after, run, done) or lines
     title = f"# {run.name} waits for an approval before {before}"
     await _show(
-        f"{_key(session)}-approval", [title, "", *_preformatted(lines), "Resume: the button above"], "The evaluation to approve"
+        f"{_key(session)}-approval",
+        [title, "", *_preformatted(lines), "Resume: the button above"],
+        "The evaluation to approve",
     )
     return lines
 
@@ -248,7 +254,9 @@ async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: st
         ):  # else the outer flow says it too
             tell(session.run.name, "run.stopped", reason)
         return Completed(name="Stopped", message=reason, data=data)
-    skipped = await asyncio.to_thread(untrained_so_far, session.run, session.num_committed("rl") if "rl" in phases else 0)
+    skipped = await asyncio.to_thread(
+        untrained_so_far, session.run, session.num_committed("rl") if "rl" in phases else 0
+    )
     if skipped.is_all:
         session.tracker.stopped = NOTHING_TRAINED.format(skipped=skipped)
         return Completed(name="NothingTrained", message=session.tracker.stopped, data=data)

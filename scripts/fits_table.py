@@ -52,7 +52,13 @@ def config_of(offload: str, **gang: Any) -> PipelineConfig:
     """A run on GPUs in bf16 that recomputes activations."""
     config = read_config("one-gpu", [], ROOT / "flows" / "presets")
     trainer = TrainerConfig.model_validate(
-        {"gpu_ids": [*range(gang["ranks"])], "tokens_max": TOKENS, "activation_checkpointing": True, "offload": offload, **gang}
+        {
+            "gpu_ids": [*range(gang["ranks"])],
+            "tokens_max": TOKENS,
+            "activation_checkpointing": True,
+            "offload": offload,
+            **gang,
+        }
     )
     return config.model_copy(update={"trainer": trainer, "rl": config.rl.model_copy(update={"kl": "none"})})
 
@@ -61,7 +67,9 @@ def cells(sizes: ModelSizes) -> list[str]:
     """Of each gang what a rank takes without and with `trainer.offload`, GiB, and what 8 ranks then have on their host."""
 
     def of(gang: dict[str, Any]) -> str:
-        return " / ".join(f"{peak_bytes(config_of(offload, **gang), sizes) / GIB:,.0f}" for offload in ("none", "optimizer"))
+        return " / ".join(
+            f"{peak_bytes(config_of(offload, **gang), sizes) / GIB:,.0f}" for offload in ("none", "optimizer")
+        )
 
     on_host = 8 * host_bytes(config_of("optimizer", ranks=8), sizes) / GIB
     return [*map(of, GANGS.values()), f"{on_host:,.0f}"]

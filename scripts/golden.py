@@ -15,7 +15,10 @@ import rlpipe.config.source as source
 from rlpipe.base.hashing import sha256_of
 from tests.declared import RL_KINDS, stage_settings
 
-THEN = ["rl.reward_fallback=0.0", "evaluation.pass_threshold=1.0"]  # as in tests/test_golden.py, but for fields that are newer
+THEN = [
+    "rl.reward_fallback=0.0",
+    "evaluation.pass_threshold=1.0",
+]  # as in tests/test_golden.py, but for fields that are newer
 STAGES = [
     *(("base", stage) for stage in ("tokenizer", "policy", "probe", "evaluation")), ("data", "data"), ("data", "selection"),
     *(("sft", stage) for stage in ("policy", "state", "evaluation")), *(("rl", stage) for stage in RL_KINDS),
@@ -29,7 +32,9 @@ def main() -> None:
     for row in json.loads(file.read_text()):
         preset, *changes = row.split()
         config = source.read_config(preset, [*THEN, *changes], presets)
-        rows[row] = {f"{phase}/{stage}": sha256_of(stage_settings(config, phase, stage))[:16] for phase, stage in STAGES}
+        rows[row] = {
+            f"{phase}/{stage}": sha256_of(stage_settings(config, phase, stage))[:16] for phase, stage in STAGES
+        }
     file.write_text(json.dumps(rows, indent=1) + "\n")
 
 

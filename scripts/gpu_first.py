@@ -35,7 +35,10 @@ class Outcome:
     @property
     def line(self) -> str:
         """Its row in the table."""
-        told = ", ".join(f"{name} {value}" for name, value in self.figures.items()) or f"FAILED: {self.fault.splitlines()[-1]}"
+        told = (
+            ", ".join(f"{name} {value}" for name, value in self.figures.items())
+            or f"FAILED: {self.fault.splitlines()[-1]}"
+        )
         return f"| {self.part} | {self.seconds:.0f} | {told} |"
 
 
@@ -62,7 +65,9 @@ def run_part(part: str, device: str, folder: Path) -> Outcome:
         )  # fmt: skip
         try:
             code = process.wait(timeout=PARTS[part])
-            fault = "" if code == 0 else f"{log.read_text(errors='replace')[-2000:].strip()}\nexit code {code}, see {log}"
+            fault = (
+                "" if code == 0 else f"{log.read_text(errors='replace')[-2000:].strip()}\nexit code {code}, see {log}"
+            )
         except subprocess.TimeoutExpired:
             fault = f"not done after {PARTS[part]} s, see {log}"
         finally:

@@ -117,7 +117,9 @@ class Where:
     def trainer(self, name: str, tokens_max: int, dtype: str = "bfloat16", offload: str = "none") -> Trainer:
         """A gang of this process alone."""
         if not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.gpu_ids else "gloo", store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.gpu_ids else "gloo", store=HashStore(), rank=0, world_size=1
+            )
         how = {"gpu_ids": self.gpu_ids, "tokens_max": tokens_max, "activation_checkpointing": True, "offload": offload}
         return Trainer(world.solo_gang(self.folder / name, dtype=dtype, **how))
 
@@ -142,9 +144,13 @@ def kernels(where: Where) -> Figures:
             bits.append((world.digests(saved["policy"]), world.digests(saved["state"])))
         assert trainer.resident is not None
         policy, gang = trainer.resident.policy, trainer.gang
-        assert uses_flex(policy.lm) or not where.gpu_ids, f"flex_attention is not used: {where.folder}/kernels.log says why"
+        assert uses_flex(policy.lm) or not where.gpu_ids, (
+            f"flex_attention is not used: {where.folder}/kernels.log says why"
+        )
         proof = prove(policy, gang.device)
-        figures[f"{dtype}: logprobs differ from the model's own by"] = f"{max(proof.single, proof.packed, proof.shared):.1e}"
+        figures[f"{dtype}: logprobs differ from the model's own by"] = (
+            f"{max(proof.single, proof.packed, proof.shared):.1e}"
+        )
         figures[f"{dtype}: gradient by"] = f"{gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED):.1e}"
         assert bits[0] == bits[1], f"{dtype}: one job done twice has two results"
     return figures | {"done twice": "the same bits"}
@@ -237,7 +243,11 @@ def run_of(where: Where, name: str, *sets: str, killed: bool = False, host: bool
     mismatch = max(record.metrics["train/mismatch_abs_mean"] for record in records)
     assert math.isfinite(mismatch)
     tokens_per_s = max(record.metrics["throughput/rollout_tokens_per_s"] for record in records)
-    figures: Figures = {"mismatch": f"{mismatch:.1e}", "rollout tokens/s": round(tokens_per_s), "took s": round(seconds)}
+    figures: Figures = {
+        "mismatch": f"{mismatch:.1e}",
+        "rollout tokens/s": round(tokens_per_s),
+        "took s": round(seconds),
+    }
     return files["model.safetensors"].sha256, figures
 
 

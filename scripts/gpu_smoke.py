@@ -71,7 +71,13 @@ class Smoke:
     def row(self, count: int) -> dict[str, str]:
         """Runs with so many devices; what the table says of it."""
         run, rlpipe = f"smoke-{self.device}-{count}", Commands(self.folder)
-        arguments = ["run", self.preset, "--run", run, *[part for entry in self.sets(count) for part in ("--set", entry)]]
+        arguments = [
+            "run",
+            self.preset,
+            "--run",
+            run,
+            *[part for entry in self.sets(count) for part in ("--set", entry)],
+        ]
         with rlpipe.running("host", "--run", run, "--store", rlpipe.store):
             with rlpipe.running(*arguments) as flow:
                 rlpipe.until_committed(flow, f"runs/{run}/rl/00001/iteration.json")
@@ -117,13 +123,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs to try; with --device cpu of ranks")
-    parser.add_argument("--preset", choices=["smollm2", "tiny"], default="smollm2", help="smollm2 needs `make smollm2` first")
+    parser.add_argument(
+        "--preset", choices=["smollm2", "tiny"], default="smollm2", help="smollm2 needs `make smollm2` first"
+    )
     parser.add_argument(
         "--engines-python", default="", help="of a virtual environment with SGLang; without it the local engine samples"
     )
     parser.add_argument("--folder", type=Path, help="for store and logs; a new one without it")
     parser.add_argument(
-        "--first", nargs="*", metavar="PART", help=f"one GPU, no download, no SGLang: {', '.join(PARTS)}; all without a name"
+        "--first",
+        nargs="*",
+        metavar="PART",
+        help=f"one GPU, no download, no SGLang: {', '.join(PARTS)}; all without a name",
     )
     asked = parser.parse_args()
     if unknown := sorted({*(asked.first or [])} - {*PARTS}):

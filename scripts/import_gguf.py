@@ -80,7 +80,11 @@ def _write_model(file: Path, folder: Path) -> Any:
 
     try:
         both: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            file.parent,
+            gguf_file=file.name,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except UNREADABLE as error:
         raise UserError(f"{file}: transformers cannot load it ({type(error).__name__}: {error})") from error
@@ -110,11 +114,14 @@ def _check_whole(file: Path, told: dict[str, Any]) -> None:
     blocks = int(metadata.get(f"{metadata.get('general.architecture')}.block_count", len(named)))
     faults = [f"{name} is missing" for name in sorted(told["missing_keys"])]
     faults += [
-        f"{name} has the shape {[*there]}, the model's has {[*own]}" for name, there, own in sorted(told["mismatched_keys"])
+        f"{name} has the shape {[*there]}, the model's has {[*own]}"
+        for name, there, own in sorted(told["mismatched_keys"])
     ]
     faults += [f"{name} is unknown" for name in sorted(told["unexpected_keys"])]
     faults += [
-        f"{name} is beyond its {blocks} blocks" for name in named if (block := BLOCK.match(name)) and int(block[1]) >= blocks
+        f"{name} is beyond its {blocks} blocks"
+        for name in named
+        if (block := BLOCK.match(name)) and int(block[1]) >= blocks
     ]
     if faults:
         raise UserError(

@@ -72,7 +72,9 @@ def try_family(family: str) -> Row:
     except UserError as error:
         if "cannot be built" in str(error):
             return Row(family, "not tried", "cannot be built with these numbers")
-        return Row(family, "refused", next((why for why in REASONS if why in str(error)), str(error).splitlines()[0][:60]))
+        return Row(
+            family, "refused", next((why for why in REASONS if why in str(error)), str(error).splitlines()[0][:60])
+        )
     except Exception as error:  # whatever the family's own code says of small numbers
         return Row(family, "not tried", f"`{str(error).splitlines()[0][:60]}`" if str(error) else type(error).__name__)
     return Row(family, "packed" if chosen >= Rows.PACKED else "one a row", largest, _is_served(lm))

@@ -32,7 +32,13 @@ MANY_OPTIONS = [
     "rl.kl_coef=0.01", "rl.curriculum=band", "rl.mask_truncated=true", "trainer.ranks=2", "engines.count=2",
     "rl.num_iterations=4",
 ]  # fmt: skip
-AGENT = [*SMALL, "data.demonstrations.rows_max=300", "data.products.rows_max=200", "evaluation.every=0", "rl.num_iterations=2"]
+AGENT = [
+    *SMALL,
+    "data.demonstrations.rows_max=300",
+    "data.products.rows_max=200",
+    "evaluation.every=0",
+    "rl.num_iterations=2",
+]
 # defaults that have changed: a run that goes on does not give them, and keeps what it began with
 AS_IT_WAS = ["rl.reward_fallback=0.0", "evaluation.pass_threshold=1.0"]
 ONLY_NEW = ["model.control_tokens=as_written"]  # a field that OLD may not know
@@ -44,7 +50,14 @@ RUNS: dict[str, list[str]] = {
     "agent": ["run", "agent", *AGENT],
     "branches": ["run", "agent", *AGENT, "rl.branches=all"],
     "lora": ["run", "tiny", *TINY, "model.adapter=lora", "rl.num_iterations=3"],
-    "deltas": ["run", "tiny", *TINY, "checkpoint.full_every=3", "checkpoint.keep_policies_last=2", "checkpoint.keep_states=1"],
+    "deltas": [
+        "run",
+        "tiny",
+        *TINY,
+        "checkpoint.full_every=3",
+        "checkpoint.keep_policies_last=2",
+        "checkpoint.keep_states=1",
+    ],
     "colocated": ["run", "tiny", *TINY, "engines.colocate=true", "rl.num_iterations=3"],
     "whitened": ["run", "tiny", *TINY, "rl.estimator=reinforce_plus_plus_baseline", "rl.num_iterations=3"],
     "iteration": ["run", "tiny", *TINY, "rl.overlap=iteration", "rl.importance=token_truncate", "rl.num_iterations=4"],
@@ -86,7 +99,10 @@ def facts(folder: Path, run: str) -> Iterator[tuple[str, object]]:
             )
             inputs = sorted(name for name in manifest["inputs"] if not name.startswith("source "))
             stage = f"{manifest['phase']}/{manifest['iteration']:05d}/{manifest['stage']}"
-            yield stage, (files, manifest["settings_sha256"], inputs, manifest["weight_version"], steering(manifest["metrics"]))
+            yield (
+                stage,
+                (files, manifest["settings_sha256"], inputs, manifest["weight_version"], steering(manifest["metrics"])),
+            )
 
 
 def content(folder: Path, record: dict[str, Any]) -> object:
@@ -142,7 +158,9 @@ def main() -> None:
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     for run, arguments in RUNS.items():
-        given = {code: settings[code] if arguments[0] == "run" else [] for code in folders}  # a fork has those of its run
+        given = {
+            code: settings[code] if arguments[0] == "run" else [] for code in folders
+        }  # a fork has those of its run
         ended = [rlpipe(code, folder, [*arguments, "--run", run, *given[code]]) for code, folder in folders.items()]
         differences += compared(folders[old], folders[new], run) + ended.count(False)
     for run, arguments in BEGUN.items():

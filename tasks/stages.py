@@ -42,7 +42,9 @@ async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> boo
 
 def _task(stage: StageFunction, verb: str = "") -> StageFunction:
     """The task of a stage; its run is named after the stage (or `verb`) and the numbers in its arguments."""
-    function = getattr(stage, "function", stage)  # train and reload_engines commit nothing, and are declared by no `@stage`
+    function = getattr(
+        stage, "function", stage
+    )  # train and reload_engines commit nothing, and are declared by no `@stage`
     verb = verb or getattr(stage, "verb", function.__name__)
 
     @task(
@@ -73,7 +75,9 @@ def _run_name(verb: str, arguments: dict[str, Any]) -> str:
     words = [verb]
     words += [f"{arguments[name]:05d}" for name in ("iteration", "segment") if name in arguments]
     words += [
-        f"{name.removesuffix('_index')} {arguments[name]}" for name in ("round_index", "shard", "version") if name in arguments
+        f"{name.removesuffix('_index')} {arguments[name]}"
+        for name in ("round_index", "shard", "version")
+        if name in arguments
     ]
     return " ".join(words) if len(words) > 1 else verb.replace("_", " ")
 

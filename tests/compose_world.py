@@ -41,7 +41,9 @@ class Compose:
         self.folder, self.secrets = folder, secrets
         self.services: dict[str, Any] = yaml.safe_load((ROOT / "infra" / "compose.yaml").read_text())["services"]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.database = Path(tempfile.mkdtemp(prefix="rlpipe-postgres-"))  # pytest's folders are closed to the user postgres
+        self.database = Path(
+            tempfile.mkdtemp(prefix="rlpipe-postgres-")
+        )  # pytest's folders are closed to the user postgres
         names = " ".join(self.services)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{OUTSIDE} {names}\n")
         setup = f"ip link set lo up && ip addr add {OUTSIDE}/32 dev lo && mount --bind {folder}/hosts /etc/hosts && echo ready && read -r _"
@@ -60,7 +62,9 @@ class Compose:
 
     def _filled(self, text: str) -> str:
         """Interpolated as compose does; a KeyError is its refusal to start without a required variable."""
-        return re.sub(r"\$\{(\w+):([?-])([^}]*)\}", lambda found: self.secrets[found[1]] if found[2] == "?" else found[3], text)
+        return re.sub(
+            r"\$\{(\w+):([?-])([^}]*)\}", lambda found: self.secrets[found[1]] if found[2] == "?" else found[3], text
+        )
 
     def inside(self, *command: str) -> list[str]:
         return ["nsenter", f"--target={self.holder.pid}", "--net", "--mount", f"--wdns={ROOT}", *command]
@@ -89,7 +93,9 @@ class Compose:
         shutil.chown(self.database, "postgres", "postgres")
         (self.database / "password").write_text(given["POSTGRES_PASSWORD"])
         scripts = [
-            mount.split(":")[0] for mount in self.services["postgres"]["volumes"] if "docker-entrypoint-initdb.d" in mount
+            mount.split(":")[0]
+            for mount in self.services["postgres"]["volumes"]
+            if "docker-entrypoint-initdb.d" in mount
         ]
         as_postgres = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
         single = [*as_postgres, "postgres", "--single", "-j", "-D", str(data), "postgres"]
@@ -123,7 +129,12 @@ class Compose:
             assert self.processes[name].wait(timeout=DEADLINE_S) == 0, self.log(name)
             return
         check = service["healthcheck"]["test"][1:]
-        until(lambda: self.run(name, *check).returncode == 0, lambda: self.log(name), running=self.processes[name], look_s=0.5)
+        until(
+            lambda: self.run(name, *check).returncode == 0,
+            lambda: self.log(name),
+            running=self.processes[name],
+            look_s=0.5,
+        )
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()[-3000:]

@@ -22,7 +22,9 @@ from tests.s3_world import S3Proxy, S3Server, serving
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes of pytest-xdist share the cores
-os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # eight processes of its own, and nothing here has jobs
+os.environ.setdefault(
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false"
+)  # eight processes of its own, and nothing here has jobs
 # no test asserts a time: on a busy machine the default of 200 ms an example is a coin toss
 settings.register_profile("rlpipe", deadline=None)
 settings.load_profile("rlpipe")

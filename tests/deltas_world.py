@@ -31,7 +31,9 @@ def write(gang: Gang, folder: str, files: Files, base: ArtifactRef | None, is_ba
     return result
 
 
-def save(gang: Gang, run: Run, version: int, files: Files, base: ArtifactRef | None, is_base: bool = True) -> ArtifactRef:
+def save(
+    gang: Gang, run: Run, version: int, files: Files, base: ArtifactRef | None, is_base: bool = True
+) -> ArtifactRef:
     """A committed policy of a run."""
     folder = f"{run.root}/rl/{version - 1:05d}/policy"
     written = write(gang, folder, files, base, is_base)

@@ -59,8 +59,12 @@ NOT_HERE: dict[str, dict[str, str]] = {
     "docs/store.md": {
         ".venv/bin/python benchmarks/deltas.py": "minutes of training a real model: test_deltas_trainer.py trains fifty steps of a small one"
     },
-    "docs/tracking.md": {".venv/bin/mlflow ui": "a server that stays up: test_e2e_mlflow.py starts one and looks at its pages"},
-    "docs/view.md": {".venv/bin/rlpipe view": "a server that stays up: test_e2e_view.py starts one and looks at its pages"},
+    "docs/tracking.md": {
+        ".venv/bin/mlflow ui": "a server that stays up: test_e2e_mlflow.py starts one and looks at its pages"
+    },
+    "docs/view.md": {
+        ".venv/bin/rlpipe view": "a server that stays up: test_e2e_view.py starts one and looks at its pages"
+    },
     "docs/why.md": {
         f".venv/bin/python benchmarks/{name}.py": "many minutes of training: test_why.py plants the same in runs that are simulated"
         for name in ("why", "why_causes")

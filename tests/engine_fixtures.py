@@ -73,7 +73,9 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def reference_logprobs(folder: Path, prompt: list[int], tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+def reference_logprobs(
+    folder: Path, prompt: list[int], tokens: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
     """What transformers' own full forward pass gives for `tokens` after `prompt`."""
     with torch.inference_mode():
         logits = reference(folder)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
@@ -139,7 +141,9 @@ class Server:
 
     async def until_running(self, num: int, tokens: int = 0) -> None:
         """Returns when at least `num` requests run and hold at least `tokens` tokens."""
-        asked_at_s = time.time()  # SGLang answers with the state of every 15th step: an older one is of requests long gone
+        asked_at_s = (
+            time.time()
+        )  # SGLang answers with the state of every 15th step: an older one is of requests long gone
         await self.until_load(
             lambda load: (
                 load["timestamp"] > asked_at_s and load["num_running_reqs"] >= num and load["num_used_tokens"] >= tokens

@@ -163,7 +163,10 @@ async def world(folder: Path, *sets: str, restarts_max: int = 99) -> AsyncIterat
 
 def requests(new_tokens: int = 6, groups: int = GROUPS) -> list[GroupRequest]:
     params = [Sampling(new_tokens, seed=seed, ignore_eos=True) for seed in range(GROUP_SIZE)]
-    return [GroupRequest(f"set/{index}", [5 + index, 17, 200], params, [NOTHING_YET] * GROUP_SIZE) for index in range(groups)]
+    return [
+        GroupRequest(f"set/{index}", [5 + index, 17, 200], params, [NOTHING_YET] * GROUP_SIZE)
+        for index in range(groups)
+    ]
 
 
 def tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:

@@ -80,7 +80,12 @@ class Interrupted:
 
         def counted(*arguments: Any) -> Any:
             is_late, result = self.happened, call(*arguments)
-            if is_late and name in ("put", "create", "delete") and result is not False and "/lease/" not in arguments[0]:
+            if (
+                is_late
+                and name in ("put", "create", "delete")
+                and result is not False
+                and "/lease/" not in arguments[0]
+            ):
                 self.late.append((name, arguments[0]))
             self._left -= 1
             if self._left == 0:
@@ -156,7 +161,9 @@ class Actor:
     @property
     def is_before_a_deed(self) -> bool:
         """Whether its next call is one that changes more than a file of an attempt."""
-        return any(name in ("create", "delete") or (name == "put" and key.endswith(".json")) for name, key in self._pending)
+        return any(
+            name in ("create", "delete") or (name == "put" and key.endswith(".json")) for name, key in self._pending
+        )
 
     def step(self) -> None:
         """Its next call of the store, and all that it does until the one after."""

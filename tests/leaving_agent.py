@@ -30,7 +30,9 @@ def ask(messages: list[Any]) -> None:
     body = json.dumps({"messages": messages, "n": NUM_CHOICES}).encode()
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     with suppress(urllib.error.URLError):
-        urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
+        urllib.request.urlopen(
+            urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+        )
 
 
 if __name__ == "__main__":

@@ -182,7 +182,12 @@ def pairs(topics: Topics) -> Iterator[tuple[str, str, str, bool]]:
             for answer, right in [
                 (answer, right) for right, each in zip((True, False), answers, strict=True) for answer in each
             ]:
-                yield topic, reference, answer[1:] if answer[0] == "!" else f"So the answer is $\\boxed{{{answer}}}$.", right
+                yield (
+                    topic,
+                    reference,
+                    answer[1:] if answer[0] == "!" else f"So the answer is $\\boxed{{{answer}}}$.",
+                    right,
+                )
 
 
 def verdict(reward: Callable[[dict[str, str], str], float], reference: str, completion: str) -> float | None:

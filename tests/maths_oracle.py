@@ -50,7 +50,9 @@ def group_advantages(rewards: Row, groups: list[int], estimator: str, lengths: R
 
 def whitened(rows: Rows, mask: list[list[int]]) -> Rows:
     """Over all unmasked tokens of the batch; masked ones become 0."""
-    kept = [value for row, marks in zip(rows, mask, strict=True) for value, mark in zip(row, marks, strict=True) if mark]
+    kept = [
+        value for row, marks in zip(rows, mask, strict=True) for value, mark in zip(row, marks, strict=True) if mark
+    ]
     if not kept:
         return [[0.0] * len(row) for row in rows]
     centre, scale = mean(kept), math.sqrt(variance(kept) + 1e-8)
@@ -130,7 +132,9 @@ def clipped(
     found = []
     whole = math.exp(mean([clamp(p - q, -20, 20) for p, q in zip(policy, proximal, strict=True)]))
     for p, q, advantage in zip(policy, proximal, advantages, strict=True):
-        moved = {"gspo": whole - 1, "dppo": math.exp(p) - math.exp(q)}.get(objective, math.exp(clamp(p - q, -20, 20)) - 1)
+        moved = {"gspo": whole - 1, "dppo": math.exp(p) - math.exp(q)}.get(
+            objective, math.exp(clamp(p - q, -20, 20)) - 1
+        )
         below, above = moved < -low, moved > high
         if objective in ("sapo", "reinforce"):
             below = above = False
@@ -164,7 +168,9 @@ def importance_weights(proximal: Row, rollout: Row, marks: list[int], mode: str,
 
 def aggregate(values: Rows, mask: list[list[int]], mode: str, length: float) -> float:
     """Over this batch's own tokens and sequences; nothing to average over is 0."""
-    rows = [[value for value, mark in zip(row, marks, strict=True) if mark] for row, marks in zip(values, mask, strict=True)]
+    rows = [
+        [value for value, mark in zip(row, marks, strict=True) if mark] for row, marks in zip(values, mask, strict=True)
+    ]
     rows = [row for row in rows if row]
     if not rows:
         return 0.0

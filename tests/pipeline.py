@@ -117,7 +117,13 @@ class Folder:
     def wait_for(self, run: str, key: str, process: subprocess.Popen[str]) -> None:
         """Returns when `runs/<run>/<key>` exists; AssertionError when the process ends first."""
         store, whole = self.open_store(), f"runs/{run}/{key}"
-        until(lambda: store.exists(whole), lambda: f"{key}: {self.said()}", running=process, within_s=PIPELINE_S, look_s=0.05)
+        until(
+            lambda: store.exists(whole),
+            lambda: f"{key}: {self.said()}",
+            running=process,
+            within_s=PIPELINE_S,
+            look_s=0.05,
+        )
 
 
 @dataclass(frozen=True)

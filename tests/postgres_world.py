@@ -34,7 +34,9 @@ def running_postgres() -> Iterator[str]:
     serve = [*AS_POSTGRES, str(POSTGRES / "postgres"), "-D", str(data), "-p", str(port),
              "-c", f"unix_socket_directories={folder}", "-c", "listen_addresses=127.0.0.1"]  # fmt: skip
     with log_path.open("w") as log:
-        process = subprocess.Popen(serve, stdout=log, stderr=log, cwd="/", env=environment, start_new_session=True, text=True)
+        process = subprocess.Popen(
+            serve, stdout=log, stderr=log, cwd="/", env=environment, start_new_session=True, text=True
+        )
     try:
         ready = [str(POSTGRES / "pg_isready"), "-h", "127.0.0.1", "-p", str(port)]
         is_ready = lambda: subprocess.run(ready, capture_output=True).returncode == 0  # noqa: E731

@@ -60,7 +60,9 @@ class Stand:
         return self.processes[name]
 
     def start_server(self) -> None:
-        self.spawn_program("server", str(BIN / "rlpipe"), "server", "--host", "127.0.0.1", "--port", str(self.port), cwd=ROOT)
+        self.spawn_program(
+            "server", str(BIN / "rlpipe"), "server", "--host", "127.0.0.1", "--port", str(self.port), cwd=ROOT
+        )
 
     def wait_ready(self) -> None:
         """Returns when the server that was started answers."""
@@ -98,7 +100,10 @@ class Stand:
 
     def api(self, method: str, path: str, body: object = None) -> Any:
         return call(
-            method, f"{self.environment['PREFECT_API_URL']}{path}", body, self.environment.get("PREFECT_API_AUTH_STRING")
+            method,
+            f"{self.environment['PREFECT_API_URL']}{path}",
+            body,
+            self.environment.get("PREFECT_API_AUTH_STRING"),
         )
 
     def start(self, deployment: str, job_variables: JsonDict | None = None, **parameters: object) -> str:
@@ -121,7 +126,9 @@ class Stand:
         def reached() -> bool:
             state.update(self.api("GET", f"/flow_runs/{flow_run}")["state"])
             is_so = state["type"] in told or state["name"] in told
-            assert is_so or state["type"] not in ("COMPLETED", "FAILED", "CANCELLED"), faulty()  # a crashed one may be retried
+            assert is_so or state["type"] not in ("COMPLETED", "FAILED", "CANCELLED"), (
+                faulty()
+            )  # a crashed one may be retried
             return is_so
 
         until(reached, faulty, within_s=PIPELINE_S, look_s=1)
@@ -130,7 +137,11 @@ class Stand:
     def retry(self, flow_run: str) -> None:
         """As somebody does in the UI, with a flow run that has failed; returns when that is its state no more."""
         self.prefect("flow-run", "retry", flow_run)
-        until(lambda: self.api("GET", f"/flow_runs/{flow_run}")["state"]["type"] != "FAILED", "it is not retried", look_s=0.5)
+        until(
+            lambda: self.api("GET", f"/flow_runs/{flow_run}")["state"]["type"] != "FAILED",
+            "it is not retried",
+            look_s=0.5,
+        )
 
     def states(self, flow_run: str) -> list[dict[str, str]]:
         """All states that a flow run was in, the oldest first."""

@@ -23,7 +23,9 @@ from tests.batches import read_rl_batch
 
 def whole_gradients(policy: Any) -> int:
     """Numbers of gradients that are kept unsharded between two microbatches."""
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in policy.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group for module in policy.modules() if hasattr(module, "_get_fsdp_state")
+    ]
     parameters = [parameter for group in groups if group for parameter in group.fsdp_params]
     kept = [parameter.unsharded_accumulated_grad for parameter in parameters]
     kept += [parameter._unsharded_param.grad for parameter in parameters if hasattr(parameter, "_unsharded_param")]

@@ -73,7 +73,9 @@ def outcome(gang: Gang, model: JsonDict, kind: str, data: ArtifactRef, changes: 
 
 def distance(here: dict[str, Tensor], there: dict[str, Tensor]) -> float:
     """The largest |difference| / |value| of a parameter."""
-    return max(float((here[name].double() - there[name].double()).norm() / there[name].double().norm()) for name in there)
+    return max(
+        float((here[name].double() - there[name].double()).norm() / there[name].double().norm()) for name in there
+    )
 
 
 def main(folder: Path, *names: str) -> None:

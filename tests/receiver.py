@@ -21,7 +21,9 @@ def main(argument: str) -> None:
     address, timeout = f"tcp://{place['address']}:{place['port']}", timedelta(seconds=place["deadline_s"])
     store, rank, size = next(rendezvous(address, place.get("rank", 1), place["size"], timeout=timeout))
     prefixed = PrefixStore(place["group"], store)
-    group, _ = _new_process_group_helper(size, rank, [], Backend("gloo"), prefixed, group_name=place["group"], timeout=timeout)
+    group, _ = _new_process_group_helper(
+        size, rank, [], Backend("gloo"), prefixed, group_name=place["group"], timeout=timeout
+    )
     _world.pg_group_ranks[group] = {index: index for index in range(size)}
     if place.get("die"):
         os._exit(9)

@@ -120,7 +120,12 @@ def rollout(row: JsonDict) -> Rollout:
     filled = {**fill(row, BATCH), "reward": row.get("reward")}
     outcome = json.loads(filled["environment"] or "{}")
     defaults = {"num_turns": 1, "reward": 0.0, "fault": ""}
-    arrays = {"prompt_tokens": np.int32, "completion_tokens": np.int32, "loss_mask": np.int8, "rollout_logprobs": np.float32}
+    arrays = {
+        "prompt_tokens": np.int32,
+        "completion_tokens": np.int32,
+        "loss_mask": np.int8,
+        "rollout_logprobs": np.float32,
+    }
     filled |= {name: np.array(filled[name], dtype=kind) for name, kind in arrays.items()}
     filled["weight_versions"] = tuple(Span(**span) for span in filled["weight_versions"])
     filled["environment"] = EnvironmentOutcome(**(defaults | outcome)) if outcome else None

@@ -202,7 +202,8 @@ class S3Proxy:
         """A websocket, of which every byte goes through."""
         handler.close_connection = True
         head = "".join(
-            f"{line}\r\n" for line in (handler.requestline, *(f"{name}: {value}" for name, value in handler.headers.items()))
+            f"{line}\r\n"
+            for line in (handler.requestline, *(f"{name}: {value}" for name, value in handler.headers.items()))
         )
         with socket.create_connection((self._host, self._port)) as behind:
             behind.sendall(f"{head}\r\n".encode())
@@ -237,7 +238,11 @@ def _do_fault(handler: BaseHTTPRequestHandler, fault: str) -> None:
     else:
         answer = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
         handler.send_response_only(int(fault))
-        for name, value in (("Content-Type", "application/xml"), ("Content-Length", str(len(answer))), ("Connection", "close")):
+        for name, value in (
+            ("Content-Type", "application/xml"),
+            ("Content-Length", str(len(answer))),
+            ("Connection", "close"),
+        ):
             handler.send_header(name, value)
         handler.end_headers()
         if handler.command != "HEAD":

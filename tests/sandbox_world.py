@@ -22,7 +22,9 @@ from tests.deadlines import DEADLINE_S, SHORT_S, until
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 PATIENT = ProgramLimits(time_s=DEADLINE_S, total_s=DEADLINE_S, memory_mb=256, processes=4, files_mb=8)
-HASTY = ProgramLimits(time_s=0.3, total_s=DEADLINE_S, memory_mb=256, processes=4, files_mb=8)  # short: what loops is given up
+HASTY = ProgramLimits(
+    time_s=0.3, total_s=DEADLINE_S, memory_mb=256, processes=4, files_mb=8
+)  # short: what loops is given up
 
 # name: (limits, source, status, output). TARGET, SECRET, PORT, SOCKET and MARK are put in. An output of None: see `judge`.
 HOSTILE: dict[str, tuple[ProgramLimits, str, str, str | None]] = {
@@ -139,7 +141,12 @@ print("alive")
         "ok",
         "deep",
     ),
-    "locked folder": (PATIENT, "import os\nos.mkdir('d'); open('d/f', 'w'); os.chmod('d', 0)\nprint(os.getcwd())", "ok", None),
+    "locked folder": (
+        PATIENT,
+        "import os\nos.mkdir('d'); open('d/f', 'w'); os.chmod('d', 0)\nprint(os.getcwd())",
+        "ok",
+        None,
+    ),
 }
 
 
@@ -365,7 +372,9 @@ def kill_above_a_daemon(python: str, killed: str, time_s: float) -> None:
     """SIGKILL to one of the processes above a program that has made a daemon; returns when the daemon has ended."""
     mark = f"{int.from_bytes(os.urandom(4), 'big') + 100000}"
     pipe = subprocess.PIPE
-    starter = subprocess.Popen([sys.executable, "-c", STARTER], stdin=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER], stdin=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     assert starter.stdin is not None
     starter.stdin.write(json.dumps([python, DAEMON.replace("MARK", mark), time_s]).encode())
     starter.stdin.close()

@@ -111,7 +111,9 @@ class SlowEngine:
 
 
 @contextlib.asynccontextmanager
-async def slow_pool(*engines: SlowEngine, progress_timeout_s: float, in_flight_max: int = 64) -> AsyncIterator[EnginePool]:
+async def slow_pool(
+    *engines: SlowEngine, progress_timeout_s: float, in_flight_max: int = 64
+) -> AsyncIterator[EnginePool]:
     """A pool of slow engines."""
 
     async def find_hosts() -> list[Host]:

@@ -53,7 +53,9 @@ class Slurm:
         (folder / "state").mkdir()
         host = socket.gethostname()
         addresses = {f"n{index}": f"10.9.9.{index + 1}" for index in range(NODES)} | {host: "10.9.9.100"}
-        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{to} {name}\n" for name, to in addresses.items()))
+        (folder / "hosts").write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{to} {name}\n" for name, to in addresses.items())
+        )
         nodes = [f"NodeName=n{index} NodeHostname={host} NodeAddr=10.9.9.{index + 1} Port={17010 + index} CPUs=64 RealMemory=1000 Gres=gpu:8"
                  for index in range(NODES)]  # fmt: skip
         partition = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
@@ -89,7 +91,11 @@ class Slurm:
     def run(self, *command: str, cwd: Path | None = None) -> str:
         """The output of a command on the login node; AssertionError with its errors when it fails."""
         told = subprocess.run(
-            self._inside(*command, cwd=cwd), capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL
+            self._inside(*command, cwd=cwd),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            stdin=subprocess.DEVNULL,
         )
         assert told.returncode == 0, told.stdout + told.stderr
         return told.stdout
@@ -126,7 +132,9 @@ class Slurm:
         subprocess.run(self._inside("scancel", "--user=root"), capture_output=True, timeout=DEADLINE_S)
         queue = self._inside("squeue", "-h")
         until(
-            lambda: not subprocess.run(queue, capture_output=True, timeout=DEADLINE_S).stdout, "jobs that do not end", look_s=1
+            lambda: not subprocess.run(queue, capture_output=True, timeout=DEADLINE_S).stdout,
+            "jobs that do not end",
+            look_s=1,
         )
         for daemon in reversed(self.daemons):
             daemon.terminate()

@@ -59,7 +59,9 @@ def on_ranks(count: int, work: Callable[[Team], Result]) -> list[Result]:
 
     with ThreadPoolExecutor(count) as pool:
         jobs = [pool.submit(at_rank, rank) for rank in range(count)]
-    faults = [fault for job in jobs if (fault := job.exception()) and not isinstance(fault, threading.BrokenBarrierError)]
+    faults = [
+        fault for job in jobs if (fault := job.exception()) and not isinstance(fault, threading.BrokenBarrierError)
+    ]
     if faults:
         raise faults[0]
     return [job.result() for job in jobs]

@@ -88,16 +88,19 @@ def test_the_merge_and_the_layers_beside_are_peft_s(
     (whole := tmp_path / "merged").mkdir()
     merge(tmp_path / "base", folder, whole)
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), folder).eval()
-    assert {name.replace(".default", "").removeprefix(PREFIX) for name, _ in theirs.named_parameters() if "lora_" in name} == {
-        name for name, _ in lm.named_parameters() if is_adapter(name)
-    }
+    assert {
+        name.replace(".default", "").removeprefix(PREFIX) for name, _ in theirs.named_parameters() if "lora_" in name
+    } == {name for name, _ in lm.named_parameters() if is_adapter(name)}
     for faster in (False, hasattr(torch.ops.mkldnn, "_linear_pointwise")):  # as on another machine's processor
         monkeypatch.setattr("rlpipe.models.adapter.onednn_is_faster", partial(bool, faster))
         assert float((logits(lm) - logits(theirs)).abs().max()) < 1e-5, f"by oneDNN: {faster}"
     unloaded: Any = theirs.merge_and_unload()
     own = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
     assert own.state_dict().keys() == unloaded.state_dict().keys()
-    assert max(float((tensor - unloaded.state_dict()[name]).abs().max()) for name, tensor in own.state_dict().items()) < 1e-6
+    assert (
+        max(float((tensor - unloaded.state_dict()[name]).abs().max()) for name, tensor in own.state_dict().items())
+        < 1e-6
+    )
     assert float((logits(own) - logits(unloaded)).abs().max()) < 1e-5
     assert float((logits(own) - logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))).abs().max()) > 0.1
 
@@ -106,7 +109,9 @@ def test_the_merge_and_the_layers_beside_are_peft_s(
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**16))
 def test_a_merge_is_that_of_float64(outputs: int, inputs: int, rank: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    weight, a, b = (torch.randn(shape, generator=random) for shape in ((outputs, inputs), (rank, inputs), (outputs, rank)))
+    weight, a, b = (
+        torch.randn(shape, generator=random) for shape in ((outputs, inputs), (rank, inputs), (outputs, rank))
+    )
     exact = weight.double() + 1.5 * b.double() @ a.double()
     assert float((merged(weight, a, b, 1.5, torch.float32).double() - exact).abs().max()) < 1e-5
     coarse = merged(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 1.5, torch.bfloat16)
@@ -173,7 +178,13 @@ def test_another_kind_of_adapter_is_refused_with_the_field() -> None:
     assert adapter_of("x", document) == Adapter(8, 16.0, ("q_proj",)) and document["lora_alpha"] == 16
     assert adapter_of("x", document | {"unknown": 1}) == adapter_of("x", document)
     assert not {"rank_pattern", "modules_to_save"} & document.keys()
-    empty = {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "target_parameters": [], "lora_bias": False}
+    empty = {
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "modules_to_save": None,
+        "target_parameters": [],
+        "lora_bias": False,
+    }
     assert adapter_of("x", document | empty) == adapter_of("x", document)  # as peft writes them
     patterns = (
         {"rank_pattern": {"q_proj": 4}},
@@ -181,7 +192,14 @@ def test_another_kind_of_adapter_is_refused_with_the_field() -> None:
         {"layers_to_transform": [0]},
         {"lora_bias": True},
     )
-    for change in ({"use_dora": True}, {"r": 0}, {"target_modules": []}, {"bias": "all"}, {"peft_type": "IA3"}, *patterns):
+    for change in (
+        {"use_dora": True},
+        {"r": 0},
+        {"target_modules": []},
+        {"bias": "all"},
+        {"peft_type": "IA3"},
+        *patterns,
+    ):
         (name,) = change
         with pytest.raises(StoreError, match=rf"^x: {name}"):
             adapter_of("x", document | change)
@@ -239,7 +257,10 @@ def test_a_plan_counts_the_adapter_and_a_trial_refuses_a_wrong_name() -> None:
     sizes = ModelSizes(**try_model(hello)["sizes"])
     lm = small_model(small_config(AutoConfig.for_model("llama")))
     before = sum(parameter.numel() for parameter in lm.parameters())
-    assert (sizes.parameters, sizes.adapter) == (before, sum(value.numel() for value in with_values(lm, ADAPTER).values()))
+    assert (sizes.parameters, sizes.adapter) == (
+        before,
+        sum(value.numel() for value in with_values(lm, ADAPTER).values()),
+    )
     with pytest.raises(UserError, match=r"llama has no linear layer 'w'"):
         try_model(hello | {"adapter": {"rank": 4, "alpha": 8.0, "targets": ["w"]}})
     run = read_config("tiny", ["model.adapter=lora", "model.dtype=bfloat16"], PRESETS)
@@ -261,7 +282,9 @@ def trainer(tmp_path: Path) -> Trainer:
 def base(trainer: Trainer) -> ArtifactRef:
     """A whole policy in the store."""
     world.run(trainer, "load", world.load_new(model=world.MODEL | {"tie_word_embeddings": False}))
-    return world.saved(trainer.gang.store, "base", world.run(trainer, "save", world.save("new", "base", None))["policy"])
+    return world.saved(
+        trainer.gang.store, "base", world.run(trainer, "save", world.save("new", "base", None))["policy"]
+    )
 
 
 def fresh(ref: ArtifactRef, **settings: Any) -> JsonDict:
@@ -273,7 +296,11 @@ def trained(trainer: Trainer, ref: ArtifactRef, kind: str = "sft", **settings: A
     """Trains a new adapter; the policy and the state that it becomes."""
     store = trainer.gang.store
     world.run(trainer, "load", fresh(ref))
-    data = world.conversations(store, "data", 48) if kind == "sft" else world.batch(store, "data", world.rollout_rows(6, 4))
+    data = (
+        world.conversations(store, "data", 48)
+        if kind == "sft"
+        else world.batch(store, "data", world.rollout_rows(6, 4))
+    )
     world.run(trainer, "train", world.train("fresh", "trained", kind, data, {"learning_rate": 1e-2, **settings}))
     saved = world.run(trainer, "save", world.save("trained", "policy", "state"))
     return {kind: world.saved(store, kind, saved[kind]) for kind in ("policy", "state")}
@@ -307,7 +334,9 @@ def test_an_engine_with_the_merge_gives_the_trainer_s_logprobs(trainer: Trainer,
     scored = model.score(tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"]))
     differences = [abs(own - logprob) for own, logprob in zip(scored, probe["logprobs"], strict=True)]
     assert max(differences) < 1e-5
-    model.reload(str(whole_policy(trainer.gang.store, base_of(trainer.gang.store, made["policy"]) or made["policy"], tmp_path)))
+    model.reload(
+        str(whole_policy(trainer.gang.store, base_of(trainer.gang.store, made["policy"]) or made["policy"], tmp_path))
+    )
     other = model.score(tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"]))
     assert max(abs(own - logprob) for own, logprob in zip(other, probe["logprobs"], strict=True)) > 1e-3
 
@@ -348,7 +377,8 @@ def test_the_reference_is_the_resident_policy_with_another_adapter(
     data = world.batch(store, "batch", world.rollout_rows(6, 4))
     settings: JsonDict = {"kl": "loss", "kl_coef": 0.1, "num_steps": 2, "learning_rate": 1e-2}
     jobs = [
-        world.train(f"rl-{step}", f"rl-{step + 1}", "rl", data, settings) | {"reference": start.as_json()} for step in range(2)
+        world.train(f"rl-{step}", f"rl-{step + 1}", "rl", data, settings) | {"reference": start.as_json()}
+        for step in range(2)
     ]
     results = []
     for own in (False, True):
@@ -377,7 +407,9 @@ def test_in_bfloat16_the_base_is_held_so_and_the_adapter_has_masters(tmp_path: P
     folder = whole_policy(trainer.gang.store, made["policy"], tmp_path / "whole")
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     probe = world.run(trainer, "save", world.save("trained", None, None))["probe"]
-    scored = LocalModel(str(folder), "cpu").score(tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"]))
+    scored = LocalModel(str(folder), "cpu").score(
+        tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"])
+    )
     assert sum(abs(own - logprob) for own, logprob in zip(scored, probe["logprobs"], strict=True)) / len(scored) < 0.05
 
 

@@ -45,7 +45,9 @@ def assert_close(found: np.ndarray, expected: Any) -> None:
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @given(groups=groups_of, seed=seeds)
 @settings(max_examples=60)
-def test_group_estimators_equal_the_oracle_in_any_order_of_rows(estimator: str, groups: list[list[float]], seed: int) -> None:
+def test_group_estimators_equal_the_oracle_in_any_order_of_rows(
+    estimator: str, groups: list[list[float]], seed: int
+) -> None:
     rewards_B, group_index_B, mask_BT, _ = batch(seed, groups)
     lengths_B = mask_BT.sum(-1)
     found = group_advantages(rewards_B, group_index_B, estimator=estimator, lengths_B=lengths_B)
@@ -129,7 +131,9 @@ def test_a_masked_rollout_s_reward_still_counts_in_its_group() -> None:
 
 def test_whitened_advantages_have_mean_zero_and_variance_one() -> None:
     random = np.random.default_rng(0)
-    found = token_advantages(random.random(20), np.arange(20), np.full(20, 9), estimator="reinforce_plus_plus", gamma=0.9)
+    found = token_advantages(
+        random.random(20), np.arange(20), np.full(20, 9), estimator="reinforce_plus_plus", gamma=0.9
+    )
     assert found.mean() == pytest.approx(0, abs=1e-12)
     assert found.var(ddof=1) == pytest.approx(1, rel=1e-5)
 

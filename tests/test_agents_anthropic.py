@@ -44,7 +44,13 @@ async def test_a_tool_and_its_result_are_one_branch(streamed: bool, pool: Spoken
     async with client_of(rollout) as client:
 
         async def say(messages: list[Any]) -> Any:
-            asked: Any = {"model": "policy", "max_tokens": 100, "system": "be brief", "messages": messages, "tools": [TOOL]}
+            asked: Any = {
+                "model": "policy",
+                "max_tokens": 100,
+                "system": "be brief",
+                "messages": messages,
+                "tools": [TOOL],
+            }
             if not streamed:
                 return await client.messages.create(**asked)
             async with client.messages.stream(**asked) as stream:
@@ -54,12 +60,17 @@ async def test_a_tool_and_its_result_are_one_branch(streamed: bool, pool: Spoken
         [use] = first.content
         assert first.stop_reason == "tool_use" and (use.name, use.input) == ("calculator", {"expression": "3*4"})
         result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "12"}]}
-        second = await say([*ASKED, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}])
+        second = await say(
+            [*ASKED, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        )
         assert second.stop_reason == "end_turn" and second.content[0].text == ANSWER
         assert second.usage.output_tokens == len(tokenizer._encoder.encode(f"{ANSWER}<|end|>"))
     [branch] = rollout.conversation.branches
     assert branch.num_turns == 2
-    assert tokenizer.decode_raw(branch.prompt_tokens) == "<|system|>be brief<|end|><|user|>Calculate 3*4<|end|><|assistant|>"
+    assert (
+        tokenizer.decode_raw(branch.prompt_tokens)
+        == "<|system|>be brief<|end|><|user|>Calculate 3*4<|end|><|assistant|>"
+    )
     between = tokenizer.encode_continuation([{"role": "tool", "content": "12"}])
     assert branch.completion.tokens.tolist() == [
         *tokenizer._encoder.encode(f"{CALL}<|end|>"), *between, *tokenizer._encoder.encode(f"{ANSWER}<|end|>")

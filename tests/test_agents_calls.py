@@ -98,7 +98,9 @@ def again(count: int, **headers: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-async def test_a_retry_gets_the_reply_of_the_call_whose_client_has_hung_up(place: int, tokenizer: ChatTokenizer) -> None:
+async def test_a_retry_gets_the_reply_of_the_call_whose_client_has_hung_up(
+    place: int, tokenizer: ChatTokenizer
+) -> None:
     """The retry of the first of two equal calls got the second's reply."""
     async with world_of(tokenizer) as world:
         sent = [await world.send(**again(0)), await world.send(**again(0))]
@@ -107,10 +109,14 @@ async def test_a_retry_gets_the_reply_of_the_call_whose_client_has_hung_up(place
             sent[place] = await world.send(**again(count))
         world.pool.may_speak.set()
         assert [await one for one in sent] == ["first", "second"]
-        assert len(world.pool.groups) == 2 and len(world.rollout.conversation.nodes) == 2, "it is sampled, and counted, once"
+        assert len(world.pool.groups) == 2 and len(world.rollout.conversation.nodes) == 2, (
+            "it is sampled, and counted, once"
+        )
 
 
-async def test_a_retry_of_the_later_of_two_equal_calls_does_not_get_what_the_first_was_given(tokenizer: ChatTokenizer) -> None:
+async def test_a_retry_of_the_later_of_two_equal_calls_does_not_get_what_the_first_was_given(
+    tokenizer: ChatTokenizer,
+) -> None:
     async with world_of(tokenizer) as world:
         world.pool.may_speak.set()
         assert await (await world.send(**again(0))) == "first"
@@ -119,7 +125,9 @@ async def test_a_retry_of_the_later_of_two_equal_calls_does_not_get_what_the_fir
         retry = await world.send(**again(1))
         world.pool.may_speak.set()
         assert await retry == "second"
-        assert await (await world.send(**again(2))) == "second", "it was given, and its client says that it has not heard it"
+        assert await (await world.send(**again(2))) == "second", (
+            "it was given, and its client says that it has not heard it"
+        )
         assert await (await world.send(**again(0))) == "third", "no retry: asked once more it is sampled anew"
 
 
@@ -141,10 +149,15 @@ async def test_a_retry_of_a_call_that_never_came_is_a_call(tokenizer: ChatTokeni
 
 
 async def test_a_call_that_was_refused_is_forgotten_whoever_sends_it_again(tokenizer: ChatTokenizer) -> None:
-    async with world_of(tokenizer) as world, aiohttp.ClientSession(headers={"x-api-key": world.door.api_key}) as session:
+    async with (
+        world_of(tokenizer) as world,
+        aiohttp.ClientSession(headers={"x-api-key": world.door.api_key}) as session,
+    ):
         for count in (0, 1, 1):
             body = {**BODY, "n": 11}
-            async with session.post(f"{world.door.base_url}/chat/completions", json=body, headers=again(count)) as answer:
+            async with session.post(
+                f"{world.door.base_url}/chat/completions", json=body, headers=again(count)
+            ) as answer:
                 assert answer.status == 400 and not world.calls
         assert world.rollout._num_completions == 0
 
@@ -168,10 +181,14 @@ async def test_the_clients_of_openai_and_anthropic_that_hang_up_get_the_reply_of
                 [block] = (await client.messages.create(**asked)).content
                 return str(block.text)  # type: ignore[union-attr]
 
-        hasty = asyncio.create_task(say(timeout=SHORT_S, max_retries=20))  # a client waits up to 8 s before each: it ends
+        hasty = asyncio.create_task(
+            say(timeout=SHORT_S, max_retries=20)
+        )  # a client waits up to 8 s before each: it ends
         await until_async(lambda: world.calls, "the first call")
         patient = asyncio.create_task(say(timeout=DEADLINE_S))
-        await until_async(lambda: len(world.calls) == 2 and world.calls[0].newest.num_before >= 2, "its second repetition")
+        await until_async(
+            lambda: len(world.calls) == 2 and world.calls[0].newest.num_before >= 2, "its second repetition"
+        )
         world.pool.may_speak.set()
         assert (await hasty, await patient) == ("first", "second") and len(world.pool.groups) == 2
 

@@ -79,7 +79,9 @@ async def test_a_second_try_asks_the_same_call_anew(engine: SlowEngine, tokenize
         assert len(engine.asked) == num_asked == 6
 
 
-async def test_what_was_kept_and_not_given_is_forgotten_by_the_log_too(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+async def test_what_was_kept_and_not_given_is_forgotten_by_the_log_too(
+    tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
     """The agent ends while its reply is on its way to the store: a process that takes over would give it at once."""
     store, place, pool, written = open_store(f"file://{tmp_path}"), (0, 1), GatedPool(is_open=True), asyncio.Event()
     log = CallLog(store, "shard")
@@ -165,7 +167,9 @@ STEPS = st.lists(
 )
 
 
-async def run_try(rollout: AgentRollout, pool: GatedPool, store: Store, steps: list[Any]) -> tuple[list[ChatRequest], int]:
+async def run_try(
+    rollout: AgentRollout, pool: GatedPool, store: Store, steps: list[Any]
+) -> tuple[list[ChatRequest], int]:
     """One try that ends after these steps, wherever its calls are then: what was asked, in order, and how many choices were given."""
     requests, num_given = list[ChatRequest](), 0
     store.is_open, pool.waiting, store.waiting = False, [], []

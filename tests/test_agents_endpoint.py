@@ -127,7 +127,9 @@ async def test_a_stream_says_the_same_as_a_whole_reply(pool: SpokenPool, tokeniz
         assert text == ANSWER
 
 
-async def test_choices_are_branches_and_logprobs_are_those_of_the_engine(pool: SpokenPool, tokenizer: ChatTokenizer) -> None:
+async def test_choices_are_branches_and_logprobs_are_those_of_the_engine(
+    pool: SpokenPool, tokenizer: ChatTokenizer
+) -> None:
     pool.texts = ["12", ANSWER, "37"]
     rollout = rollout_of(pool)
     async with client_of(rollout) as client:
@@ -159,7 +161,9 @@ async def test_a_limit_refuses_the_next_call_and_is_the_finish_reason(
     assert refused.value.code == code and rollout.finish_reason == reason and not pool.texts
 
 
-async def test_a_reply_that_the_limit_cut_off_ends_the_rollout_for_that(pool: SpokenPool, tokenizer: ChatTokenizer) -> None:
+async def test_a_reply_that_the_limit_cut_off_ends_the_rollout_for_that(
+    pool: SpokenPool, tokenizer: ChatTokenizer
+) -> None:
     pool.texts = ["123456789", "123456789"]
     async with client_of(rollout := rollout_of(pool, tokens=8)) as client:
         reply = await client.chat.completions.create(model="policy", messages=ASKED, max_tokens=3)
@@ -179,7 +183,9 @@ async def test_a_call_for_more_choices_than_are_left_leaves_them(pool: SpokenPoo
         assert await ask(1) == 1
         with pytest.raises(openai.BadRequestError, match=r"rl\.turns_max=3: .* 2 are left, and 3 are asked for"):
             await ask(3)
-        assert rollout.finish_reason == "turns" and await ask(1) == 1 and rollout.finish_reason == "stop", "it has gone on"
+        assert rollout.finish_reason == "turns" and await ask(1) == 1 and rollout.finish_reason == "stop", (
+            "it has gone on"
+        )
         assert await ask(1) == 1
         with pytest.raises(openai.BadRequestError, match="0 are left"):
             await ask(1)
@@ -188,7 +194,8 @@ async def test_a_call_for_more_choices_than_are_left_leaves_them(pool: SpokenPoo
 
 @settings(max_examples=40, deadline=None)
 @given(
-    asked=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["a", "b", "1" * 500])), max_size=8), calls=st.integers(1, 6)
+    asked=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["a", "b", "1" * 500])), max_size=8),
+    calls=st.integers(1, 6),
 )
 async def test_what_is_answered_is_what_would_be_without_the_calls_that_are_refused(
     asked: list[tuple[int, str]], calls: int, tokenizer: ChatTokenizer
@@ -267,7 +274,9 @@ async def test_a_key_opens_its_own_rollout_while_that_runs(pool: SpokenPool, tok
     assert not pool.groups
 
 
-async def test_an_agent_that_starts_again_is_answered_with_what_was_kept(pool: SpokenPool, tokenizer: ChatTokenizer) -> None:
+async def test_an_agent_that_starts_again_is_answered_with_what_was_kept(
+    pool: SpokenPool, tokenizer: ChatTokenizer
+) -> None:
     pool.texts = [CALL, ANSWER]
     kept: dict[CallKey, list[Completion]] = {}
 

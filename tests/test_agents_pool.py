@@ -193,7 +193,10 @@ async def test_a_command_ends_when_it_ends_and_what_it_leaves_and_prints_costs_n
             assert await agents.run(rollout_of(SpokenPool(tokenizer)), prompt_of(num_mb)) == AgentOutcome(0.25)
             assert left_alive(folder) == []
         [child] = agents._children.children
-        assert child._process is not None and psutil.Process(child._process.pid).children()[0].memory_info().rss < 150 << 20
+        assert (
+            child._process is not None
+            and psutil.Process(child._process.pid).children()[0].memory_info().rss < 150 << 20
+        )
         hanging = asyncio.create_task(agents.run(rollout_of(SpokenPool(tokenizer)), prompt_of("hang")))
         num_left = len((folder / "left.pid").read_text().split())
         await until_async(lambda: len((folder / "left.pid").read_text().split()) == num_left + 2)

@@ -78,7 +78,9 @@ class SeededPool:
         number = (params.seed * 31 + sum(group.prompt_tokens) + sum(prior.tokens)) % 10**5
         tokens = self.tokenizer._encoder.encode(f"{number}<|end|>")[: params.max_new_tokens - len(prior.tokens)]
         reason = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
-        return prior.then(Completion(tokens_of(tokens), logprobs_of([-0.5] * len(tokens)), reason, [(0, len(tokens))], "e"))
+        return prior.then(
+            Completion(tokens_of(tokens), logprobs_of([-0.5] * len(tokens)), reason, [(0, len(tokens))], "e")
+        )
 
     async def close(self) -> None: ...
 
@@ -91,12 +93,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made_session(folder: Path, store: str, *sets: str, answers: str = "well") -> Session:
-    small = ["rl.num_prompts=2", "rl.group_size=2", "rl.shard_prompts=2", "rl.agent=three_calls:agent", "rl.agents_max=2"]
+    small = [
+        "rl.num_prompts=2",
+        "rl.group_size=2",
+        "rl.shard_prompts=2",
+        "rl.agent=three_calls:agent",
+        "rl.agents_max=2",
+    ]
     config = read_config("agent", ["run=a", f"store=file://{folder}/{store}", "tracking.uri=", *small, *sets], PRESETS)
     session: Any = Session(create_or_continue(config), folder / "work")
     session.tokenizer = tokenizer_in(folder / "tokenizer")
     session.pool = SeededPool(session.tokenizer)
-    rows = [Prompt(f"products/{index}", "products", [{"role": "user", "content": f"{index}*3"}], answers) for index in range(4)]
+    rows = [
+        Prompt(f"products/{index}", "products", [{"role": "user", "content": f"{index}*3"}], answers)
+        for index in range(4)
+    ]
     session.prompts = lambda _: [rows]
     return session
 
@@ -129,15 +140,19 @@ async def test_every_trained_token_is_one_that_was_sampled_and_the_outcome_is_th
     assert len(pool.groups) == 4 * NUM_CALLS and len({group.params[0].seed for group in pool.groups}) == 4 * NUM_CALLS
     for row in rows_of(session, ref):
         assert session.tokenizer.decode_raw(row["prompt_tokens"]).startswith("<|system|>be brief<|end|><|user|>")
-        assert sum(row["loss_mask"]) == row["rollout_logprobs"].count(-0.5) and row["rollout_logprobs"].count(0.0) == row[
-            "loss_mask"
-        ].count(0)
+        assert sum(row["loss_mask"]) == row["rollout_logprobs"].count(-0.5) and row["rollout_logprobs"].count(
+            0.0
+        ) == row["loss_mask"].count(0)
         # what was sampled, in order, is what the mask shows
         calls = [group for group in pool.groups if row["completion_tokens"][: len(group.prior[0].tokens)] == group.prior[0].tokens.tolist()
                  and group.prompt_tokens == row["prompt_tokens"]]  # fmt: skip
         assert len(calls) >= NUM_CALLS and row["loss_mask"][0] == 1 and row["finish_reason"] == "stop"
         record = json.loads(row["environment"])
-        assert record["num_turns"] == NUM_CALLS and record["metrics"] == {"branches": 1.0, "seen": 3.0} and record["reward"] > 0
+        assert (
+            record["num_turns"] == NUM_CALLS
+            and record["metrics"] == {"branches": 1.0, "seen": 3.0}
+            and record["reward"] > 0
+        )
         assert [message["content"] for message in record["messages"][1]] == ["go on 0"]
         turns = turns_of(rollout(row), session.tokenizer.decode, by_agent=True)
         assert [turn["role"] for turn in turns] == ["assistant", "user", "assistant", "user", "assistant"]
@@ -158,8 +173,14 @@ async def test_a_branch_that_is_left_is_kept_beside_the_one_that_is_trained(fold
     rows, branches = rows_of(session, ref), read_records(session.run.store, ref, "branches.parquet", Branch)
     assert len(rows) == len(branches) == 4
     for row, branch in zip(rows, branches, strict=True):
-        assert (branch.group_index, branch.rollout_index, branch.branch_index) == (row["group_index"], row["rollout_index"], 0)
-        assert session.tokenizer.decode(row["prompt_tokens"]).startswith("<|user|>you have said") and all(row["loss_mask"])
+        assert (branch.group_index, branch.rollout_index, branch.branch_index) == (
+            row["group_index"],
+            row["rollout_index"],
+            0,
+        )
+        assert session.tokenizer.decode(row["prompt_tokens"]).startswith("<|user|>you have said") and all(
+            row["loss_mask"]
+        )
         assert json.loads(row["environment"])["metrics"]["branches"] == 2.0
         stretches = np.flatnonzero(np.diff(branch.loss_mask))
         assert len(stretches) == 2, "two replies, and what the agent put between them"
@@ -194,7 +215,9 @@ async def test_an_agent_that_fails_everywhere_ends_the_run(folder: Path) -> None
 
 
 @pytest.mark.parametrize(("answers", "sets"), [("well", []), ("fork", ["rl.branches=all"])])
-async def test_a_process_that_takes_over_samples_only_what_was_not_kept(folder: Path, answers: str, sets: list[str]) -> None:
+async def test_a_process_that_takes_over_samples_only_what_was_not_kept(
+    folder: Path, answers: str, sets: list[str]
+) -> None:
     (folder / "hang").touch()
     first = made_session(folder, "store", *sets, answers=answers)
     pool: Any = first.pool
@@ -208,7 +231,9 @@ async def test_a_process_that_takes_over_samples_only_what_was_not_kept(folder: 
         await working
     (folder / "hang").unlink()
     kept = [key for key in first.run.store.list(first.run.root) if "/calls/" in key]
-    assert kept and not [key for key in unreferenced(first.run) if "/calls/" in key], "gc leaves them while they are needed"
+    assert kept and not [key for key in unreferenced(first.run) if "/calls/" in key], (
+        "gc leaves them while they are needed"
+    )
 
     second, undisturbed = (made_session(folder, store, *sets, answers=answers) for store in ("store", "other"))
     ref, other = await sampled(second), await sampled(undisturbed)

@@ -15,7 +15,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlpipe.agents.anthropic_wire import AnthropicWire
-from rlpipe.agents.chat import ChatRefused, ChatRequest, as_text, assistant_message, on_the_wire, read_message, read_request
+from rlpipe.agents.chat import (
+    ChatRefused,
+    ChatRequest,
+    as_text,
+    assistant_message,
+    on_the_wire,
+    read_message,
+    read_request,
+)
 from rlpipe.agents.endpoint import Wire
 from rlpipe.agents.openai_wire import OpenAiWire
 from rlpipe.agents.worker import last_line, outcome_of, run
@@ -72,7 +80,9 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
 
 def said(text: str, request: ChatRequest = REQUEST) -> dict[str, Any]:
     """The message that a completion becomes, as the tokenizer would decode it: without halves of surrogate pairs."""
-    return assistant_message(text.encode(errors="replace").decode(), request, lambda number: f"functions.calculator:{number}")
+    return assistant_message(
+        text.encode(errors="replace").decode(), request, lambda number: f"functions.calculator:{number}"
+    )
 
 
 def call_of(arguments: str) -> str:
@@ -130,7 +140,9 @@ def test_a_tool_that_reads_like_a_mark_of_ours_is_text(chats: dict[str, ChatToke
 @settings(max_examples=200, deadline=None)
 @given(
     output=st.one_of(
-        VALUES, VALUES.map(lambda value: f'{{"reward": {value}}}'), VALUES.map(lambda value: f'{{"metrics": {{"a": {value}}}}}')
+        VALUES,
+        VALUES.map(lambda value: f'{{"reward": {value}}}'),
+        VALUES.map(lambda value: f'{{"metrics": {{"a": {value}}}}}'),
     )
 )
 @example(output='{"reward": 1' + "0" * 400 + "}")
@@ -210,7 +222,11 @@ def test_a_command_that_reads_nothing_is_not_written_to_again_and_again(monkeypa
     writes: list[int] = []
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: writes.append(file) or write(file, data))
-    request = {"prompt": [{"role": "user", "content": "x" * 1_000_000}], "base_url": "http://127.0.0.1:1/v1", "api_key": "k"}
+    request = {
+        "prompt": [{"role": "user", "content": "x" * 1_000_000}],
+        "base_url": "http://127.0.0.1:1/v1",
+        "api_key": "k",
+    }
     said = run(["/bin/sh", "-c", "exec <&-; sleep 0.5; echo '{\"reward\": 1}'"], request)
     assert said == {"reward": 1.0, "metrics": {}}
     assert len(writes) < 50, "of 64 KiB each, until the pipe was full or closed"

@@ -41,7 +41,9 @@ LEAVES = st.one_of(
     st.text(max_size=4),
 )  # fmt: skip
 VALUES = st.recursive(
-    LEAVES, lambda values: st.one_of(st.lists(values, max_size=3), st.dictionaries(NAMES, values, max_size=4)), max_leaves=8
+    LEAVES,
+    lambda values: st.one_of(st.lists(values, max_size=3), st.dictionaries(NAMES, values, max_size=4)),
+    max_leaves=8,
 )
 
 
@@ -122,7 +124,9 @@ def check(route: str, answer: Answer) -> None:
     if answer.status != 200:
         [error] = answer.values
         names = {"openai": {"message", "type", "param", "code"}, "anthropic": {"type", "message"}}[route]
-        assert {*error["error"]} == names and error["error"]["message"] and (route == "openai" or error["type"] == "error")
+        assert (
+            {*error["error"]} == names and error["error"]["message"] and (route == "openai" or error["type"] == "error")
+        )
     for written in arguments_in(answer.values):
         assert isinstance(strictly_read(written), dict)
 
@@ -163,14 +167,18 @@ def said_by(server: Server, route: str, says: str, stream: bool) -> Answer:
 @settings(max_examples=100, deadline=None)
 @given(says=REPLIES, stream=st.booleans())
 @pytest.mark.parametrize("route", PATHS)
-def test_what_a_policy_says_goes_onto_the_wire_as_strict_json(route: str, says: str, stream: bool, server: Server) -> None:
+def test_what_a_policy_says_goes_onto_the_wire_as_strict_json(
+    route: str, says: str, stream: bool, server: Server
+) -> None:
     said_by(server, route, says, stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", PATHS)
 @pytest.mark.parametrize("number", ["NaN", "1e999", "-1e999", "Infinity", "-Infinity", "[[1e400]]", '{"a": NaN}'])
-def test_arguments_that_are_json_for_python_alone_are_text(number: str, route: str, stream: bool, server: Server) -> None:
+def test_arguments_that_are_json_for_python_alone_are_text(
+    number: str, route: str, stream: bool, server: Server
+) -> None:
     for written in (call_of(f'{{"x": {number}}}'), call_of('{"x": 1}') + call_of(f'{{"x": {number}}}')):
         answer = said_by(server, route, written, stream)
         texts = [

@@ -92,7 +92,9 @@ def test_the_metrics_of_a_set_by_hand() -> None:
     }
 
 
-@given(st.integers(1, 64), st.lists(st.from_regex(r"[a-z0-9_]{1,6}", fullmatch=True), min_size=1, max_size=4, unique=True))
+@given(
+    st.integers(1, 64), st.lists(st.from_regex(r"[a-z0-9_]{1,6}", fullmatch=True), min_size=1, max_size=4, unique=True)
+)
 def test_no_name_is_lost_or_the_path_of_another(num_completions: int, sets: list[str]) -> None:
     told = {"p": [0.0] * (num_completions + 1)}
     rows = rows_of(told, {"p": ["a"] * (num_completions + 1)}, {"format": 1.0})
@@ -106,14 +108,31 @@ def test_no_name_is_lost_or_the_path_of_another(num_completions: int, sets: list
 
 
 def test_what_is_drawn_of_many_k() -> None:
-    names = {f"s_pass_at_{2**power}" for power in range(7)} | {"s_greedy", "s_maj_at_64", "s_reward_mean", "t_pass_at_1"}
+    names = {f"s_pass_at_{2**power}" for power in range(7)} | {
+        "s_greedy",
+        "s_maj_at_64",
+        "s_reward_mean",
+        "t_pass_at_1",
+    }
     assert _drawn(names) == ["s_greedy", "s_maj_at_64", "s_pass_at_1", "s_pass_at_64", "t_pass_at_1"]
     assert sorted(["s_pass_at_16", "s_pass_at_2"], key=by_number) == ["s_pass_at_2", "s_pass_at_16"]
 
 
 @pytest.mark.parametrize(
     "mark",
-    ["\\boxed{", "<answer>", "####", "{", "}", "\\boxed{}", "\\boxed{1},", "\\boxed 1", "\\boxed  ", "#### 1\n", "#### a\n"],
+    [
+        "\\boxed{",
+        "<answer>",
+        "####",
+        "{",
+        "}",
+        "\\boxed{}",
+        "\\boxed{1},",
+        "\\boxed 1",
+        "\\boxed  ",
+        "#### 1\n",
+        "#### a\n",
+    ],
 )
 def test_a_megabyte_of_one_mark_is_read_in_one_pass(mark: str) -> None:
     assert answer_text(mark * (1_000_000 // len(mark)) + " \\boxed{7}").endswith("7")

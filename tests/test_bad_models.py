@@ -61,7 +61,15 @@ def test_faults_of_the_model_its_tokenizer_and_the_prompts_are_said_at_once(fold
 
 
 async def test_only_the_files_of_a_model_and_a_tokenizer_are_copied(folder: Path, tmp_path: Path) -> None:
-    for name in (".env", ".netrc", "pytorch_model.bin", "code.py", "README.md", "adapter_model.safetensors", "secrets.json"):
+    for name in (
+        ".env",
+        ".netrc",
+        "pytorch_model.bin",
+        "code.py",
+        "README.md",
+        "adapter_model.safetensors",
+        "secrets.json",
+    ):
         (folder / name).write_text("planted")
     session = Session(create_or_continue(with_model(folder)), tmp_path / "work")
     tokenizer = await base_tokenizer(session)
@@ -129,7 +137,9 @@ def test_links_lead_into_the_folder_or_the_hubs_cache_and_nowhere_else(folder: P
     for each in fine[:3]:
         if each == tmp_path / "by_hand":
             (each / "vocab.json").symlink_to(snapshot / "vocab.json")
-        with pytest.raises(UserError, match=r"model\.path=.*: vocab\.json is a link to .*/credentials, outside of that folder"):
+        with pytest.raises(
+            UserError, match=r"model\.path=.*: vocab\.json is a link to .*/credentials, outside of that folder"
+        ):
             model_folder(ModelConfig(path=str(each)))
 
 

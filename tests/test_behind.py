@@ -59,7 +59,9 @@ async def test_what_is_pending_is_answered_and_is_committed_in_order_once_it_has
     behind.record(key, record(run))
 
     async def last() -> None:
-        order.append([find(run.store, state.folder) is not None, find(run.store, FOLDER) is not None, run.store.exists(key)])
+        order.append(
+            [find(run.store, state.folder) is not None, find(run.store, FOLDER) is not None, run.store.exists(key)]
+        )
 
     behind.then(last)
     await asyncio.sleep(0.05)
@@ -121,7 +123,9 @@ async def test_a_commit_of_somebody_else_is_a_fault(run: Run) -> None:
     behind = Behind(run)
     commit(run.store, FOLDER, manifest(ended_at="2026-01-01T00:00:00.000+00:00"))
     behind.publish(FOLDER, manifest(), published(landed))
-    with pytest.raises(CommittedLate, match="committed late, by somebody else, while this run used its own, of the same bits"):
+    with pytest.raises(
+        CommittedLate, match="committed late, by somebody else, while this run used its own, of the same bits"
+    ):
         await behind.landed()
     behind = Behind(run)
     other_bits = replace(manifest(), files=[FileRecord("000001l0/model.safetensors", 1, "0" * 64)])

@@ -124,12 +124,16 @@ def test_with_masked_truncation_a_whole_reply_is_trained_once_and_one_that_was_c
         assert all(row.loss_mask.any() for row in rows), "no row for nothing"
     cut_off = replace(own, finish_reason="length")
     masking_rl = RlConfig(branches="all", agent="a:b", mask_truncated=True)
-    assert branches_of([cut_off], branch_rows(0, 0, ended, masking_rl), masking_rl) == [], "its reward is of what was cut off"
+    assert branches_of([cut_off], branch_rows(0, 0, ended, masking_rl), masking_rl) == [], (
+        "its reward is of what was cut off"
+    )
 
 
 def test_two_replies_that_nothing_stands_between_are_two_branches() -> None:
     """A mask would show one reply, of which the half is masked when it was cut off."""
-    silent = "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    silent = (
+        "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
     tree = ConversationTree(make(silent))
     asked: list[Any] = [{"role": "user", "content": "hi"}]
     first = read_request({"messages": asked})
@@ -153,7 +157,9 @@ def branch(group_index: int, rollout_index: int, mask: Sequence[int], finish_rea
 
 
 ROLLOUTS = st.lists(
-    st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 0.0, 0.5, 1.0]), st.lists(st.integers(0, 5), min_size=1, max_size=4)),
+    st.tuples(
+        st.integers(0, 3), st.sampled_from([-1.0, 0.0, 0.5, 1.0]), st.lists(st.integers(0, 5), min_size=1, max_size=4)
+    ),
     min_size=1,
     max_size=12,
 )  # the group, the reward, and the scored tokens of each row
@@ -166,19 +172,28 @@ def test_a_rollout_counts_once_however_many_rows_it_has(
     estimator: str, made: list[tuple[int, float, list[int]]], with_kl: bool, seed: int
 ) -> None:
     made = sorted(made, key=lambda entry: entry[0])
-    groups_R, rewards_R, rows_R = (np.array([*map(of, made)]) for of in (lambda r: r[0], lambda r: r[1], lambda r: len(r[2])))
+    groups_R, rewards_R, rows_R = (
+        np.array([*map(of, made)]) for of in (lambda r: r[0], lambda r: r[1], lambda r: len(r[2]))
+    )
     lengths_B = np.array([length for *_, lengths in made for length in lengths])
     rollout_B = np.repeat(np.arange(len(made)), rows_R)
     lengths_R = np.array([sum(lengths) for *_, lengths in made])
     assert rollout_sums(lengths_B, rollout_B).tolist() == lengths_R.tolist()
-    kl: dict[str, Any] = {"kl_N": np.random.default_rng(seed).random(lengths_B.sum()), "kl_coef": 0.1} if with_kl else {}
+    kl: dict[str, Any] = (
+        {"kl_N": np.random.default_rng(seed).random(lengths_B.sum()), "kl_coef": 0.1} if with_kl else {}
+    )
     how: dict[str, Any] = {"estimator": estimator, "gamma": 0.9, **kl}
     rows = rewards_R[rollout_B], groups_R[rollout_B], lengths_B
     found = token_advantages(*rows, **how, rollout_B=rollout_B)
-    alone = rows if estimator == "reinforce_plus_plus" else (rewards_R, groups_R, lengths_R)  # it compares tokens, row by row
+    alone = (
+        rows if estimator == "reinforce_plus_plus" else (rewards_R, groups_R, lengths_R)
+    )  # it compares tokens, row by row
     assert found.tolist() == token_advantages(*alone, **how).tolist()
     single = token_advantages(rewards_R, groups_R, lengths_R[: len(made)], **how)
-    assert single.tolist() == token_advantages(rewards_R, groups_R, lengths_R, **how, rollout_B=np.arange(len(made))).tolist()
+    assert (
+        single.tolist()
+        == token_advantages(rewards_R, groups_R, lengths_R, **how, rollout_B=np.arange(len(made))).tolist()
+    )
 
 
 def test_five_branches_do_not_move_the_mean_of_the_group() -> None:
@@ -188,7 +203,9 @@ def test_five_branches_do_not_move_the_mean_of_the_group() -> None:
         expected = [one.advantage for one in with_advantages(rollouts, estimator, 1.0)]
         assert [one.advantage for one in with_advantages(rollouts, estimator, 1.0, branches)] == expected
     first, second = (one.advantage for one in with_advantages(rollouts, "opo", 1.0, branches))
-    assert (first, second) == (pytest.approx(1 - 12 / 14), pytest.approx(-12 / 14)), "its length is that of all its rows"
+    assert (first, second) == (pytest.approx(1 - 12 / 14), pytest.approx(-12 / 14)), (
+        "its length is that of all its rows"
+    )
 
 
 def made_rollout(group_index: int, rollout_index: int, reward: float, reason: str) -> Rollout:
@@ -278,14 +295,21 @@ async def test_the_default_keeps_what_it_kept_and_trains_the_last_alone(folder: 
         await session.close()
     files = {name: {file.plain_name: file.sha256 for ref in of for file in read_manifest(store, ref.folder).files}
              for name, (store, *of) in refs.items()}  # fmt: skip
-    assert files["last"].keys() == files["all"].keys() and files["last"]["scores.parquet"] == files["all"]["scores.parquet"]
+    assert (
+        files["last"].keys() == files["all"].keys()
+        and files["last"]["scores.parquet"] == files["all"]["scores.parquet"]
+    )
     assert files["last"]["rollouts.parquet"] == files["all"]["rollouts.parquet"]
     store, shard, _, batched = refs["last"]
     assert read_rl_batch(store, batched, 1).rollout_B.tolist() == [0, 1, 2, 3]
     kept = read_records(store, shard, "branches.parquet", Branch)
-    assert all(np.array_equal(one.loss_mask == 1, one.rollout_logprobs < 0) for one in kept), "1 where a token was sampled"
+    assert all(np.array_equal(one.loss_mask == 1, one.rollout_logprobs < 0) for one in kept), (
+        "1 where a token was sampled"
+    )
     manifest = read_manifest(store, batched.folder)
-    assert not {"rl.branches"} & manifest.settings.keys() and not [name for name in manifest.metrics if "branch" in name]
+    assert not {"rl.branches"} & manifest.settings.keys() and not [
+        name for name in manifest.metrics if "branch" in name
+    ]
 
 
 async def test_a_group_that_is_dropped_takes_its_branches_with_it(folder: Path) -> None:
@@ -293,13 +317,16 @@ async def test_a_group_that_is_dropped_takes_its_branches_with_it(folder: Path) 
     at = {"iteration": 0, "round_index": 0}
     prompts, shards = await sampled(session)
     store = session.run.store
-    assert {one.finish_reason for one in read_records(store, shards[0], "rollouts.parquet", Rollout, ROLLOUT_COLUMNS)} == {
-        "length"
-    }
+    assert {
+        one.finish_reason for one in read_records(store, shards[0], "rollouts.parquet", Rollout, ROLLOUT_COLUMNS)
+    } == {"length"}
     assert len(read_records(store, shards[0], "branches.parquet", Branch)) >= 4
     scores = await score(session, prompts=prompts, rollouts=shards, **at)
     batch = await filter_groups(session, prompts=[prompts], scores=[scores.ref], branches=shards, **at)
-    assert batch.metrics["rollout/groups_dropped_all_truncated"] == 2 and batch.metrics["rollout/num_branches_trained"] == 0
+    assert (
+        batch.metrics["rollout/groups_dropped_all_truncated"] == 2
+        and batch.metrics["rollout/num_branches_trained"] == 0
+    )
     assert [file.plain_name for file in read_manifest(store, batch.ref.folder).files] == ["batch.parquet"]
     await session.close()
 
@@ -313,13 +340,18 @@ def test_the_trainer_gives_branches_the_advantage_of_their_rollout(tmp_path: Pat
     added = [branch(2, 0, [0, 0, 1, 1]), branch(0, 0, [1]), branch(2, 0, [1, 0, 1])]
     added = [replace(one, completion_tokens=one.completion_tokens + 2) for one in added]
     [file] = read_manifest(gang.store, "plain").files
-    files = {"batch.parquet": gang.store.read(f"plain/{file.name}"), "branches.parquet": to_parquet(to_table(added, Branch))}
+    files = {
+        "batch.parquet": gang.store.read(f"plain/{file.name}"),
+        "branches.parquet": to_parquet(to_table(added, Branch)),
+    }
     ref = trainer_world.artifact(gang.store, "branched", files, {"empty_groups": []})
     alone, both = read_rl_batch(gang.store, plain, 3), read_rl_batch(gang.store, ref, 3)
     assert both.rollout_B.tolist() == [0, 0, 1, 2, 3, 4, 4, 4, 5] and [len(step) for step in both.steps] == [3, 2, 4]
     assert [one.row for step in both.steps for one in step] == [*range(9)]
     settings_of_job = RlConfig.model_validate(trainer_world.RL)
-    expected_N, found_N = (np.concatenate(advantages(gang, batch, [], settings_of_job)).tolist() for batch in (alone, both))
+    expected_N, found_N = (
+        np.concatenate(advantages(gang, batch, [], settings_of_job)).tolist() for batch in (alone, both)
+    )
     starts = {place: found_N[int(start)] for place, start in zip(both.rollout_B.tolist(), np.cumsum(both.lengths_B) - both.lengths_B, strict=True)}  # fmt: skip
     assert [starts[place] for place in range(6)] == [
         expected_N[int(start)] for start in np.cumsum(alone.lengths_B) - alone.lengths_B
@@ -327,7 +359,9 @@ def test_the_trainer_gives_branches_the_advantage_of_their_rollout(tmp_path: Pat
     assert found_N == np.repeat([starts[place] for place in both.rollout_B.tolist()], both.lengths_B).tolist()
     trainer = Trainer(gang)
     trainer_world.run(trainer, "load", trainer_world.load_new("new"))
-    metrics = trainer_world.run(trainer, "train", trainer_world.train("new", "after", "rl", ref, {"num_steps": 3}))["metrics"]
+    metrics = trainer_world.run(trainer, "train", trainer_world.train("new", "after", "rl", ref, {"num_steps": 3}))[
+        "metrics"
+    ]
     assert metrics["train/num_tokens"] == sum(alone.lengths_B) + 5
     stored = gaps_of(trainer)  # of the rollouts alone, as the rows of batch.parquet are
     assert [len(row["gap"]) for row in stored] == alone.lengths_B.tolist()

@@ -24,7 +24,9 @@ from tests.batches import read_rl_batch
 from tests.rows import CARRIED, from_parquet
 from tests.trainer_world import artifact
 
-PROMPT = Prompt("words/3", "words", [{"role": "user", "content": "hi"}], "x", prompt_tokens=np.array([5, 6], dtype=np.int32))
+PROMPT = Prompt(
+    "words/3", "words", [{"role": "user", "content": "hi"}], "x", prompt_tokens=np.array([5, 6], dtype=np.int32)
+)
 
 
 def rollout(index: int, finish_reason: str, *spans: tuple[int, int]) -> Rollout:
@@ -60,7 +62,9 @@ def test_older_tokens_carry_loss_only_where_the_config_says_so(
 def test_masked_tokens_are_context_for_the_trainer_and_nothing_else(tmp_path: Path) -> None:
     logprobs = np.array([-1.0, -2.0, -3.0, -4.0, -5.0], dtype=np.float32)
     mask = loss_mask([(3, 2), (4, 3)], 4, False)
-    row = replace(rollout(0, "stop", (3, 2), (4, 3)), loss_mask=mask, rollout_logprobs=logprobs, reward=1.0, advantage=0.5)
+    row = replace(
+        rollout(0, "stop", (3, 2), (4, 3)), loss_mask=mask, rollout_logprobs=logprobs, reward=1.0, advantage=0.5
+    )
     store = open_store(f"file://{tmp_path}/store")
     ref = artifact(store, "batch", {"batch.parquet": to_parquet(to_table([row], Rollout))})
     ((sequence,),) = read_rl_batch(store, ref, 4).steps
@@ -78,7 +82,9 @@ def test_masked_tokens_are_context_for_the_trainer_and_nothing_else(tmp_path: Pa
         ({}, "is no file of BatchRow"),
     ],
 )
-def test_a_batch_that_makes_no_sense_is_refused_by_its_file(wrong: dict[str, object], said: str, tmp_path: Path) -> None:
+def test_a_batch_that_makes_no_sense_is_refused_by_its_file(
+    wrong: dict[str, object], said: str, tmp_path: Path
+) -> None:
     row = replace(rollout(0, "stop", (9, 3)), **({"reward": 1.0, "advantage": 0.5} | wrong))  # pyright: ignore[reportArgumentType]
     table = to_table([row], Rollout)
     store = open_store(f"file://{tmp_path}/store")
@@ -103,7 +109,12 @@ def test_a_carried_group_survives_the_store_and_goes_on_where_it_was() -> None:
 
 
 def test_a_rollout_whose_oldest_token_is_too_old_starts_again_and_is_counted() -> None:
-    group = [rollout(0, "stop", (8, 2)), rollout(1, "abort", (8, 3), (9, 2)), rollout(2, "abort", (9, 4)), rollout(3, "abort")]
+    group = [
+        rollout(0, "stop", (8, 2)),
+        rollout(1, "abort", (8, 3), (9, 2)),
+        rollout(2, "abort", (9, 4)),
+        rollout(3, "abort"),
+    ]
     carried = carried_rollouts(group, PROMPT, 10, staleness_max=1)
     assert [row.num_tokens_expired for row in carried] == [2, 5, 0, 0]
     assert [prior_of(row, 16) for row in (carried[0], carried[1], carried[3])] == [NOTHING_YET] * 3
@@ -150,7 +161,9 @@ async def test_survivors_count_once_and_a_shard_that_starts_again_counts_from_no
     assert again.is_set() and survivors.begin([]).is_set()
 
 
-@pytest.mark.parametrize(("num_prompts", "oversampling", "groups"), [(10, 1.1, 11), (64, 1, 64), (7, 1.5, 11), (1, 16, 16)])
+@pytest.mark.parametrize(
+    ("num_prompts", "oversampling", "groups"), [(10, 1.1, 11), (64, 1, 64), (7, 1.5, 11), (1, 16, 16)]
+)
 def test_the_groups_of_a_round(num_prompts: int, oversampling: float, groups: int) -> None:
     presets = Path(__file__).parent.parent / "flows" / "presets"
     config = read_config("tiny", [f"rl.num_prompts={num_prompts}", f"rl.oversampling={oversampling}"], presets)

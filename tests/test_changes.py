@@ -23,7 +23,9 @@ def p_values(rates_T: np.ndarray, groups: int, size: int, *, trend: bool, wander
 
 @pytest.mark.parametrize(("iterations", "groups", "size"), [(4, 4, 4), (8, 4, 4), (12, 16, 8), (2, 8, 4)])
 @pytest.mark.parametrize("wander", [0.0, 0.05])
-def test_where_nothing_changed_a_p_value_is_what_it_says(iterations: int, groups: int, size: int, wander: float) -> None:
+def test_where_nothing_changed_a_p_value_is_what_it_says(
+    iterations: int, groups: int, size: int, wander: float
+) -> None:
     if iterations == 2 and wander:
         return  # of one iteration a side nobody can tell what iterations differ by
     p = p_values(np.full(iterations, 0.5), groups, size, trend=True, wander=wander)

@@ -93,7 +93,8 @@ def test_every_prompt_is_a_prefix_of_the_conversation_and_carries_no_loss(name: 
 def test_a_default_system_prompt_gives_way_and_never_carries_loss() -> None:
     chat = make(SMOLLM2)
     assert (
-        text_of(chat, chat.encode_prompt([USER])) == f"{DEFAULT_SYSTEM}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        text_of(chat, chat.encode_prompt([USER]))
+        == f"{DEFAULT_SYSTEM}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
     given = text_of(chat, chat.encode_prompt([SYSTEM, USER]))
     assert given == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

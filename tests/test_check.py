@@ -37,7 +37,9 @@ def test_both_parts_of_the_tests_run_and_the_last_line_says_which_failed(
     for name in ("ruff", "pyright", "python"):
         (tools / name).write_text(f'#!/bin/bash\n{tool}echo "$part" >> began\n! grep -qxF "$part" failing\n')
         (tools / name).chmod(0o755)
-    ended = subprocess.run([tmp_path / "scripts" / "check.sh"], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    ended = subprocess.run(
+        [tmp_path / "scripts" / "check.sh"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert (tmp_path / "began").read_text().splitlines() == parts
     assert (ended.stdout + ended.stderr).strip() == last
     assert ended.returncode == (1 if failing else 0)

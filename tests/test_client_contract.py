@@ -136,7 +136,9 @@ async def sample(client: EngineClient, *requests: SampleRequest) -> list[Complet
     return await sample_heard(client, requests, [Heard() for _ in requests])
 
 
-async def sample_heard(client: EngineClient, requests: Sequence[SampleRequest], heard: Sequence[Heard]) -> list[Completion]:
+async def sample_heard(
+    client: EngineClient, requests: Sequence[SampleRequest], heard: Sequence[Heard]
+) -> list[Completion]:
     async with asyncio.timeout(DEADLINE_S):
         completions = await asyncio.gather(*(client.sample(*pair) for pair in zip(requests, heard, strict=True)))
     for completion, said in zip(completions, heard, strict=True):
@@ -153,7 +155,9 @@ def assert_logprobs(logprobs: Sequence[float | None], expected: torch.Tensor) ->
 async def test_completions_come_in_order_with_the_tokens_that_were_asked_for(client: EngineClient) -> None:
     version = await client.weight_version()
     lengths = [1 + index % 7 for index in range(20)]
-    completions = await sample(client, *(request([3 + i, 9], max_new_tokens=length) for i, length in enumerate(lengths)))
+    completions = await sample(
+        client, *(request([3 + i, 9], max_new_tokens=length) for i, length in enumerate(lengths))
+    )
     assert [len(completion.tokens) for completion in completions] == lengths
     assert all(c.finish_reason == "length" and c.finished for c in completions)
     assert [c.spans for c in completions] == [[(version, length)] for length in lengths]
@@ -164,7 +168,9 @@ async def test_completions_come_in_order_with_the_tokens_that_were_asked_for(cli
 async def test_a_matched_stop_token_stays_in_the_completion(client: EngineClient) -> None:
     [free] = await sample(client, request(PROMPT))
     stop = free.tokens[3]
-    [stopped] = await sample(client, request(PROMPT, stop_token_ids=(stop,), ignore_eos=False))  # SGLang ignores both or none
+    [stopped] = await sample(
+        client, request(PROMPT, stop_token_ids=(stop,), ignore_eos=False)
+    )  # SGLang ignores both or none
     assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1] and stopped.finish_reason == "stop"
 
 
@@ -174,7 +180,9 @@ async def test_the_models_own_eos_stops_unless_ignored(client: EngineClient) -> 
     stopped = await sample(client, *(request(prompt, hot, seed=index) for index, prompt in enumerate(prompts)))
     assert any(c.finish_reason == "stop" and c.tokens[-1] == 2 for c in stopped)
     assert all(2 not in c.tokens[:-1] for c in stopped)
-    ignored = await sample(client, *(request(prompt, hot, seed=index, ignore_eos=True) for index, prompt in enumerate(prompts)))
+    ignored = await sample(
+        client, *(request(prompt, hot, seed=index, ignore_eos=True) for index, prompt in enumerate(prompts))
+    )
     assert all(len(c.tokens) == 16 for c in ignored)
 
 
@@ -182,7 +190,9 @@ async def test_the_models_own_eos_stops_unless_ignored(client: EngineClient) -> 
 async def test_logprobs_equal_transformers(client: EngineClient, temperature: float) -> None:
     prompts = [list(range(3, 3 + length)) for length in (1, 22, 33, 70)]
     params = Sampling(max_new_tokens=20, temperature=temperature, ignore_eos=True)
-    for prompt, completion in zip(prompts, await sample(client, *(request(each, params) for each in prompts)), strict=True):
+    for prompt, completion in zip(
+        prompts, await sample(client, *(request(each, params) for each in prompts)), strict=True
+    ):
         expected = reference_logprobs(tiny_model(0), prompt, completion.tokens, temperature or 1.0)
         assert_logprobs(completion.rollout_logprobs, expected)
 
@@ -192,7 +202,9 @@ async def test_logprobs_of_narrowed_sampling(client: EngineClient) -> None:
     [best] = await sample(client, request(PROMPT, max_new_tokens=1))
     hot = Sampling(max_new_tokens=1, temperature=2.0, ignore_eos=True)  # vLLM refuses more
     narrow = [replace(hot, top_k=1), replace(hot, top_p=1e-6)]
-    for completion in await sample(client, *(request(PROMPT, params, seed=seed) for params in narrow for seed in range(20))):
+    for completion in await sample(
+        client, *(request(PROMPT, params, seed=seed) for params in narrow for seed in range(20))
+    ):
         assert completion.tokens == best.tokens
 
 
@@ -306,7 +318,9 @@ TOO_LONG = {"a prompt": ([7] * 600, 1), "prompt and completion": ([7] * 500, CON
 
 
 @pytest.mark.parametrize(("tokens", "max_new_tokens"), TOO_LONG.values(), ids=TOO_LONG)
-async def test_too_long_is_refused_and_the_engine_lives(client: EngineClient, tokens: list[int], max_new_tokens: int) -> None:
+async def test_too_long_is_refused_and_the_engine_lives(
+    client: EngineClient, tokens: list[int], max_new_tokens: int
+) -> None:
     with pytest.raises(RequestRefused):
         await sample(client, request(tokens, max_new_tokens=max_new_tokens))
     assert await client.healthy() and await sample(client, request(PROMPT))

@@ -14,7 +14,9 @@ from rlpipe.store.code_version import FILE_BYTES_MAX, FILES_MAX, PACKAGES, code_
 
 def git(root: Path, *command: str) -> str:
     identity = ("-c", "user.name=test", "-c", "user.email=test@example.com")
-    return subprocess.run(["git", *identity, *command], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *identity, *command], cwd=root, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def packages(root: Path) -> Path:
@@ -33,7 +35,9 @@ def checkout(root: Path) -> str:
     return git(root, "rev-parse", "--short=12", "HEAD")
 
 
-def test_of_a_clean_checkout_it_is_the_commit_wherever_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_clean_checkout_it_is_the_commit_wherever_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit, other = checkout(tmp_path / "a"), checkout(tmp_path / "b" / "c")
     git(tmp_path / "a", "worktree", "add", "-q", str(tmp_path / "w"))
     (tmp_path / "link").symlink_to(tmp_path / "a")
@@ -66,7 +70,9 @@ def test_edited_code_has_a_hash_which_is_that_of_the_edit(tmp_path: Path) -> Non
     versions.append(version_of(tmp_path / "gone"))
     ends = [name.rsplit("-", 1)[1] for name in versions]
     assert len(set(ends)) == len(ends)
-    assert version_of(tmp_path / "again").rsplit("-", 1)[1] == ends[0], "the same edit, of a checkout with other settings"
+    assert version_of(tmp_path / "again").rsplit("-", 1)[1] == ends[0], (
+        "the same edit, of a checkout with other settings"
+    )
 
 
 def test_what_is_large_is_not_read(tmp_path: Path) -> None:
@@ -95,7 +101,9 @@ def test_a_checkout_of_another_user_has_its_commit(tmp_path: Path) -> None:
     assert version_of(tmp_path / "a") == version_of(tmp_path / "link") == commit
 
 
-def test_without_a_checkout_it_is_the_version_and_a_hash_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_checkout_it_is_the_version_and_a_hash_of_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkout(tmp_path / "mine")
     installed = [packages(tmp_path / name) for name in ("site-packages", "mine/.venv/site-packages")]
     unborn = packages(tmp_path / "unborn")

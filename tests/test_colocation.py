@@ -35,9 +35,20 @@ from tests.deadlines import DEADLINE_S, until_async
 from tests.slow_engine import SlowEngine, slow_pool, wanted
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
-ONE_GPU = ["model.dtype=bfloat16", "trainer.gpu_ids=[0]", "engines.gpu_ids=[0]", "engines.count=1", "engines.kind=sglang"]
+ONE_GPU = [
+    "model.dtype=bfloat16",
+    "trainer.gpu_ids=[0]",
+    "engines.gpu_ids=[0]",
+    "engines.count=1",
+    "engines.kind=sglang",
+]
 COLOCATED = "engines.colocate=true"
-APART = ["trainer.place=elsewhere", "engines.place=elsewhere", "trainer.nodes=2", "engines.nodes=2"]  # nodes that run both
+APART = [
+    "trainer.place=elsewhere",
+    "engines.place=elsewhere",
+    "trainer.nodes=2",
+    "engines.nodes=2",
+]  # nodes that run both
 
 
 def config(*sets: str) -> PipelineConfig:
@@ -91,7 +102,11 @@ def test_one_gpu_trains_and_samples_and_is_counted_once() -> None:
 def test_an_engine_leaves_the_trainer_what_it_keeps(gib: float, kind: str, ranks: int) -> None:
     gpu_ids = json.dumps([*range(ranks)])
     shared = config(
-        *ONE_GPU, f"engines.kind={kind}", f"trainer.ranks={ranks}", f"trainer.gpu_ids={gpu_ids}", f"engines.gpu_ids={gpu_ids}"
+        *ONE_GPU,
+        f"engines.kind={kind}",
+        f"trainer.ranks={ranks}",
+        f"trainer.gpu_ids={gpu_ids}",
+        f"engines.gpu_ids={gpu_ids}",
     )
     fraction = engine_fraction(shared, gib)
     assert 0.1 <= fraction < 1
@@ -106,7 +121,10 @@ def argv(shared: PipelineConfig) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "release", "fraction"),
-    [("sglang", "--enable-memory-saver", "--mem-fraction-static"), ("vllm", "--enable-sleep-mode", "--gpu-memory-utilization")],
+    [
+        ("sglang", "--enable-memory-saver", "--mem-fraction-static"),
+        ("vllm", "--enable-sleep-mode", "--gpu-memory-utilization"),
+    ],
 )
 def test_an_engine_is_told_to_release_and_how_much_it_may_take(
     kind: str, release: str, fraction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -273,7 +291,9 @@ async def test_a_call_that_does_not_end_keeps_no_release_waiting_for_ever(monkey
 
 
 @asynccontextmanager
-async def played_server(status: dict[str, int], answer_s: float = 0.0) -> AsyncIterator[tuple[str, list[tuple[str, str, Any]]]]:
+async def played_server(
+    status: dict[str, int], answer_s: float = 0.0
+) -> AsyncIterator[tuple[str, list[tuple[str, str, Any]]]]:
     """A server that answers everything, and what it was asked: path, key, body. `status`: of paths that are refused."""
     calls: list[tuple[str, str, Any]] = []
 

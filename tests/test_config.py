@@ -47,7 +47,10 @@ def test_every_preset_is_valid_and_can_be_planned(preset: str) -> None:
         ("rl={rollouts_from = 'run:b', oversampling = 2.0}", "samples nothing"),
         ("rl={rollouts_from = 'run:b', curriculum = 'band'}", "samples nothing"),
         ("rl={rollouts_from = 'run:b', curriculum = 'weight'}", "set curriculum = 'none'"),
-        ("rl={curriculum = 'band', pass_rate_low = 0.8, pass_rate_high = 0.2}", r"low=0\.8: is above rl\.pass_rate_high=0\.2"),
+        (
+            "rl={curriculum = 'band', pass_rate_low = 0.8, pass_rate_high = 0.2}",
+            r"low=0\.8: is above rl\.pass_rate_high=0\.2",
+        ),
         ("rl.estimator=gae", r"rl\.estimator='gae'"),
         ("rl.reward_fallback=zero", r"^rl\.reward_fallback='zero': use left_out, a finite number, or none$"),
         ("rl.reward_fallback=nan", r"^rl\.reward_fallback=nan: use left_out, a finite number, or none$"),
@@ -99,7 +102,14 @@ def test_algorithms_that_make_no_sense_together_are_refused_with_the_reason(over
 
 
 def test_all_broken_rules_are_reported_together_and_each_begins_with_its_field() -> None:
-    overrides = ["rl.group_size=1", "rl.kl_coef=0.1", "sft.patience=2", "engines.threads=3", "trainer.nodes=2", "stop.kl_max=1"]
+    overrides = [
+        "rl.group_size=1",
+        "rl.kl_coef=0.1",
+        "sft.patience=2",
+        "engines.threads=3",
+        "trainer.nodes=2",
+        "stop.kl_max=1",
+    ]
     with pytest.raises(UserError) as refused:
         read_config("tiny", overrides, PRESETS)
     lines = str(refused.value).splitlines()
@@ -196,7 +206,14 @@ def test_a_form_shows_first_what_people_change() -> None:
         assert {name for name, field in fields.items() if field.get("title", name) != name} == set()
     for section, first in {
         "PipelineConfig": ["run", "model", "data", "sft", "rl", "evaluation", "seed", "store"],
-        "RlConfig": ["rewards", "num_iterations", "num_prompts", "group_size", "completion_tokens_max", "learning_rate"],
+        "RlConfig": [
+            "rewards",
+            "num_iterations",
+            "num_prompts",
+            "group_size",
+            "completion_tokens_max",
+            "learning_rate",
+        ],
         "SftConfig": ["num_steps", "batch_size", "learning_rate"],
         "ModelConfig": ["path", "context_tokens_max"],
         "DataConfig": ["name", "use", "source"],
@@ -222,7 +239,9 @@ def reverse_keys(value: object) -> object:
 
 def test_a_template_is_plain_text() -> None:
     config = read_config(
-        "tiny", ["data.short_words.completion_template=<b>{answer}</b>", "data.all_words.completion_template={answer}"], PRESETS
+        "tiny",
+        ["data.short_words.completion_template=<b>{answer}</b>", "data.all_words.completion_template={answer}"],
+        PRESETS,
     )
     assert [data.completion_template for data in config.sets("sft")] == ["<b>{answer}</b>", "{answer}"]
 
@@ -235,7 +254,8 @@ def test_the_plan_says_what_each_overlap_would_overlap() -> None:
     )
     refused = plan_lines(read_config("tiny", ["rl.oversampling=1.5"], PRESETS))
     assert any(
-        line.startswith("  overlap iteration would be refused: rl.overlap='iteration': what an over-") for line in refused
+        line.startswith("  overlap iteration would be refused: rl.overlap='iteration': what an over-")
+        for line in refused
     )
 
 

@@ -107,11 +107,17 @@ def test_make_help_has_every_target() -> None:
 
 def test_a_command_that_is_passed_on_has_help_under_its_own_name() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "engine", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+        [sys.executable, "-m", "flows.cli", "engine", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
-    assert done.returncode == 0 and "Usage: rlpipe engine [OPTIONS]" in done.stdout and "--context-tokens-max" in done.stdout, (
-        done
-    )
+    assert (
+        done.returncode == 0
+        and "Usage: rlpipe engine [OPTIONS]" in done.stdout
+        and "--context-tokens-max" in done.stdout
+    ), done
 
 
 def test_every_option_of_the_engine_has_a_help_text() -> None:

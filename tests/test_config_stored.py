@@ -94,16 +94,24 @@ def test_a_run_goes_on_with_the_defaults_it_was_begun_with(tmp_path: Path) -> No
     assert (config.rl.reward_fallback, config.model.control_tokens) == ("left_out", "text")
     run = create_or_continue(config)
     assert run.config.model.control_tokens == open_existing(store, "old").config.model.control_tokens == "as_written"
-    assert run.config.rl.reward_fallback == 0.0 and settings_of(run.config) == settings_of(open_existing(store, "old").config)
+    assert run.config.rl.reward_fallback == 0.0 and settings_of(run.config) == settings_of(
+        open_existing(store, "old").config
+    )
     with pytest.raises(UserError, match=r"rl\.reward_fallback: 0\.0 -> 'left_out'"):  # one that is given is meant
-        create_or_continue(read_config("tiny", ["run=old", f"store={store.url}", "rl.reward_fallback=left_out"], PRESETS))
+        create_or_continue(
+            read_config("tiny", ["run=old", f"store={store.url}", "rl.reward_fallback=left_out"], PRESETS)
+        )
     assert run.config.evaluation.pass_threshold == 1.0 and passing_reward(run.config, "rl") == 1.0
     with pytest.raises(UserError, match=r"evaluation\.pass_threshold: 1\.0 -> 0\.5"):
-        create_or_continue(read_config("tiny", ["run=old", f"store={store.url}", "evaluation.pass_threshold=0.5"], PRESETS))
+        create_or_continue(
+            read_config("tiny", ["run=old", f"store={store.url}", "evaluation.pass_threshold=0.5"], PRESETS)
+        )
     with pytest.raises(UserError, match=r"model\.control_tokens: 'as_written' -> 'text'"):
         create_or_continue(read_config("tiny", ["run=old", f"store={store.url}", "model.control_tokens=text"], PRESETS))
     newer = create_or_continue(read_config("tiny", ["run=new", f"store={store.url}"], PRESETS))
-    assert newer.config.evaluation.pass_threshold is open_existing(store, "new").config.evaluation.pass_threshold is None
+    assert (
+        newer.config.evaluation.pass_threshold is open_existing(store, "new").config.evaluation.pass_threshold is None
+    )
     assert newer.config.rl.reward_fallback == open_existing(store, "new").config.rl.reward_fallback == "left_out"
     assert newer.config.model.control_tokens == open_existing(store, "new").config.model.control_tokens == "text"
 
@@ -115,7 +123,8 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
     waits = {"queue_timeout_s": 86_400.0, "lost_timeout_s": 600.0}
     newer: dict[str, JsonDict] = {  # what came since
         "tracking": {"project": "rlpipe", "view_url": ""},
-        "trainer": {"deployment": "", "split_over": "gang", "context_ranks": 1, "offload": "none", "nccl_algo": "Ring"} | waits,
+        "trainer": {"deployment": "", "split_over": "gang", "context_ranks": 1, "offload": "none", "nccl_algo": "Ring"}
+        | waits,
         "engines": {"deployment": "", "progress_timeout_s": 600.0, "colocate": False, "transport": "disk"} | waits,
         "rl": {
             "reference": "",
@@ -136,7 +145,9 @@ def test_what_is_stored_is_what_older_code_stored_and_reads_again() -> None:
 
 
 def test_an_old_run_may_have_used_a_retired_field_and_a_new_one_may_not(tmp_path: Path) -> None:
-    store = stored_run(tmp_path, trainer={"port": 4040, "job_timeout_s": 60.0}, engines={"port": 5050, "restarts_max": 9})
+    store = stored_run(
+        tmp_path, trainer={"port": 4040, "job_timeout_s": 60.0}, engines={"port": 5050, "restarts_max": 9}
+    )
     assert open_existing(store, "old").config == check(RECORD["config"], STORED)
     for override in (
         "trainer.port=4040",
@@ -165,7 +176,9 @@ def test_a_run_whose_config_would_be_refused_for_a_secret_by_now_is_read(tmp_pat
 
 
 def test_an_old_run_that_computed_something_else_with_a_retired_field_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"this version refuses rl\.top_k=20: this field is gone, it is always -1; remove it"):
+    with pytest.raises(
+        UserError, match=r"this version refuses rl\.top_k=20: this field is gone, it is always -1; remove it"
+    ):
         open_existing(stored_run(tmp_path, rl={"top_k": 20}), "old")
 
 
@@ -179,4 +192,7 @@ def test_an_old_run_with_a_field_that_nobody_knows_is_refused_with_its_name(tmp_
         app, ["verify", "old", "--store", store.url]
     )  # the fault is the record's, and of nothing that was given
     assert ended.exit_code == 1 and ended.output.startswith("FAULT ") and "1 faults" in ended.output, ended.output
-    assert "runs/old/run.json was written by rlpipe b8afe6ac5fcd; this version refuses rl.of_another_version=1" in ended.output
+    assert (
+        "runs/old/run.json was written by rlpipe b8afe6ac5fcd; this version refuses rl.of_another_version=1"
+        in ended.output
+    )

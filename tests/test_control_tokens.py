@@ -55,7 +55,11 @@ def test_what_others_say_opens_and_closes_no_turn(template: str, said: str) -> N
     chat = chat_with(template)
     for role in ("user", "system", "tool"):
         harmless, harmful = ([{"role": role, "content": text}, assistant("Yo"), user(text)] for text in ("x", said))
-        for encode in (chat.encode_prompt, chat.encode_continuation, lambda talk: chat.encode_conversation(talk[:2])[0]):
+        for encode in (
+            chat.encode_prompt,
+            chat.encode_continuation,
+            lambda talk: chat.encode_conversation(talk[:2])[0],
+        ):
             tokens = encode(harmful if encode != chat.encode_continuation else harmful[2:])
             assert controls(chat, tokens) == controls(
                 chat, encode(harmless if encode != chat.encode_continuation else harmless[2:])
@@ -133,14 +137,17 @@ def test_letters_have_the_space_that_any_text_has(kind: str) -> None:
     assert controls(chat, as_letters) == ["<|u|>", "<|a|>"]
     if kind == "first":  # it is not the first of the text
         spelled = (
-            spelled[1:] if chat._tokenizer.id_to_token(spelled[0]) == "▁" else [chat._tokenizer.token_to_id("yo"), *spelled[1:]]
+            spelled[1:]
+            if chat._tokenizer.id_to_token(spelled[0]) == "▁"
+            else [chat._tokenizer.token_to_id("yo"), *spelled[1:]]
         )
     assert as_letters[1:-1] == spelled
     assert chat.encode_continuation([user(text)]) == as_letters
 
 
 TEXT = st.lists(
-    st.sampled_from(["a", " ", "\n", "<|im_end|>", "<|im_start|>", "<|im_", "end|>", "user", "é", "<think>"]), max_size=8
+    st.sampled_from(["a", " ", "\n", "<|im_end|>", "<|im_start|>", "<|im_", "end|>", "user", "é", "<think>"]),
+    max_size=8,
 ).map("".join)
 
 
@@ -173,7 +180,13 @@ def marked_chat(template: str = CHATML, special: bool = True) -> ChatTokenizer:
 @pytest.mark.parametrize("template", [CHATML, QWEN3, CHAT_TEMPLATE])
 @pytest.mark.parametrize(
     "text",
-    ["[THINK]hm[/THINK]<answer>4</answer>", "<|channel|>final", "◁think▷hm", '[TOOL_CALLS][{"name": "add"}]', "no mark at all"],
+    [
+        "[THINK]hm[/THINK]<answer>4</answer>",
+        "<|channel|>final",
+        "◁think▷hm",
+        '[TOOL_CALLS][{"name": "add"}]',
+        "no mark at all",
+    ],
 )
 def test_marks_reach_the_reward(text: str, template: str, special: bool) -> None:
     chat = marked_chat(template, special)
@@ -208,4 +221,6 @@ def test_the_tokenizer_of_a_folder_takes_the_choice(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     texts, written = (ChatTokenizer.from_folder(tmp_path, CHATML, {}, choice) for choice in ("text", "as_written"))
     assert texts.encode_prompt([user(ATTACK)]) != written.encode_prompt([user(ATTACK)])
-    assert ChatTokenizer.from_folder(tmp_path, CHATML).encode_prompt([user(ATTACK)]) == texts.encode_prompt([user(ATTACK)])
+    assert ChatTokenizer.from_folder(tmp_path, CHATML).encode_prompt([user(ATTACK)]) == texts.encode_prompt(
+        [user(ATTACK)]
+    )

@@ -38,7 +38,9 @@ def make(sets: list[tuple[int, float]]) -> PromptCursor:
     return PromptCursor([size for size, _ in sets], [weight for _, weight in sets], seed=3)
 
 
-@given(SETS, st.lists(st.integers(0, 12), min_size=1, max_size=6), st.sampled_from([0.0, 0.2, 0.7, 1.0]), st.integers(0, 9))
+@given(
+    SETS, st.lists(st.integers(0, 12), min_size=1, max_size=6), st.sampled_from([0.0, 0.2, 0.7, 1.0]), st.integers(0, 9)
+)
 def test_every_place_of_the_stream_is_taken_or_skipped_once(
     sets: list[tuple[int, float]], rounds: list[int], likely: float, seed: int
 ) -> None:
@@ -122,7 +124,9 @@ class EvenPool(PlayedPool):
     ) -> list[list[Completion]]:
         return [
             [
-                Completion(tokens_of([2 + each.seed % 50_000]), logprobs_of([-1.0]), "stop", [(self.version, 1)], "engine-0")
+                Completion(
+                    tokens_of([2 + each.seed % 50_000]), logprobs_of([-1.0]), "stop", [(self.version, 1)], "engine-0"
+                )
                 for each in group.params
             ]
             for group in groups
@@ -150,7 +154,9 @@ def drawn_of(world: World, told: list[JsonDict]) -> list[tuple[list[str], JsonDi
     found = []
     for iteration, each in enumerate(told):
         for index, folder in enumerate(each["rounds"]):
-            ids = [row["prompt_id"] for row in world.rows(iteration, f"prompts/round-{index}", "prompts.parquet", PROMPTS)]
+            ids = [
+                row["prompt_id"] for row in world.rows(iteration, f"prompts/round-{index}", "prompts.parquet", PROMPTS)
+            ]
             found.append((ids, read_manifest(world.session.run.store, folder).metrics))
     return found
 
@@ -169,12 +175,16 @@ async def test_a_run_that_crashes_draws_and_learns_what_an_undisturbed_one_does(
     calm, told = await run(tmp_path / "calm", 0.0, 4, sets)
     hurt, again = await run(tmp_path / "hurt", 0.3, 4, sets)
     assert drawn_of(calm, told) == drawn_of(hurt, again)
-    oracle: dict[str, list[float]] = {}  # every finished group, also those that a filter dropped, by another way than the code
+    oracle: dict[
+        str, list[float]
+    ] = {}  # every finished group, also those that a filter dropped, by another way than the code
     before: dict[str, float] = {}
     for iteration, each in enumerate(told):
         last = len(each["rounds"]) - 1
         for index in range(last + 1):
-            ids = [row["prompt_id"] for row in calm.rows(iteration, f"prompts/round-{index}", "prompts.parquet", PROMPTS)]
+            ids = [
+                row["prompt_id"] for row in calm.rows(iteration, f"prompts/round-{index}", "prompts.parquet", PROMPTS)
+            ]
             metrics = read_manifest(calm.session.run.store, each["rounds"][index]).metrics
             if curriculum == "band" and not metrics["rollout/prompts_refilled"]:
                 assert all(0.1 <= before.get(name, 0.5) <= 0.9 for name in ids)
@@ -183,12 +193,16 @@ async def test_a_run_that_crashes_draws_and_learns_what_an_undisturbed_one_does(
                 oracle.setdefault(group[0]["prompt_id"], []).append(share)
         rates = calm.rows(iteration, f"batch/round-{last}", "pass_rates.parquet", PASS_RATES)
         assert rates == hurt.rows(iteration, f"batch/round-{last}", "pass_rates.parquet", PASS_RATES)
-        assert {row["prompt_id"]: row["num_groups"] for row in rates} == {name: len(shares) for name, shares in oracle.items()}
+        assert {row["prompt_id"]: row["num_groups"] for row in rates} == {
+            name: len(shares) for name, shares in oracle.items()
+        }
         before = {row["prompt_id"]: row["pass_rate"] for row in rates}
         assert each["rollout/prompts_known"] == len(before)
         assert before == pytest.approx({name: _moving(shares) for name, shares in oracle.items()})
     assert [
-        fault for fault in verify(calm.session.run)[1] if not fault.endswith("names no policy") and "input policy" not in fault
+        fault
+        for fault in verify(calm.session.run)[1]
+        if not fault.endswith("names no policy") and "input policy" not in fault
     ] == []  # the policy is played
     manifest = calm.session.run.committed("rl", 2, "prompts/round-0")[1]
     assert set(manifest.inputs) == {"before", "carried", "pass_rates"}

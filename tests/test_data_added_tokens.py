@@ -15,7 +15,14 @@ from rlpipe.data.chat import ChatTokenizer
 from tests.test_data_chat import CHATML, make, raw
 
 NEXT = make(CHATML).vocab_size
-PLAIN = {"content": "<tool>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": False}
+PLAIN = {
+    "content": "<tool>",
+    "lstrip": False,
+    "normalized": False,
+    "rstrip": False,
+    "single_word": False,
+    "special": False,
+}
 THINK = PLAIN | {"content": "[THINK]", "special": True}
 BASE = {
     "eos_token": "<|im_end|>",
@@ -76,7 +83,9 @@ def test_the_ids_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 def test_one_with_another_id_is_refused_by_name(tmp_path: Path) -> None:
     folder_with(tmp_path, {"added_tokens.json": {"<tool>": NEXT + 5}})
-    with pytest.raises(UserError, match=rf"added_tokens\.json says that '<tool>' is token {NEXT + 5}, but .* it is {NEXT}"):
+    with pytest.raises(
+        UserError, match=rf"added_tokens\.json says that '<tool>' is token {NEXT + 5}, but .* it is {NEXT}"
+    ):
         ChatTokenizer.from_folder(tmp_path)
     folder_with(tmp_path, {"tokenizer_config.json": {"added_tokens_decoder": {"3": PLAIN}}})
     with pytest.raises(UserError, match=r"added_tokens_decoder says that '<tool>' is token 3"):
@@ -84,7 +93,8 @@ def test_one_with_another_id_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [{"added_tokens_decoder": {"x": PLAIN}}, {"added_tokens_decoder": [1]}, {"added_tokens_decoder": {"9": 5}}]
+    "broken",
+    [{"added_tokens_decoder": {"x": PLAIN}}, {"added_tokens_decoder": [1]}, {"added_tokens_decoder": {"9": 5}}],
 )
 def test_what_is_no_list_of_tokens_is_refused(broken: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="added_tokens_decoder is not understood"):

@@ -44,9 +44,7 @@ MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}[A]{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
     "{% else %}[U]{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
 )
-REWRITING = (
-    "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-)
+REWRITING = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|bos|>", "<|pad|>", "<|end|>",
             "<|user|>", "<|assistant|>", "<|system|>"]  # fmt: skip
 
@@ -92,7 +90,8 @@ def masked(tokenizer: ChatTokenizer, messages: list[dict[str, str]]) -> list[str
 
 
 @pytest.mark.parametrize(
-    ("template", "end"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (CHAT_TEMPLATE, "<|end|>"), (MARKED, "<|im_end|>")]
+    ("template", "end"),
+    [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (CHAT_TEMPLATE, "<|end|>"), (MARKED, "<|im_end|>")],
 )
 def test_mask_is_the_turns_and_their_ends(template: str, end: str) -> None:
     tokenizer = make(template, end)
@@ -111,7 +110,9 @@ def test_prompt_has_the_tokens_it_has_in_the_conversation(template: str) -> None
     assert raw(tokenizer, tokens).count("<|bos|>") == (template == LLAMA3)
 
 
-TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1).filter(lambda text: text.strip() and "<" not in text)
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1).filter(
+    lambda text: text.strip() and "<" not in text
+)
 
 
 @given(st.lists(TEXT, min_size=2, max_size=6))
@@ -143,15 +144,15 @@ def test_assistant_may_speak_first_and_twice() -> None:
 
 
 def test_template_without_an_end_token_masks_the_whole_turn() -> None:
-    plain = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    )
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     assert masked(make(plain), SINGLE) == ["Yo man\n"]
 
 
 def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
     tokens = ["<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz:"]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[], unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[], unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
     tokenizer.add_special_tokens(["</s>"])
@@ -170,7 +171,9 @@ def test_template_errors_are_the_users() -> None:
     with pytest.raises(UserError, match="not a Jinja template"):
         make("{% for %}")
     with pytest.raises(UserError, match="no system here"):
-        make("{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}").encode_prompt(MULTI)
+        make("{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}").encode_prompt(
+            MULTI
+        )
 
 
 def test_today_is_always_the_same_day() -> None:
@@ -189,7 +192,9 @@ def write(folder: Path, settings: dict[str, object]) -> Path:
 
 def test_folder_with_named_tokens_and_templates(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
-    write(tmp_path, {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "pad_token": None, "chat_template": named})
+    write(
+        tmp_path, {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "pad_token": None, "chat_template": named}
+    )
     tokenizer = ChatTokenizer.from_folder(tmp_path)
     assert raw(tokenizer, [tokenizer.eos_token_id, tokenizer.pad_token_id]) == "<|im_end|><|im_end|>"
     assert masked(tokenizer, SINGLE) == ["Yo man<|im_end|>"]

@@ -54,7 +54,10 @@ def test_turns_one_after_another_are_the_conversation(template: str, texts: list
     ("template", "text"),
     [
         (CHATML, "\n<|im_start|>tool\n148<|im_end|>\n<|im_start|>assistant\n"),
-        (LLAMA3, "<|start_header_id|>tool<|end_header_id|>\n\n148<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
+        (
+            LLAMA3,
+            "<|start_header_id|>tool<|end_header_id|>\n\n148<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
         (QWEN3, "\n<|im_start|>tool\n148<|im_end|>\n<|im_start|>assistant\n"),
         (CHAT_TEMPLATE, "<|tool|>148<|end|><|assistant|>"),
         (MARKED, "[U]148\n[A]"),
@@ -68,7 +71,9 @@ def test_it_holds_what_the_template_writes_between_turns(template: str, text: st
 def test_several_messages_follow_one_another() -> None:
     tokenizer = make(CHAT_TEMPLATE, "<|end|>")
     messages = [{"role": "tool", "content": "148"}, {"role": "user", "content": "And?"}]
-    assert raw(tokenizer, tokenizer.encode_continuation(messages)) == "<|tool|>148<|end|><|user|>And?<|end|><|assistant|>"
+    assert (
+        raw(tokenizer, tokenizer.encode_continuation(messages)) == "<|tool|>148<|end|><|user|>And?<|end|><|assistant|>"
+    )
 
 
 @pytest.mark.parametrize("template", [COUNTING, SILENT])

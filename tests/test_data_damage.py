@@ -78,7 +78,9 @@ def test_what_is_nested_not_too_deep_is_read(tmp_path: Path) -> None:
 def texts(*values: bytes) -> pa.Array:
     """Strings that nobody has looked at."""
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
-    return pa.Array.from_buffers(pa.string(), len(values), [None, pa.py_buffer(ends.tobytes()), pa.py_buffer(b"".join(values))])
+    return pa.Array.from_buffers(
+        pa.string(), len(values), [None, pa.py_buffer(ends.tobytes()), pa.py_buffer(b"".join(values))]
+    )
 
 
 TABLES = {
@@ -86,7 +88,10 @@ TABLES = {
     "a duration beyond all": ({**COLUMNS, "t": pa.array([0, 2**62], pa.duration("s"))}, "row 2"),
     "an unknown time zone": ({**COLUMNS, "t": pa.array([0, 1], pa.timestamp("us", tz="Mars/Olympus"))}, "row 1"),
     "no UTF-8": ({"prompt": texts(b"a", b"\xff\xfe"), "answer": ["1", "2"]}, "row 2"),
-    "two fields of one name": ({**COLUMNS, "s": pa.StructArray.from_arrays([pa.array([1, 2])] * 2, names=["x", "x"])}, "row 1"),
+    "two fields of one name": (
+        {**COLUMNS, "s": pa.StructArray.from_arrays([pa.array([1, 2])] * 2, names=["x", "x"])},
+        "row 1",
+    ),
 }
 
 
@@ -119,10 +124,14 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     pq.write_table(
         pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array(["1"])], ["prompt", "prompt", "answer"]), path
     )
-    assert "rows.parquet: not a readable Parquet file (ValueError: two columns are called 'prompt')" in refusal(config(path))
+    assert "rows.parquet: not a readable Parquet file (ValueError: two columns are called 'prompt')" in refusal(
+        config(path)
+    )
 
 
-@pytest.mark.parametrize(("text", "said"), [(b"prompt,answer\na,1\nb,2,3\n", "line 3"), (b"prompt,answer\n\xff,1\n", "utf-8")])
+@pytest.mark.parametrize(
+    ("text", "said"), [(b"prompt,answer\na,1\nb,2,3\n", "line 3"), (b"prompt,answer\n\xff,1\n", "utf-8")]
+)
 def test_a_bad_csv_is_named(text: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_bytes(text)
     arguments = {"data_files": str(tmp_path / "rows.csv"), "cache_dir": str(tmp_path / "cache")}
@@ -144,7 +153,12 @@ def damaged(original: bytes, numbers: random.Random) -> bytes:
 def test_flipped_bytes_end_in_rows_or_in_one_line(ending: str, tmp_path: Path) -> None:
     path, numbers = tmp_path / f"rows.{ending}", random.Random(25)
     made: list[dict[str, Any]] = [
-        {"prompt": f"{index} é", "answer": str(index), "parts": [index, 1], "when": datetime.datetime(2020, 1, 1 + index % 28)}
+        {
+            "prompt": f"{index} é",
+            "answer": str(index),
+            "parts": [index, 1],
+            "when": datetime.datetime(2020, 1, 1 + index % 28),
+        }
         for index in range(60)
     ]
     if ending == "parquet":
@@ -227,13 +241,17 @@ def test_a_function_in_its_process_gives_the_rows_that_it_gave_in_ours(monkeypat
         (1, 2), {1: "x"}, 0.1, np.float32(0.1), np.float64(0.5), np.int64(7), float("nan"), True, 10**30, Decimal("1.50"), Fraction(1, 3),
     ]  # fmt: skip
     made = load_prompts(config("odd_rows:odd"), 0)
-    asked = [prompt for prompt in made if prompt.metadata["column"] != ["a", "b"]]  # the order of a set's text is chance
+    asked = [
+        prompt for prompt in made if prompt.metadata["column"] != ["a", "b"]
+    ]  # the order of a set's text is chance
     assert [prompt.answer for prompt in asked] == [str(value) for value in values]
     assert [prompt.metadata for prompt in made] == [
         {"column": column, "5": "b'x'"}
         for column in ([1, 2], {"1": "x"}, ["a", "b"], 0.1, "0.1", 0.5, "7", None, True, 10**30, "1.50", "1/3")
     ]
-    assert [prompt.answer for prompt in load_prompts(config("odd_rows:many"), 0)] == [str(index) for index in range(700)]
+    assert [prompt.answer for prompt in load_prompts(config("odd_rows:many"), 0)] == [
+        str(index) for index in range(700)
+    ]
     assert len(load_prompts(config("odd_rows:many", rows_max=300), 0)) == 300
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert load_prompts(config("odd_rows:threads"), 0)[0].answer == "None"

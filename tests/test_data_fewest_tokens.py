@@ -40,13 +40,17 @@ def with_fallback(*, fuse_unk: bool = True, all_bytes: bool = True) -> Tokenizer
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256 if all_bytes else 128)), "▁", "y", "o", "yo", "▁yo"]
     vocab = {token: index for index, token in enumerate(tokens)}
     made = Tokenizer(
-        models.BPE(vocab=vocab, merges=[("y", "o"), ("▁", "yo")], unk_token="<unk>", fuse_unk=fuse_unk, byte_fallback=True)
+        models.BPE(
+            vocab=vocab, merges=[("y", "o"), ("▁", "yo")], unk_token="<unk>", fuse_unk=fuse_unk, byte_fallback=True
+        )
     )
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return made
 
 
-def changed(made: Tokenizer, normalizer: normalizers.Normalizer | None = None, added: AddedToken | None = None) -> Tokenizer:
+def changed(
+    made: Tokenizer, normalizer: normalizers.Normalizer | None = None, added: AddedToken | None = None
+) -> Tokenizer:
     if normalizer is not None:
         made.normalizer = normalizer
     if added is not None:
@@ -97,7 +101,9 @@ def test_where_a_token_stands_for_any_number_of_characters_so_many_are_assumed(n
     made, text = UNBOUNDED[name]
     fewest = FewestTokens(made)
     assert not fewest.exact and fewest.chars_of_one == max(ASSUMED_CHARS, *map(len, made.get_vocab()))
-    assert len(made.encode(text, add_special_tokens=False).ids) <= 2 and fewest(text) == len(text) // fewest.chars_of_one
+    assert (
+        len(made.encode(text, add_special_tokens=False).ids) <= 2 and fewest(text) == len(text) // fewest.chars_of_one
+    )
 
 
 @settings(max_examples=40)
@@ -125,7 +131,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 async def refusals(rollout: AgentRollout, *talks: list[Any]) -> list[tuple[int, Any]]:
     """How a rollout answers calls in both wire forms."""
     found = []
-    async with door_of(rollout) as door, aiohttp.ClientSession(headers={"Authorization": f"Bearer {door.api_key}"}) as session:
+    async with (
+        door_of(rollout) as door,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {door.api_key}"}) as session,
+    ):
         for talk in talks:
             for path, more in (("/chat/completions", {}), ("/messages", {"max_tokens": 4})):
                 async with session.post(door.base_url + path, json={"messages": talk, **more}) as answer:
@@ -152,7 +161,10 @@ async def test_a_message_that_cannot_fit_is_refused_alike_and_unread_by_the_toke
         said.append(await refusals(rollout, [long], [*begun, {"role": "assistant", "content": reply["content"]}, long]))
         assert rollout.finish_reason == "length" and len(rollout.conversation.nodes) == 1
     assert said[0] == said[1] and {status for status, _ in said[0]} == {400}
-    assert said[0][0][1]["error"]["code"] == "context_length_exceeded" and "400 tokens" in said[0][0][1]["error"]["message"]
+    assert (
+        said[0][0][1]["error"]["code"] == "context_length_exceeded"
+        and "400 tokens" in said[0][0][1]["error"]["message"]
+    )
     assert max(read) < chars // 2
 
 

@@ -94,7 +94,9 @@ def test_what_an_environment_says_is_the_tail_of_the_whole(kind: str, said: str,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("said", ["Yo", "No yo", "yo"])
 @pytest.mark.parametrize("template", [PLAIN, SPACED, LLAMA2])
-def test_loss_lies_on_all_that_is_said_after_the_prompt_that_is_sampled_from(kind: str, said: str, template: str) -> None:
+def test_loss_lies_on_all_that_is_said_after_the_prompt_that_is_sampled_from(
+    kind: str, said: str, template: str
+) -> None:
     chat = chat_of(kind, template)
     talk = [user("hi"), assistant(said)]
     prompt, (tokens, mask) = chat.encode_prompt(talk[:1]), chat.encode_conversation(talk)

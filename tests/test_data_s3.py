@@ -102,7 +102,9 @@ def test_a_bucket_that_cannot_be_read_is_refused_and_a_dead_line_is_no_fault_of_
 ) -> None:
     store = open_store(s3_server.url())
     store.put("rows.parquet", parquet({"prompt": "2+2?"}))
-    with pytest.raises(UserError, match=r"data\.mine\.source='?s3://nobucket/x\.jsonl'?: (cannot be read|there is no such)"):
+    with pytest.raises(
+        UserError, match=r"data\.mine\.source='?s3://nobucket/x\.jsonl'?: (cannot be read|there is no such)"
+    ):
         read_rows(config("s3://nobucket/x.jsonl"), 0)
     with monkeypatch.context() as dead:
         dead.setattr("rlpipe.store.s3.Bucket.read_part", fails)

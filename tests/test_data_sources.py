@@ -151,7 +151,10 @@ def test_conversations_of_a_generator() -> None:
         ('{"prompt": 3, "answer": "4"}', ["rows.jsonl:2", "'prompt' is 3"]),
         ('{"prompt": "q", "answer": null}', ["rows.jsonl:2", "'answer'", "first row"]),
         ('{"prompt": [{"role": "user"}], "answer": "4"}', ["rows.jsonl:2", "message 1", "'content'"]),
-        ('{"prompt": [{"role": "assistant", "content": "x"}], "answer": "4"}', ["rows.jsonl:2", "ends with the assistant"]),
+        (
+            '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "4"}',
+            ["rows.jsonl:2", "ends with the assistant"],
+        ),
         ('{"prompt": "\\ud800", "answer": "4"}', ["rows.jsonl:2", "message 1", "text that can be stored"]),
         ("{prompt", ["rows.jsonl:2", "not JSON"]),
         ("[1]", ["rows.jsonl:2", "JSON object"]),
@@ -255,7 +258,11 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_function_makes_rows_from_its_arguments_and_the_seed() -> None:
     data = config("made_rows:sums", args={"largest": 10}, rows_max=3)
     prompts = load_prompts(data, seed=14)
-    assert [(prompt.prompt_id, prompt.answer) for prompt in prompts] == [("mine/0", "4"), ("mine/1", "5"), ("mine/2", "6")]
+    assert [(prompt.prompt_id, prompt.answer) for prompt in prompts] == [
+        ("mine/0", "4"),
+        ("mine/1", "5"),
+        ("mine/2", "6"),
+    ]
     assert prompts[0].messages == [{"role": "user", "content": "0 + 4?"}]
     assert prompts[0].metadata == {"level": [1, 2]}
     assert load_prompts(data, seed=15) != prompts
@@ -265,9 +272,9 @@ def test_a_function_makes_rows_from_its_arguments_and_the_seed() -> None:
     part = config("made_rows:sums", args={"largest": 10}, part="heldout", heldout_fraction=0.5)
     assert 5 < len(load_prompts(part, seed=1)) < 45
     assert len(load_prompts(config("made_rows:endless", rows_max=4), seed=1)) == 4  # nothing beyond is made
-    assert [prompt.messages[0]["content"] for prompt in load_prompts(config("made_rows:rest", args={"one": 1}), seed=1)] == [
-        "one"
-    ]
+    assert [
+        prompt.messages[0]["content"] for prompt in load_prompts(config("made_rows:rest", args={"one": 1}), seed=1)
+    ] == ["one"]
 
 
 @pytest.mark.usefixtures("functions")
@@ -296,7 +303,9 @@ def test_a_function_makes_conversations() -> None:
         ("not a path", {}, r"package\.module:function"),
     ],
 )
-def test_what_is_wrong_with_a_function_is_told_by_source_and_row(source: str, fields: dict[str, object], said: str) -> None:
+def test_what_is_wrong_with_a_function_is_told_by_source_and_row(
+    source: str, fields: dict[str, object], said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         load_prompts(config(source, **fields), seed=0)
 

@@ -51,7 +51,9 @@ def test_data_words_are_spelled_and_answers_survive_decoding(tokenizer: ChatToke
 
 @given(st.text().filter(lambda text: "<|" not in text))
 def test_any_text_comes_back(tokenizer: ChatTokenizer, text: str) -> None:
-    tokens, mask = tokenizer.encode_conversation([{"role": "user", "content": "x"}, {"role": "assistant", "content": text}])
+    tokens, mask = tokenizer.encode_conversation(
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
+    )
     assert tokenizer.decode([token for token, bit in zip(tokens, mask, strict=True) if bit]) == text
 
 

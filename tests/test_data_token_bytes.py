@@ -13,7 +13,9 @@ from rlpipe.data.token_bytes import TokenBytes
 from tests.test_data_fewest_tokens import with_fallback
 from tests.test_data_pieces import KINDS, tokenizer_of
 
-TEXTS = st.text(alphabet=st.one_of(st.sampled_from("yo aN ▁<0xE>"), st.characters(exclude_categories=["Cs"])), max_size=12)
+TEXTS = st.text(
+    alphabet=st.one_of(st.sampled_from("yo aN ▁<0xE>"), st.characters(exclude_categories=["Cs"])), max_size=12
+)
 
 
 def fallback(*parts: decoders.Decoder) -> Tokenizer:
@@ -85,6 +87,9 @@ def test_letters_of_bytes_are_those_of_the_library() -> None:
     made = Tokenizer(
         models.BPE(vocab={letter: index for index, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[])
     )
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        decoders.ByteLevel(),
+    )
     text = "".join(map(chr, range(0x800)))
     assert b"".join(TokenBytes(made)(made.encode(text).ids)) == text.encode()

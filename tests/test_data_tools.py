@@ -89,7 +89,11 @@ def test_a_conversation_with_tools_is_that_of_transformers(
 @pytest.mark.parametrize("name", KINDS)
 def test_what_was_said_before_the_last_question_carries_loss_too(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
-    whole = [*kind.conversation(), {"role": "user", "content": "Again?"}, {"role": "assistant", "content": "It is 21, and 42."}]
+    whole = [
+        *kind.conversation(),
+        {"role": "user", "content": "Again?"},
+        {"role": "assistant", "content": "It is 21, and 42."},
+    ]
     (talk,) = read(jsonl(tmp_path, [{"messages": whole, "tools": TOOL_LIST}]))
     folder = kind.save(tmp_path / "model")
     text, written = turns(ChatTokenizer.from_folder(folder, variables=kind.variables), talk)
@@ -128,7 +132,10 @@ def called(**call: Any) -> dict[str, Any]:
         ({"messages": [ASK, called(arguments="[1]")]}, "are '[1]'"),
         ({"messages": [ASK, called(arguments='"{}"')]}, "must be a JSON object"),
         ({"messages": [ASK, called(arguments='{"a": NaN}')]}, "must be a JSON object"),
-        ({"messages": [ASK, called(arguments={"a": "\ud800"})]}, "message 2 of 'messages': holds half a surrogate pair"),
+        (
+            {"messages": [ASK, called(arguments={"a": "\ud800"})]},
+            "message 2 of 'messages': holds half a surrogate pair",
+        ),
         ({"messages": [ASK, called(arguments='{"\\udc00": 1}')]}, "holds half a surrogate pair"),
         ({"messages": [ASK, {**ANSWER, "reasoning_content": "\ud800"}]}, "holds half a surrogate pair"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": "f()"}]}, "'tool_calls' must be a list"),
@@ -158,7 +165,9 @@ FIRST_ONLY = CHATML.replace(
     "<|im_end|>", "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}<|im_end|>", 1
 )
 AS_TEXT = CHATML.replace(
-    "<|im_end|>", "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>", 1
+    "<|im_end|>",
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>",
+    1,
 )
 
 
@@ -176,7 +185,9 @@ AS_TEXT = CHATML.replace(
         (KINDS["mistral"].template, [CALL], "length 9"),
     ],
 )  # fmt: skip
-def test_a_template_that_loses_a_call_is_refused_by_row(template: str, calls: list[Any], said: str, tmp_path: Path) -> None:
+def test_a_template_that_loses_a_call_is_refused_by_row(
+    template: str, calls: list[Any], said: str, tmp_path: Path
+) -> None:
     (talk,) = read(jsonl(tmp_path, [{"messages": [ASK, {**ANSWER, "tool_calls": calls}]}]))
     with pytest.raises(UserError) as caught:
         encode_talk(make(template), talk)
@@ -222,7 +233,9 @@ def test_the_tools_of_a_prompt_reach_the_template_and_names_of_tools_stay_metada
 
 
 def test_a_template_without_tools_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    talks = read(jsonl(tmp_path, [{"messages": [ASK, ANSWER], "tools": TOOL_LIST}, {"messages": [ASK, ANSWER], "tools": []}]))
+    talks = read(
+        jsonl(tmp_path, [{"messages": [ASK, ANSWER], "tools": TOOL_LIST}, {"messages": [ASK, ANSWER], "tools": []}])
+    )
     tokenise_conversations(talks, make(CHATML), 100)
     assert "1 of 2 conversations have tools, and the chat template writes none" in caplog.text
 

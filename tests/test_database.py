@@ -87,7 +87,10 @@ def test_a_server_is_started_on_a_database_only(tmp_path: Path) -> None:
         ("empty.db", "no database of SQLite"),
     ):
         told = subprocess.run(
-            [BIN / "rlpipe", "server", "--database", tmp_path / name], capture_output=True, text=True, timeout=DEADLINE_S
+            [BIN / "rlpipe", "server", "--database", tmp_path / name],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
         )
         assert told.returncode == 2 and said in told.stderr and "Traceback" not in told.stderr, told.stderr
 

@@ -20,7 +20,18 @@ HERE = Path(__file__).parent
 KEYWORDS = re.compile(r"(.*_)?(timeout|deadline|within)(_s|_seconds)?|(time|total)_s")
 CONSTANTS = re.compile(r"(.*_)?(TIMEOUT|DEADLINE|WITHIN)(_S)?")
 # calls whose numbers are deadlines, positional or not
-WAITS = {"wait", "join", "timeout", "wait_for", "wait_procs", "result", "exception", "ClientTimeout", "settimeout", "all_gone"}
+WAITS = {
+    "wait",
+    "join",
+    "timeout",
+    "wait_for",
+    "wait_procs",
+    "result",
+    "exception",
+    "ClientTimeout",
+    "settimeout",
+    "all_gone",
+}
 CLOCKS = {"monotonic", "perf_counter", "time"}
 SHORT = "# short:"  # and why: shortness is what is tested, or what waits is given up
 
@@ -44,7 +55,8 @@ def bounded(node: ast.AST) -> bool:
         return False
     sides = [node.left, *node.comparators]
     smaller = [
-        pair[:: 1 if isinstance(op, (ast.Lt, ast.LtE)) else -1][0] for op, pair in zip(node.ops, pairwise(sides), strict=True)
+        pair[:: 1 if isinstance(op, (ast.Lt, ast.LtE)) else -1][0]
+        for op, pair in zip(node.ops, pairwise(sides), strict=True)
     ]
     return any(map(clock, smaller))
 
@@ -53,14 +65,18 @@ def bare(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
     """The deadlines of a module that are numbers, the times that it asserts, and its loops until a time."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            yield from (each.value for each in node.keywords if KEYWORDS.fullmatch(each.arg or "") and number(each.value))
+            yield from (
+                each.value for each in node.keywords if KEYWORDS.fullmatch(each.arg or "") and number(each.value)
+            )
             yield from (each for each in node.args if name_of(node.func) in WAITS and number(each))
         elif isinstance(node, ast.arguments):
             places = zip(reversed(node.posonlyargs + node.args), reversed(node.defaults), strict=False)
             for name, value in chain(places, zip(node.kwonlyargs, node.kw_defaults, strict=True)):
                 if value and KEYWORDS.fullmatch(name.arg) and number(value):
                     yield value
-        elif (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and clock(node.left) and number(node.right)) or (
+        elif (
+            isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and clock(node.left) and number(node.right)
+        ) or (
             isinstance(node, ast.Assign)
             and number(node.value)
             and any(CONSTANTS.fullmatch(name_of(each)) for each in node.targets)
@@ -72,13 +88,17 @@ def bare(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
 
 def faults_of(source: str) -> list[str]:
     lines = source.splitlines()
-    faulty = [node for node in bare(ast.parse(source)) if SHORT not in "\n".join(lines[node.lineno - 1 : node.end_lineno])]
+    faulty = [
+        node for node in bare(ast.parse(source)) if SHORT not in "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    ]
     return [f"{node.lineno}: {lines[node.lineno - 1].strip()}" for node in faulty]
 
 
 def test_deadlines_are_made_of_the_constants() -> None:
     faults = [
-        f"{path.relative_to(HERE)}:{fault}" for path in sorted(HERE.rglob("*.py")) for fault in faults_of(path.read_text())
+        f"{path.relative_to(HERE)}:{fault}"
+        for path in sorted(HERE.rglob("*.py"))
+        for fault in faults_of(path.read_text())
     ]
     assert faults == [], f"tests/deadlines.py has DEADLINE_S and until(); what has to be short says so: {SHORT} WHY"
 
@@ -152,5 +172,7 @@ def test_a_variable_makes_all_of_them_longer(patience: str, deadline_s: str) -> 
     environment = {**os.environ, "RLPIPE_TEST_PATIENCE": patience or "1"}
     program = "from tests import deadlines as d; print(d.DEADLINE_S, d.PIPELINE_S / d.DEADLINE_S, d.SHORT_S > 0)"
     run = [sys.executable, "-c", program]
-    told = subprocess.run(run, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    told = subprocess.run(
+        run, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
     assert told.stdout.split() == [deadline_s, "10.0", "True"]

@@ -32,7 +32,13 @@ from tests.deltas_world import Files, changed, read_folder, save, write
 from tests.test_store_run import record_of, tiny
 
 A, B, INDEX = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"
-START: Files = {A: bytes(range(256)) * 9, B: b"\1\2" * 700, INDEX: b"{}", "config.json": b'{"x": 1}', "tokenizer.json": b"t"}
+START: Files = {
+    A: bytes(range(256)) * 9,
+    B: b"\1\2" * 700,
+    INDEX: b"{}",
+    "config.json": b'{"x": 1}',
+    "tokenizer.json": b"t",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +92,9 @@ def test_any_file_comes_back_to_the_bit(
     (folder / "w").write_bytes(after)
     record, base_sha256 = write_difference(folder / "base/w", folder / "w", folder / "w.xor.zst", width)
     assert base_sha256 == hashlib.sha256(before).hexdigest() and record.sha256 == hashlib.sha256(after).hexdigest()
-    numbers = [(data + bytes(width))[at : at + width] for data in (before, after) for at in range(0, len(before), width)]
+    numbers = [
+        (data + bytes(width))[at : at + width] for data in (before, after) for at in range(0, len(before), width)
+    ]
     half = len(numbers) // 2
     expected = sum(old != new for old, new in zip(numbers[:half], numbers[half:], strict=True))
     assert sum(frame.changed for frame in record.frames) == expected
@@ -116,7 +124,9 @@ def test_a_policy_is_the_same_however_it_is_stored(gang: Gang, run: Run, tmp_pat
     metrics = [read_manifest(run.store, ref.folder).metrics for ref in refs]
     assert metrics[0].keys() == {"checkpoint/policy_bytes", "checkpoint/stored_bytes"}
     assert metrics[1]["checkpoint/changed_fraction"] == pytest.approx(3 / ((256 * 9 + 1400) / 2))
-    assert metrics[0]["checkpoint/policy_bytes"] == metrics[0]["checkpoint/stored_bytes"] == sum(map(len, START.values()))
+    assert (
+        metrics[0]["checkpoint/policy_bytes"] == metrics[0]["checkpoint/stored_bytes"] == sum(map(len, START.values()))
+    )
     assert audit.verify(run)[1] == []
 
 
@@ -183,7 +193,10 @@ def test_the_trainer_keeps_one_policy_at_most_and_reads_none_from_the_store(
         assert read_folder(kept) == {name: policies[number][name] for name in (A, B)} and {*fetched} <= {DELTA}
     shutil.rmtree(gang.scratch("kept"))  # a trainer that was started again
     refs.append(save(gang, run, 4, policies[3], refs[-1], is_base=False))
-    assert f"{A}.xor.zst" in fetched and list(gang.scratch("kept").iterdir()) == list(gang.scratch("saving").iterdir()) == []
+    assert (
+        f"{A}.xor.zst" in fetched
+        and list(gang.scratch("kept").iterdir()) == list(gang.scratch("saving").iterdir()) == []
+    )
     assert audit.verify(run)[1] == []
 
 
@@ -208,7 +221,9 @@ def dies_at(method: Callable[..., object], number: int) -> Callable[..., object]
 
 
 @pytest.mark.parametrize("name", ["put_file", "read"])
-def test_killed_at_any_write_or_read_nothing_is_lost(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_at_any_write_or_read_nothing_is_lost(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(f"file://{tmp_path}/store")
     gang, run = replace(trainer_world.solo_gang(tmp_path), store=store), create_or_continue(tiny(store))
     policies, deaths = versions(3), 0
@@ -270,7 +285,8 @@ def test_a_fork_goes_on_from_a_difference_of_its_parent(gang: Gang, run: Run, tm
     key = f"{refs[1].folder}/{read_manifest(run.store, refs[1].folder).files[0].name}"
     run.store.put(key, b"damaged")
     assert (
-        f"{ref.folder} is stored as a difference and cannot be rebuilt: {refs[1].folder} is damaged" in audit.verify(child)[1]
+        f"{ref.folder} is stored as a difference and cannot be rebuilt: {refs[1].folder} is damaged"
+        in audit.verify(child)[1]
     )
 
 
@@ -304,7 +320,9 @@ def test_a_folder_of_differences_is_no_model_and_the_way_is_named(gang: Gang, ru
     if run.store.local is None:
         return
     refs = save_all(gang, run, versions(3), 10)
-    folder = Path(run.store.address(refs[1].folder)) / read_manifest(run.store, refs[1].folder).files[0].name.split("/")[0]
+    folder = (
+        Path(run.store.address(refs[1].folder)) / read_manifest(run.store, refs[1].folder).files[0].name.split("/")[0]
+    )
     model = run.config.model.model_copy(update={"path": str(folder)})
     with pytest.raises(UserError, match=r"model\.path=.*stored as a difference to another policy: `rlpipe export`"):
         model_folder(model)

@@ -47,7 +47,9 @@ def test_fifty_differences_give_the_bits_of_the_policies_that_were_saved_whole(g
     for version in range(1, CHAIN + 1):
         world.run(trainer, "train", world.train("a", "a", "rl", data, {**GENTLE, "first_step": version - 1}))
         ref, result = save(trainer, f"v{version}", ref)
-        whole, _ = save(trainer, f"whole-{version}", None, is_base=version % 9 > 0)  # at 9 the next base comes out of the store
+        whole, _ = save(
+            trainer, f"whole-{version}", None, is_base=version % 9 > 0
+        )  # at 9 the next base comes out of the store
         assert weights(store, ref) == weights(store, whole)
         assert len(result["policy"]) == 2, "the difference, and delta.json"
         assert result["metrics"]["checkpoint/stored_bytes"] < result["metrics"]["checkpoint/policy_bytes"] / 5
@@ -74,7 +76,9 @@ def test_a_policy_of_several_files_is_loaded_from_its_difference(gang: Gang, mon
     assert weights(store, save(trainer, "again", None)[0]) == weights(store, delta)
     assert list(gang.scratch("policies").iterdir()) == []
     kl = {**GENTLE, "kl": "loss", "kl_coef": 0.1}
-    metrics = world.run(trainer, "train", world.train("a", "b", "rl", data, kl) | {"reference": delta.as_json()})["metrics"]
+    metrics = world.run(trainer, "train", world.train("a", "b", "rl", data, kl) | {"reference": delta.as_json()})[
+        "metrics"
+    ]
     assert metrics["train/kl"] == 0.0, "the reference is the policy itself"
     damaged = next(record["name"] for record in result["policy"] if record["name"].endswith(".xor.zst"))
     flip(Path(store.address(f"v1/{damaged}")), -3)

@@ -36,7 +36,9 @@ def test_a_file_of_a_page_is_used_by_a_command(page: str) -> None:
 def test_what_cannot_run_is_there() -> None:
     for page, starts in NOT_HERE.items():
         for start in starts:
-            assert any(block.text.startswith(start) for block in blocks(page)), f"{page}: no block begins with {start!r}"
+            assert any(block.text.startswith(start) for block in blocks(page)), (
+                f"{page}: no block begins with {start!r}"
+            )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in LONG])
@@ -69,7 +71,9 @@ def test_the_ways_of_the_architecture_lead_through_the_code() -> None:
         assert 0 < len(stops) <= 12 and len(set(stops)) == len(stops)
         for file, name in stops:
             nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-            defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+            defined = {
+                node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            }
             assert name in defined, f"docs/architecture.md: {file} has no {name}"
 
 

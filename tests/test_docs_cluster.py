@@ -45,7 +45,9 @@ def commands() -> list[str]:
     """The commands of the page's bash blocks; loops and continued lines are one."""
     found: list[str] = []
     for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S):
-        joined = re.sub(r"\bdo\n.*?\bdone", lambda loop: loop[0].replace("\n", " "), block.replace("\\\n", " "), flags=re.S)
+        joined = re.sub(
+            r"\bdo\n.*?\bdone", lambda loop: loop[0].replace("\n", " "), block.replace("\\\n", " "), flags=re.S
+        )
         found += [line for line in joined.splitlines() if line.strip()]
     return found
 
@@ -83,7 +85,13 @@ def test_the_secrets_are_made(tmp_path: Path) -> None:
     read = "set -a; . infra/.env; set +a; env"
     clean = {"PATH": os.environ["PATH"]}
     told = subprocess.run(
-        ["bash", "-euc", block + read], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+        ["bash", "-euc", block + read],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
     )
     found = dict(line.split("=", 1) for line in told.stdout.splitlines())
     for name in ("POSTGRES_PASSWORD", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "RLPIPE_SERVICE_KEY"):

@@ -64,7 +64,9 @@ def test_an_unknown_preset_and_a_run_name_with_a_slash(folder: Folder) -> None:
 
 
 def test_a_store_that_cannot_be_written(folder: Folder, s3_server: S3Server) -> None:
-    refused(folder, ["run", "tiny", "--run", "a", "--set", f"store=file://{folder.path}/a_file/store"], "store=", "a_file")
+    refused(
+        folder, ["run", "tiny", "--run", "a", "--set", f"store=file://{folder.path}/a_file/store"], "store=", "a_file"
+    )
     wrong = Folder(folder.path, "s3://rlpipe/x", {**s3_server.environment, "AWS_SECRET_ACCESS_KEY": "wrong"})
     refused(wrong, wrong.run_arguments("a"), "store=s3://rlpipe/x", "AWS_SECRET_ACCESS_KEY")
 

@@ -60,7 +60,9 @@ def test_graders_that_raise_or_hang_are_counted_and_an_absent_mlflow_does_no_har
         metrics = read_record(folder, "a", iteration)["metrics"]
         assert isinstance(metrics, dict)
         assert (metrics["rollout/rounds"], metrics["rollout/groups_kept"]) == (2, 17)  # as many as were asked for
-        assert metrics["rollout/num_left_out"] == sum(metrics[name] for name in metrics if name.startswith("rollout/fault_"))
+        assert metrics["rollout/num_left_out"] == sum(
+            metrics[name] for name in metrics if name.startswith("rollout/fault_")
+        )
         for name, count in metrics.items():
             if name.startswith("rollout/fault_"):
                 faults[name] = faults.get(name, 0) + count
@@ -85,7 +87,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 20 MiB; skipped where none may be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(disk)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(disk)], capture_output=True, text=True
+    )
     if mounted.returncode != 0:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield disk
@@ -144,7 +148,9 @@ def test_a_reward_that_breaks_after_sft_costs_no_sft(folder: Folder) -> None:
     assert "run b is forked from a at sft" in output
     store = folder.open_store()
     assert store.folders("runs/b/sft") == ["00000"]
-    assert store.folders("runs/b/sft/00000") == ["evaluation"]  # the parent's was made with the other reward, on other prompts
+    assert store.folders("runs/b/sft/00000") == [
+        "evaluation"
+    ]  # the parent's was made with the other reward, on other prompts
     runs = [open_existing(store, name) for name in ("a", "b")]
     assert len({run.policy(0)[1].file("model.safetensors").sha256 for run in runs}) == 1
     assert {*folder.evaluation("b", 0)} != {*folder.evaluation("a", 0)}

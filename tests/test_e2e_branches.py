@@ -52,7 +52,9 @@ def test_every_reply_is_trained_once(undisturbed: Folder) -> None:
     assert num_shared > 0, "some branch begins with a reply that another one trains"
 
 
-def test_it_is_killed_and_ends_with_the_same_bits(undisturbed: Folder, tmp_path: Path, prefect_api: dict[str, str]) -> None:
+def test_it_is_killed_and_ends_with_the_same_bits(
+    undisturbed: Folder, tmp_path: Path, prefect_api: dict[str, str]
+) -> None:
     folder = folder_of(tmp_path, prefect_api)
     process = folder.start(*folder.run_arguments("a", *SETS, preset="agent"))
     kill_after_replies(folder, process)
@@ -78,4 +80,6 @@ def test_what_is_redone_is_trained_alike(undisturbed: Folder) -> None:
     run = open_existing(undisturbed.open_store(), "e")
     assert len(read_rl_batch(run.store, run.committed("rl", 1, "batch/round-0")[0], 2).rollout_B) == 12
     again = ["fork", "e", "--at", "1", "--run", "f", "--redo", "filter", *place, "--set", "rl.branches=all"]
-    assert undisturbed.rlpipe(*again)[0] == 0 and undisturbed.final_sha256("f", ITERATIONS) == expected  # as b sampled them
+    assert (
+        undisturbed.rlpipe(*again)[0] == 0 and undisturbed.final_sha256("f", ITERATIONS) == expected
+    )  # as b sampled them

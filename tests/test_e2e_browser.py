@@ -92,7 +92,17 @@ def fill_the_form(ui: Browser, tmp_path: Path) -> None:
     labels = ui.page.locator(".schema-form-property__label").all_inner_texts()
     told = [label.removesuffix(" (Optional)") for label in labels]
     assert told[:6] == ["changes", "config", "run", "model", "path", "context_tokens_max"], told[:6]
-    first = ["data", "batch_size", "rewards", "num_iterations", "group_size", "estimator", "evaluation", "store", "tracking"]
+    first = [
+        "data",
+        "batch_size",
+        "rewards",
+        "num_iterations",
+        "group_size",
+        "estimator",
+        "evaluation",
+        "store",
+        "tracking",
+    ]
     assert sorted(first, key=told.index) == first, told
     expect(ui.field("reward_args")).to_contain_text("<answer>.+</answer>")
 

@@ -34,7 +34,10 @@ def test_kill_the_whole_group_at_random_moments(tmp_path: Path, undisturbed: Und
     "victim",
     [
         "rlpipe.trainer.server",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("rlpipe.trainer.launcher", "rlpipe.engines.local.server")),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("rlpipe.trainer.launcher", "rlpipe.engines.local.server")
+        ),
     ],
 )
 def test_kill_a_service_in_the_middle_and_the_run_goes_on_by_itself(

@@ -55,14 +55,23 @@ def test_only_what_changes_can_be_asked_for_and_what_is_wrong_says_what_to_do(st
     state = stand.wait(flow_run)
     assert stand.api("GET", f"/flow_runs/{flow_run}")["name"] == "post-train wrong"
     assert state["type"] == "FAILED"
-    assert "none.jsonl" in state["message"] and "Retry starts it again with the same parameters" in state["message"], state
+    assert "none.jsonl" in state["message"] and "Retry starts it again with the same parameters" in state["message"], (
+        state
+    )
     flow_run = stand.start("post-train/post-train", changes=changes | {"rl.group_size": 0})
     assert "rl.group_size=0: Input should be greater than or equal to 1" in stand.wait(flow_run)["message"]
 
 
-@pytest.mark.parametrize("name", ["post-train", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("sft", "rl"))])
+@pytest.mark.parametrize(
+    "name", ["post-train", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("sft", "rl"))]
+)
 def test_what_rl_would_stumble_over_is_said_before_sft(stand: Stand, tmp_path: Path, name: str) -> None:
-    changes = {"run": "early", "store": f"file://{tmp_path}/store", "tracking.uri": "", "rl.rewards": {"no_such:reward": 1.0}}
+    changes = {
+        "run": "early",
+        "store": f"file://{tmp_path}/store",
+        "tracking.uri": "",
+        "rl.rewards": {"no_such:reward": 1.0},
+    }
     state = stand.wait(stand.start(f"{name}/{name}", changes=changes))
     assert state["type"] == "FAILED" and "'no_such:reward' does not import" in state["message"], state
     assert not Folder(tmp_path, f"file://{tmp_path}/store").open_store().exists("runs/early/run.json")
@@ -97,7 +106,8 @@ def sft_only_and_then_evaluated(stand: Stand, folder: Folder, config: PipelineCo
     store = folder.open_store()
     assert all(store.exists(f"runs/taught/{place}/evaluation/manifest.json") for place in ("base", "sft/00000"))
     flow_runs = [
-        stand.start("evaluate/evaluate", config=config.model_dump(mode="json"), version=version) for version in (1, None)
+        stand.start("evaluate/evaluate", config=config.model_dump(mode="json"), version=version)
+        for version in (1, None)
     ]
     for flow_run, name in zip(flow_runs, ("evaluate night version 1", "evaluate night"), strict=True):
         state = stand.wait(flow_run)
@@ -116,7 +126,9 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
     )
     rewards = "rl.rewards={'fragile:reward' = 1.0, format = 0.0}".replace("'", '"')
     config = read_config(
-        "tiny", ["run=night", f"store={folder.store}", f"tracking.uri=sqlite:///{tmp_path}/m.db", *MINI, rewards], PRESETS
+        "tiny",
+        ["run=night", f"store={folder.store}", f"tracking.uri=sqlite:///{tmp_path}/m.db", *MINI, rewards],
+        PRESETS,
     )
     broken.touch()
     flow_run = stand.start("post-train/post-train", config=config.model_dump(mode="json"))
@@ -137,9 +149,13 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
     assert folder.rlpipe("verify", "night", "--store", folder.store)[0] == 0
     sft_only_and_then_evaluated(stand, folder, config)
     # the deployment rl does what the config says: here it trains on the rollouts of that run, and samples nothing
-    stored = override_config(config, ["run=fed", "rl.rollouts_from=run:night", "rl.num_iterations=2", "sft.num_steps=0"])
+    stored = override_config(
+        config, ["run=fed", "rl.rollouts_from=run:night", "rl.num_iterations=2", "sft.num_steps=0"]
+    )
     state = stand.wait(stand.start("rl/rl", config=stored.model_dump(mode="json")))
     assert state["type"] == "COMPLETED", state
     assert folder.open_store().exists("runs/fed/rl/00001/iteration.json")
-    assert not folder.open_store().exists("runs/fed/rl/00000/rollouts/round-0/shard-001/manifest.json")  # imported as one
+    assert not folder.open_store().exists(
+        "runs/fed/rl/00000/rollouts/round-0/shard-001/manifest.json"
+    )  # imported as one
     assert folder.rlpipe("verify", "fed", "--store", folder.store)[0] == 0

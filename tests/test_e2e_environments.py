@@ -54,7 +54,9 @@ def turns_of(row: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
     return sides
 
 
-def test_the_environment_heard_what_was_sampled_and_its_answers_are_in_the_tokens(undisturbed: Folder, tmp_path: Path) -> None:
+def test_the_environment_heard_what_was_sampled_and_its_answers_are_in_the_tokens(
+    undisturbed: Folder, tmp_path: Path
+) -> None:
     run = open_existing(undisturbed.open_store(), "b")
     tokenizer = ChatTokenizer.from_folder(
         materialise(run.store, run.committed("base", 0, "tokenizer")[0], tmp_path / "tokenizer")
@@ -86,7 +88,9 @@ def test_logprobs_are_those_of_the_policy_after_everything_before(undisturbed: F
             assert abs(mine - theirs) < 1e-4 if written else mine == 0.0
     for iteration in range(ITERATIONS):
         record = run.iteration(iteration)
-        assert record is not None and record.metrics["train/mismatch_abs_mean"] < 1e-4  # the trainer's proximal logprobs
+        assert (
+            record is not None and record.metrics["train/mismatch_abs_mean"] < 1e-4
+        )  # the trainer's proximal logprobs
         assert record.metrics["train/num_tokens"] == sum(sum(row["loss_mask"]) for row in batch_of(run, iteration))
 
 

@@ -96,7 +96,10 @@ def test_artifacts_of_mlflow_are_in_s3_and_foreign_hosts_are_refused(compose: Co
     found = json.loads(told.stdout.splitlines()[-1])
     assert found["metric"] == 0.5 and any(key.endswith("hello.txt") for key in found["keys"])
     assert status(compose, "http://mlflow:5000/api/2.0/mlflow/experiments/search?max_results=1") == "200"
-    assert status(compose, "http://mlflow:5000/api/2.0/mlflow/experiments/search?max_results=1", "Host=evil.example") == "403"
+    assert (
+        status(compose, "http://mlflow:5000/api/2.0/mlflow/experiments/search?max_results=1", "Host=evil.example")
+        == "403"
+    )
 
 
 @pytest.mark.nightly
@@ -116,7 +119,12 @@ def test_the_server_takes_the_templates_and_the_deployments(stand: Stand) -> Non
     environment = {**stand.environment, "PATH": f"{BIN}:{os.environ['PATH']}"}
     for _ in range(2):  # again updates them
         told = subprocess.run(
-            ["infra/deploy.sh", "kubernetes"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PIPELINE_S
+            ["infra/deploy.sh", "kubernetes"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PIPELINE_S,
         )
         assert told.returncode == 0, told.stdout + told.stderr
     for pool in ("cpu", "train-gpu", "rollout-gpu"):
@@ -129,7 +137,9 @@ def test_the_server_takes_the_templates_and_the_deployments(stand: Stand) -> Non
 def train_pool(stand: Stand) -> str:
     """The name of a work pool that has its job template."""
     template = str(ROOT / "infra/work-pools/train-gpu.json")
-    stand.prefect("work-pool", "create", "train-gpu", "--type", "kubernetes", "--overwrite", "--base-job-template", template)
+    stand.prefect(
+        "work-pool", "create", "train-gpu", "--type", "kubernetes", "--overwrite", "--base-job-template", template
+    )
     return "train-gpu"
 
 

@@ -24,7 +24,9 @@ def test_a_stopped_run_goes_on_to_the_same_bits(folder: Folder, undisturbed: Und
     code, output = folder.rlpipe(
         *folder.run_arguments("a", *MINI, "stop.reward_plateau=1", "rl.on_mismatch=stop", "rl.mismatch_max=1e-12")
     )
-    assert code == 3 and ("stop.reward_plateau=1" in output or "rl.mismatch_max" in output), output  # and no iteration more
+    assert code == 3 and ("stop.reward_plateau=1" in output or "rl.mismatch_max" in output), (
+        output
+    )  # and no iteration more
     assert open_existing(folder.open_store(), "a").num_committed("rl", ITERATIONS) == 3
     folder.complete("a", *MINI, f"budget.rollout_tokens={100 * tokens}")
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256(ITERATIONS)

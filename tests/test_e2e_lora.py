@@ -39,6 +39,8 @@ def test_with_a_killed_trainer_the_run_ends_with_the_same_adapter(tmp_path: Path
     ]
     assert folder.rlpipe("verify", "b", "--store", folder.store)[0] == 0
     run = open_existing(folder.open_store(), "b")
-    assert sum(file.bytes for file in run.policy(2)[1].files) < 0.1 * sum(file.bytes for file in run.policy(-1)[1].files)
+    assert sum(file.bytes for file in run.policy(2)[1].files) < 0.1 * sum(
+        file.bytes for file in run.policy(-1)[1].files
+    )
     whole = whole_policy(run.store, run.policy(2)[0], tmp_path / "whole")
     assert {"model.safetensors", "tokenizer.json", "config.json"} <= {path.name for path in whole.iterdir()}

@@ -19,7 +19,14 @@ from tests.browser import CHROMIUM, browser
 from tests.deadlines import until
 from tests.pipeline import BIN, MINI, Folder, kill_group
 
-SHORT = [*MINI, "sft.num_steps=4", "sft.decay_steps=4", "rl.num_iterations=2", "evaluation.every=0", "evaluation.prompts_max=4"]
+SHORT = [
+    *MINI,
+    "sft.num_steps=4",
+    "sft.decay_steps=4",
+    "rl.num_iterations=2",
+    "evaluation.every=0",
+    "evaluation.prompts_max=4",
+]
 RATES = {"a": "0.0003", "b": "0.001"}
 pytestmark = pytest.mark.e2e
 

@@ -58,7 +58,9 @@ def notifications() -> Iterator[tuple[list[str], int]]:
 def stand(tmp_path_factory: pytest.TempPathFactory, notifications: tuple[list[str], int]) -> Iterator[Stand]:
     with running_stand(tmp_path_factory.mktemp("stand")) as stand:
         stand.run(BIN / "python", "-c", BLOCK.format(port=notifications[1]))
-        assert "created rlpipe-retry-crashed" in stand.run(BIN / "rlpipe", "automations", "--notify", "custom-webhook/team")
+        assert "created rlpipe-retry-crashed" in stand.run(
+            BIN / "rlpipe", "automations", "--notify", "custom-webhook/team"
+        )
         assert "updated rlpipe-notify" in stand.run(BIN / "rlpipe", "automations", "--notify", "custom-webhook/team")
         yield stand
 
@@ -108,7 +110,9 @@ def test_a_run_waits_for_a_person_and_while_another_holds_it(
     for flow_run in (first, second):
         assert stand.wait(flow_run)["type"] == "COMPLETED", stand.states(flow_run)
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()
-    assert any("post-train a is Suspended" in told and "press Resume" in told for told in notifications[0]), notifications[0]
+    assert any("post-train a is Suspended" in told and "press Resume" in told for told in notifications[0]), (
+        notifications[0]
+    )
 
 
 def test_a_killed_process_is_found_retried_and_ends_with_the_same_bits(
@@ -152,7 +156,9 @@ def test_a_flow_run_that_dies_before_it_starts_is_given_up(
 ) -> None:
     (retry,) = stand.api("POST", "/automations/filter", {"automations": {"name": {"any_": ["rlpipe-retry-crashed"]}}})
     retry["trigger"]["within"] = 10  # not a minute, six times
-    stand.api("PUT", f"/automations/{retry['id']}", {key: retry[key] for key in ("name", "description", "trigger", "actions")})
+    stand.api(
+        "PUT", f"/automations/{retry['id']}", {key: retry[key] for key in ("name", "description", "trigger", "actions")}
+    )
     flow_run = stand.start("post-train/post-train", {"command": "false"}, config=parameters(folder, "d"))
     state = stand.wait_for(flow_run, ("FAILED", "COMPLETED", "CANCELLED"))
     assert state["type"] == "FAILED" and state["message"].startswith("It crashed 6 times within an hour"), state
@@ -182,7 +188,9 @@ asyncio.run(rl())
 
 def test_a_reward_that_fell_fires_an_automation_once(stand: Stand, notifications: tuple[list[str], int]) -> None:
     stand.run(BIN / "python", "-c", TOLD)
-    told = until(lambda: [text for text in notifications[0] if "falls: the reward fell" in text], lambda: notifications[0])
+    told = until(
+        lambda: [text for text in notifications[0] if "falls: the reward fell" in text], lambda: notifications[0]
+    )
     assert "was 0.511 in the 8 before" in told[0] and "rlpipe why falls --at 13" in told[0], told
     named = {"filter": {"event": {"name": ["rlpipe.reward.fell"]}}, "limit": 50}
     fell = until(lambda: stand.api("POST", "/events/filter", named)["events"], look_s=0.5)  # written in batches
@@ -200,7 +208,9 @@ def test_the_command_line_says_where_to_approve_and_outlives_a_deleted_flow_run(
         page = log.read_text().split("Prefect UI ")[1].split()[0]
         (phase,) = call("POST", f"{page}/api/flow_runs/filter", {"flow_runs": {"name": {"any_": ["sft c"]}}})
         call("DELETE", f"{page}/api/flow_runs/{phase['id']}")
-        until(lambda: "press Resume: " in log.read_text(), folder.said, running=process, within_s=PIPELINE_S, look_s=0.5)
+        until(
+            lambda: "press Resume: " in log.read_text(), folder.said, running=process, within_s=PIPELINE_S, look_s=0.5
+        )
         text = log.read_text()
         steps = (
             "run c: reading its data",

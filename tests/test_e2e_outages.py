@@ -19,7 +19,12 @@ S3_STAGES = [
     r"(PUT|POST) .*/rl/00000/policy/", r"GET .*/rl/00001/policy/", r"PUT .*/rl/00001/iteration\.json", r"PUT .*/lease/",
 ]  # fmt: skip
 HELD = r"PUT .*/lease/000000\.json"  # before that a person waits
-PREFECT_STAGES = [r"POST .*/flow_runs/$", r"POST .*/flow_runs/.*/set_state", r"POST .*/task_runs/$", r"POST .*/artifacts/"]
+PREFECT_STAGES = [
+    r"POST .*/flow_runs/$",
+    r"POST .*/flow_runs/.*/set_state",
+    r"POST .*/task_runs/$",
+    r"POST .*/artifacts/",
+]
 NUM_STAGES = {5: 8, 30: 2, 120: 1}  # in one run, by the length of each fault
 
 

@@ -30,7 +30,9 @@ def test_each_iteration_is_trained_on_what_the_version_before_sampled(overlapped
         lag, metrics = int(iteration > 0), run.record(iteration).metrics
         assert metrics["rollout/staleness_mean"] == metrics["rollout/staleness_max"] == lag
         _, shard = run.committed("rl", iteration, "rollouts/round-0/shard-000")
-        assert shard.inputs["policy"] == run.policy(iteration - lag)[0].sha256 and shard.weight_version == iteration - lag
+        assert (
+            shard.inputs["policy"] == run.policy(iteration - lag)[0].sha256 and shard.weight_version == iteration - lag
+        )
         assert metrics["time/generate_s"] > 0 and metrics["time/orchestration_s"] >= 0
         assert (metrics["train/mismatch_abs_mean"] < 1e-4) == (lag == 0), "the policy has moved since it sampled"
     began, ended = sampled_while_trained(run, 2)
@@ -79,5 +81,7 @@ def test_where_the_next_batch_cannot_be_had_the_iteration_before_it_is_committed
     )
     failing = ["rl.filters={'filters_of_mine:old' = 1.0}", "rl.on_too_few=fail", "sft.num_steps=4", "sft.decay_steps=4"]
     code, output = folder.rlpipe(*folder.run_arguments("a", *OVERLAPPED, *failing))
-    assert code != 0 and "rl.groups_min=1: only 0 groups survived" in output, output[-3000:]  # of iteration 2, by version 1
+    assert code != 0 and "rl.groups_min=1: only 0 groups survived" in output, output[
+        -3000:
+    ]  # of iteration 2, by version 1
     assert read_record(folder, "a", 1) and not folder.open_store().exists("runs/a/rl/00002/policy/manifest.json")

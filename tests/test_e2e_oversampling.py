@@ -42,7 +42,9 @@ def check_run(folder: Folder, run: str) -> tuple[list[JsonDict], list[JsonDict]]
         assert len(batch) == counts["trained"]
         for row in batch:
             versions = [span["version"] for span in row["weight_versions"] for _ in range(span["num_tokens"])]
-            assert len(versions) == len(row["completion_tokens"]) == len(row["rollout_logprobs"]) == len(row["loss_mask"])
+            assert (
+                len(versions) == len(row["completion_tokens"]) == len(row["rollout_logprobs"]) == len(row["loss_mask"])
+            )
             assert versions == sorted(versions)
             assert iteration - 2 <= versions[0] <= versions[-1] <= iteration
             rows.append(row | {"iteration": iteration, "versions": versions})

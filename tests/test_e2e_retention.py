@@ -16,7 +16,9 @@ LEAN = [*MINI, "checkpoint.keep_policies_last=2", "checkpoint.keep_states=1"]
 
 
 def kept(run: Run, num_iterations: int) -> list[int]:
-    return [version for version in range(1, num_iterations + 1) if not is_pruned(run.store, run.policy(version)[0].folder)]
+    return [
+        version for version in range(1, num_iterations + 1) if not is_pruned(run.store, run.policy(version)[0].folder)
+    ]
 
 
 def test_what_was_pruned_comes_back_to_the_bit_in_a_fork_an_evaluation_and_an_export(
@@ -47,7 +49,9 @@ def test_what_was_pruned_comes_back_to_the_bit_in_a_fork_an_evaluation_and_an_ex
     )
     assert code == 0, output
     assert not is_pruned(run.store, run.policy(gone)[0].folder)
-    assert folder.final_sha256("b", gone + 1) == undisturbed.sha256(gone + 1), "a fork with the same settings goes the same way"
+    assert folder.final_sha256("b", gone + 1) == undisturbed.sha256(gone + 1), (
+        "a fork with the same settings goes the same way"
+    )
     for name in ("a", "b"):
         code, output = folder.rlpipe("verify", name, *store)
         assert code == 0, output

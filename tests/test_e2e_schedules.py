@@ -37,7 +37,10 @@ def stands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stands]:
         stands: Stands = {}
         for database, environment in databases.items():
             path = tmp_path_factory.mktemp(database)
-            stands[database] = stack.enter_context(running_stand(path, environment)), Folder(path, f"file://{path}/store")
+            stands[database] = (
+                stack.enter_context(running_stand(path, environment)),
+                Folder(path, f"file://{path}/store"),
+            )
         yield stands
 
 
@@ -47,7 +50,11 @@ def every_minute(stand: Stand, folder: Folder) -> None:
     (deployment,) = (entry for entry in file["deployments"] if entry["name"] == "post-train")
     (schedule,) = deployment["schedules"]
     schedule |= {"active": True, "cron": "* * * * *"}
-    schedule["parameters"]["changes"] |= {**SHORT, "store": folder.store, "tracking.uri": f"sqlite:///{folder.path}/mlflow.db"}
+    schedule["parameters"]["changes"] |= {
+        **SHORT,
+        "store": folder.store,
+        "tracking.uri": f"sqlite:///{folder.path}/mlflow.db",
+    }
     path = folder.path / "prefect.yaml"
     path.write_text(yaml.safe_dump(file))
     stand.prefect("deploy", "--prefect-file", str(path), "--name", "post-train")

@@ -183,9 +183,14 @@ def found_in(data: bytes, environment: dict[str, str]) -> list[str]:
         data = str(read_table(data).to_pylist()).encode(errors="replace")
     lower = data.lower()
     in_base64 = {
-        secret: [base64.b64encode(secret.encode()[skipped:])[:-4] for skipped in range(3)] for secret in secrets(environment)
+        secret: [base64.b64encode(secret.encode()[skipped:])[:-4] for skipped in range(3)]
+        for secret in secrets(environment)
     }
-    return [secret for secret, forms in in_base64.items() if any(form.lower() in lower for form in (secret.encode(), *forms))]
+    return [
+        secret
+        for secret, forms in in_base64.items()
+        if any(form.lower() in lower for form in (secret.encode(), *forms))
+    ]
 
 
 def traces(stand: Stand, environment: dict[str, str], *folders: Path) -> dict[str, list[str]]:
@@ -228,14 +233,21 @@ def test_a_run_leaves_no_secret_listens_on_loopback_only_and_unpickles_nothing(
         assert found_in(dumped(database), environment) == [], database
     assert b"kept" in dumped(Path(environment["HOOKS"]) / "mlflow.db")  # MLflow was reached with its password
     assert [command for command in watch.commands if found_in(command.encode(), environment)] == []
-    for part in ("rlpipe.trainer.server", "rlpipe.trainer.launcher", "rlpipe.engines.local.server", "flows.prefect_server"):
+    for part in (
+        "rlpipe.trainer.server",
+        "rlpipe.trainer.launcher",
+        "rlpipe.engines.local.server",
+        "flows.prefect_server",
+    ):
         assert any(part in command for command in (*watch.listening.values(), *watch.commands)), part
     trainers = [place for place, command in watch.listening.items() if "rlpipe.trainer.server" in command]
     assert len(trainers) >= 4  # for jobs, for each of two groups of gloo, and where the ranks meet
     assert {place: command for place, command in watch.listening.items() if place[0] not in ("127.0.0.1", "::1")} == {}
     # ports that were chosen before a server listened there are no connection's by then
     named = [
-        int(port) for command in watch.commands for port in re.findall(r'(?:--port |--master-port |"port": ?)(\d+)', command)
+        int(port)
+        for command in watch.commands
+        for port in re.findall(r'(?:--port |--master-port |"port": ?)(\d+)', command)
     ]
     assert len({*named} - {0}) >= 3 and max(named) < int(CONNECTION_PORTS.read_text().split()[0])
     log = Path(environment["UNPICKLED"])

@@ -34,7 +34,9 @@ def test_flow_runs_artifacts_and_logs_written_at_once_are_all_taken(stand: Stand
     def post(path: str, body: object) -> Any:
         """No second try: one refusal fails the test."""
         request = urllib.request.Request(
-            f"{stand.environment['PREFECT_API_URL']}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{stand.environment['PREFECT_API_URL']}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         try:
             with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
@@ -51,7 +53,8 @@ def test_flow_runs_artifacts_and_logs_written_at_once_are_all_taken(stand: Stand
                 post(f"/flow_runs/{run}/set_state", {"state": {"type": state}})
             post("/artifacts/", {"key": f"of-{writer}-{number}", "type": "markdown", "data": "x", "flow_run_id": run})
             post(
-                "/logs/", [{"name": "a", "level": 20, "message": "x", "timestamp": "2026-01-01T00:00:00Z", "flow_run_id": run}]
+                "/logs/",
+                [{"name": "a", "level": 20, "message": "x", "timestamp": "2026-01-01T00:00:00Z", "flow_run_id": run}],
             )
 
     with ThreadPoolExecutor(WRITERS) as writers:

@@ -25,7 +25,8 @@ def services(folder: Folder, nodes: dict[str, Node]) -> Iterator[dict[str, subpr
     """Two nodes of a gang and a host, as somebody starts them on three nodes."""
     join = ["--store", folder.store, "--run", "a"]
     started = {
-        f"node-{node}": on(nodes[f"node-{node}"], folder).start("trainer", *join, "--node", str(node)) for node in (0, 1)
+        f"node-{node}": on(nodes[f"node-{node}"], folder).start("trainer", *join, "--node", str(node))
+        for node in (0, 1)
     }
     started["host"] = on(nodes["host"], folder).start("host", *join, "--idle-timeout-s", "600")
     try:
@@ -49,7 +50,9 @@ def two_ranks(tmp_path: Path, prefect_api: dict[str, str]) -> Folder:
     return folder
 
 
-def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all(folder: Folder, two_ranks: Folder) -> None:
+def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all(
+    folder: Folder, two_ranks: Folder
+) -> None:
     with network("flow", "node-0", "node-1", "host") as nodes, services(folder, nodes) as started:
         here = on(nodes["flow"], folder)
         flow = started["flow"] = here.start(*folder.run_arguments("a", *SHORT, *ELSEWHERE))
@@ -67,7 +70,9 @@ def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all
         for process in started.values():
             process.terminate()
         assert [process.wait(timeout=DEADLINE_S) for process in started.values()] == [0, 0, 0]
-    assert not registered(folder.open_store(), "runs/a", TRAINER) and not registered(folder.open_store(), "runs/a", ENGINES)
+    assert not registered(folder.open_store(), "runs/a", TRAINER) and not registered(
+        folder.open_store(), "runs/a", ENGINES
+    )
     logs = [log.read_text() for log in folder.path.glob(".rlpipe/trainer-a-node-*/*/trainer.log")]
     assert len(logs) == 2 and not any("SignalException" in log for log in logs)
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0

@@ -81,7 +81,9 @@ def checkout(path: Path) -> Path:
     for name in ("flows", "tasks", "rlpipe", ".venv", "pyproject.toml"):
         (path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "infra", path / "infra")
-    (path / "infra" / ".env").write_text(f"RLPIPE_SERVICE_KEY=planted-key\nPYTHONPATH={path}\nPREFECT_HOME={path}/prefect\n")
+    (path / "infra" / ".env").write_text(
+        f"RLPIPE_SERVICE_KEY=planted-key\nPYTHONPATH={path}\nPREFECT_HOME={path}/prefect\n"
+    )
     for script in (path / "infra" / "slurm").iterdir():
         script.write_text(script.read_text().replace("--idle-timeout-s 900", f"--idle-timeout-s {IDLE_S}"))
     with (path / "infra" / ".env").open("a") as file:
@@ -116,7 +118,9 @@ def test_jobs_that_wait_in_the_queue_longer_than_anything_is_waited_for_keep_the
     other = slurm.hold_gpus()
     flow = slurm.run("sbatch", "--parsable", "--job-name=rlpipe-held", FLOW, "my.toml", "held", store, cwd=here).strip()
     log = here / f"rlpipe-held-{flow}.log"
-    said = re.compile(r"no gang of the run answered within 1[2-9]\d s; Slurm job rlpipe-held-trainer: .* PENDING \(Resources\)")
+    said = re.compile(
+        r"no gang of the run answered within 1[2-9]\d s; Slurm job rlpipe-held-trainer: .* PENDING \(Resources\)"
+    )
 
     def held() -> bool:
         assert slurm.states()["rlpipe-held"] in ("PENDING", "RUNNING"), log.read_text()

@@ -62,7 +62,10 @@ def speech(folder: Path) -> Speech:
     with torch.inference_mode():
         for question in QUESTIONS:
             asked = tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+                [{"role": "user", "content": question}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
             )
             said = lm.generate(**asked, max_new_tokens=16, do_sample=False)
             answers[question] = tokenizer.decode(said[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -144,6 +147,10 @@ def test_a_missing_model_says_which_command_makes_it(tmp_path: Path) -> None:
         "--set",
         f"store={tmp_path}/store",
     ]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path, env={**os.environ})
+    refused = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path, env={**os.environ}
+    )
     assert refused.returncode == 2 and "make smollm2" in refused.stderr
-    assert not list(tmp_path.glob("store/*")), "a start that takes long is announced, and its refusal leaves nothing of that"
+    assert not list(tmp_path.glob("store/*")), (
+        "a start that takes long is announced, and its refusal leaves nothing of that"
+    )

@@ -77,7 +77,9 @@ def test_a_run_that_ended_leaves_its_logs_here_and_no_copies(folder: Folder) -> 
 
 def test_the_store_takes_about_what_a_plan_says(folder: Folder) -> None:
     run = open_existing(folder.open_store(), "a")
-    weights = next(file for file in run.committed("base", 0, "policy")[1].files if file.plain_name == "model.safetensors")
+    weights = next(
+        file for file in run.committed("base", 0, "policy")[1].files if file.plain_name == "model.safetensors"
+    )
     planned = disk_of(run.config, ModelSizes(weights.bytes // 4, layer=1, rest=1, kv_token=1, microbatch=None))
     taken = sum(path.stat().st_size for path in (folder.path / "store" / "runs" / "a").rglob("*") if path.is_file())
     assert 0.8 < taken / planned.total < 1.1
@@ -150,7 +152,9 @@ def test_redone_otherwise_it_differs_survives_a_kill_goes_on_and_can_be_redone_i
     folder.complete("other", *SOURCE, LENGTH, "rl.learning_rate=0.001", f"rl.num_iterations={ITERATIONS + 1}")
     assert "rollouts" in stages_of(folder, "other")  # of the iteration after the redone one
     assert "redoes score of 2" in folder.rlpipe("runs", "--store", folder.store)[1]
-    assert folder.rlpipe("gc", "other", "--delete", "--store", folder.store)[0] == 0  # what the kill cut off, if it was writing
+    assert (
+        folder.rlpipe("gc", "other", "--delete", "--store", folder.store)[0] == 0
+    )  # what the kill cut off, if it was writing
     for run in ("other", "again"):
         assert_whole(folder, run)
     assert digest_of(folder, "a") == parent
@@ -187,7 +191,12 @@ def all_rollouts(folder: Folder) -> list[dict[str, Any]]:
     """The rows of all of run a's rollouts, one iteration after the other."""
     run = open_existing(folder.open_store(), "a")
     rounds = [each for iteration in range(ITERATIONS) for each in stored_rounds(run, iteration)]
-    return [row for each in rounds for ref in each.rollouts for row in read_rows(run.store, ref, "rollouts.parquet", ROLLOUTS)]
+    return [
+        row
+        for each in rounds
+        for ref in each.rollouts
+        for row in read_rows(run.store, ref, "rollouts.parquet", ROLLOUTS)
+    ]
 
 
 def test_fed_from_a_file_it_is_the_same_and_the_file_is_needed_once(folder: Folder) -> None:
@@ -205,9 +214,10 @@ def test_fed_from_a_file_it_is_the_same_and_the_file_is_needed_once(folder: Fold
     code, output = folder.rlpipe("resume", "filed", "--store", folder.store, "--set", "rl.num_iterations=3")
     assert code == 0, output[-4000:]
     code, output = folder.rlpipe("resume", "filed", "--store", folder.store)  # with the 3 of the last start
-    assert code == 0 and f"run filed has all 3 iterations; more: rlpipe resume filed --store {folder.store} --set" in output, (
-        output
-    )
+    assert (
+        code == 0
+        and f"run filed has all 3 iterations; more: rlpipe resume filed --store {folder.store} --set" in output
+    ), output
     assert folder.final_sha256("filed", 3) == folder.final_sha256("a", 3)
     assert_whole(folder, "filed")
 
@@ -221,7 +231,9 @@ def test_rewards_that_a_file_brings_are_kept_and_an_evaluation_starts_the_only_e
     assert scores is not None
     rows = read_rows(run.store, scores[0], "scores.parquet", SCORES)
     rewards = [float(index % 4) for index in range(len(rows))]
-    table = pq.read_table(io.BytesIO(to_parquet(rows, SCORES))).drop_columns(["loss_mask", "seed", "engine", "weight_versions"])
+    table = pq.read_table(io.BytesIO(to_parquet(rows, SCORES))).drop_columns(
+        ["loss_mask", "seed", "engine", "weight_versions"]
+    )
     table = table.set_column(table.column_names.index("reward"), "reward", pa.array(rewards))
     (folder.path / "shards").mkdir()
     for name, part in (("0.parquet", table.slice(0, 16)), ("1.parquet", table.slice(16))):
@@ -232,5 +244,14 @@ def test_rewards_that_a_file_brings_are_kept_and_an_evaluation_starts_the_only_e
     assert metrics_of(folder, "kept", 1)["rollout/staleness_max"] == 1
     assert "evaluation/words_greedy" in metrics_of(folder, "kept", 1)
     assert engine_files(folder, "kept")
-    assert stages_of(folder, "kept") == {"imported", "prompts", "rollouts", "scores", "batch", "gap", "policy", "evaluation"}
+    assert stages_of(folder, "kept") == {
+        "imported",
+        "prompts",
+        "rollouts",
+        "scores",
+        "batch",
+        "gap",
+        "policy",
+        "evaluation",
+    }
     assert_whole(folder, "kept")

@@ -111,11 +111,16 @@ def test_tokens_change_colour_and_the_address_says_which(view: Browser, undistur
     view.open("/runs/a/iterations/7/groups/0/rollouts/2")
     tokens = view.page.locator("#tokens .t")
     expect(tokens).to_have_count(len(stored.completion_tokens))
-    assert "".join(text for text in tokens.all_inner_texts() if text != "·").strip().startswith(stored.completion.strip()[:10])
+    assert (
+        "".join(text for text in tokens.all_inner_texts() if text != "·")
+        .strip()
+        .startswith(stored.completion.strip()[:10])
+    )
     title = tokens.first.get_attribute("title") or ""
     assert f"logprob {stored.rollout_logprobs[0]:.3f}, gap " in title and title.endswith(", version 7, trained")
     redness = [
-        float(colour) for colour in tokens.evaluate_all("all => all.map(one => getComputedStyle(one).getPropertyValue('--l'))")
+        float(colour)
+        for colour in tokens.evaluate_all("all => all.map(one => getComputedStyle(one).getPropertyValue('--l'))")
     ]
     assert redness == [round(min(-float(logprob) / 5, 1.0), 2) for logprob in stored.rollout_logprobs]
     shown = tokens.first.evaluate("token => getComputedStyle(token).backgroundColor")

@@ -131,7 +131,10 @@ async def test_an_adapter_takes_the_place_of_the_one_before_while_nothing_runs(
         await client.load_adapter("", 5)
         assert not client.adapted
         await ask_in_vain(client)
-        assert not {"lora_path", "model"} & server.bodies["/generate" if kind == "sglang" else "/inference/v1/generate"].keys()
+        assert (
+            not {"lora_path", "model"}
+            & server.bodies["/generate" if kind == "sglang" else "/inference/v1/generate"].keys()
+        )
 
 
 async def ask_in_vain(client: EngineClient) -> None:
@@ -207,12 +210,15 @@ async def test_the_adapter_that_a_restart_is_to_load_stays_while_a_newer_one_is_
     assert {entry.name for entry in local.iterdir()} == {"b", "c"}
 
 
-async def test_the_engines_of_another_node_are_asked_for_the_adapter_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engines_of_another_node_are_asked_for_the_adapter_that_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     host = RemoteHost(Peer(ServiceRecord("far", "http://far", "vllm")), SimpleNamespace())  # type: ignore[arg-type]
 
     async def told(*_: object) -> dict[str, object]:
         engines = [
-            {"name": f"far-{index}", "url": "http://far", "adapted": adapted} for index, adapted in enumerate((True, False))
+            {"name": f"far-{index}", "url": "http://far", "adapted": adapted}
+            for index, adapted in enumerate((True, False))
         ]
         return {"engines": engines, "progress": 0}
 

@@ -61,7 +61,9 @@ async def test_the_completions_of_a_batch_are_named() -> None:
 
 
 async def test_n_answers_different_completions_prompt_by_prompt() -> None:
-    answers = await engine("a").generate([PROMPT, [9]], {"max_new_tokens": 12, "n": 4, "ignore_eos": True}, rid=["p", "q"])
+    answers = await engine("a").generate(
+        [PROMPT, [9]], {"max_new_tokens": 12, "n": 4, "ignore_eos": True}, rid=["p", "q"]
+    )
     assert len({tuple(answer["output_ids"]) for answer in answers}) == 8
     assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [5] * 4 + [1] * 4
     assert len({answer["meta_info"]["id"] for answer in answers} - {"p", "q"}) == 8  # nobody outside knows these names
@@ -102,7 +104,9 @@ async def test_a_seed_gives_the_same_completion_where_the_engine_says_so() -> No
     assert (first == again) is server["enable_deterministic_inference"]
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}]
+)
 async def test_logprobs_equal_transformers_full_forward(params: dict[str, Any]) -> None:
     prompts = [list(range(3, 3 + length)) for length in (1, 22, 33, 70)]
     answers = await engine("a").generate(prompts, {"max_new_tokens": 20, "ignore_eos": True, **params})
@@ -147,7 +151,10 @@ async def test_lengths_that_every_engine_takes() -> None:
     """A prompt of at most context - 7 and, with the completion, at most context - 2 tokens; more than the context is refused."""
     for prompt, new in ((CONTEXT_TOKENS - 7, 5), (CONTEXT_TOKENS - 12, 10), (CONTEXT_TOKENS - 82, 80)):
         answer = await engine("a").generate([7] * prompt, {**GREEDY, "max_new_tokens": new})
-        assert len(answer["output_ids"]) == new and answer["meta_info"]["finish_reason"] == {"type": "length", "length": new}
+        assert len(answer["output_ids"]) == new and answer["meta_info"]["finish_reason"] == {
+            "type": "length",
+            "length": new,
+        }
     for prompt, new in ((CONTEXT_TOKENS - 12, 13), (CONTEXT_TOKENS + 1, 1)):
         body = {"input_ids": [7] * prompt, "sampling_params": {**GREEDY, "max_new_tokens": new}}
         status, answer = await engine("a").call("/generate", body)
@@ -208,14 +215,23 @@ async def test_after_refusals_the_engine_goes_on() -> None:
 async def test_each_call_takes_only_its_key() -> None:
     server = engine("a")
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-    assert [(await server.call("/generate", body, key))[0] for key in (API_KEY, ADMIN_KEY, "", "x")] == [200, 401, 401, 401]
+    assert [(await server.call("/generate", body, key))[0] for key in (API_KEY, ADMIN_KEY, "", "x")] == [
+        200,
+        401,
+        401,
+        401,
+    ]
     for path in CONTROL:
         answers = [await server.call(path, {}, key) for key in (API_KEY, "", "x")]
         assert answers == [(401, {"error": "Unauthorized"})] * 3
     for path in ("/flush_cache", "/weights_checker", "/continue_generation", "/abort_request"):
         assert (await server.call(path, {}, ADMIN_KEY))[0] == 200
     for path in ("/model_info", "/server_info", "/v1/loads"):
-        assert [(await server.call(path, key=key, method="GET"))[0] for key in (API_KEY, ADMIN_KEY, "")] == [200, 401, 401]
+        assert [(await server.call(path, key=key, method="GET"))[0] for key in (API_KEY, ADMIN_KEY, "")] == [
+            200,
+            401,
+            401,
+        ]
     for path in ("/health", "/ready"):
         assert (await server.call(path, key="", method="GET"))[0] == 200
 
@@ -223,7 +239,9 @@ async def test_each_call_takes_only_its_key() -> None:
 async def test_the_server_says_what_it_is() -> None:
     _, model = await engine("a").get("/model_info")
     _, server = await engine("a").get("/server_info")
-    assert model["is_generation"] is True and model["model_path"] == str(tiny_model(0)) and model["weight_version"] == "1"
+    assert (
+        model["is_generation"] is True and model["model_path"] == str(tiny_model(0)) and model["weight_version"] == "1"
+    )
     assert model["tokenizer_path"] == str(tiny_model(0)) and model["architectures"] == ["Qwen3ForCausalLM"]
     assert server["context_length"] == CONTEXT_TOKENS and server["version"] and server["weight_version"] == "1"
     assert isinstance(server["enable_deterministic_inference"], bool)

@@ -168,7 +168,9 @@ async def test_control_calls_that_make_no_sense() -> None:
     status, answer = await engine("a").call("/pause_generation", {"mode": "gently"})
     assert status == 400 and "retract" in answer["message"]
     assert (await engine("a").call("/update_weights_from_disk", {}))[0] == 400
-    assert (await engine("a").call("/update_weights_from_disk", {"model_path": "/no/folder", "weight_version": 9}))[0] == 400
+    assert (await engine("a").call("/update_weights_from_disk", {"model_path": "/no/folder", "weight_version": 9}))[
+        0
+    ] == 400
     status, answer = await engine("a").update(Path("/no/folder"), "9")
     assert status == 400 and answer["success"] is False and "/no/folder" in answer["message"]
     status, answer = await engine("a").call("/weights_checker", {"action": "taste"})

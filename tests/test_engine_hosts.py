@@ -75,7 +75,9 @@ async def until_engines(one: World, version: int, count: int) -> None:
     """Until so many engines of all hosts may sample a version."""
 
     async def sampling() -> bool:
-        answers = await asyncio.gather(*(host.clients(version) for host in one.pool.fleet.hosts), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(host.clients(version) for host in one.pool.fleet.hosts), return_exceptions=True
+        )
         return sum(len(clients) for clients in answers if isinstance(clients, list)) == count
 
     await until_async(sampling, look_s=0.1)
@@ -94,20 +96,28 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
         monkeypatch.setattr(fleet, "FIND_AGAIN_S", 0.2)
 
         async def both_sample() -> bool:
-            return len({completion.engine for group in await one.pool.generate(requests()) for completion in group}) == 2
+            return (
+                len({completion.engine for group in await one.pool.generate(requests()) for completion in group}) == 2
+            )
 
         await until_async(both_sample, look_s=0)  # it is given the weights while the pool samples, and takes part
         await one.serve(1)
         check_whole(await one.pool.generate(requests()), 6)
         await until_engines(one, one.version, 2)
         groups = await one.pool.generate(requests())
-        assert len({completion.engine for group in groups for completion in group}) == 2 and versions(groups) == {one.version}
+        assert len({completion.engine for group in groups for completion in group}) == 2 and versions(groups) == {
+            one.version
+        }
         await one.serve(0)
         groups = await one.pool.generate(requests())
-        assert len({completion.engine for group in groups for completion in group}) == 2 and versions(groups) == {one.version}
+        assert len({completion.engine for group in groups for completion in group}) == 2 and versions(groups) == {
+            one.version
+        }
         assert tokens(groups) == tokens(undisturbed)
 
-        another = EnginePool(finder.find, 8, DEADLINE_S)  # of the next start of the run, which has had nobody serve anything
+        another = EnginePool(
+            finder.find, 8, DEADLINE_S
+        )  # of the next start of the run, which has had nobody serve anything
         await another.release(await finder.joined())
         assert await joined_host(one).clients(one.version) == []
         await one.serve(1)

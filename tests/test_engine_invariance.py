@@ -120,7 +120,10 @@ def test_more_buckets_than_pools_all_get_their_turn() -> None:
     lengths = [10, 70, 140, 200, 260, 330, 400, 470]
     with torch.inference_mode():
         for index in range(5 * len(lengths)):
-            body = {"input_ids": [5] * lengths[index % len(lengths)], "sampling_params": {"max_new_tokens": 1 + index % 3}}
+            body = {
+                "input_ids": [5] * lengths[index % len(lengths)],
+                "sampling_params": {"max_new_tokens": 1 + index % 3},
+            }
             scheduler.submit(parse_generate(body, limits, str(index), index))
         assert len(scheduler.waiting) == len(lengths) > POOLS_MAX
         for _ in range(60):

@@ -43,7 +43,11 @@ REFUSED = {
     "empty in a batch": {"input_ids": [[1, 2], []]},  # killed SGLang once
     "params of another length": {"input_ids": [[1], [2]], "sampling_params": [{}]},  # 500 from SGLang
     "no completions": {"input_ids": [1], "sampling_params": {"n": 0}},  # SGLang samples one
-    "scoring before the start": {"input_ids": [1], "return_logprob": True, "logprob_start_len": -2},  # SGLang takes it for 0
+    "scoring before the start": {
+        "input_ids": [1],
+        "return_logprob": True,
+        "logprob_start_len": -2,
+    },  # SGLang takes it for 0
     "unknown field": {"input_ids": [1], "streem": True},  # SGLang ignores it
     "top_k that no tensor holds": {"input_ids": [1], "sampling_params": {"top_k": 10**30}},
     "many wrong tokens": {"input_ids": ["a"] * 150_000},  # each described, they would take seconds
@@ -116,7 +120,9 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
-async def test_broken_weights_are_refused_and_the_old_ones_serve(damage: Callable[[Path], None], tmp_path: Path) -> None:
+async def test_broken_weights_are_refused_and_the_old_ones_serve(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
     folder = tmp_path / "policy"
     shutil.copytree(tiny_model(1), folder)
     damage(folder)
@@ -128,11 +134,17 @@ async def test_broken_weights_are_refused_and_the_old_ones_serve(damage: Callabl
     assert (await local_engine("a").generate(PROMPT, {"max_new_tokens": 1}))["meta_info"]["weight_version"] == "1"
 
 
-@pytest.mark.parametrize("path", ["x" * 5000, "/" + "x/" * 5000, "a\0b", "", "/dev/null", "/proc/self/mem"], ids=range(6))
+@pytest.mark.parametrize(
+    "path", ["x" * 5000, "/" + "x/" * 5000, "a\0b", "", "/dev/null", "/proc/self/mem"], ids=range(6)
+)
 async def test_a_path_that_is_none_is_refused_and_the_engine_serves(path: str) -> None:
-    status, answer = await local_engine("a").call("/update_weights_from_disk", {"model_path": path, "weight_version": "9"})
+    status, answer = await local_engine("a").call(
+        "/update_weights_from_disk", {"model_path": path, "weight_version": "9"}
+    )
     assert status == 400 and len(answer["message"]) < 1000
-    assert (await local_engine("a").generate(PROMPT, {"max_new_tokens": 1}))["meta_info"]["finish_reason"]["type"] == "length"
+    assert (await local_engine("a").generate(PROMPT, {"max_new_tokens": 1}))["meta_info"]["finish_reason"][
+        "type"
+    ] == "length"
 
 
 @pytest.mark.parametrize(
@@ -141,12 +153,20 @@ async def test_a_path_that_is_none_is_refused_and_the_engine_serves(path: str) -
 async def test_a_body_that_is_no_json_is_a_400(body: bytes) -> None:
     engine = local_engine("a")
     async with aiohttp.ClientSession() as session:
-        for path in ("/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request", "/weights_checker"):
+        for path in (
+            "/generate",
+            "/update_weights_from_disk",
+            "/pause_generation",
+            "/abort_request",
+            "/weights_checker",
+        ):
             headers = {"Authorization": f"Bearer {engine.key(path)}"}
             async with session.post(engine.url + path, data=body, headers=headers) as answer:
                 assert answer.status == 400, path
         headers = {"Authorization": f"Bearer {engine.key('/generate')}"}
-        async with session.post(engine.url + "/generate", data=io.BytesIO(b" " * (65 << 20)), headers=headers) as answer:
+        async with session.post(
+            engine.url + "/generate", data=io.BytesIO(b" " * (65 << 20)), headers=headers
+        ) as answer:
             assert answer.status == 413
 
 
@@ -185,7 +205,9 @@ def test_each_end_of_a_process_has_its_exit_code() -> None:
 async def test_five_hundred_clients_at_once_are_answered() -> None:
     engine = local_engine("a")
     headers = {"Authorization": f"Bearer {engine.key('/model_info')}"}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), headers=headers) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True), headers=headers
+    ) as session:
 
         async def ask() -> int:
             async with session.get(engine.url + "/model_info", timeout=aiohttp.ClientTimeout(DEADLINE_S)) as answer:

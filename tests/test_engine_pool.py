@@ -212,7 +212,11 @@ async def test_an_engine_that_kept_its_weights_is_caught_however_small_the_step(
         probe(0),
         replace(probe(0), logprobs=reference_logprobs(trained, probe(0).tokens[:1], probe(0).tokens[1:]).tolist()),
     )
-    assert 0 < fmean(abs(one - other) for one, other in zip(old.logprobs, new.logprobs, strict=True)) < TOLERANCE["float32"] / 2
+    assert (
+        0
+        < fmean(abs(one - other) for one, other in zip(old.logprobs, new.logprobs, strict=True))
+        < TOLERANCE["float32"] / 2
+    )
     client, restarts = two.engine(0).client, two.restarts()
     load, kept = client.load, str(tiny_model(0))
 
@@ -288,7 +292,9 @@ async def test_enough_cuts_short_what_runs_and_it_goes_on_later_under_new_weight
                 enough.set()
 
         groups = await two.pool.generate(orders, on_group, enough)
-        cut = {index: group for index, group in enumerate(groups) if not all(completion.finished for completion in group)}
+        cut = {
+            index: group for index, group in enumerate(groups) if not all(completion.finished for completion in group)
+        }
         assert finished == set(range(GROUPS)) - set(cut)
         has_some = any(completion.tokens for group in cut.values() for completion in group)
         return cut if len(cut) >= GROUPS - 4 and has_some else {}
@@ -349,7 +355,9 @@ async def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         check_compatible(tiny_model(0), tmp_path / "other")
     halves = {name: tensor.half() for name, tensor in load_file(tiny_model(0) / "model.safetensors").items()}
     save_file(halves, tmp_path / "other" / "model.safetensors")
-    check_compatible(tmp_path / "other", tiny_model(0))  # a base model of another number type is trained and served in ours
+    check_compatible(
+        tmp_path / "other", tiny_model(0)
+    )  # a base model of another number type is trained and served in ours
     (tmp_path / "other" / "model.safetensors").write_bytes(b"\x10\x00")
     with pytest.raises(StoreError, match=r"model\.safetensors is torn"):
         tensor_shapes(tmp_path / "other")

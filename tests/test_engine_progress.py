@@ -141,5 +141,7 @@ def test_what_is_in_flight_is_packed_and_what_is_said_after_the_end_is_not_in_it
     heard.add([9], [-1.0])
     assert held < 12 * 4000  # as lists 41 bytes a token and more
     assert completion.tokens.tolist() == [token for tokens, _ in events for token in tokens]
-    assert completion.rollout_logprobs[:1].tolist() == [pytest.approx(-0.1)] and math.isnan(completion.rollout_logprobs[1])
+    assert completion.rollout_logprobs[:1].tolist() == [pytest.approx(-0.1)] and math.isnan(
+        completion.rollout_logprobs[1]
+    )
     assert completion.rollout_logprobs.typecode == "f" and len(completion.rollout_logprobs) == 4000

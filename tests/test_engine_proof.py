@@ -30,7 +30,9 @@ def rounded(exact: list[float], seeded: random.Random, by: float = ROUNDING) -> 
 
 
 @given(seed=st.integers(0, 2**32), step=st.floats(0, 0.3), quieter=st.floats(0.4, 3))
-def test_new_weights_are_never_taken_for_old_ones_and_old_ones_always_are(seed: int, step: float, quieter: float) -> None:
+def test_new_weights_are_never_taken_for_old_ones_and_old_ones_always_are(
+    seed: int, step: float, quieter: float
+) -> None:
     """Trainer and engine round each in its own way, and anew for other weights; a step may be far below that."""
     seeded = random.Random(seed)
     exact = [seeded.uniform(-12, -4) for _ in range(32)]
@@ -48,7 +50,9 @@ def test_a_checksum_that_stayed_says_it_alone() -> None:
     assert "the checksum of version 2" in stale(proof(moved, moved, "a"), before, BF16)
     assert stale(proof(moved, moved, "b"), before, BF16) == ""
     assert "old weights" in stale(proof(moved, scored, "b"), before, BF16), "in memory, and not what answers"
-    assert stale(proof(expected, scored, "a"), before, BF16) == "", "the same weights in other files, as the trainer says"
+    assert stale(proof(expected, scored, "a"), before, BF16) == "", (
+        "the same weights in other files, as the trainer says"
+    )
     # where the trainer's answer did not move either, or is of another text, nothing can be said
     assert stale(proof(expected, scored), before, BF16) == ""
     assert stale(ProbeAnswer(3, Probe([*range(1, 34)], moved), scored, ""), before, BF16) == ""
@@ -73,7 +77,12 @@ def test_a_step_that_rounding_hides_proves_nothing(dtype: Literal["float32", "bf
         ("bfloat16", False, [0.05] * 28 + [3.0] * 4, "0.419 away from the trainer's, on average (at most 0.3)"),
         ("bfloat16", True, [0.05] * 28 + [3.0] * 4, ""),  # a router chose other experts for four tokens
         ("bfloat16", True, [0.4] * 15 + [0.2] * 17, ""),
-        ("bfloat16", True, [0.76] * 32, "0.76 away from the trainer's, the median of them (at most 0.3)"),  # another model
+        (
+            "bfloat16",
+            True,
+            [0.76] * 32,
+            "0.76 away from the trainer's, the median of them (at most 0.3)",
+        ),  # another model
         ("bfloat16", True, [0.05] * 31 + [math.nan], "at most 0.3"),
         ("bfloat16", True, [0.05] * 31 + [math.inf], "at most 0.3"),
         ("float32", True, [1e-6] * 28 + [3.0] * 4, "on average (at most 0.0001)"),

@@ -74,7 +74,8 @@ class Pair:
         """Of each engine the checksum of its weights, and what it says of the probe."""
         clients = await self.host.clients(made.version)
         return [
-            (await client.checksum(), await client.score(made.probe.tokens, len(made.probe.logprobs))) for client in clients
+            (await client.checksum(), await client.score(made.probe.tokens, len(made.probe.logprobs)))
+            for client in clients
         ]
 
 

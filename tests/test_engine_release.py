@@ -78,7 +78,9 @@ async def test_the_memory_really_goes_and_the_same_bits_come_back(server: Server
         assert await server.call("/weights_checker") == checksum
 
 
-async def test_what_comes_while_it_is_released_waits_and_what_needs_weights_is_refused(server: Server, model: Path) -> None:
+async def test_what_comes_while_it_is_released_waits_and_what_needs_weights_is_refused(
+    server: Server, model: Path
+) -> None:
     first = await answer(server)
     assert (await control(server, "/release_memory_occupation"))[0] == 200
     waiting = asyncio.create_task(answer(server))

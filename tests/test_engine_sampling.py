@@ -39,7 +39,9 @@ def test_sampling_follows_the_scaled_distribution_and_reports_it() -> None:
     logits = torch.randn(VOCAB).repeat(SLOTS, 1) * 2
     how = no_settings(SLOTS)
     how["temperature"] = 1.7
-    tokens, logprobs = sample(logits, how, uniforms(np.arange(SLOTS, dtype=np.uint64), np.zeros(SLOTS, dtype=np.uint64)))
+    tokens, logprobs = sample(
+        logits, how, uniforms(np.arange(SLOTS, dtype=np.uint64), np.zeros(SLOTS, dtype=np.uint64))
+    )
     expected = torch.log_softmax(logits[0].double() / 1.7, -1)
     np.testing.assert_allclose(logprobs, expected.numpy()[tokens], atol=1e-12)
     counts = np.bincount(tokens, minlength=VOCAB)
@@ -48,7 +50,9 @@ def test_sampling_follows_the_scaled_distribution_and_reports_it() -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(1, VOCAB), st.floats(0.01, 1.0), st.floats(0.2, 3.0))
-def test_only_kept_tokens_are_drawn_and_logprobs_are_not_renormalised(top_k: int, top_p: float, temperature: float) -> None:
+def test_only_kept_tokens_are_drawn_and_logprobs_are_not_renormalised(
+    top_k: int, top_p: float, temperature: float
+) -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(top_k)).repeat(64, 1)
     how = no_settings(64)
     how["temperature"], how["top_p"], how["top_k"] = temperature, top_p, top_k
@@ -108,7 +112,11 @@ def test_keys() -> None:
     assert len(both.control) == 8
     for path in both.control:
         assert both.key_wanted(path) == "admin" and one.key_wanted(path) == "api"
-    assert both.key_wanted("/generate") == "api" and both.key_wanted("/health") == "" and none.key_wanted("/generate") == ""
+    assert (
+        both.key_wanted("/generate") == "api"
+        and both.key_wanted("/health") == ""
+        and none.key_wanted("/generate") == ""
+    )
 
 
 @pytest.mark.parametrize(

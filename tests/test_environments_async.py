@@ -119,7 +119,8 @@ async def test_all_are_under_way_at_once_in_one_process_and_no_thread_waits(pool
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("note noted", "timeout"), ("stubborn", "timeout"), ("cancelled", "error"), ("block", "timeout")]
+    ("kind", "reason"),
+    [("note noted", "timeout"), ("stubborn", "timeout"), ("cancelled", "error"), ("block", "timeout")],
 )
 async def test_a_call_that_takes_too_long_or_fails_ends_its_own_rollout_only(
     pool: EnvironmentPool, kind: str, reason: str
@@ -158,7 +159,9 @@ async def test_what_kills_a_process_is_known_and_no_other_pays(pool: Environment
     assert await told(opened(pool, 40), *["a"] * 40) == [turn(1)] * 40
 
 
-async def test_a_call_is_not_tried_for_ever_beside_others(pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_is_not_tried_for_ever_beside_others(
+    pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process_module, "TRIES_BESIDE_MAX", 2)
     assert await told(opened(pool, 8), *["kill"] * 8) == ["environment_crash"] * 8
 
@@ -179,7 +182,9 @@ async def test_a_process_ends_when_its_owner_is_gone(pool: EnvironmentPool) -> N
     """Though a call of it never ends: the owner's end of the pipe is closed as the kernel does it for a process that was killed."""
     environments, pid, (process,) = opened(pool, 2), await pid_of(pool), pool._processes
     hasty(pool)  # it has twice that
-    steps = [asyncio.create_task(each.step(kind)) for each, kind in zip(environments, ("hold x", "stubborn"), strict=True)]
+    steps = [
+        asyncio.create_task(each.step(kind)) for each, kind in zip(environments, ("hold x", "stubborn"), strict=True)
+    ]
     await until_async(lambda: len(process._in_flight) == 2)
     process._writing.close()
     await until_async(lambda: not psutil.pid_exists(pid))

@@ -51,7 +51,9 @@ def test_a_call_is_answered_and_an_answer_judged() -> None:
     environment = started()
     called = environment.step("<tool>37*4</tool>")
     assert called == Step([{"role": "tool", "content": "148"}], metrics={"tool_calls": 1.0, "tool_used": 1.0})
-    assert environment.step("<tool>37*</tool>") == Step([{"role": "tool", "content": "error"}], metrics={"tool_calls": 1.0})
+    assert environment.step("<tool>37*</tool>") == Step(
+        [{"role": "tool", "content": "error"}], metrics={"tool_calls": 1.0}
+    )
     assert environment.step("so <answer> 148 </answer>") == Step(done=True, reward=1.0)
 
 

@@ -77,7 +77,9 @@ class TurnPool(PlayedPool):
         longer = super()._longer(completion, tokens_max)
         if longer.finish_reason != "stop":
             return longer
-        return Completion(tokens_of([*longer.tokens[:-1], END]), longer.rollout_logprobs, "stop", longer.spans, longer.engine)
+        return Completion(
+            tokens_of([*longer.tokens[:-1], END]), longer.rollout_logprobs, "stop", longer.spans, longer.engine
+        )
 
 
 def answer(prompt_id: str, heard: Sequence[str]) -> Step:
@@ -148,11 +150,15 @@ def check_rollout(row: JsonDict) -> None:
     assert [tokens[turn.start : turn.stop] for turn in turns] == said
     versions = [span["version"] for span in row["weight_versions"] for _ in range(span["num_tokens"])]
     for version in {*versions}:
-        assert whole.num_sampled_by(version) == sum(side for side, at in zip(mask, versions, strict=True) if at == version)
+        assert whole.num_sampled_by(version) == sum(
+            side for side, at in zip(mask, versions, strict=True) if at == version
+        )
 
 
 @pytest.mark.parametrize(("seed", "crashes"), [(0, 0.0), (1, 0.0), (2, 0.3), (3, 0.3)])
-async def test_a_rollout_that_is_cut_short_goes_on_as_if_it_had_not_been(tmp_path: Path, seed: int, crashes: float) -> None:
+async def test_a_rollout_that_is_cut_short_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, seed: int, crashes: float
+) -> None:
     world = TurnWorld(tmp_path, TurnPool(Random(seed)), SETS, crashes)
     trained: list[JsonDict] = []
     carried: list[JsonDict] = []
@@ -163,7 +169,9 @@ async def test_a_rollout_that_is_cut_short_goes_on_as_if_it_had_not_been(tmp_pat
         carried += world.rows(iteration, f"batch/round-{last}", "carried.parquet", CARRIED)
     for row in trained:
         check_rollout(row)
-    assert any(len({span["version"] for span in row["weight_versions"]}) > 1 for row in trained), "one went on and was trained"
+    assert any(len({span["version"] for span in row["weight_versions"]}) > 1 for row in trained), (
+        "one went on and was trained"
+    )
     outcomes = [(row, json.loads(row["environment"])) for row in carried if row["environment"]]
     cut = [(row, outcome) for row, outcome in outcomes if row["finish_reason"] == "abort" and outcome["messages"]]
     assert any(row["completion_tokens"][-1] == 8 for row, _ in cut), "between two turns"
@@ -182,7 +190,15 @@ def test_who_wrote_what_is_found_again() -> None:
     assert policy_turns(tokenizer, told[:2], [say]) == [range(2)], "ended by its environment"
     assert policy_turns(tokenizer, told[:0], []) == [range(0)]
     prior = Completion(told, logprobs_of([-1.0] * 7), "abort", [(1, 7)], "e")
-    assert played_before(tokenizer, [1], prior, EnvironmentOutcome(0.0, 1, "", {}, [say])).policy_mask == [1, 1, 0, 0, 0, 1, 1]
+    assert played_before(tokenizer, [1], prior, EnvironmentOutcome(0.0, 1, "", {}, [say])).policy_mask == [
+        1,
+        1,
+        0,
+        0,
+        0,
+        1,
+        1,
+    ]
     with pytest.raises(AssertionError, match="other tokens"):
         policy_turns(tokenizer, told, [[{"role": "user", "content": "y"}]])
 

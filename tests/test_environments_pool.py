@@ -213,7 +213,9 @@ async def test_one_that_is_killed_while_it_loads_is_loaded_once_more(folder: Pat
     assert len(list(folder.glob("load-*"))) == min(num_kills, 2)
 
 
-async def test_an_environment_that_only_dies_ends_the_run(pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_environment_that_only_dies_ends_the_run(
+    pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pool_module, "LOSSES_MAX", 3)
     assert await reason(pool.open(prompt()).step("kill")) == "environment_crash"
     with pytest.raises(UserError, match="3 processes in a row were lost"):

@@ -48,7 +48,8 @@ from tests.rows import PROMPTS, ROLLOUTS, SCORES, grouped, read_rows, rollout
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 POLICY = ArtifactRef("p", "0" * 64)
 PROMPTS_MADE = [
-    Prompt(f"products/{index}", "products", [{"role": "user", "content": f"{index}*3"}], str(index * 3)) for index in range(8)
+    Prompt(f"products/{index}", "products", [{"role": "user", "content": f"{index}*3"}], str(index * 3))
+    for index in range(8)
 ]
 TOKENS_MAX, TURNS_MAX, END = 24, 3, 9
 
@@ -134,7 +135,9 @@ class PlayedEnvironment:
         if kind == "fault":
             self.told.append((completion, "environment_error"))
             raise EnvironmentFault("environment_error", "played")
-        messages = [{"role": "user", "content": "x" * self.random.randint(0, 4)} for _ in range(self.random.randint(1, 2))]
+        messages = [
+            {"role": "user", "content": "x" * self.random.randint(0, 4)} for _ in range(self.random.randint(1, 2))
+        ]
         step = Step(messages, kind == "done", float(self.random.randint(0, 3)), {"calls": 1.0})
         self.told.append((completion, step))
         return step
@@ -160,7 +163,9 @@ class PlayedEnvironments:
 def config(tmp_path: Path, *sets: str) -> PipelineConfig:
     small = ["rl.num_prompts=4", "rl.group_size=3", "rl.shard_prompts=4", f"rl.completion_tokens_max={TOKENS_MAX}",
              f"rl.turns_max={TURNS_MAX}"]  # fmt: skip
-    return read_config("calculator", ["run=a", f"store=file://{tmp_path}/store", "tracking.uri=", *small, *sets], PRESETS)
+    return read_config(
+        "calculator", ["run=a", f"store=file://{tmp_path}/store", "tracking.uri=", *small, *sets], PRESETS
+    )
 
 
 def made_session(tmp_path: Path, random: Random, *sets: str) -> Session:
@@ -174,7 +179,9 @@ def made_session(tmp_path: Path, random: Random, *sets: str) -> Session:
 async def sampled(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
     """The prompts and the rollouts of one round."""
     prompts = await sample_prompts(session, iteration=0, round_index=0, before=None)
-    return prompts.ref, (await generate(session, iteration=0, round_index=0, shard=0, prompts=prompts.ref, policy=POLICY)).ref
+    return prompts.ref, (
+        await generate(session, iteration=0, round_index=0, shard=0, prompts=prompts.ref, policy=POLICY)
+    ).ref
 
 
 def runs(tokens: list[int], mask: list[int]) -> list[tuple[int, list[int]]]:
@@ -206,9 +213,9 @@ def check_rollout(row: JsonDict, environment: PlayedEnvironment) -> None:
     said = [text for side, text in stretches if side]
     steps = [step for _, step in told]
     # the policy's tokens are those sampled, in order, and the environment was told each turn of them
-    assert all(token >= 1000 for text in said for token in text) and [*map(PlayedTokenizer().decode, said)][: len(told)] == [
-        text for text, _ in told
-    ]
+    assert all(token >= 1000 for text in said for token in text) and [*map(PlayedTokenizer().decode, said)][
+        : len(told)
+    ] == [text for text, _ in told]
     # the environment's tokens are its messages; those of its last answer are not put
     answers = [PlayedTokenizer().encode_continuation(step.messages) for step in steps if isinstance(step, Step)]
     assert [text for side, text in stretches if not side] == answers[: len(said) - 1]
@@ -340,13 +347,17 @@ async def test_a_shard_that_its_environment_failed_is_committed_after_one_that_i
     session = moody(folder)
     prompts = (await sample_prompts(session, iteration=0, round_index=0, before=None)).ref
     fails_for(session, prompts, 0, 1)
-    failing = asyncio.create_task(generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY))
+    failing = asyncio.create_task(
+        generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY)
+    )
     if order == (0, 1):
         await until_async(lambda: round_at_work(session, (0, 0)).unanswered or failing.done())
         assert shard_of(session, 0) is None
     done = [await generate(session, iteration=0, round_index=0, shard=1, prompts=prompts, policy=POLICY), await failing]
     told = (
-        await score(session, iteration=0, round_index=0, prompts=prompts, rollouts=[each.ref for each in reversed(done)])
+        await score(
+            session, iteration=0, round_index=0, prompts=prompts, rollouts=[each.ref for each in reversed(done)]
+        )
     ).metrics
     assert told["rollout/fault_environment_error"] == 6 and told["rollout/reward_mean"] == 1.0
     await session.close()
@@ -360,24 +371,30 @@ async def test_a_round_that_its_environment_failed_is_not_committed_and_sampled_
     prompts = (await sample_prompts(session, iteration=0, round_index=0, before=None)).ref
     fails_for(session, prompts, 0, 1, 2, 3)
     told = await asyncio.gather(
-        *(generate(session, iteration=0, round_index=0, shard=shard, prompts=prompts, policy=POLICY) for shard in (0, 1)),
+        *(
+            generate(session, iteration=0, round_index=0, shard=shard, prompts=prompts, policy=POLICY)
+            for shard in (0, 1)
+        ),
         return_exceptions=True,
     )
     for shard, error in enumerate(told):
-        assert isinstance(error, UserError) and f"shard-00{shard}: 6 of 6 rollouts had one ({{'environment_error': 6}}" in str(
-            error
-        )
+        assert isinstance(
+            error, UserError
+        ) and f"shard-00{shard}: 6 of 6 rollouts had one ({{'environment_error': 6}}" in str(error)
         assert "answered no rollout of iteration 0" in str(error) and "start again" in str(error)
     assert shard_of(session, 0) is shard_of(session, 1) is None
     await session.close()
     session = moody(folder)  # the same run, by another process
     fails_for(session, prompts, 0, 1)
     told = await asyncio.gather(
-        *(generate(session, iteration=0, round_index=0, shard=shard, prompts=prompts, policy=POLICY) for shard in (0, 1))
+        *(
+            generate(session, iteration=0, round_index=0, shard=shard, prompts=prompts, policy=POLICY)
+            for shard in (0, 1)
+        )
     )
-    assert (await score(session, iteration=0, round_index=0, prompts=prompts, rollouts=[each.ref for each in told])).metrics[
-        "rollout/reward_mean"
-    ] == 1.0
+    assert (
+        await score(session, iteration=0, round_index=0, prompts=prompts, rollouts=[each.ref for each in told])
+    ).metrics["rollout/reward_mean"] == 1.0
     await session.close()
 
 
@@ -388,7 +405,9 @@ async def test_the_wait_for_the_other_shards_has_an_end(folder: Path, monkeypatc
     fails_for(session, prompts, 0, 1)
     with pytest.raises(EngineError, match="no other shard ended"):
         await generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY)
-    failing = asyncio.create_task(generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY))
+    failing = asyncio.create_task(
+        generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY)
+    )
     await session.close()
     with pytest.raises(EngineError, match="closed"):
         await failing
@@ -411,7 +430,9 @@ def test_a_rollout_that_the_environment_never_heard_proves_nothing() -> None:
 
 async def test_a_committed_round_of_faults_says_so(session: Session) -> None:
     rows = [rollout({"prompt_id": "a", "environment": json.dumps({"fault": "environment_crash"})})] * 2
-    with pytest.raises(UserError, match=r"2 of 2 rollouts could not be scored .*environment_crash.* Mend it .*fork of a"):
+    with pytest.raises(
+        UserError, match=r"2 of 2 rollouts could not be scored .*environment_crash.* Mend it .*fork of a"
+    ):
         await asyncio.to_thread(score_rollouts, session, {}, rows, {})
 
 
@@ -421,7 +442,9 @@ async def test_a_start_that_takes_too_long_is_tried_once_more(folder: Path) -> N
     session = moody(folder, "rl.num_prompts=1", f"rl.environment_timeout_s={SHORT_S}")
     assert (await sample_prompts(session, iteration=0, round_index=0, before=None)).metrics["num_prompts"] == 1
     Path("slow").write_text("2")
-    with pytest.raises(UserError, match=r"environment_timeout: .* set a longer rl.environment_timeout_s, and start again"):
+    with pytest.raises(
+        UserError, match=r"environment_timeout: .* set a longer rl.environment_timeout_s, and start again"
+    ):
         await sample_prompts(session, iteration=1, round_index=0, before=None)
     await session.close()
 
@@ -464,7 +487,12 @@ def test_metrics_are_means_over_rollouts_and_none_without_an_environment() -> No
         )
         for n in (1, 3)
     ]
-    told = {"turns_mean": 2.0, "environment_reward_mean": 1.0, "environment_calls_mean": 1.0, "out_of_turns_fraction": 0.5}
+    told = {
+        "turns_mean": 2.0,
+        "environment_reward_mean": 1.0,
+        "environment_calls_mean": 1.0,
+        "out_of_turns_fraction": 0.5,
+    }
     assert environment_metrics(rows) == told
     assert environment_metrics(rows[:1], names_from=rows) == told | {
         "turns_mean": 1.0, "environment_calls_mean": 0.0, "out_of_turns_fraction": 0.0
@@ -496,7 +524,10 @@ def test_preflight_tries_the_environment_and_the_template(folder: Path) -> None:
         preflight(config(folder, "rl.environment=abacus"))
     with pytest.raises(UserError, match="does not continue a conversation with messages of role tool"):
         preflight(
-            config(folder, "model.chat_template={% for m in messages if m.role != 'tool' %}{{ m.content }}<|end|>{% endfor %}")
+            config(
+                folder,
+                "model.chat_template={% for m in messages if m.role != 'tool' %}{{ m.content }}<|end|>{% endfor %}",
+            )
         )
 
 

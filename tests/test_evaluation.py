@@ -54,7 +54,8 @@ class ToldPool:
     ) -> list[list[Completion]]:
         self.groups = groups
         return [
-            [Completion(tokens_of([5]), logprobs_of([-0.5]), "stop", [(0, 1)], "e") for _ in group.params] for group in groups
+            [Completion(tokens_of([5]), logprobs_of([-0.5]), "stop", [(0, 1)], "e") for _ in group.params]
+            for group in groups
         ]
 
     async def close(self) -> None: ...
@@ -121,7 +122,9 @@ def test_prompts_need_room_for_the_evaluation_s_own_length(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"leaves no room for a prompt beside evaluation\.completion_tokens_max=128"):
         config(tmp_path, "evaluation.completion_tokens_max=128")
     (fault,) = look_at(config(tmp_path, "evaluation.completion_tokens_max=120")).faults
-    assert "data set words" in fault and "model.context_tokens_max less evaluation.completion_tokens_max leaves 8" in fault
+    assert (
+        "data set words" in fault and "model.context_tokens_max less evaluation.completion_tokens_max leaves 8" in fault
+    )
 
 
 @pytest.mark.usefixtures("untried_model")
@@ -131,7 +134,9 @@ def test_own_rewards_are_tried_on_the_evaluation_sets_alone(tmp_path: Path) -> N
         "tried on data.words (rl)", "tried on data.words (evaluation)"
     ]  # fmt: skip
     nobody = '{"no_such:reward" = 1.0}'
-    (fault,) = look_at(config(tmp_path, "rl.num_iterations=0", f"rl.rewards={nobody}", f"evaluation.rewards={nobody}")).faults
+    (fault,) = look_at(
+        config(tmp_path, "rl.num_iterations=0", f"rl.rewards={nobody}", f"evaluation.rewards={nobody}")
+    ).faults
     assert "evaluation.rewards" in fault and "'no_such:reward' does not import" in fault
     with pytest.raises(UserError, match=r"evaluation\.rewards: 'environment'.*name one as rl\.environment"):
         config(tmp_path, "evaluation.rewards={environment = 1.0}")

@@ -80,7 +80,12 @@ def prune(run: Run) -> None:
     retention.close()
 
 
-ACTS: dict[str, Callable[[Run], object]] = {"commit": commit_next, "begin": begin_one, "prune": prune, "gc": audit.sweep}
+ACTS: dict[str, Callable[[Run], object]] = {
+    "commit": commit_next,
+    "begin": begin_one,
+    "prune": prune,
+    "gc": audit.sweep,
+}
 
 
 def holder_of(acts: list[str]) -> Callable[[Store], object]:
@@ -172,10 +177,13 @@ class World:
 
 def calls_after(actor: Actor, order: Order) -> list[tuple[str, str]]:
     """The calls of a holder since its successor's lease stood: name and key. Those that change the run have names in capitals."""
-    own = next((key for who, name, key, did in order if who is actor and name == "create" and did and "/lease/" in key), None)
+    own = next(
+        (key for who, name, key, did in order if who is actor and name == "create" and did and "/lease/" in key), None
+    )
     following = f"{ROOT}/lease/{int(own[-11:-5]) + 1:06d}.json" if own else ""
     began = next(
-        (at for at, (_, name, key, did) in enumerate(order) if (name, key, did) == ("create", following, True)), len(order)
+        (at for at, (_, name, key, did) in enumerate(order) if (name, key, did) == ("create", following, True)),
+        len(order),
     )
     facts = (MANIFEST, PRUNED, "iteration.json")
     return [
@@ -187,7 +195,11 @@ def calls_after(actor: Actor, order: Order) -> list[tuple[str, str]]:
 
 def is_said_again(calls: list[tuple[str, str]]) -> bool:
     """Whether a deletion that came late was followed by a look, and by pruned.json where files may be missing."""
-    return not calls or calls[0][0] != "DELETE" or PRUNED in "".join(key for name, key in calls[1:] if name.lower() == "create")
+    return (
+        not calls
+        or calls[0][0] != "DELETE"
+        or PRUNED in "".join(key for name, key in calls[1:] if name.lower() == "create")
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +214,9 @@ STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, ma
 HOLDERS = st.lists(st.lists(st.sampled_from(sorted(ACTS)), min_size=1, max_size=4), min_size=2, max_size=3)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(holders=HOLDERS, fork_at=st.integers(0, 2), steps=STEPS, killed=st.sets(st.integers(0, 3), max_size=2))
 def test_no_late_deed_loses_what_was_committed(
     holders: list[list[str]], fork_at: int, steps: list[tuple[int, int]], killed: set[int]
@@ -235,7 +249,9 @@ def test_no_late_deed_loses_what_was_committed(
 
 
 @pytest.mark.parametrize("given_back", [True, False])
-def test_a_prune_does_one_thing_more_at_most_once_its_lease_is_gone(given_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prune_does_one_thing_more_at_most_once_its_lease_is_gone(
+    given_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After each call of the store: the session gave the run back and did not wait for its prunes, or another holder took it."""
     monkeypatch.setattr(lease, "DEEDS_S", 0.0)
     counts = []

@@ -115,8 +115,14 @@ def test_the_filter_of_the_docs_works_as_written(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("def f(group):\n    return None", r"raised TypeError: f\(\) takes 1 positional.*called as filter\(group, threshold\)"),
-        ("def f(group, threshold):\n    return group[0]['prize'] > threshold", "raised KeyError: 'prize'.*my_trial_filter"),
+        (
+            "def f(group):\n    return None",
+            r"raised TypeError: f\(\) takes 1 positional.*called as filter\(group, threshold\)",
+        ),
+        (
+            "def f(group, threshold):\n    return group[0]['prize'] > threshold",
+            "raised KeyError: 'prize'.*my_trial_filter",
+        ),
         ("def f(group, threshold):\n    return False", "answered False; it must answer None to keep"),
         ("def f(group, threshold):\n    return ''", "answered ''"),
     ],
@@ -136,7 +142,11 @@ def test_a_custom_filter_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("nonzero_std", -0.1, "a standard deviation of rewards, at least 0$"),
         ("diversity", 1.5, "a share of the completions, at least 0 and at most 1$"),
         ("diversity", -0.5, "at least 0"),
-        ("reasonable_length", -5, r"rl\.filters\.reasonable_length=-5: the threshold is a number of tokens, at least 1$"),
+        (
+            "reasonable_length",
+            -5,
+            r"rl\.filters\.reasonable_length=-5: the threshold is a number of tokens, at least 1$",
+        ),
         ("min_reward", float("nan"), "a number that is finite"),
         ("any_success", float("inf"), "a number that is finite"),
         ("nonzero_std", float("nan"), "at least 0"),
@@ -151,7 +161,9 @@ def test_two_lengths_are_a_band_that_holds_its_ends_and_is_not_empty() -> None:
     check_thresholds(ends := {"minimum_length": 5.0, "reasonable_length": 5.0})
     groups = [group([0, 1], lengths=lengths) for lengths in ([4, 6], [4, 5], [5, 6])]
     assert apply_filters(groups, resolve_filters(ends)) == ([0], {1: "too_short", 2: "too_long"})
-    with pytest.raises(UserError, match=r"rl\.filters\.minimum_length=5\.5: is above reasonable_length=5, and no group lies"):
+    with pytest.raises(
+        UserError, match=r"rl\.filters\.minimum_length=5\.5: is above reasonable_length=5, and no group lies"
+    ):
         check_thresholds({"reasonable_length": 5.0, "minimum_length": 5.5})
 
 

@@ -25,7 +25,17 @@ from rlpipe.trainer import selftest
 from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.flops import flex_tokens
 from rlpipe.trainer.model import PolicyModel
-from rlpipe.trainer.packing import BRANCHES, Row, Rows, Text, TrainSequence, plan_texts, sequence_of, shapes, text_tokens
+from rlpipe.trainer.packing import (
+    BRANCHES,
+    Row,
+    Rows,
+    Text,
+    TrainSequence,
+    plan_texts,
+    sequence_of,
+    shapes,
+    text_tokens,
+)
 from rlpipe.trainer.probe_rows import behind, own_logprobs, row_logprobs, sequence
 from rlpipe.trainer.selftest import PROMPT
 from rlpipe.trainer.trainer import Trainer
@@ -58,7 +68,10 @@ def packed() -> Placed:
 def shared() -> Placed:
     """One text of three completions of a prompt, and one of a single sequence, in a row."""
     prompt = sequence(PROMPT, VOCABULARY, 2).tokens
-    return [[behind(prompt, sequence(length, VOCABULARY, 0)) for length in LONG[1:4]], [sequence(140, VOCABULARY, 0)]], [[0, 1]]
+    return [
+        [behind(prompt, sequence(length, VOCABULARY, 0)) for length in LONG[1:4]],
+        [sequence(140, VOCABULARY, 0)],
+    ], [[0, 1]]
 
 
 def chosen(count_R1Q: Tensor | None, index_R1QK: Tensor | None) -> Tensor:
@@ -120,13 +133,20 @@ def test_shared_as_planned_for_flex_is_the_same_as_each_with_its_own_prompt(fami
         for placed in plans[0]:
             batch = collate(texts, placed)
             own_N, _ = policy(
-                batch.tokens_RL, batch.positions_RL, batch.source_N, batch.target_N, temperature=1.0, branch_RL=batch.branch_RL
+                batch.tokens_RL,
+                batch.positions_RL,
+                batch.source_N,
+                batch.target_N,
+                temperature=1.0,
+                branch_RL=batch.branch_RL,
             )
             own_N.sum().backward()
             order = [each for row in placed for index in row for each in texts[index]]
             parts = own_N.detach().split([len(each.scored) for each in order])
             logprobs |= {id(each): part for each, part in zip(order, parts, strict=True)}
-        gradient = torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])
+        gradient = torch.cat(
+            [parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None]
+        )
         policy.zero_grad(set_to_none=True)
         found.append((logprobs, gradient, sum(slots for slots, _ in shapes(plans, lengths))))
     (apart, apart_gradient, apart_slots), (shared, gradient, slots) = found
@@ -155,7 +175,9 @@ def test_the_blocks_that_are_named_are_those_that_are_seen(family: str, rows: Ca
     batch = collate(*rows(), padding=9)
     dense = Masks(lm)
     own_RL = texts_of(batch.positions_RL) if batch.branch_RL is None else batch.branch_RL
-    root_branch_RL = own_RL * BRANCHES if batch.branch_RL is None else batch.branch_RL  # no siblings where nothing branches
+    root_branch_RL = (
+        own_RL * BRANCHES if batch.branch_RL is None else batch.branch_RL
+    )  # no siblings where nothing branches
     visible = {
         kind: dense._visible(kind, batch.positions_RL[:, :, None], batch.positions_RL[:, None, :])
         & own_branch(root_branch_RL, BRANCHES)
@@ -175,7 +197,10 @@ def test_the_blocks_that_are_named_are_those_that_are_seen(family: str, rows: Ca
         filled = torch.zeros(rows_R, mask.shape[-1], mask.shape[-1], dtype=torch.bool)
         filled[:, :length, :length] = seen
         tiles = filled.unflatten(2, (blocks, BLOCK)).unflatten(1, (blocks, BLOCK)).transpose(2, 3)
-        named, whole = chosen(mask.kv_num_blocks, mask.kv_indices), chosen(mask.full_kv_num_blocks, mask.full_kv_indices)
+        named, whole = (
+            chosen(mask.kv_num_blocks, mask.kv_indices),
+            chosen(mask.full_kv_num_blocks, mask.full_kv_indices),
+        )
         assert not (named & whole).any() and bool((named | whole)[tiles.any(-1).any(-1)].all())
         assert bool(tiles.all(-1).all(-1)[whole].all())
         assert mask.kv_indices.numel() == rows_R * blocks**2
@@ -225,7 +250,9 @@ def test_the_proof_chooses_flex_where_it_is_right(
     caplog.set_level(logging.INFO, "rlpipe")
     trainer = Trainer(world.solo_gang(tmp_path, dtype=dtype, activation_checkpointing=True))
     world.run(trainer, "load", world.load_new())
-    assert trainer.resident is not None and uses_flex(trainer.resident.policy.lm) and trainer.resident.rows is Rows.SHARED
+    assert (
+        trainer.resident is not None and uses_flex(trainer.resident.policy.lm) and trainer.resident.rows is Rows.SHARED
+    )
     assert "qwen3: attention is computed by flex_attention, rows are shared" in caplog.text
     data = world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
     by_flex = world.run(trainer, "train", world.train("a", "b", "rl", data))["metrics"]
@@ -242,7 +269,8 @@ def test_the_proof_chooses_flex_where_it_is_right(
 
 
 @pytest.mark.parametrize(
-    ("family", "why"), [("bloom", "does not support flex_attention"), ("mamba", "does not support"), ("gpt_neo", "window_size")]
+    ("family", "why"),
+    [("bloom", "does not support flex_attention"), ("mamba", "does not support"), ("gpt_neo", "window_size")],
 )
 def test_a_family_that_flex_does_not_fit_keeps_its_own_attention(
     family: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -262,7 +290,9 @@ def test_a_family_that_flex_does_not_fit_keeps_its_own_attention(
 
 def test_flex_that_computes_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = small_policy("mistral")
-    monkeypatch.setattr(Masks, "_first", lambda _masks, _kind, positions: torch.zeros_like(positions))  # windows are forgotten
+    monkeypatch.setattr(
+        Masks, "_first", lambda _masks, _kind, positions: torch.zeros_like(positions)
+    )  # windows are forgotten
     assert selftest.flex_rows(world.solo_gang(tmp_path), policy) is None and not uses_flex(policy.lm)
 
 
@@ -275,7 +305,9 @@ class NoRoom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *grad_outputs: Tensor) -> Tensor:
-        raise RuntimeError("No valid triton configs. OutOfResources: shared memory, Required: 163840, Hardware limit: 101376")
+        raise RuntimeError(
+            "No valid triton configs. OutOfResources: shared memory, Required: 163840, Hardware limit: 101376"
+        )
 
 
 def test_a_backward_pass_without_a_kernel_leaves_nothing_behind(
@@ -302,14 +334,19 @@ def test_a_backward_pass_without_a_kernel_leaves_nothing_behind(
         saved = world.run(trainer, "save", world.save("b", f"policy-{tried}", None))
         shas.append(world.digests(saved["policy"])["model.safetensors"])
     assert shas[0] == shas[1]
-    assert "has no kernel for heads of 16 in float32 (No valid triton configs. OutOfResources: shared memory" in caplog.text
+    assert (
+        "has no kernel for heads of 16 in float32 (No valid triton configs. OutOfResources: shared memory"
+        in caplog.text
+    )
 
 
 def test_a_gradient_that_fails_all_the_same_ends_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "FLEX_DEVICES", ("cpu",))
     monkeypatch.setattr(selftest, "try_kernels", lambda *_: None)
     real: Callable[..., Any] = flex.flex_attention
-    monkeypatch.setattr(flex, "flex_attention", lambda *given, **how: (NoRoom.apply((made := real(*given, **how))[0]), made[1]))
+    monkeypatch.setattr(
+        flex, "flex_attention", lambda *given, **how: (NoRoom.apply((made := real(*given, **how))[0]), made[1])
+    )
     with pytest.raises(UserError, match=r"qwen3 has no gradient here .*OutOfResources"):
         world.run(Trainer(world.solo_gang(tmp_path)), "load", world.load_new())
 

@@ -16,7 +16,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from rlpipe.models import flex
 from rlpipe.models.flex import BLOCK, block_mask, texts_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # what it is compared with
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:flex_attention called without torch.compile"
+)  # what it is compared with
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,9 @@ def test_inductor_makes_a_kernel_of_it() -> None:
     mask = block_mask(text_RL, text_RL, positions_RL, positions_RL - 100 + 1)
     how = {"block_mask": mask, "scale": 0.25, "enable_gqa": True}
     with torch.no_grad(), fresh_cache():
-        assert torch.allclose(flex.compiled()(query, key, value, **how), flex_attention(query, key, value, **how), atol=1e-5)
+        assert torch.allclose(
+            flex.compiled()(query, key, value, **how), flex_attention(query, key, value, **how), atol=1e-5
+        )
 
 
 def test_a_kernel_is_made_and_found_in_any_thread() -> None:

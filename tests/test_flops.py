@@ -40,7 +40,9 @@ def test_experts_count_where_tokens_go(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, work = PolicyModel(small_model(config)), Work(1, 0, 0)
     held = sum(parameter.numel() for name, parameter in policy.lm.named_parameters() if ".experts." in name)
     body = sum(
-        parameter.numel() for name, parameter in policy.lm.named_parameters() if "embed" not in name and "lm_head" not in name
+        parameter.numel()
+        for name, parameter in policy.lm.named_parameters()
+        if "embed" not in name and "lm_head" not in name
     )
     assert held > 0 and forward_flops(policy, work) == 2 * (body - held / 2)
     monkeypatch.setattr(flops, "CHOSEN", ())

@@ -46,14 +46,19 @@ TINY = read_config("tiny", [], ROOT / "flows" / "presets")
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/api", "nonsense", "http://127.0.0.1:1", "ftp://127.0.0.1/api"])
 def test_automations_without_a_server_that_answers_end_in_one_line(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "FIRST_S", 0.1)
-    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(UserError, match="no Prefect server answers there") as told:
+    with (
+        temporary_settings({PREFECT_API_URL: url}),
+        pytest.raises(UserError, match="no Prefect server answers there") as told,
+    ):
         cli.automations()
     assert "\n" not in str(told.value)
 
 
 def test_changes_are_fields_by_name() -> None:
     config = read_config("tiny", [], ROOT / "flows" / "presets")
-    changed = change_config(config, {"run": "x", "rl.group_size": 16, "data.words.rows_max": 7, "stop.reward_plateau": 3})
+    changed = change_config(
+        config, {"run": "x", "rl.group_size": 16, "data.words.rows_max": 7, "stop.reward_plateau": 3}
+    )
     assert (changed.run, changed.rl.group_size, changed.stop.reward_plateau) == ("x", 16, 3)
     assert [data.rows_max for data in changed.data if data.name == "words"] == [7, 7]
     assert change_config(config, {}) == config
@@ -106,7 +111,12 @@ def test_a_users_error_is_told_how_the_run_can_have_other_settings(tmp_path: Pat
 @pytest.mark.parametrize("flow", [post_train, sft, rl])
 async def test_every_phase_looks_at_all_of_a_run_before_it_begins(flow: Any, tmp_path: Path) -> None:
     small = {f"data.{name}.rows_max": 40 for name in ("short_words", "all_words", "words")}
-    asked = small | {"run": "a", "store": f"file://{tmp_path}/store", "tracking.uri": "", "rl.rewards": {"no_such:reward": 1.0}}
+    asked = small | {
+        "run": "a",
+        "store": f"file://{tmp_path}/store",
+        "tracking.uri": "",
+        "rl.rewards": {"no_such:reward": 1.0},
+    }
     with pytest.raises(UserError, match="'no_such:reward' does not import"):
         await flow.fn(asked, config=TINY)
     assert not (tmp_path / "store" / "runs" / "a" / "run.json").exists()
@@ -141,7 +151,9 @@ def test_the_form_is_filled_with_the_tiny_preset() -> None:
 @pytest.mark.parametrize(("starts", "retried"), [("0", True), ("9", True), ("10", False), ("11", False)])
 def test_a_crashed_flow_run_is_retried_up_to_ten_starts(starts: str, retried: bool) -> None:
     entry = next(
-        each for each in yaml.safe_load(AUTOMATIONS.read_text())["automations"] if each["name"] == "rlpipe-retry-crashed"
+        each
+        for each in yaml.safe_load(AUTOMATIONS.read_text())["automations"]
+        if each["name"] == "rlpipe-retry-crashed"
     )
     crashed = ReceivedEvent.model_validate({
         "occurred": "2026-01-01T00:00:00Z", "id": "00000000-0000-0000-0000-000000000001", "event": "prefect.flow-run.Crashed",

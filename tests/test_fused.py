@@ -119,7 +119,9 @@ def test_a_backward_pass_that_no_kernel_has_ends_the_load(tmp_path: Path, monkey
     monkeypatch.setattr(fused.Fused, "__call__", without_backward)
     with pytest.raises(UserError, match=r"qwen3 has no gradient here .*OutOfResources"):
         load(tmp_path, monkeypatch)
-    assert not isinstance(modeling_qwen3.apply_rotary_pos_emb, fused.Fused), "others of its family in this process would use it"
+    assert not isinstance(modeling_qwen3.apply_rotary_pos_emb, fused.Fused), (
+        "others of its family in this process would use it"
+    )
 
 
 def test_where_flex_attention_is_at_fault_nothing_is_said_of_norms(

@@ -25,8 +25,18 @@ UNRECORDED = float("inf")
 SETTINGS: dict[str, JsonDict] = {
     "an only step": {"num_steps": 1},
     "several steps": {"num_steps": 3, "learning_rate": 1e-2},
-    "several steps, the engine's logprobs": {"num_steps": 3, "learning_rate": 1e-2, "proximal": "engine", "importance": "none"},
-    "an only step, dppo, with a KL in the reward": {"num_steps": 1, "objective": "dppo", "importance": "none", "kl": "reward"},
+    "several steps, the engine's logprobs": {
+        "num_steps": 3,
+        "learning_rate": 1e-2,
+        "proximal": "engine",
+        "importance": "none",
+    },
+    "an only step, dppo, with a KL in the reward": {
+        "num_steps": 1,
+        "objective": "dppo",
+        "importance": "none",
+        "kl": "reward",
+    },
 }
 
 
@@ -71,7 +81,9 @@ def plain_model(trainer: Trainer, tmp_path: Path) -> Any:
     """The weights that the iteration starts from, in transformers, float64."""
     saved = world.run(trainer, "save", world.save("new", "start", None))
     tmp_path.joinpath("plain").mkdir()
-    folder = materialise(trainer.gang.store, world.saved(trainer.gang.store, "start", saved["policy"]), tmp_path / "plain")
+    folder = materialise(
+        trainer.gang.store, world.saved(trainer.gang.store, "start", saved["policy"]), tmp_path / "plain"
+    )
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).double().eval()
 
 
@@ -98,7 +110,9 @@ def test_gaps_are_those_of_the_models_own_forward_pass(
         assert all(np.isnan(row["gap"]).all() for row in gaps[2 * 4 :])
     for row, stored in [*zip(rows, gaps, strict=True)][at_start]:
         # float16 keeps 11 bits; the forward pass is in float32
-        np.testing.assert_allclose(stored["gap"], expected_of(lm, row, temperature), rtol=2**-11, atol=2e-6, strict=False)
+        np.testing.assert_allclose(
+            stored["gap"], expected_of(lm, row, temperature), rtol=2**-11, atol=2e-6, strict=False
+        )
     known = np.abs([gap for row in gaps for gap in row["gap"] if not np.isnan(gap)])
     gaps = gaps[at_start]
     if settings["num_steps"] == 1 or by_engine:  # of several the metric is the mean of the steps' means
@@ -115,7 +129,9 @@ def reference_of(trainer: Trainer) -> JsonDict:
 
 @pytest.mark.parametrize("rows", [[], world.rollout_rows(2, 2)])
 @pytest.mark.parametrize("num_steps", [1, 2])
-def test_a_batch_of_which_nothing_is_trained_has_a_file_too(trainer: Trainer, rows: list[JsonDict], num_steps: int) -> None:
+def test_a_batch_of_which_nothing_is_trained_has_a_file_too(
+    trainer: Trainer, rows: list[JsonDict], num_steps: int
+) -> None:
     masked = [row | {"loss_mask": [0] * len(row["loss_mask"])} for row in rows]
     data = world.batch(trainer.gang.store, "batch", masked)
     world.run(trainer, "train", world.train("new", "one", "rl", data, {"num_steps": num_steps}))
@@ -157,7 +173,11 @@ def test_what_is_beside_a_policy_leaves_the_disk_when_the_store_has_it(trainer: 
 
 
 def test_gaps_go_into_the_folder_of_their_iteration_only() -> None:
-    for folder, is_right in (("runs/a/rl/00003/gap", True), ("runs/b/rl/00003/gap", False), ("runs/a/rl/00003/policy", False)):
+    for folder, is_right in (
+        ("runs/a/rl/00003/gap", True),
+        ("runs/b/rl/00003/gap", False),
+        ("runs/a/rl/00003/policy", False),
+    ):
         job = job_of("save", json.dumps(world.save("one", None, None, folder)).encode())
         if is_right:
             check_place(job, "a")

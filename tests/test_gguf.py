@@ -89,7 +89,9 @@ def write(path: Path, lm: Any, pre: str = "smollm", odd: Odd = same) -> Path:
     writer.add_chat_template(TEMPLATE)
     for name, parameter in lm.named_parameters():
         values = parameter.detach().numpy()
-        values = rotated(values, HEADS) if "q_proj" in name else rotated(values, KV_HEADS) if "k_proj" in name else values
+        values = (
+            rotated(values, HEADS) if "q_proj" in name else rotated(values, KV_HEADS) if "k_proj" in name else values
+        )
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
         for written, tensor in odd("output.weight" if name == "lm_head.weight" else name, values):
@@ -118,7 +120,16 @@ def test_the_folder_holds_the_very_model(tmp_path: Path, tied: bool) -> None:
 def test_the_tokenizer_splits_as_the_models_own(tmp_path: Path) -> None:
     import_gguf(write(tmp_path / "m.gguf", tiny_llama(True)), tmp_path / "made")
     plain = AutoTokenizer.from_pretrained(tmp_path / "made")
-    assert plain.tokenize("hi:\n\n12\n\nhi") == ["hi", ":", "ĊĊ", "1", "2", "Ċ", "Ċ", "hi"]  # GPT-2 splits both line breaks
+    assert plain.tokenize("hi:\n\n12\n\nhi") == [
+        "hi",
+        ":",
+        "ĊĊ",
+        "1",
+        "2",
+        "Ċ",
+        "Ċ",
+        "hi",
+    ]  # GPT-2 splits both line breaks
     assert (plain.eos_token, plain.pad_token, plain.model_max_length) == ("<|im_end|>", "<|im_end|>", 128)
     chat = ChatTokenizer.from_folder(tmp_path / "made")
     talk = [{"role": "user", "content": "hi 1"}, {"role": "assistant", "content": "2"}]
@@ -197,7 +208,11 @@ def test_what_a_killed_import_left_is_removed_by_the_next(tmp_path: Path) -> Non
 def test_the_script_has_help_and_says_what_is_wrong(tmp_path: Path) -> None:
     def script(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "scripts/import_gguf.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+            [sys.executable, "scripts/import_gguf.py", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
         )
 
     assert "a .gguf file" in script("--help").stdout
@@ -206,7 +221,9 @@ def test_the_script_has_help_and_says_what_is_wrong(tmp_path: Path) -> None:
     part = script(str(write(tmp_path / "part.gguf", tiny_llama(True), odd=only("blk.1."))), f"{tmp_path}/made")
     said = part.stderr.splitlines()[-1]  # after what shows how far it is
     assert part.returncode == 2 and said.startswith(f"import_gguf: {tmp_path}/part.gguf: 9 tensors"), part
-    assert "initialized" not in part.stderr and "Traceback" not in part.stderr and not (tmp_path / "made").exists(), part.stderr
+    assert "initialized" not in part.stderr and "Traceback" not in part.stderr and not (tmp_path / "made").exists(), (
+        part.stderr
+    )
     made = script(str(write(tmp_path / "m.gguf", tiny_llama(True))), f"{tmp_path}/made")
     assert made.returncode == 0 and made.stdout == f"{tmp_path}/made: a model in HF format\n", made
     assert (tmp_path / "made" / "model.safetensors").is_file()

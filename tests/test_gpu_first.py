@@ -60,10 +60,15 @@ def test_what_is_no_part_is_refused_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [((), "usage: "), (("FOLDER", "--python", "2.7"), "usage: "), (("tests",), "name an empty folder")]
+    ("arguments", "said"),
+    [((), "usage: "), (("FOLDER", "--python", "2.7"), "usage: "), (("tests",), "name an empty folder")],
 )
-def test_an_offline_kit_is_refused_before_anything_is_fetched(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
-    given = [str(ROOT / "tests") if part == "tests" else part.replace("FOLDER", str(tmp_path / "kit")) for part in arguments]
+def test_an_offline_kit_is_refused_before_anything_is_fetched(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    given = [
+        str(ROOT / "tests") if part == "tests" else part.replace("FOLDER", str(tmp_path / "kit")) for part in arguments
+    ]
     ended = subprocess.run(
         ["/bin/bash", str(ROOT / "scripts" / "offline_kit.sh"), *given],
         capture_output=True,

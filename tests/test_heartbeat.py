@@ -33,7 +33,11 @@ while not held._heartbeat.holder.beats: time.sleep(0.01)
 print(flush=True)
 """
 # `PyDLL` keeps the interpreter's lock, as a library may: no thread of the process moves
-WORKS = {"sleeps": "time.sleep(600)", "holds the lock": "ctypes.PyDLL(None).sleep(600)", "forked": "os.fork(); time.sleep(600)"}
+WORKS = {
+    "sleeps": "time.sleep(600)",
+    "holds the lock": "ctypes.PyDLL(None).sleep(600)",
+    "forked": "os.fork(); time.sleep(600)",
+}
 
 
 @pytest.fixture
@@ -117,7 +121,9 @@ def test_one_that_is_told_to_end_before_it_begins_ends(store: Store) -> None:
         "fence": "",
         "parent": os.getpid(),
     }
-    with subprocess.Popen([sys.executable, "-m", "rlpipe.store.heartbeat"], stdin=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "rlpipe.store.heartbeat"], stdin=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         process.stdin.write(json.dumps(order) + "\nend\n")
         process.stdin.flush()
@@ -128,7 +134,9 @@ def test_one_that_is_told_to_end_before_it_begins_ends(store: Store) -> None:
     assert not store.exists(KEY)
 
 
-def test_what_its_interpreter_prints_is_passed_over(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_its_interpreter_prints_is_passed_over(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('hello'); print('{}'); print(1)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(lease, "HEARTBEAT_S", 0.05)

@@ -103,7 +103,9 @@ async def test_an_iteration_is_scored_and_filtered_from_what_was_imported(tmp_pa
         rows = read_rows(session.run.store, scores.ref, "scores.parquet", SCORES)
         assert [told["completion"] for told in rows] == ["4 5", "4 5", "4 5", "4 6"]
         assert [told["reward"] for told in rows] == [0.0, 1.0, 2.0, 0.0]  # the first two were kept, the others computed
-        batch = await filter_groups(session, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True)
+        batch = await filter_groups(
+            session, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True
+        )
         assert (batch.metrics["rollout/staleness_mean"], batch.metrics["rollout/staleness_max"]) == (1.0, 2)
         assert verify(session.run)[1] == []
     finally:
@@ -115,7 +117,9 @@ async def test_a_plain_data_set_is_trained_on_as_it_is_and_that_is_said_once(
 ) -> None:
     sizes = (3, 2, 4, 1)
     plain = [
-        row(group, reward=float(index), rollout_logprobs=None) for group, size in enumerate(sizes) for index in range(size)
+        row(group, reward=float(index), rollout_logprobs=None)
+        for group, size in enumerate(sizes)
+        for index in range(size)
     ]
     path = write(tmp_path / "x.parquet", plain)
     session = opened(tmp_path, path)
@@ -137,9 +141,15 @@ async def test_a_plain_data_set_is_trained_on_as_it_is_and_that_is_said_once(
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        ([], r"rl\.estimator='grpo' compares the rollouts of a group, and each group of .* has one; use reinforce_plus_plus"),
+        (
+            [],
+            r"rl\.estimator='grpo' compares the rollouts of a group, and each group of .* has one; use reinforce_plus_plus",
+        ),
         (["rl.estimator=reinforce_plus_plus"], ""),
-        (["rl.estimator=reinforce_plus_plus", "rl.filters={nonzero_std = 0.0}"], "nonzero_std drops every group of one"),
+        (
+            ["rl.estimator=reinforce_plus_plus", "rl.filters={nonzero_std = 0.0}"],
+            "nonzero_std drops every group of one",
+        ),
     ],
 )
 def test_groups_of_one_are_refused_where_nothing_would_be_trained(tmp_path: Path, sets: list[str], said: str) -> None:
@@ -157,7 +167,9 @@ async def test_too_few_groups_end_the_rounds_when_nothing_more_can_be_had(tmp_pa
     session = opened(tmp_path, path, *wants_more)
     prompts, shard = await imported(session, 0)
     scores = await score(session, iteration=0, round_index=0, prompts=prompts.ref, rollouts=[shard.ref])
-    batch = await filter_groups(session, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True)
+    batch = await filter_groups(
+        session, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True
+    )
     assert not batch.metrics["needs_more"]
     await session.close()
     failing = opened(tmp_path, path, *wants_more, "rl.on_too_few=fail", "run=c")
@@ -234,7 +246,9 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(tmp_pat
     config, fed = asked(tmp_path, "run:same"), Path(tmp_path / "x.parquet")
     for name, sets in (("same", []), ("other", []), ("longer", ["model.context_tokens_max=256"])):
         run = create_or_continue(asked(tmp_path, "", f"run={name}", *sets))
-        texts = [str(prompt.messages[-1]["content"]) for use in ("rl", "evaluation") for prompt in load_sets(config, use)[0]]
+        texts = [
+            str(prompt.messages[-1]["content"]) for use in ("rl", "evaluation") for prompt in load_sets(config, use)[0]
+        ]
         commit_base(run, ["say 4 5"] if name == "other" else texts)
         for iteration in range(2):
             run.store.create(run.iteration_key(iteration), b"{}")
@@ -243,7 +257,10 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(tmp_pat
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/linked.parquet").symlink_to(fed)
     for source, said in (
-        (tmp_path / "folder", r"rl.rollouts_from=.*: linked\.parquet is a link to .*x\.parquet, outside of that folder"),
+        (
+            tmp_path / "folder",
+            r"rl.rollouts_from=.*: linked\.parquet is a link to .*x\.parquet, outside of that folder",
+        ),
         ("run:other", "rl.rollouts_from=run:other: that run has another tokenizer"),
         ("run:longer", r"model.context_tokens_max=128: the rollouts of run longer may have 256 tokens; set it to that"),
         (fed, r"x\.parquet row 1: token 9000 is outside the vocabulary of \d+"),

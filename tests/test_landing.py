@@ -112,7 +112,12 @@ async def test_a_job_is_rebuilt_after_what_is_under_way_and_in_a_turn_of_its_own
     load = LoadJob("p", new=None, policy=None, state=ArtifactRef("runs/a/x", "0"))
     job = asyncio.create_task(do_job(way.session, load, rebuild, before_rebuild=landed.wait))
     await asyncio.gather(job, land())
-    assert [call for call in trainer.calls if call not in ("refused", "upload")] == ["rebuild", "save", "replay", "load"]
+    assert [call for call in trainer.calls if call not in ("refused", "upload")] == [
+        "rebuild",
+        "save",
+        "replay",
+        "load",
+    ]
 
 
 class PlayedPlace:

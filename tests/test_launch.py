@@ -42,7 +42,11 @@ def test_a_port_for_a_server_is_none_of_a_connection_s_and_none_that_was_given(
             taken.append(port)
         assert not {*taken} & {free_port() for _ in range(30)}
     # a system of another range, of all ports; what Kubernetes takes is never given
-    for first, given in ((14_000, range(10_000, 14_000)), (32_768, range(10_000, 30_000)), (1_024, range(10_000, 30_000))):
+    for first, given in (
+        (14_000, range(10_000, 14_000)),
+        (32_768, range(10_000, 30_000)),
+        (1_024, range(10_000, 30_000)),
+    ):
         (tmp_path / "range").write_text(f"{first}\t60999\n")
         with monkeypatch.context() as system:
             system.setattr(launch, "PORTS", every)
@@ -132,7 +136,9 @@ def test_a_process_that_boots_for_long_is_said_to(
     thing.start()
     thing.wait_ready()
     thing.stop()
-    assert all(re.search(r"thing has been starting for \d+ s \(limit 600 s\); its log: ", said) for said in caplog.messages)
+    assert all(
+        re.search(r"thing has been starting for \d+ s \(limit 600 s\); its log: ", said) for said in caplog.messages
+    )
 
 
 def test_stop_ends_a_service_that_ignores_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,5 +166,7 @@ def test_as_many_files_may_be_open_as_the_system_allows() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 5000)); raise_file_limit(); raise_file_limit()\n"
         "print(subprocess.run(['sh', '-c', 'ulimit -n; ulimit -Hn'], capture_output=True, text=True).stdout.split())"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
     assert ended.stdout.strip() == "['5000', '5000']"

@@ -47,7 +47,11 @@ def violations() -> Iterator[str]:
             where = f"{path.relative_to(ROOT)}:{line} imports {name}"
             if top in NEVER_IN_RLPIPE or ONLY_IN.get(top, here) != here:
                 yield where
-            if top in ("torch", "transformers") and here not in TORCH_IN and not path.as_posix().endswith(TORCH_PROCESS):
+            if (
+                top in ("torch", "transformers")
+                and here not in TORCH_IN
+                and not path.as_posix().endswith(TORCH_PROCESS)
+            ):
                 yield where
             if top == "rlpipe" and rest and RANK[rest[0]] > RANK[here]:
                 yield f"{where} (upward)"
@@ -79,7 +83,10 @@ def names_bound(path: Path) -> Iterator[tuple[str, int]]:
 
 def test_names_say_what_they_hold() -> None:
     bound = [
-        f"{path.relative_to(ROOT)}:{line} {name}" for path in SOURCES for name, line in names_bound(path) if name in BANNED
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in SOURCES
+        for name, line in names_bound(path)
+        if name in BANNED
     ]
     assert bound == [], "a noun for what it holds"
 
@@ -102,4 +109,6 @@ def test_docstrings_name_files_that_are_there() -> None:
             ast.get_docstring(node) or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)
         ]
         for name in re.findall(r"[\w/-]+\.(?:py|md)\b", "\n".join(docstrings)):
-            assert any(file == name or file.endswith(f"/{name}") for file in files), f"{path.relative_to(ROOT)} names {name}"
+            assert any(file == name or file.endswith(f"/{name}") for file in files), (
+                f"{path.relative_to(ROOT)} names {name}"
+            )

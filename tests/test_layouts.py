@@ -81,7 +81,9 @@ def test_flags_that_take_the_share_of_an_engine_are_taken(flags: list[str]) -> N
 
 
 def test_the_advice_on_shared_gpus_does_not_share_them() -> None:
-    with pytest.raises(UserError, match=r"^engines\.gpu_ids=\[0, 1\]: the trainer has \[0\] .*give each GPU to one") as refused:
+    with pytest.raises(
+        UserError, match=r"^engines\.gpu_ids=\[0, 1\]: the trainer has \[0\] .*give each GPU to one"
+    ) as refused:
         read_config("tiny", [*GPUS, "engines.gpu_ids=[0,1]"], PRESETS)
     assert "deployment" not in str(refused.value)
     read_config("two-node", [], PRESETS)  # the same numbers, of another machine

@@ -12,7 +12,11 @@ from tests.pipeline import Folder
 pytestmark = pytest.mark.learning
 # preset: {metric of the evaluation: (at most before RL, at least after it, least rise)}
 LEARNS = {
-    "tiny": {"words_pass_at_1": (0.8, 0.85, 0.15), "words_greedy": (1.0, 0.85, 0.0), "words_format_rate": (1.0, 0.97, -0.03)},
+    "tiny": {
+        "words_pass_at_1": (0.8, 0.85, 0.15),
+        "words_greedy": (1.0, 0.85, 0.0),
+        "words_format_rate": (1.0, 0.97, -0.03),
+    },
     "calculator": {
         "products_environment_tool_used_mean": (0.5, 0.8, 0.3),
         "products_pass_at_1": (0.5, 0.6, 0.2),
@@ -37,7 +41,11 @@ def test_a_preset_learns_and_shows_it(preset: str, tmp_path: Path) -> None:
     num_iterations = open_existing(folder.open_store(), "a").config.rl.num_iterations
     before, after = folder.evaluation("a", 0), folder.evaluation("a", num_iterations)
     for name, (most, least, rise) in LEARNS[preset].items():
-        assert before[name] <= most and after[name] >= least and after[name] - before[name] >= rise, (name, before, after)
+        assert before[name] <= most and after[name] >= least and after[name] - before[name] >= rise, (
+            name,
+            before,
+            after,
+        )
         assert name in output
     assert (tmp_path / "a-curves.png").stat().st_size > 10_000
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0

@@ -23,7 +23,9 @@ from tests.rows import BATCH, SCORES, grouped, prompt_record, rollout
 from tests.rows import PROMPTS as PROMPT_ROWS
 from tests.test_oversampling import PlayedPool, PlayedRewards, World, check_iteration
 
-MADE = st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), st.integers(0, 6), st.integers(0, 99))  # reward, tokens, of 100
+MADE = st.tuples(
+    st.sampled_from([-1.0, 0.0, 0.5, 1.0]), st.integers(0, 6), st.integers(0, 99)
+)  # reward, tokens, of 100
 FAULTS = 15  # of 100
 ENDED = {"finish_reason": "stop", "environment": ""}
 
@@ -35,7 +37,10 @@ def made(index: int, reward: float, length: int, fault: bool) -> Rollout:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@given(groups=st.lists(st.lists(MADE, min_size=1, max_size=8), min_size=1, max_size=5), fallback=st.sampled_from([0.0, 9.0]))
+@given(
+    groups=st.lists(st.lists(MADE, min_size=1, max_size=8), min_size=1, max_size=5),
+    fallback=st.sampled_from([0.0, 9.0]),
+)
 def test_the_others_have_the_advantages_of_the_group_without_it(
     estimator: str, groups: list[list[tuple[float, int, int]]], fallback: float
 ) -> None:
@@ -45,7 +50,10 @@ def test_the_others_have_the_advantages_of_the_group_without_it(
         for index, group in enumerate(groups)
     ]
     without = [
-        made(index, reward, length, False) for index, group in enumerate(groups) for reward, length, of in group if of >= FAULTS
+        made(index, reward, length, False)
+        for index, group in enumerate(groups)
+        for reward, length, of in group
+        if of >= FAULTS
     ]
     told = with_advantages([one for group in with_faults for one in trainable(group, rl)], estimator, 0.9)
     assert [one.advantage for one in told] == [one.advantage for one in with_advantages(without, estimator, 0.9)]

@@ -171,8 +171,13 @@ async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(
     assert reason_to_stop(again, "rl", 2) == (
         "budget.rollout_tokens=200 is spent (200 tokens); raise it and start the run again. 2 of 5 iterations are committed"
     )
-    assert reason_to_stop(create_or_continue(config(*sets, "budget.rollout_tokens=200", "rl.num_iterations=2")), "rl", 2) == ""
-    assert "stop.reward_plateau=1" in reason_to_stop(create_or_continue(config(*sets, "stop.reward_plateau=1")), "rl", 2)
+    assert (
+        reason_to_stop(create_or_continue(config(*sets, "budget.rollout_tokens=200", "rl.num_iterations=2")), "rl", 2)
+        == ""
+    )
+    assert "stop.reward_plateau=1" in reason_to_stop(
+        create_or_continue(config(*sets, "stop.reward_plateau=1")), "rl", 2
+    )
     forked = fork(again, 1, config(*sets, "run=b", "budget.rollout_tokens=150", "stop.reward_plateau=2"))
     assert reason_to_stop(forked, "rl", 2) == ""
     assert untrained(forked, forked.iteration(1)) == (0, 0)

@@ -35,13 +35,17 @@ def test_values_and_gradients_are_those_of_float64(
     input, weight = draws(*([2, rows] if is_batched else [rows]), inputs), draws(outputs, inputs, seed=1)
     bias, upstream = draws(outputs, seed=2) if with_bias else None, draws(*input.shape[:-1], outputs, seed=3)
     found = gradients(fast_linear, input, weight, bias, upstream)
-    exact = gradients(functional.linear, *(t if t is None else t.double() for t in (input, weight, bias)), upstream.double())  # pyright: ignore[reportArgumentType]
+    exact = gradients(
+        functional.linear, *(t if t is None else t.double() for t in (input, weight, bias)), upstream.double()
+    )  # pyright: ignore[reportArgumentType]
     torch_s = gradients(functional.linear, input, weight, bias, upstream)
     for one, oracle, other in zip(found, exact, torch_s, strict=True):
         assert one.dtype is torch.float32 and one.shape == oracle.shape
         worst = max(float((other.double() - oracle).abs().max()), 1e-6 * float(oracle.abs().max()))
         assert float((one.double() - oracle).abs().max()) <= 8 * worst
-    assert all(torch.equal(a, b) for a, b in zip(found, gradients(fast_linear, input, weight, bias, upstream), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found, gradients(fast_linear, input, weight, bias, upstream), strict=True)
+    )
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])

@@ -28,8 +28,12 @@ def test_values(temperature: float) -> None:
     logits -= logits.max(-1, keepdims=True)
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     logprobs, entropy = chunked_logprobs(hidden, targets, head, temperature=temperature, chunk=5)
-    np.testing.assert_allclose(logprobs.detach().numpy(), np.log(probabilities)[np.arange(N), targets], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(entropy.detach().numpy(), -(probabilities * np.log(probabilities)).sum(-1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        logprobs.detach().numpy(), np.log(probabilities)[np.arange(N), targets], rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        entropy.detach().numpy(), -(probabilities * np.log(probabilities)).sum(-1), rtol=1e-5, atol=1e-5
+    )
 
 
 def gradients(chunk: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +81,9 @@ def test_an_entropy_that_is_not_trained_changes_no_bit() -> None:
     found: list[tuple[Tensor, ...]] = []
     for entropy_trained in (True, False):
         hidden, targets, head = setup()
-        logprobs, entropy = chunked_logprobs(hidden.requires_grad_(), targets, head, chunk=6, entropy_trained=entropy_trained)
+        logprobs, entropy = chunked_logprobs(
+            hidden.requires_grad_(), targets, head, chunk=6, entropy_trained=entropy_trained
+        )
         logprobs.sum().backward()
         assert hidden.grad is not None and head.weight.grad is not None
         found.append((logprobs, entropy, hidden.grad, head.weight.grad))

@@ -21,7 +21,8 @@ from tests import maths_oracle as oracle
 
 SHAPE = (5, 7)
 OBJECTIVES, AGGREGATIONS, IMPORTANCES, KLS = (
-    get_args(RlConfig.model_fields[name].annotation) for name in ("objective", "aggregation", "importance", "kl_estimator")
+    get_args(RlConfig.model_fields[name].annotation)
+    for name in ("objective", "aggregation", "importance", "kl_estimator")
 )
 CLIPS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
 CLIPS_OF: dict[str, dict[str, Any]] = {
@@ -134,7 +135,13 @@ def test_clipped_tokens_are_those_without_gradient(objective: str, dual_clip: fl
     leaf = policy.clone().requires_grad_()
     policy_loss(leaf, proximal, advantages, mask, objective=objective, **clips, dual_clip=dual_clip).sum().backward()
     _, below, above = policy_terms(
-        hostile(policy, mask), hostile(proximal, mask), advantages, mask, objective=objective, **clips, dual_clip=dual_clip
+        hostile(policy, mask),
+        hostile(proximal, mask),
+        advantages,
+        mask,
+        objective=objective,
+        **clips,
+        dual_clip=dual_clip,
     )
     assert leaf.grad is not None and below.any() and above.any() and not (below & above).any()
     assert torch.equal((leaf.grad == 0) & (mask > 0), below | above)
@@ -236,7 +243,9 @@ def test_all_masked_is_a_finite_zero_whatever_is_stored_there(objective: str, im
         leaf = torch.full((rows, 4), -math.inf, requires_grad=True)
         other, mask = torch.full((rows, 4), math.nan), torch.zeros(rows, 4)
         losses = policy_loss(leaf, other, other, mask, objective=objective, dual_clip=3.0)
-        total = aggregate(losses * importance_weights(other, other, mask, mode=importance)[0], mask, mode=mode, length=8)
+        total = aggregate(
+            losses * importance_weights(other, other, mask, mode=importance)[0], mask, mode=mode, length=8
+        )
         total.backward()
         assert total.item() == 0.0
         assert leaf.grad is not None and bool((leaf.grad == 0).all())

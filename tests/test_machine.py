@@ -68,7 +68,13 @@ def test_the_gpus_of_a_job_are_those_that_it_inherited(
     inherited: str, seen: list[str] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
-    sets = ["model.dtype=bfloat16", "engines.kind=sglang", "engines.count=2", "trainer.gpu_ids=[1]", "engines.gpu_ids=[3,0]"]
+    sets = [
+        "model.dtype=bfloat16",
+        "engines.kind=sglang",
+        "engines.count=2",
+        "trainer.gpu_ids=[1]",
+        "engines.gpu_ids=[3,0]",
+    ]
     config = read_config("tiny", sets, PRESETS)
     trainer = GangProcess(config, tmp_path, "key")
     if isinstance(seen, str):
@@ -85,7 +91,10 @@ def test_the_gpus_of_a_job_are_those_that_it_inherited(
 def test_children_count_gpus_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
-    assert gpu_environment("trainer.gpu_ids", [2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert gpu_environment("trainer.gpu_ids", [2, 3]) == {
+        "CUDA_VISIBLE_DEVICES": "2,3",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     assert gpu_environment("trainer.gpu_ids", [2]) == {"CUDA_VISIBLE_DEVICES": "2"}
     assert gpu_environment("trainer.gpu_ids", []) == {}
@@ -161,7 +170,9 @@ def test_an_interpreter_that_has_no_engine_is_refused(
 ) -> None:
     (tmp_path / "sglang").mkdir()  # a folder of that name is no package
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=rf"^engines\.python='.*{fault}.*name the interpreter of an environment that has it"):
+    with pytest.raises(
+        UserError, match=rf"^engines\.python='.*{fault}.*name the interpreter of an environment that has it"
+    ):
         check_python(EnginesConfig(kind="sglang", python=python))
 
 
@@ -186,7 +197,9 @@ def test_what_runs_elsewhere_is_not_asked_of_this_machine(devices: Path) -> None
     for look, name in ((content.trainer, "trainer"), (content.engines, "engines")):
         with pytest.raises(UserError, match=rf"^{name}\.gpu_ids="):
             look()
-    elsewhere = Content(read_config("tiny", [*here, "trainer.place=elsewhere", "engines.place=elsewhere"], PRESETS), True)
+    elsewhere = Content(
+        read_config("tiny", [*here, "trainer.place=elsewhere", "engines.place=elsewhere"], PRESETS), True
+    )
     assert elsewhere.trainer() == elsewhere.engines() == ""
 
 
@@ -224,7 +237,9 @@ def test_a_gpu_trainer_without_a_c_compiler_or_headers_is_refused_before_it_star
         look()
     monkeypatch.delenv("CC")
     monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(tmp_path / "include"))
-    with pytest.raises(UserError, match=r"^trainer\.gpu_ids: no Python\.h in .*/include.*apt-get install python3\.\d+-dev"):
+    with pytest.raises(
+        UserError, match=r"^trainer\.gpu_ids: no Python\.h in .*/include.*apt-get install python3\.\d+-dev"
+    ):
         look()
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path}")

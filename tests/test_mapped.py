@@ -43,11 +43,15 @@ def test_the_records_are_those_of_a_file_that_is_read_whole(store: Store, tmp_pa
     shutil.rmtree(tmp_path / "here")  # its pages stay
     assert as_lists(first) == as_lists(second) == as_lists(read_records(store, ref, "batch.parquet", BatchRow))
     assert len(first) == 2 * groups and left == ["decoded.arrow"]
-    assert not any(array.flags.writeable for row in first for array in vars(row).values() if isinstance(array, np.ndarray))
+    assert not any(
+        array.flags.writeable for row in first for array in vars(row).values() if isinstance(array, np.ndarray)
+    )
 
 
 def test_the_arrays_are_pages_of_the_file(store: Store, tmp_path: Path) -> None:
-    records = [Conversation(np.arange(200_000, dtype=np.int32), np.ones(200_000, np.int8)) for _ in range(100)]  # 100 MB
+    records = [
+        Conversation(np.arange(200_000, dtype=np.int32), np.ones(200_000, np.int8)) for _ in range(100)
+    ]  # 100 MB
     ref = world.artifact(store, "talk", {"conversations.parquet": to_parquet(to_table(records, Conversation))})
     map_records(store, ref, "conversations.parquet", Conversation, tmp_path / "here")
 
@@ -75,7 +79,9 @@ def test_another_process_that_was_first_is_no_fault(store: Store, tmp_path: Path
 
 def test_a_file_of_other_records_or_a_damaged_one_is_named_and_leaves_nothing(store: Store, tmp_path: Path) -> None:
     talk = world.conversations(store, "talk", 3)
-    wrong = world.artifact(store, "wrong", {"batch.parquet": store.read(f"talk/{read_manifest(store, 'talk').files[0].name}")})
+    wrong = world.artifact(
+        store, "wrong", {"batch.parquet": store.read(f"talk/{read_manifest(store, 'talk').files[0].name}")}
+    )
     with pytest.raises(
         StoreError, match=r"wrong/.*batch.parquet is no file of BatchRow records \(it has no column prompt_tokens\)"
     ):

@@ -57,7 +57,9 @@ def from_s3(tmp_path: Path, url: str, *sets: str) -> PipelineConfig:
 
 
 def fetches(proxy: S3Proxy) -> list[str]:
-    return [request.path.rsplit("/", 1)[-1] for request in proxy.requests if request.method == "GET" and not request.query]
+    return [
+        request.path.rsplit("/", 1)[-1] for request in proxy.requests if request.method == "GET" and not request.query
+    ]
 
 
 def test_a_model_on_s3_is_fetched_whole_once_for_all_runs(
@@ -83,13 +85,19 @@ def test_what_was_cut_short_damaged_or_changed_is_fetched_and_no_more(
         outside._verified.clear()
         s3_proxy.requests.clear()
         found = source_of(from_s3(tmp_path, store.url)).folder
-        return found, sum(request.answered_bytes for request in s3_proxy.requests if request.path.endswith(".safetensors"))
+        return found, sum(
+            request.answered_bytes for request in s3_proxy.requests if request.path.endswith(".safetensors")
+        )
 
     weights, partial = folder / "model.safetensors", folder / ".model.safetensors.partial"
     weights.rename(partial)
     with partial.open("r+b") as file:  # killed after two parts and a half
         file.truncate(PART_BYTES * 5 // 2)
-    assert again() == (folder, len(WEIGHTS) - PART_BYTES * 5 // 2) and weights.read_bytes() == WEIGHTS and not partial.exists()
+    assert (
+        again() == (folder, len(WEIGHTS) - PART_BYTES * 5 // 2)
+        and weights.read_bytes() == WEIGHTS
+        and not partial.exists()
+    )
     weights.write_bytes(WEIGHTS[:-1] + b"x")
     assert again() == (folder, len(WEIGHTS)) and weights.read_bytes() == WEIGHTS
     (folder / outside.FETCHED).write_text("{")
@@ -110,7 +118,9 @@ def test_what_was_cut_short_damaged_or_changed_is_fetched_and_no_more(
     ],
     ids=["nothing", "no-tokenizer", "no-weights", "a-difference", "torn"],
 )
-def test_what_is_no_model_on_s3_is_refused(s3_server: S3Server, tmp_path: Path, files: dict[str, bytes], said: str) -> None:
+def test_what_is_no_model_on_s3_is_refused(
+    s3_server: S3Server, tmp_path: Path, files: dict[str, bytes], said: str
+) -> None:
     url = on_s3(s3_server, files).url
     with pytest.raises(UserError, match=rf"model\.path='{url}'.*{said}"):
         source_of(from_s3(tmp_path, url))
@@ -217,7 +227,9 @@ async def test_a_copy_with_the_template_that_trained_is_made_once_beside_the_pol
     assert b"style" in first["chat_template.jinja"] and first["model.safetensors"] == before["model.safetensors"]
     assert read_folder(with_trained_template(plain, model)) == first
     assert with_trained_template(plain, source.config.model) == plain
-    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == sorted([plain.name, f"{plain.name}-trained"])
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == sorted(
+        [plain.name, f"{plain.name}-trained"]
+    )
 
 
 async def test_a_run_whose_newest_policy_was_pruned_is_refused_until_it_is_made_again(tmp_path: Path) -> None:

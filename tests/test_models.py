@@ -98,7 +98,10 @@ def test_a_config_is_read_as_transformers_writes_it(family: str) -> None:
 
 
 def test_a_folder_does_not_choose_how_attention_is_computed() -> None:
-    assert hf_config({**world.MODEL, "attn_implementation": "flash_attention_2"})._attn_implementation != "flash_attention_2"
+    assert (
+        hf_config({**world.MODEL, "attn_implementation": "flash_attention_2"})._attn_implementation
+        != "flash_attention_2"
+    )
 
 
 def test_what_nothing_makes_again_is_named() -> None:
@@ -117,7 +120,9 @@ def test_windows_are_seen_by_short_sequences() -> None:
         with small_windows(config):
             narrow = lm(input_ids=tokens).logits
         assert torch.equal(wide, lm(input_ids=tokens).logits)
-    assert torch.allclose(wide[0, :8], narrow[0, :8], atol=1e-5) and not torch.allclose(wide[0, 9:], narrow[0, 9:], atol=1e-2)
+    assert torch.allclose(wide[0, :8], narrow[0, :8], atol=1e-5) and not torch.allclose(
+        wide[0, 9:], narrow[0, 9:], atol=1e-2
+    )
 
 
 def test_the_probe_reaches_beyond_a_window_where_the_context_does() -> None:
@@ -139,7 +144,9 @@ def small(family: str) -> JsonDict:
 
 
 @pytest.mark.parametrize("family", SAVED)
-def test_a_policy_has_the_hubs_names_and_is_the_same_after_saving(trainer: Trainer, tmp_path: Path, family: str) -> None:
+def test_a_policy_has_the_hubs_names_and_is_the_same_after_saving(
+    trainer: Trainer, tmp_path: Path, family: str
+) -> None:
     store = trainer.gang.store
     world.run(trainer, "load", world.load_new(model=small(family)))
     world.run(trainer, "train", world.train("new", "trained", "sft", world.conversations(store, "data", 32)))
@@ -172,7 +179,9 @@ def test_a_buffer_is_saved_in_its_own_number_type(tmp_path: Path) -> None:
     trainer = Trainer(world.solo_gang(tmp_path, tokens_max=512, dtype="bfloat16"))
     world.run(trainer, "load", world.load_new(model=small("deepseek_v3")))
     saved = world.run(trainer, "save", world.save("new", "policy", None))
-    folder = materialise(trainer.gang.store, world.saved(trainer.gang.store, "policy", saved["policy"]), tmp_path / "local")
+    folder = materialise(
+        trainer.gang.store, world.saved(trainer.gang.store, "policy", saved["policy"]), tmp_path / "local"
+    )
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         kinds = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
     assert {dtype for name, dtype in kinds.items() if name.endswith("e_score_correction_bias")} == {torch.float32}
@@ -194,7 +203,9 @@ def test_the_load_of_experts_is_that_of_transformers_own_router(trainer: Trainer
     store, data = trainer.gang.store, world.conversations(trainer.gang.store, "data", 16)
     world.run(trainer, "load", world.load_new(model=small("qwen3_moe")))
     saved = world.run(trainer, "save", world.save("new", "policy", None))["policy"]
-    lm = AutoModelForCausalLM.from_pretrained(materialise(store, world.saved(store, "policy", saved), tmp_path / "local"))
+    lm = AutoModelForCausalLM.from_pretrained(
+        materialise(store, world.saved(store, "policy", saved), tmp_path / "local")
+    )
     metrics = world.run(trainer, "train", world.train("new", "trained", "sft", data, {"num_steps": 1}))["metrics"]
     config = lm.config
     tokens_LE = torch.zeros(config.num_hidden_layers, config.num_experts)
@@ -206,7 +217,9 @@ def test_the_load_of_experts_is_that_of_transformers_own_router(trainer: Trainer
             top = logits[sequence.scored - 1].softmax(-1).topk(config.num_experts_per_tok)
             tokens_LE[layer] += torch.bincount(top.indices.flatten(), minlength=config.num_experts)
             entropies += torch.special.entr(top.values / top.values.sum(-1, keepdim=True)).sum(-1).tolist()
-    assert metrics["train/expert_load_max"] == pytest.approx((tokens_LE.amax(1) / tokens_LE.mean(1)).mean().item(), rel=1e-6)
+    assert metrics["train/expert_load_max"] == pytest.approx(
+        (tokens_LE.amax(1) / tokens_LE.mean(1)).mean().item(), rel=1e-6
+    )
     assert metrics["train/experts_unused"] == (tokens_LE == 0).float().mean().item()
     assert metrics["train/router_entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
     world.run(trainer, "load", world.load_new())
@@ -219,7 +232,9 @@ def test_the_loss_of_sft_is_transformers_own(trainer: Trainer, tmp_path: Path, f
     store = trainer.gang.store
     world.run(trainer, "load", world.load_new(model=small(family)))
     saved = world.run(trainer, "save", world.save("new", "policy", None))["policy"]
-    lm = AutoModelForCausalLM.from_pretrained(materialise(store, world.saved(store, "policy", saved), tmp_path / "local"))
+    lm = AutoModelForCausalLM.from_pretrained(
+        materialise(store, world.saved(store, "policy", saved), tmp_path / "local")
+    )
     data = world.conversations(store, "data", 16)
     metrics = world.run(trainer, "train", world.train("new", "trained", "sft", data, {"num_steps": 1}))["metrics"]
     total, count = 0.0, 0
@@ -274,7 +289,10 @@ def test_logits_do_not_depend_on_the_neighbours(family: str, folder_of: Callable
             kv_N2SHLD = model.empty_slots(16, 64)
             kv_N2SHLD[:, :, :1, :, :32] = blocks[0].kv_N2RHPD[:, :, :1]
             random = torch.Generator().manual_seed(seed)
-            tokens_S, position_S = torch.randint(0, 90, (16,), generator=random), torch.randint(0, 60, (16,), generator=random)
+            tokens_S, position_S = (
+                torch.randint(0, 90, (16,), generator=random),
+                torch.randint(0, 60, (16,), generator=random),
+            )
             tokens_S[0], position_S[0] = 7, 20
             decoded.append(model.decode(tokens_S, position_S, kv_N2SHLD)[0])
     assert all(torch.equal(logits_V, decoded[0]) for logits_V in decoded)
@@ -283,7 +301,9 @@ def test_logits_do_not_depend_on_the_neighbours(family: str, folder_of: Callable
 @pytest.mark.parametrize(
     ("family", "why"), [("mamba", "linear_attention"), ("qwen3_next", "linear_attention"), ("bart", "off by")]
 )
-def test_what_the_local_engine_cannot_serve_is_refused_by_name(family: str, why: str, folder_of: Callable[[str], Path]) -> None:
+def test_what_the_local_engine_cannot_serve_is_refused_by_name(
+    family: str, why: str, folder_of: Callable[[str], Path]
+) -> None:
     with (
         pytest.raises(UserError, match=rf"cannot serve a {family} \(.*{why}.*use engines.kind='sglang'"),
         torch.inference_mode(),

@@ -32,7 +32,9 @@ COUNT = PIECE_BYTES // 2 + 7  # more than one piece of any type
     (torch.float64, [NAN, INF, -INF, 1e39]), (torch.float32, [NAN, INF, -INF]), (torch.float16, [NAN, INF, -INF]), (torch.bfloat16, [NAN, INF, -INF]),
     (torch.complex64, [complex(0, NAN), complex(-INF, 0)]), (torch.float8_e5m2, [NAN, INF, -INF]), (torch.float8_e4m3fn, [NAN]),
 ])  # fmt: skip
-def test_a_value_that_no_model_has_is_found_wherever_it_is(dtype: torch.dtype, bad: list[complex], tmp_path: Path) -> None:
+def test_a_value_that_no_model_has_is_found_wherever_it_is(
+    dtype: torch.dtype, bad: list[complex], tmp_path: Path
+) -> None:
     largest = min(MAX, torch.finfo(dtype).max)
     good = torch.tensor([0.0, -0.0, largest, -largest, 1.0]).to(dtype).repeat(COUNT // 5)
     path = tmp_path / "w.safetensors"
@@ -42,7 +44,9 @@ def test_a_value_that_no_model_has_is_found_wherever_it_is(dtype: torch.dtype, b
     for value in bad:
         for at in (0, COUNT // 2, -1):
             changed = good.clone()
-            changed[at] = torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64).to(dtype)
+            changed[at] = torch.tensor(
+                value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64
+            ).to(dtype)
             save_file(others | {"c": changed}, path)
             assert not_finite(path) == "c", (value, at)
 
@@ -50,7 +54,9 @@ def test_a_value_that_no_model_has_is_found_wherever_it_is(dtype: torch.dtype, b
 def test_types_that_have_no_such_value_are_not_looked_at_and_a_torn_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(
-        save({"q": torch.full((8,), 0xFF, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "flags": torch.tensor([True])})
+        save(
+            {"q": torch.full((8,), 0xFF, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "flags": torch.tensor([True])}
+        )
     )
     assert not_finite(path) == ""
     path.write_bytes(path.read_bytes()[:-1])
@@ -72,7 +78,9 @@ def test_the_trainer_reads_no_row_that_is_not_finite(tmp_path: Path) -> None:
 
 def test_the_trainer_reads_no_adapter_that_is_not_finite(tmp_path: Path) -> None:
     store, gang = Store(f"file://{tmp_path}/store"), world.solo_gang(tmp_path)
-    ref = world.artifact(store, "runs/a/rl/00000/policy", {ADAPTER_WEIGHTS: save({f"{PREFIX}x": torch.tensor([[0.0], [INF]])})})
+    ref = world.artifact(
+        store, "runs/a/rl/00000/policy", {ADAPTER_WEIGHTS: save({f"{PREFIX}x": torch.tensor([[0.0], [INF]])})}
+    )
     rows = adapter_rows(gang, ref)
     assert rows("x", [2, 1], 0, 1).tolist() == [[0.0]]
     with pytest.raises(StoreError, match=rf"runs/a/rl/00000/policy: {PREFIX}x holds values"):

@@ -46,7 +46,11 @@ class World:
     """A policy on the disk of the node that made it; `land` puts it into the store."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, url: str = "") -> None:
-        self.store, self.disk, self.target = open_store(f"file://{folder}/store"), folder / "published", folder / "weights"
+        self.store, self.disk, self.target = (
+            open_store(f"file://{folder}/store"),
+            folder / "published",
+            folder / "weights",
+        )
         attempt = new_attempt()
         self.records = [
             FileRecord(f"{attempt}/{name}", len(data), hashlib.sha256(data).hexdigest()) for name, data in FILES.items()

@@ -48,7 +48,9 @@ async def ask() -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_fault_that_passes_changes_no_answer(fault: str, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_that_passes_changes_no_answer(
+    fault: str, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     undisturbed = await ask()
     proxy.faults = Faults(Fault("POST .*/flows/filter", fault, LASTS_S), Fault("POST .*/artifacts", fault, LASTS_S))
     assert await ask() == undisturbed
@@ -58,12 +60,16 @@ async def test_a_fault_that_passes_changes_no_answer(fault: str, proxy: S3Proxy,
     assert proxy.num_faults >= 3
 
 
-async def test_what_is_given_up_is_one_line_with_the_first_cause(proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_given_up_is_one_line_with_the_first_cause(
+    proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await ask()
     monkeypatch.setattr(outage, "WORK_S", SHORT_S / 2)
     faults = iter(["500"])
     proxy.faults = lambda method, target: next(faults, "reset")
-    with pytest.raises(PrefectAway, match=r"Prefect's API at http://127\.0\.0\.1:\d+ is away: 500 .*the first fault of \d+ s"):
+    with pytest.raises(
+        PrefectAway, match=r"Prefect's API at http://127\.0\.0\.1:\d+ is away: 500 .*the first fault of \d+ s"
+    ):
         await ask()
 
 
@@ -71,11 +77,15 @@ def test_a_flow_ends_in_one_line_that_says_to_start_again() -> None:
     async def flow() -> None:
         raise PrefectAway("Prefect's API at http://x is away: 500 (POST /y)")
 
-    with pytest.raises(RuntimeError, match=r"^Prefect's API at http://x is away: 500 \(POST /y\)\. Start the run again"):
+    with pytest.raises(
+        RuntimeError, match=r"^Prefect's API at http://x is away: 500 \(POST /y\)\. Start the run again"
+    ):
         run_flow(flow())
 
 
-async def test_the_first_contact_and_what_is_only_shown_give_up_soon(proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_contact_and_what_is_only_shown_give_up_soon(
+    proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outage, "WORK_S", NEVER_S)
     for fault in ("500", "reset", "hang"):
         proxy.faults = lambda method, target, fault=fault: fault

@@ -43,7 +43,9 @@ from tests.rows import BATCH, CARRIED, ROLLOUTS, SCORES, finished, grouped, prom
 from tests.rows import PROMPTS as PROMPT_ROWS
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
-PROMPTS = [Prompt(f"words/{index}", "words", [{"role": "user", "content": f"word {index}"}], "x") for index in range(11)]
+PROMPTS = [
+    Prompt(f"words/{index}", "words", [{"role": "user", "content": f"word {index}"}], "x") for index in range(11)
+]
 POLICY = ArtifactRef("p", "0" * 64)
 LENGTH = 5
 ONE_SHARD = "rl.shard_prompts=16"  # what is cut short depends on no thread's time
@@ -238,7 +240,9 @@ def check_iteration(world: World, iteration: int, told: JsonDict, carried_before
     """Every rollout and every token of one iteration is in one place; the rows carried on."""
     rl, last = world.session.config.rl, len(told["rounds"]) - 1
     rollouts = world.rollouts(iteration, last + 1)
-    scored = [row for r in range(last + 1) for row in world.rows(iteration, f"scores/round-{r}", "scores.parquet", SCORES)]
+    scored = [
+        row for r in range(last + 1) for row in world.rows(iteration, f"scores/round-{r}", "scores.parquet", SCORES)
+    ]
     trained = world.rows(iteration, f"batch/round-{last}", "batch.parquet", BATCH)
     carried = world.rows(iteration, f"batch/round-{last}", "carried.parquet", CARRIED)
     handed = {row["group_index"] for row in carried}
@@ -297,7 +301,9 @@ def check_surplus(
 async def check_run(
     folder: Path, seed: int, iterations: int, faults: float, crashes: float, sets: list[str], unscored: float = 0.0
 ) -> World:
-    world = World(folder, PlayedPool(Random(seed), faults=faults), sets, crashes, rewards=PlayedRewards(faults=unscored))
+    world = World(
+        folder, PlayedPool(Random(seed), faults=faults), sets, crashes, rewards=PlayedRewards(faults=unscored)
+    )
     carried: list[JsonDict] = []
     ended, came = Counter[str](), Counter[str]()
     num_fresh = 0
@@ -339,8 +345,12 @@ async def check_run(
     masked=st.booleans(),
     unscored=st.sampled_from([0.0, 0.15]),
 )
-@example(seed=1, oversampling=2.0, staleness_max=1, stale=False, rounds=(3, 6), disturbed=True, masked=False, unscored=0.15)
-@example(seed=1, oversampling=1.0, staleness_max=1, stale=True, rounds=(1, 1), disturbed=False, masked=True, unscored=0.0)
+@example(
+    seed=1, oversampling=2.0, staleness_max=1, stale=False, rounds=(3, 6), disturbed=True, masked=False, unscored=0.15
+)
+@example(
+    seed=1, oversampling=1.0, staleness_max=1, stale=True, rounds=(1, 1), disturbed=False, masked=True, unscored=0.0
+)
 def test_every_rollout_token_and_prompt_is_in_exactly_one_place(
     seed: int,
     oversampling: float,
@@ -385,7 +395,9 @@ async def test_rollouts_go_on_with_seeds_of_the_iteration_that_continues_them(tm
         assert carried[row["prompt_id"], tuple(row["completion_tokens"][:first])] != row["seed"]
 
 
-async def test_a_round_that_is_not_over_sampled_is_sampled_to_its_end_with_the_seeds_it_always_had(tmp_path: Path) -> None:
+async def test_a_round_that_is_not_over_sampled_is_sampled_to_its_end_with_the_seeds_it_always_had(
+    tmp_path: Path,
+) -> None:
     world = await check_run(tmp_path, 3, 2, 0.0, 0.0, ["rl.rounds_max=2", "rl.groups_min=4"])
     rows = world.rollouts(0, 1)
     assert [row["group_index"] for row in rows] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
@@ -404,7 +416,9 @@ async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Pa
     handed = grouped(world.rows(1, "batch/round-0", "carried.parquet", CARRIED))
     less = ["rl.oversampling=1", "rl.num_prompts=2", "rl.group_size=2", "rl.completion_tokens_max=2"]
     assert len(handed) > 2
-    assert any(len(row["completion_tokens"]) >= 2 and row["finish_reason"] == "abort" for group in handed for row in group)
+    assert any(
+        len(row["completion_tokens"]) >= 2 and row["finish_reason"] == "abort" for group in handed for row in group
+    )
     forked = fork(world.session.run, 1, world.config("run=b", *less))
     world.start(forked)
     told = await world.iterate(2)
@@ -413,7 +427,9 @@ async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Pa
     assert told["rollout/num_continued"] == sum(bool(row["completion_tokens"]) for group in handed for row in group)
     assert told["rollout/num_sampled"] == told["rollout/num_trained"] + told["rollout/num_filtered"] == len(rows)
     assert [
-        fault for fault in verify(forked)[1] if POLICY.sha256[:12] not in fault and not fault.endswith("names no policy")
+        fault
+        for fault in verify(forked)[1]
+        if POLICY.sha256[:12] not in fault and not fault.endswith("names no policy")
     ] == []
 
 
@@ -464,7 +480,9 @@ async def test_groups_that_finish_while_others_are_scored_are_scored_together(tm
     survivors = round_at_work(world.session, (0, 0))
     world.rewards.gate.clear()
     judging = [
-        asyncio.create_task(survivors.judge(prompt_record(told[group[0]["prompt_id"]]), [rollout(row) for row in group]))
+        asyncio.create_task(
+            survivors.judge(prompt_record(told[group[0]["prompt_id"]]), [rollout(row) for row in group])
+        )
         for group in groups
     ]
     await until_async(lambda: survivors._waiting.qsize() >= 5 and world.rewards.calls)
@@ -478,14 +496,18 @@ async def test_groups_that_finish_while_others_are_scored_are_scored_together(tm
 
 
 async def test_a_scorer_that_fails_fails_those_who_wait_for_it_and_nobody_after_them(tmp_path: Path) -> None:
-    world = World(tmp_path, PlayedPool(Random(2)), ["rl.oversampling=3", "rl.filters={}", "rl.estimator=reinforce_plus_plus"])
+    world = World(
+        tmp_path, PlayedPool(Random(2)), ["rl.oversampling=3", "rl.filters={}", "rl.estimator=reinforce_plus_plus"]
+    )
     await sample_prompts(world.session, iteration=0, round_index=0, before=None)
     (row, *_) = world.rows(0, "prompts/round-0", "prompts.parquet", PROMPT_ROWS)
     more = {"finish_reason": "stop", "environment": "", "completion_tokens": [1]}
     survivors = round_at_work(world.session, (0, 0))
     fail_once(world.rewards)
     # the last one is there twice: its shard is tried again, and the attempt before is not over
-    first, *others = [[rollout(row | more | {"group_index": index, "completion": f"{index}"})] for index in (0, 1, 2, 2)]
+    first, *others = [
+        [rollout(row | more | {"group_index": index, "completion": f"{index}"})] for index in (0, 1, 2, 2)
+    ]
     with pytest.raises(EngineError, match="closed"):
         await survivors.judge(prompt_record(row), first)
     await asyncio.gather(*(survivors.judge(prompt_record(row), group) for group in others))
@@ -536,7 +558,9 @@ async def test_a_process_that_takes_over_a_round_counts_what_was_committed(tmp_p
     for shard in (0, 1):
         await generate(world.session, iteration=0, round_index=0, shard=shard, prompts=prompts.ref, policy=POLICY)
     rows = [
-        row for shard in (0, 1) for row in world.rows(0, f"rollouts/round-0/shard-{shard:03d}", "rollouts.parquet", ROLLOUTS)
+        row
+        for shard in (0, 1)
+        for row in world.rows(0, f"rollouts/round-0/shard-{shard:03d}", "rollouts.parquet", ROLLOUTS)
     ]
     whole = [row for group in grouped(rows) if finished(group) for row in group]
     assert 4 * 3 == len(whole) < len(rows)  # there was enough

@@ -52,7 +52,9 @@ def test_a_rollout_with_all_that_there_is_passes_however_floats_add_up(weights: 
     wanted = passing_reward(
         config(f"rl.rewards={{{names}}}", *(["rl.reward_args={length = {max = 99}}"] if args else [])), "rl"
     )
-    rows = [{"prompt": "2 + 2?", "answer": "4", "completion": text} for text in ("<answer>4</answer>", "<answer>5</answer>")]
+    rows = [
+        {"prompt": "2 + 2?", "answer": "4", "completion": text} for text in ("<answer>4</answer>", "<answer>5</answer>")
+    ]
     right, wrong = score(rewards, rows, args)
     assert right.reward is not None and wrong.reward is not None and wrong.reward < wanted <= right.reward
 
@@ -113,7 +115,9 @@ def test_a_sum_of_rewards_is_exact_in_whatever_order_they_stand(weights: tuple[f
 def test_sft_alone_needs_no_room_for_completions() -> None:
     config("rl.num_iterations=0", "rl.completion_tokens_max=512", "evaluation.completion_tokens_max=8")
     with pytest.raises(UserError, match="leaves no room for a prompt"):
-        config("rl.num_iterations=0", "rl.completion_tokens_max=512")  # its evaluation samples completions of that length
+        config(
+            "rl.num_iterations=0", "rl.completion_tokens_max=512"
+        )  # its evaluation samples completions of that length
     tree = config(
         "rl.num_iterations=0", "evaluation.completion_tokens_max=127", "model.path=x", "model.context_tokens_max=128"
     ).model_dump()
@@ -123,7 +127,9 @@ def test_sft_alone_needs_no_room_for_completions() -> None:
         check(tree | {"evaluation": tree["evaluation"] | {"completion_tokens_max": 512}})
 
 
-@pytest.mark.parametrize("names", [("nonzero_std", "diversity", "any_success"), ("diversity", "any_success", "nonzero_std")])
+@pytest.mark.parametrize(
+    "names", [("nonzero_std", "diversity", "any_success"), ("diversity", "any_success", "nonzero_std")]
+)
 def test_a_fork_asks_filters_and_rewards_in_the_order_of_the_config(tmp_path: Path, names: tuple[str, ...]) -> None:
     filters = f"rl.filters={{{', '.join(f'{name} = 0.5' for name in names)}}}"
     own = config(f"store=file://{tmp_path}", filters, "rl.rewards={format = 0.5, exact = 0.5}", "sft.num_steps=0")

@@ -59,7 +59,9 @@ def base(tmp_path: Path) -> Path:
 
 
 def sampled_in(run: Run, iteration: int) -> list[Rollout]:
-    return list(read_records(run.store, run.committed("rl", iteration, "scores/round-0")[0], "scores.parquet", Rollout, SCORES))
+    return list(
+        read_records(run.store, run.committed("rl", iteration, "scores/round-0")[0], "scores.parquet", Rollout, SCORES)
+    )
 
 
 def test_a_base_model_learns_to_end_its_turns_and_a_killed_engine_loses_nothing(folder: Folder, base: Path) -> None:
@@ -80,7 +82,9 @@ def test_a_base_model_learns_to_end_its_turns_and_a_killed_engine_loses_nothing(
     for iteration in range(ITERATIONS):
         rollouts = sampled_in(run, iteration)
         assert len(rollouts) == 96
-        ended = [rollout for rollout in rollouts if rollout.finish_reason == "stop" and rollout.completion_tokens[-1] == end]
+        ended = [
+            rollout for rollout in rollouts if rollout.finish_reason == "stop" and rollout.completion_tokens[-1] == end
+        ]
         print(f"{ENGINE_KIND}: iteration {iteration}: {len(ended)} of {len(rollouts)} completions end with {END}")
         assert len(ended) >= 0.95 * len(rollouts)
         assert all(rollout.loss_mask[-1] == 1 for rollout in ended), "the end of a turn is trained"
@@ -96,7 +100,12 @@ def test_an_adapter_is_loaded_beside_its_base_and_proved(folder: Folder, base: P
     folder.complete("a", *SETS, *KINDS[ENGINE_KIND], f"model.path={base}", *lora)
     run = open_existing(folder.open_store(), "a")
     assert [record.metrics["train/mismatch_abs_mean"] < 1e-4 for record in run.iterations(2)] == [True, True]
-    assert run.policy(2)[1].file("adapter_model.safetensors").bytes < 0.1 * run.policy(0)[1].file("model.safetensors").bytes
+    assert (
+        run.policy(2)[1].file("adapter_model.safetensors").bytes
+        < 0.1 * run.policy(0)[1].file("model.safetensors").bytes
+    )
     (log,) = folder.path.rglob("engine-0.log")
     loaded = [line for line in log.read_text().splitlines() if "/load_lora_adapter" in line and "200" in line]
-    assert loaded and "/update_weights_from_disk" not in log.read_text() and "reload_weights" not in log.read_text(), loaded
+    assert loaded and "/update_weights_from_disk" not in log.read_text() and "reload_weights" not in log.read_text(), (
+        loaded
+    )

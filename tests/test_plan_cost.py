@@ -44,7 +44,11 @@ def config(*sets: str) -> PipelineConfig:
             2 + 2,
         ),  # base, two segments of SFT, RL; a state each segment and each five iterations
         (["rl.num_iterations=10", "checkpoint.keep_policies_last=3", "checkpoint.keep_states=1"], 1 + 2 + 3, 2 + 1),
-        (["rl.num_iterations=10", "checkpoint.keep_policies_last=3", "checkpoint.keep_policies_every=5"], 1 + 2 + 4, 2 + 2),
+        (
+            ["rl.num_iterations=10", "checkpoint.keep_policies_last=3", "checkpoint.keep_policies_every=5"],
+            1 + 2 + 4,
+            2 + 2,
+        ),
         (["rl.num_iterations=2", "checkpoint.state_every=1"], 1 + 2 + 2, 2 + 2),
     ],
 )
@@ -72,7 +76,9 @@ def test_hours_are_what_the_passes_take_by_their_number() -> None:
     sets = ["rl.num_iterations=100", "trainer.tokens_max=1000", "rl.num_prompts=10", "rl.group_size=8", "rl.completion_tokens_max=100",
             "engines.count=1", "engines.in_flight_max=40", "evaluation.every=50", "evaluation.prompts_max=20", "evaluation.num_completions=1",
             "model.context_tokens_max=128", "sft.batch_size=10"]  # fmt: skip
-    lines = time_lines(config(*sets), Speed(train_s=3.0, forward_s=1.0, decode_s=0.5), Lengths(prompt=20, conversation=50))
+    lines = time_lines(
+        config(*sets), Speed(train_s=3.0, forward_s=1.0, decode_s=0.5), Lengths(prompt=20, conversation=50)
+    )
     train_s = 10 * (20 + 800) / 1000 * (3 + 1)  # a prompt once a group; the proximal logprobs are a forward pass
     sample_s = 2 * 100 * 0.5  # 80 rollouts in 40 places
     total_h = (10 * 10 * 50 / 1000 * 3 + 100 * (train_s + sample_s) + 3 * 1 * 100 * 0.5) / 3600
@@ -80,7 +86,9 @@ def test_hours_are_what_the_passes_take_by_their_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [{**SMOLLM2, "vocab_size": 300, "hidden_size": 36, "intermediate_size": 64}, GEMMA3], ids=["llama", "gemma3"]
+    "model",
+    [{**SMOLLM2, "vocab_size": 300, "hidden_size": 36, "intermediate_size": 64}, GEMMA3],
+    ids=["llama", "gemma3"],
 )
 def test_a_model_is_timed_by_its_first_layers(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []

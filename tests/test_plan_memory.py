@@ -65,7 +65,9 @@ def test_parameters_are_those_that_transformers_builds(
     counted = sizes(config)
     assert counted.parameters == parameters
     layers = config["num_hidden_layers"]
-    assert counted.rest < counted.parameters and counted.layer * layers == pytest.approx(counted.parameters - counted.rest)
+    assert counted.rest < counted.parameters and counted.layer * layers == pytest.approx(
+        counted.parameters - counted.rest
+    )
 
 
 def test_a_checkpoint_a_layer_is_what_recomputed_activations_take() -> None:
@@ -84,7 +86,9 @@ def test_ranks_that_share_rows_are_counted_with_their_share() -> None:
 
     def growth(ranks: int) -> int:
         """Bytes that twice the tokens take more: gradients and a chunk of logits are whole however many share."""
-        short, long = (trial.microbatch_bytes(few, torch.bfloat16, 1, length, False, ranks) for length in (16384, 32768))
+        short, long = (
+            trial.microbatch_bytes(few, torch.bfloat16, 1, length, False, ranks) for length in (16384, 32768)
+        )
         assert short is not None and long is not None
         return long - short
 
@@ -122,7 +126,9 @@ def test_the_lines_of_a_plan_add_up() -> None:
     assert "weights 16.00 GiB, the rest is KV cache, 1.0 KiB a token" in engine
     with_kl = read_config("multi-node", ["trainer.split_over=gang", "rl.kl=loss", "rl.kl_coef=0.01"], PRESETS)
     _, training, _ = memory_lines(with_kl, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB))
-    assert "gradients and optimizer, and of the reference, 18.00 + gathered" in training  # 2 bytes a parameter, of 16 ranks
+    assert (
+        "gradients and optimizer, and of the reference, 18.00 + gathered" in training
+    )  # 2 bytes a parameter, of 16 ranks
     sharing = read_config("multi-node", ["trainer.split_over=gang", "trainer.context_ranks=2"], PRESETS)
     assert (
         "a microbatch of 16384 tokens of rows that 2 ranks share 3.00"
@@ -135,7 +141,9 @@ def test_the_lines_of_a_plan_add_up() -> None:
         "  and 8.00 GiB a rank of AdamW's moments in memory of the host; an update fetches them, at most 1.00 GiB at once"
     )
     _, training, host, _ = memory_lines(away, ModelSizes(16 * GIB, GIB, GIB, 2**10, 0, largest=16 * GIB))
-    assert "at most 8.00 GiB" in host and training.endswith("= 18.00 GiB"), "what an update fetches takes less than the layers"
+    assert "at most 8.00 GiB" in host and training.endswith("= 18.00 GiB"), (
+        "what an update fetches takes less than the layers"
+    )
     assert "tokens not known" in memory_lines(config, ModelSizes(16, 1, 1, 1, None))[1]
 
 
@@ -165,7 +173,9 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.M
     assert f"model: {(134_515_008 - 28 * 3_540_096) / 1e6:.1f}M parameters" in content.memory()
 
 
-def test_a_model_that_is_nowhere_is_planned_by_the_shape_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_nowhere_is_planned_by_the_shape_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(content_room, "try_model", lambda config, named, sized: asked.append(named["config"]) or TRIED)
     shaped = Content(read_config("gsm8k-0.5b", [], PRESETS), False)
@@ -179,7 +189,9 @@ def test_a_model_that_is_nowhere_is_planned_by_the_shape_that_is_given(tmp_path:
         "memory: not estimated, as some/model is no folder here, and its config.json cannot be read from here"
     )
     (tmp_path / "config.json").write_text("{}")
-    broken = Content(read_config("tiny", [f"model.path={tmp_path}"], PRESETS), False)  # the plan names what is wrong with it
+    broken = Content(
+        read_config("tiny", [f"model.path={tmp_path}"], PRESETS), False
+    )  # the plan names what is wrong with it
     assert broken.memory() == f"memory: not estimated, as {tmp_path} does not load: its fault is named"
     new = Content(read_config("tiny", [], PRESETS), False)
     new.vocab_size = 273

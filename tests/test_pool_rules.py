@@ -273,7 +273,9 @@ async def test_a_joining_host_that_refuses_harms_nobody_and_is_asked_again() -> 
 
 
 @pytest.mark.usefixtures("_found_soon")
-@pytest.mark.parametrize("fault", [OSError("the store is away"), StoreError("damaged"), EngineError("no host answered")])
+@pytest.mark.parametrize(
+    "fault", [OSError("the store is away"), StoreError("damaged"), EngineError("no host answered")]
+)
 async def test_hosts_that_cannot_be_looked_for_end_nothing_while_engines_sample(
     fault: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -339,7 +341,9 @@ def of_tokens(prompt_tokens: int, count: int = 6, size: int = 4) -> list[GroupRe
 @pytest.mark.parametrize(
     ("repeats", "prompt_tokens", "waits"), [(True, 512, True), (True, 511, False), (False, 6000, False)]
 )  # a short prompt is computed sooner than it is waited for; other engines compute a long one once as it is
-async def test_the_first_request_of_a_group_computes_its_long_prompt(repeats: bool, prompt_tokens: int, waits: bool) -> None:
+async def test_the_first_request_of_a_group_computes_its_long_prompt(
+    repeats: bool, prompt_tokens: int, waits: bool
+) -> None:
     engines = [Repeating("a", repeats), Repeating("b", repeats)]
     pool = await pool_of(PlayedHost([*engines]), in_flight_max=6)  # more than a group: some are split over both engines
     done = await pool.generate(of_tokens(prompt_tokens))

@@ -128,7 +128,12 @@ def test_rewards_are_tried_on_what_is_left_of_a_completion_once_it_was_tokens(fo
 
 def test_a_filter_that_reads_what_an_environment_said_is_not_tried(folder: Path) -> None:
     preflight(
-        tiny(folder, "rl.environment=calculator", "rl.rewards={environment = 1.0}", 'rl.filters={"trial_graders:solved" = 0.0}')
+        tiny(
+            folder,
+            "rl.environment=calculator",
+            "rl.rewards={environment = 1.0}",
+            'rl.filters={"trial_graders:solved" = 0.0}',
+        )
     )
 
 
@@ -157,7 +162,9 @@ def test_every_fault_is_named_at_once(folder: Path) -> None:
     ]
     config = tiny(folder, *sets)
     findings = look_at(config)
-    for fault, needle in zip(findings.faults, ["no.parquet", "no.jsonl", "'nope'", "rl.filters.diversity=2"], strict=True):
+    for fault, needle in zip(
+        findings.faults, ["no.parquet", "no.jsonl", "'nope'", "rl.filters.diversity=2"], strict=True
+    ):
         assert needle in fault
     with pytest.raises(UserError) as refused:
         preflight(config)
@@ -173,7 +180,9 @@ def test_a_random_model_without_sft_is_warned_about(folder: Path, caplog: pytest
 @pytest.fixture
 def plan(folder: Path) -> Callable[..., tuple[int, str]]:
     def run(preset: str, *sets: str) -> tuple[int, str]:
-        outcome = CliRunner().invoke(app, ["plan", preset, *[part for override in sets for part in ("--set", override)]])
+        outcome = CliRunner().invoke(
+            app, ["plan", preset, *[part for override in sets for part in ("--set", override)]]
+        )
         return outcome.exit_code, outcome.output
 
     return run
@@ -185,8 +194,15 @@ def test_a_plan_says_what_it_read(plan: Callable[..., tuple[int, str]], folder: 
     assert "data.words (rl): 5 rows of sums.jsonl, for example 'What is 0 + 2?', answer '2'" in output
     assert "rows of reasoning_gym:spell_backward, for example 'Spell" in output
     assert "rewards: exact; tried on data.words (rl), data.words (evaluation)" in output
-    assert "FAULT" not in output and [line for line in output.splitlines() if "WARNING" in line and LEAK not in line] == []
-    assert {path.name for path in folder.iterdir()} <= {"sums.jsonl", "unanswered.jsonl", "trial_graders.py", "__pycache__"}
+    assert (
+        "FAULT" not in output and [line for line in output.splitlines() if "WARNING" in line and LEAK not in line] == []
+    )
+    assert {path.name for path in folder.iterdir()} <= {
+        "sums.jsonl",
+        "unanswered.jsonl",
+        "trial_graders.py",
+        "__pycache__",
+    }
 
 
 @pytest.mark.usefixtures("untried_model")

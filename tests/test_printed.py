@@ -131,12 +131,19 @@ def test_what_code_writes_into_the_pipe_of_its_answers_costs_its_own_rollout() -
         for said in kinds:
             scores = pool.score(items("1", "22", said, "longer than that"))
             assert [score.reward for score in scores] == [1.0, 1.0, scores[2].reward, 1.0], said
-            assert scores[2] == Score(None, {}, "reward_crash", scores[2].message) and "\n" not in scores[2].message, said
-    answers, right = asyncio.run(told(*(each for said in kinds for each in ("1", said)), "2")), Step(done=True, reward=1.0)
+            assert scores[2] == Score(None, {}, "reward_crash", scores[2].message) and "\n" not in scores[2].message, (
+                said
+            )
+    answers, right = (
+        asyncio.run(told(*(each for said in kinds for each in ("1", said)), "2")),
+        Step(done=True, reward=1.0),
+    )
     assert answers == [each for _ in kinds for each in (right, "environment_crash")] + [right]
 
 
-def test_what_a_process_printed_before_it_could_not_load_is_shown(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_process_printed_before_it_could_not_load_is_shown(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (folder / "dies.py").write_text("import os, sys\nprint('why it died', flush=True)\nos._exit(3)\n")
     pool = ChildPool("rl.rewards", "rlpipe.rewards.worker", {"rewards": {"dies:reward": 1.0}, "args": {}})
     with pytest.raises(UserError, match="ended with code 3; its output is above"):

@@ -86,7 +86,9 @@ def change(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "fault"), [(change, "changed on this disk"), (Path.unlink, "was deleted before it was in the store")]
 )
-def test_what_is_not_as_it_was_published_is_refused_at_once(damage: Callable[[Path], None], fault: str, tmp_path: Path) -> None:
+def test_what_is_not_as_it_was_published_is_refused_at_once(
+    damage: Callable[[Path], None], fault: str, tmp_path: Path
+) -> None:
     store, disk = PlayedStore(tmp_path / "store"), tmp_path / "published"
     uploads, made = Uploads(store, disk), publication(disk)
     damage(disk / next(iter(made.policy)))

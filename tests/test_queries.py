@@ -30,12 +30,18 @@ TIME = "2026-03-04T05:06:07.000+00:00"
 
 
 def commit_files(
-    run: Run, place: tuple[str, int, str], files: dict[str, bytes], metrics: JsonDict | None = None, version: int | None = None
+    run: Run,
+    place: tuple[str, int, str],
+    files: dict[str, bytes],
+    metrics: JsonDict | None = None,
+    version: int | None = None,
 ) -> ArtifactRef:
     phase, iteration, stage = place
     folder = run.folder(phase, iteration, stage)
     records = [write_bytes(run.store, folder, "a1", name, data) for name, data in files.items()]
-    manifest = Manifest(run.name, phase, iteration, stage, {}, "0", {}, records, metrics or {}, version, "x", TIME, TIME)
+    manifest = Manifest(
+        run.name, phase, iteration, stage, {}, "0", {}, records, metrics or {}, version, "x", TIME, TIME
+    )
     return commit(run.store, folder, manifest)[0]
 
 
@@ -68,7 +74,9 @@ def commit_sampled(run: Run, iteration: int) -> None:
     commit_files(run, ("rl", iteration, "prompts/round-0"), {"prompts.parquet": to_parquet(prompts, PROMPTS)})
     rows = rows_of(iteration)
     for shard, part in enumerate((rows[:4], rows[4:])):
-        commit_files(run, ("rl", iteration, f"rollouts/round-0/shard-{shard:03d}"), {"rollouts.parquet": only(part, ROLLOUTS)})
+        commit_files(
+            run, ("rl", iteration, f"rollouts/round-0/shard-{shard:03d}"), {"rollouts.parquet": only(part, ROLLOUTS)}
+        )
 
 
 def commit_scored(run: Run, iteration: int, reward: float = 1.0) -> None:
@@ -107,10 +115,14 @@ def made(store: Store) -> Run:
     write_bytes(store, run.folder("rl", 2, "scores/round-0"), "died", "scores.parquet", only(rows_of(7, 100.0), SCORES))
     store.put(f"{run.folder('rl', 0, 'policy')}/{PRUNED}", b"{}")
     commit_whole(fork(run, 0, override_config(run.config, ["run=b", "rl.clip_high=0.4"])), 1)
-    commit_trained(fork(run, 1, override_config(run.config, ["run=c", "rl.estimator='rloo'"]), "filter"), 1, advantage=9.0)
+    commit_trained(
+        fork(run, 1, override_config(run.config, ["run=c", "rl.estimator='rloo'"]), "filter"), 1, advantage=9.0
+    )
     commit_gaps(fork(run, 0, override_config(run.config, ["run=b", "rl.clip_high=0.4"])), 1)
     alone = create_or_continue(tiny(store, "run=s", "rl.num_iterations=0"))
-    commit_files(alone, ("sft", 0, "policy"), {"config.json": b"{}"}, {"losses": [3.0, 2.0], "train/loss": 2.0}, version=0)
+    commit_files(
+        alone, ("sft", 0, "policy"), {"config.json": b"{}"}, {"losses": [3.0, 2.0], "train/loss": 2.0}, version=0
+    )
     evaluated = {"evaluation.parquet": only(rows_of(0)[:2], SCORES)}
     commit_files(alone, ("sft", 0, "evaluation"), evaluated, {"words_greedy": 0.25, "words_pass_at_4": 0.5}, version=0)
     return run
@@ -138,7 +150,9 @@ def test_half_of_a_surrogate_pair_ends_in_one_line(whole: Store) -> None:
     """In a query; in a name of a column, a value and JSON control characters are escapes."""
     for query in ("select '\udcff'", 'select 1 as "\ud800"', "\udcff"):
         refused = sql(whole, query)
-        assert refused.exit_code == 2 and "half of a surrogate pair" in refused.output and refused.output.count("\n") == 1
+        assert (
+            refused.exit_code == 2 and "half of a surrogate pair" in refused.output and refused.output.count("\n") == 1
+        )
     for kind in ("table", "csv", "json"):
         answer = sql(whole, 'select chr(27) || chr(127) || chr(8238) as "a\x1b"', "--format", kind)
         assert answer.exit_code == 0 and not re.search(r"[\x1b\x7f\u202e]", answer.output), answer.output
@@ -149,14 +163,15 @@ def test_what_was_scored_is_seen_once_and_nothing_of_an_attempt_that_died(store:
     """On a disk and on S3."""
     made(store)
     counted = rows(
-        store, "select run, iteration, made_by, count(*), sum(reward), count(reward) from rollouts group by all order by all"
+        store,
+        "select run, iteration, made_by, count(*), sum(reward), count(reward) from rollouts group by all order by all",
     )
     assert counted == [
         ("a", 0, "a", 6, 1.0, 4), ("a", 1, "a", 6, 1.0, 4), ("a", 2, "a", 6, None, 0), ("b", 1, "b", 6, 1.0, 4), ("c", 1, "a", 6, 1.0, 4),
     ]  # fmt: skip
-    assert rows(store, "select iteration, num_tokens, num_prompt_tokens, completion from rollouts where run = 'b' limit 1") == [
-        (1, 3, 2, "1 0 0")
-    ]
+    assert rows(
+        store, "select iteration, num_tokens, num_prompt_tokens, completion from rollouts where run = 'b' limit 1"
+    ) == [(1, 3, 2, "1 0 0")]
 
 
 def test_the_gap_of_every_trained_token_is_asked_for(whole: Store) -> None:
@@ -189,7 +204,8 @@ def test_a_fork_lists_what_it_shares_and_who_made_it(whole: Store) -> None:
     history = "select i.iteration, count(*) from iterations i join scores s on (s.run, s.iteration) = (i.made_by, i.iteration) where i.run = 'b'"
     assert rows(whole, f"{history} group by all order by all") == [(0, 4), (1, 4)]
     runs = rows(
-        whole, "select run, forked_from, fork_at, redo, num_segments, num_iterations, reward_mean from runs order by run"
+        whole,
+        "select run, forked_from, fork_at, redo, num_segments, num_iterations, reward_mean from runs order by run",
     )
     assert runs == [("a", None, None, None, 0, 2, 0.25), ("b", "a", 0, None, 0, 2, 0.25), ("c", "a", 0, "filter", 0, 2, 0.25),
                     ("s", None, None, None, 1, 0, None)]  # fmt: skip
@@ -206,7 +222,9 @@ def test_a_run_of_sft_alone_and_a_pruned_policy_are_listed(whole: Store) -> None
         ("a", 1, 2, False, 2, 2026),
         ("s", 0, 0, False, 2, 2026),
     ]
-    assert rows(whole, "select iteration, answer from prompts where prompt_id = 'p/2' and run = 'b'") == [(1, "answer 2")]
+    assert rows(whole, "select iteration, answer from prompts where prompt_id = 'p/2' and run = 'b'") == [
+        (1, "answer 2")
+    ]
 
 
 def test_an_empty_store_has_views_without_rows(tmp_path: Path) -> None:
@@ -222,7 +240,9 @@ def test_what_is_damaged_is_named_and_left_out(tmp_path: Path) -> None:
     run = made(store)
     key = f"{run.folder('rl', 0, 'scores/round-0')}/manifest.json"
     store.put(key, store.read(key)[:-30])
-    result = sql(store, "select run, iteration, count(*) as n from scores where run = 'a' group by all", "--format", "csv")
+    result = sql(
+        store, "select run, iteration, count(*) as n from scores where run = 'a' group by all", "--format", "csv"
+    )
     assert result.exit_code == 1 and result.stdout.splitlines() == ["run,iteration,n", "a,1,4"]
     assert re.search(rf"^FAULT {store.address(key)} is damaged, or of another version", result.stderr, re.M)
     assert sql(store, "select count(*) from scores", "--run", "b").exit_code == 0

@@ -26,7 +26,14 @@ REWARDS, FILTERS, CLIP, ESTIMATOR = "rl.rewards={exact = 1.0}", "rl.filters={}",
 
 @pytest.mark.parametrize(
     ("redo", "override"),
-    [("score", REWARDS), ("score", FILTERS), ("score", CLIP), ("filter", FILTERS), ("filter", ESTIMATOR), ("train", CLIP)],
+    [
+        ("score", REWARDS),
+        ("score", FILTERS),
+        ("score", CLIP),
+        ("filter", FILTERS),
+        ("filter", ESTIMATOR),
+        ("train", CLIP),
+    ],
 )
 def test_what_comes_after_the_shared_stages_may_change(run: Run, redo: str, override: str) -> None:
     check_redo(run, 3, override_config(run.config, ["run=b", override]), redo)
@@ -39,7 +46,11 @@ def test_what_comes_after_the_shared_stages_may_change(run: Run, redo: str, over
         ("train", REWARDS, r"rl\.rewards cannot change .*: use --redo score"),
         ("train", FILTERS, r"--redo train shares batch, so rl\.filters cannot change .*: use --redo filter"),
         ("train", ESTIMATOR, r"rl\.estimator cannot change \('grpo' -> 'rloo'\): use --redo filter"),
-        ("score", "rl.temperature=0.5", r"shares rollouts, so rl\.temperature cannot.* without --redo \(rlpipe fork a --at 2"),
+        (
+            "score",
+            "rl.temperature=0.5",
+            r"shares rollouts, so rl\.temperature cannot.* without --redo \(rlpipe fork a --at 2",
+        ),
         ("score", "rl.num_prompts=5", r"shares prompts, so rl\.num_prompts cannot"),
         ("generate", CLIP, "--redo generate: use one of score, filter, train"),
     ],
@@ -112,7 +123,12 @@ def test_the_changes_are_told_metric_by_metric(run: Run) -> None:
     redone = Run(run.store, override_config(run.config, ["run=b"]), run, fork_at=2, redo="filter")
     told = {
         "a": {"rollout/reward_mean": 0.5, "train/loss": 0.25, "time/iteration_s": 1.0},
-        "b": {"rollout/reward_mean": 0.5, "train/loss": 0.5, "rollout/groups_dropped_low_reward": 3, "time/iteration_s": 2.0},
+        "b": {
+            "rollout/reward_mean": 0.5,
+            "train/loss": 0.5,
+            "rollout/groups_dropped_low_reward": 3,
+            "time/iteration_s": 2.0,
+        },
     }
     for each in (run, redone):
         each.store.create(each.iteration_key(3), canonical_json(record_of(each, 3, told[each.name], {})))

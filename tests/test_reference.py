@@ -65,7 +65,11 @@ def made(config: PipelineConfig, vocabulary: dict[str, int] = VOCABULARY) -> Run
 def folder_of(tmp_path: Path, weights: bytes = b"first") -> Path:
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
-    for name, data in (("config.json", b"{}"), ("tokenizer.json", tokenizer(VOCABULARY)), ("model.safetensors", weights)):
+    for name, data in (
+        ("config.json", b"{}"),
+        ("tokenizer.json", tokenizer(VOCABULARY)),
+        ("model.safetensors", weights),
+    ):
         (folder / name).write_bytes(data)
     return folder
 
@@ -120,7 +124,10 @@ async def test_a_fork_has_its_parent_s_reference_or_its_own_and_replays_with_the
     other = fork(parent, 0, override_config(parent.config, ["run=c", "rl.reference=run:newer"]))
     assert not other.has_reference
     newer = (await prepared(other, tmp_path)).ref
-    assert newer.folder == "runs/c/base/reference" and (other_reference(other, 0), other_reference(other, 1)) == (own, newer)
+    assert newer.folder == "runs/c/base/reference" and (other_reference(other, 0), other_reference(other, 1)) == (
+        own,
+        newer,
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,9 @@ def test_another_vocabulary_is_refused_by_name(other: bytes, said: str) -> None:
         check_vocabulary("x", tokenizer(VOCABULARY), other)
 
 
-def test_preflight_refuses_a_reference_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_refuses_a_reference_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_source, "tensor_shapes", lambda folder: {})
     monkeypatch.setattr(Content, "_tried", lambda content, field, folder, sized: TriedModel(1, "packed", None))
     (fault,) = look_at(with_kl(tmp_path, folder_of(tmp_path))).faults

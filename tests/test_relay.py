@@ -62,7 +62,9 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.store = folder, open_store(f"file://{folder}/store")
-        records = [FileRecord(f"try/{name}", len(data), hashlib.sha256(data).hexdigest()) for name, data in FILES.items()]
+        records = [
+            FileRecord(f"try/{name}", len(data), hashlib.sha256(data).hexdigest()) for name, data in FILES.items()
+        ]
         for name, data in FILES.items():
             path = folder / "trainer" / FOLDER / "try" / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +98,9 @@ class World:
 
     def share(self) -> None:
         """The large file was made on the second node, and lies there alone."""
-        source, target = (root / FOLDER / "try" / LARGE for root in (self.folder / "trainer", self.folder / "trainer-1"))
+        source, target = (
+            root / FOLDER / "try" / LARGE for root in (self.folder / "trainer", self.folder / "trainer-1")
+        )
         target.parent.mkdir(parents=True)
         source.rename(target)
         places = [NodeDisk(str(self.folder / "nowhere"), url) for url in (TRAINER, SECOND)]
@@ -113,7 +117,9 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     made = World(tmp_path)
     trainers = {TRAINER: made.trainer, SECOND: made.second}
-    monkeypatch.setattr(module, "file_server", lambda url, key: trainers[url] if url in trainers else FileServer(url, key))
+    monkeypatch.setattr(
+        module, "file_server", lambda url, key: trainers[url] if url in trainers else FileServer(url, key)
+    )
     yield made
     for runner in made.runners:
         await runner.cleanup()
@@ -138,7 +144,9 @@ async def test_each_node_of_the_trainer_sends_the_files_that_it_made(world: Worl
     assert sorted(world.trainer.sent) == [(name, start) for name, start in PARTS_ONCE if name != LARGE]
 
 
-async def test_a_node_of_the_trainer_that_dies_in_the_midst_is_replaced_by_the_store_and_the_others_go_on(world: World) -> None:
+async def test_a_node_of_the_trainer_that_dies_in_the_midst_is_replaced_by_the_store_and_the_others_go_on(
+    world: World,
+) -> None:
     hosts = [await world.host() for _ in range(2)]
     world.share()
     world.second.dies_after = 2
@@ -214,7 +222,10 @@ async def test_only_parts_of_what_is_fetched_are_given_and_only_with_the_key(
 
     async def status(key: str, wanted: str, bearer: str = host.key) -> int:
         headers = {"Authorization": f"Bearer {bearer}", "Range": wanted}
-        async with aiohttp.ClientSession() as session, session.get(f"{host.relay.url}/{key}", headers=headers) as response:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{host.relay.url}/{key}", headers=headers) as response,
+        ):
             assert response.status != 206 or await response.read() == FILES[LARGE][:PART_BYTES]
             return response.status
 
@@ -260,11 +271,15 @@ def test_a_new_policy_takes_the_place_of_what_was_passed_on(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_parts", [0, 1, 2, 6, 20])
-def test_the_order_has_every_part_once_and_own_ones_a_round_before_they_are_needed(num_nodes: int, num_parts: int) -> None:
+def test_the_order_has_every_part_once_and_own_ones_a_round_before_they_are_needed(
+    num_nodes: int, num_parts: int
+) -> None:
     size = num_parts * PART_BYTES - (num_parts > 0)
     orders = [order_of_parts(size, place, num_nodes) for place in range(num_nodes)]
     assert all(sorted(order) == [*range(0, size, PART_BYTES)] for order in orders)
     for place, order in enumerate(orders):
         for other in orders:
-            for start in (start for start in order if owner_of(start, num_nodes) == place and start >= num_nodes * PART_BYTES):
+            for start in (
+                start for start in order if owner_of(start, num_nodes) == place and start >= num_nodes * PART_BYTES
+            ):
                 assert order.index(start) <= other.index(start), (place, start)

@@ -89,7 +89,9 @@ def commit_batch(run: Run, iteration: int) -> ArtifactRef:
     folder = run.folder("rl", iteration, "batch/round-0")
     file = write_bytes(run.store, folder, "a1", "batch.parquet", to_parquet([fill(row, BATCH) for row in rows], BATCH))
     metrics = {"empty_groups": [], "rollout/num_tokens_stale": 0}
-    manifest = Manifest(run.name, "rl", iteration, "batch/round-0", {}, "0", {}, [file], metrics, None, "x", MOMENT, MOMENT)
+    manifest = Manifest(
+        run.name, "rl", iteration, "batch/round-0", {}, "0", {}, [file], metrics, None, "x", MOMENT, MOMENT
+    )
     return commit(run.store, folder, manifest)[0]
 
 
@@ -122,7 +124,9 @@ def present(run: Run) -> list[int]:
     return [version for version in range(1, ITERATIONS + 1) if not is_pruned(run.store, run.policy(version)[0].folder)]
 
 
-@pytest.mark.parametrize(("sets", "num_replayed"), [(PRUNED, 3), (PRUNED[:1], 1)], ids=["from the start", "from a state"])
+@pytest.mark.parametrize(
+    ("sets", "num_replayed"), [(PRUNED, 3), (PRUNED[:1], 1)], ids=["from the start", "from a state"]
+)
 async def test_a_fork_of_a_pruned_policy_has_the_bits_of_a_run_that_kept_it(
     tmp_path: Path, sets: list[str], num_replayed: int
 ) -> None:
@@ -155,7 +159,9 @@ async def test_killed_before_any_file_was_put_back_it_is_whole_after_the_next_tr
         session, count = session_of(child, tmp_path), iter(range(100))
         put_file, delete = child.store.put_file, child.store.delete
 
-        def put_or_die(key: str, source: Path, nth: int = nth, put_file: object = put_file, count: object = count) -> None:
+        def put_or_die(
+            key: str, source: Path, nth: int = nth, put_file: object = put_file, count: object = count
+        ) -> None:
             if next(count) == nth:  # type: ignore[call-overload]
                 raise Killed
             put_file(key, source)  # type: ignore[operator]
@@ -203,7 +209,9 @@ async def test_a_trainer_that_makes_other_bits_writes_nothing_and_both_hashes_ar
     assert audit.unreferenced(child) == []
 
 
-async def test_an_export_makes_it_again_and_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_export_makes_it_again_and_leaves_the_store_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = await made(tmp_path, *PRUNED)
     monkeypatch.chdir(tmp_path)
     trainer = TrainerHere(tmp_path, "a")
@@ -222,7 +230,9 @@ async def test_an_export_makes_it_again_and_leaves_the_store_as_it_was(tmp_path:
     assert len(trainer.trained) == 4, "what is there is copied"
 
 
-async def test_differences_keep_their_bases_and_come_back_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_differences_keep_their_bases_and_come_back_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = await made(tmp_path / "whole")
     run = await made(tmp_path / "pruned", "checkpoint.full_every=3", "checkpoint.keep_policies_last=2")
     assert present(run) == [3, 4, 5, 6], "5 is a difference to 4, and 4 to 3, which is whole"

@@ -69,7 +69,9 @@ def test_a_start_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is the record of run 'b'"):
         last_started(store, "a")
     path.write_text(json.dumps({**other, "config": {**other["config"], "of_another_version": 1}}))
-    with pytest.raises(ConfigRefused, match=r"start\.json was written by rlpipe .*this version refuses of_another_version"):
+    with pytest.raises(
+        ConfigRefused, match=r"start\.json was written by rlpipe .*this version refuses of_another_version"
+    ):
         last_started(store, "a")
     record_start(store, run.config)
     assert audit.verify(run) == (0, []), "the next start mends it"

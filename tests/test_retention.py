@@ -48,10 +48,14 @@ def run_of(store: Store, *sets: str) -> Run:
 
 def commit_files(run: Run, iteration: int, stage: str) -> ArtifactRef:
     folder = run.folder("rl", iteration, stage)
-    files = [write_bytes(run.store, folder, "a1", name, f"{name} {iteration}".encode()) for name in ("one.bin", "two.bin")]
+    files = [
+        write_bytes(run.store, folder, "a1", name, f"{name} {iteration}".encode()) for name in ("one.bin", "two.bin")
+    ]
     version = iteration + 1 if stage == "policy" else None
     return commit(
-        run.store, folder, Manifest(run.name, "rl", iteration, stage, {}, "0", {}, files, {}, version, "x", MOMENT, MOMENT)
+        run.store,
+        folder,
+        Manifest(run.name, "rl", iteration, stage, {}, "0", {}, files, {}, version, "x", MOMENT, MOMENT),
     )[0]
 
 
@@ -97,7 +101,10 @@ def there(run: Run, stage: str = "policy") -> list[int]:
 
 
 @given(
-    last=st.integers(0, 9), every=st.integers(0, 9), newest=st.integers(0, 60), pinned=st.sets(st.integers(-2, 70), max_size=6)
+    last=st.integers(0, 9),
+    every=st.integers(0, 9),
+    newest=st.integers(0, 60),
+    pinned=st.sets(st.integers(-2, 70), max_size=6),
 )
 def test_the_newest_stay_those_at_equal_distances_and_what_is_pinned_and_no_more(
     last: int, every: int, newest: int, pinned: set[int]
@@ -123,7 +130,9 @@ def test_the_newest_states_stay_and_those_that_forks_go_on_from(states: set[int]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(chain=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", *SHARED_BY_REDO]), st.integers(0, 4)), max_size=5))
+@given(
+    chain=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", *SHARED_BY_REDO]), st.integers(0, 4)), max_size=5)
+)
 def test_what_forks_of_forks_begin_from_is_pinned_in_the_run_that_has_it(
     tmp_path_factory: pytest.TempPathFactory, chain: list[tuple[int, str, int]]
 ) -> None:
@@ -165,7 +174,9 @@ def test_what_a_run_keeps_while_it_goes_on(store: Store) -> None:
     assert gone.command == "rlpipe fork a --at 5 --run NEW"
 
 
-def test_everything_stays_where_nobody_asked_for_less_and_other_numbers_hold_from_the_next_start_on(tmp_path: Path) -> None:
+def test_everything_stays_where_nobody_asked_for_less_and_other_numbers_hold_from_the_next_start_on(
+    tmp_path: Path,
+) -> None:
     store = open_store(f"file://{tmp_path}")
     run = run_of(store)
     commit_iterations(run, 9)
@@ -248,7 +259,11 @@ def test_what_is_missing_without_being_pruned_is_a_fault_and_so_is_what_is_wrong
     document = store.read(f"{pruned}/{PRUNED}")
     store.put(f"{run.folder('rl', 2, 'policy')}/{PRUNED}", document)
     faults = sorted(fault.partition("runs/a/rl/")[2] for fault in audit.verify(run)[1])
-    assert [fault.split()[0] for fault in faults] == ["00001/policy/a1/two.bin", "00002/policy:", "00011/policy/a1/one.bin"]
+    assert [fault.split()[0] for fault in faults] == [
+        "00001/policy/a1/two.bin",
+        "00002/policy:",
+        "00011/policy/a1/one.bin",
+    ]
     assert "has 7 bytes; its manifest says 9" in faults[0] and "is that of policy of iteration 1 of run a" in faults[1]
     assert "is missing from the store" in faults[2]
     store.put(f"{run.folder('rl', 2, 'policy')}/{PRUNED}", document.replace(b"policy", b"strange"))
@@ -261,7 +276,8 @@ def test_gc_leaves_what_is_known_of_pruned_artifacts_and_who_works_for_the_run(s
     prune(run)
     held = lease.acquire(store, run.root)
     others = [
-        f"{run.root}/{name}" for name in ("services/engines/host-1.json", "services/trainer/node-0.json", "approval/rl.json")
+        f"{run.root}/{name}"
+        for name in ("services/engines/host-1.json", "services/trainer/node-0.json", "approval/rl.json")
     ]
     for key in others:
         store.put(key, b"{}")
@@ -378,7 +394,9 @@ def test_what_fails_in_the_middle_is_finished_by_the_next_pass_though_a_fork_beg
     assert "the network is gone" in caplog.text and there(run) == [5, 6, 7]
 
 
-def test_nothing_is_pruned_while_a_run_of_the_store_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_pruned_while_a_run_of_the_store_cannot_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = open_store(f"file://{tmp_path}")
     run = run_of(store, *KEPT)
     commit_iterations(run, 12)
@@ -398,7 +416,9 @@ def test_a_wait_for_a_holder_that_does_not_go_on_ends(tmp_path: Path, monkeypatc
     assert prune_until_killed(run, 2)
     monkeypatch.setattr("rlpipe.store.pruned.WAIT_S", 0.2)
     monkeypatch.setattr("rlpipe.store.pruned.POLL_S", 0.1)
-    with pytest.raises(StoreError, match=r"00000/policy is being pruned by pid \d+ on host .*, and was not done after 0\.2 s"):
+    with pytest.raises(
+        StoreError, match=r"00000/policy is being pruned by pid \d+ on host .*, and was not done after 0\.2 s"
+    ):
         wait_until_pruned(store, run.folder("rl", 0, "policy"))
     held.release()
     assert wait_until_pruned(store, run.folder("rl", 0, "policy"))
@@ -409,7 +429,9 @@ def test_what_is_kept_may_change_between_two_starts_and_has_rules(tmp_path: Path
     run_of(store)
     assert run_of(store, *KEPT).config.checkpoint.keep_states == 1
     overlap = ["rl.overlap=iteration", "rl.importance=token_truncate"]
-    with pytest.raises(UserError, match=r"^checkpoint\.keep_policies_last=1: with rl\.overlap='iteration' the version before"):
+    with pytest.raises(
+        UserError, match=r"^checkpoint\.keep_policies_last=1: with rl\.overlap='iteration' the version before"
+    ):
         read_config("tiny", [*overlap, "checkpoint.keep_policies_last=1"], PRESETS)
     for number in (0, 2):
         read_config("tiny", [*overlap, f"checkpoint.keep_policies_last={number}"], PRESETS)
@@ -435,7 +457,10 @@ def test_an_export_is_whole_or_not_there_and_takes_nobody_s_folder(store: Store,
     prune(run)
     assert committed_version(run, None) == 12
     assert exported(run, "--to", target) == (0, f"version 12 of run a is in {target}\n")
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == {"one.bin": b"one.bin 11", "two.bin": b"two.bin 11"}
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == {
+        "one.bin": b"one.bin 11",
+        "two.bin": b"two.bin 11",
+    }
     assert [path.name for path in target.parent.iterdir()] == ["folder"]
     code, output = exported(run, "--to", target, "--version", "5")
     assert code == 2 and f"--to {target}: something is there already" in output.replace("\n", "")
@@ -451,7 +476,9 @@ def test_an_export_is_whole_or_not_there_and_takes_nobody_s_folder(store: Store,
     assert code == 2 and "--set rl.clip_high=0.5" in output
 
 
-async def test_a_pruned_version_is_not_exported_from_a_run_that_is_worked_on_or_without_a_trainer(tmp_path: Path) -> None:
+async def test_a_pruned_version_is_not_exported_from_a_run_that_is_worked_on_or_without_a_trainer(
+    tmp_path: Path,
+) -> None:
     store = open_store(f"file://{tmp_path}/store")
     run = run_of(store, *KEPT)
     folder = run.folder("base", 0, "policy")
@@ -462,7 +489,9 @@ async def test_a_pruned_version_is_not_exported_from_a_run_that_is_worked_on_or_
     with pytest.raises(UserError, match=r"trainer\.place='deployment'.*rlpipe fork a --at 1 --run NEW"):
         await export_policy(elsewhere, 2, tmp_path / "policy")
     held = lease.acquire(store, run.root)
-    with pytest.raises(UserError, match=r"version 2 was pruned, and run a is held by pid .*rlpipe fork a --at 1 --run NEW"):
+    with pytest.raises(
+        UserError, match=r"version 2 was pruned, and run a is held by pid .*rlpipe fork a --at 1 --run NEW"
+    ):
         await export_policy(run.config, 2, tmp_path / "policy")
     held.release()
     assert not (tmp_path / "policy").exists()

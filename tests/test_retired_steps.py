@@ -63,7 +63,8 @@ async def batched(world: World) -> list[tuple[int, int]]:
     await filter_groups(world.session, prompts=[prompts.ref], scores=[scores.ref], **at)
     places = {
         name: [
-            (row["group_index"], row["rollout_index"]) for row in world.rows(0, f"{name}/round-0", f"{name}.parquet", columns)
+            (row["group_index"], row["rollout_index"])
+            for row in world.rows(0, f"{name}/round-0", f"{name}.parquet", columns)
         ]
         for name, columns in (("scores", SCORES), ("batch", BATCH))
     }
@@ -126,7 +127,8 @@ async def test_what_was_made_of_steps_is_made_again_wherever_it_is_cut_short(
         older.setattr(generation, "shard_places", places_by_step)
         prompts, shards = await sampled(left)
     steps = [
-        await commit_plain(left, f"steps/step-{step:03d}", prompts=prompts.ref, rollouts=shards[step]) for step in range(4)
+        await commit_plain(left, f"steps/step-{step:03d}", prompts=prompts.ref, rollouts=shards[step])
+        for step in range(4)
     ]
     scores = await commit_plain(left, "scores/round-0", prompts=prompts.ref, steps=steps[0])
     batch = await commit_plain(left, "batch/round-0", scores=scores)

@@ -13,7 +13,9 @@ from rlpipe.stages.iteration import _curve
 
 def falls(rewards: list[float]) -> list[int]:
     """The iterations at which a fall is seen."""
-    return [last for last in range(len(rewards)) if fall([[at, reward] for at, reward in enumerate(rewards[: last + 1])])]
+    return [
+        last for last in range(len(rewards)) if fall([[at, reward] for at, reward in enumerate(rewards[: last + 1])])
+    ]
 
 
 def noisy(seed: int, num_iterations: int) -> np.ndarray:

@@ -35,7 +35,10 @@ def test_format_and_exact_of_a_megabyte(mark: str) -> None:
 
 @pytest.mark.parametrize(
     ("args", "rewards"),
-    [({"target": 10}, {0: 0.0, 5: 0.5, 10: 1.0, 15: 0.5, 20: 0.0, 1000: 0.0}), ({"max": 10}, {0: 1.0, 10: 1.0, 11: 0.0})],
+    [
+        ({"target": 10}, {0: 0.0, 5: 0.5, 10: 1.0, 15: 0.5, 20: 0.0, 1000: 0.0}),
+        ({"max": 10}, {0: 1.0, 10: 1.0, 11: 0.0}),
+    ],
 )
 def test_length(args: dict[str, Any], rewards: dict[int, float]) -> None:
     reward = resolve("length", args)
@@ -49,7 +52,9 @@ def test_overlong_is_dapos() -> None:
 
 
 @given(st.integers(2, 5000), st.integers(0, 10_000), st.data())
-def test_overlong_never_rewards_and_never_rises_with_length(tokens_max: int, num_tokens: int, data: st.DataObject) -> None:
+def test_overlong_never_rewards_and_never_rises_with_length(
+    tokens_max: int, num_tokens: int, data: st.DataObject
+) -> None:
     reward = resolve("overlong", {"tokens_max": tokens_max, "buffer": data.draw(st.integers(1, tokens_max - 1))})
     here, next_one = (reward(PROMPT, "", facts(tokens)) for tokens in (num_tokens, num_tokens + 1))
     assert next_one <= here <= 0

@@ -265,7 +265,9 @@ def test_a_check_with_a_nan_is_an_error_and_no_zero() -> None:
 def test_the_log_names_the_confinement(
     is_full: bool, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runner, "check_interpreter", lambda python: runner.Confinement(f"walls around {python}", is_full))
+    monkeypatch.setattr(
+        runner, "check_interpreter", lambda python: runner.Confinement(f"walls around {python}", is_full)
+    )
     with caplog.at_level(logging.INFO):
         check_time({"python": "/a/python"}, 10.0)
     (record,) = caplog.records

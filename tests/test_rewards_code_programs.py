@@ -79,9 +79,7 @@ ENDINGS = [
     "help, license, copyright, credits",
 ]
 STACKS = ["(-1, -1)", "(2**28, 2**28)", "[2**29, -1]", "(resource.getrlimit(resource.RLIMIT_STACK)[1],) * 2"]
-DEEP = (
-    "sys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\ndef f(n): return n and 1 + f(n - 1)\nassert f(20_000) == 20_000"
-)
+DEEP = "sys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\ndef f(n): return n and 1 + f(n - 1)\nassert f(20_000) == 20_000"
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -96,14 +94,14 @@ def test_a_program_that_says_it_failed_has(ending: str, reward: Reward) -> None:
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_a_program_may_raise_its_stack(stack: str, reward: Reward) -> None:
-    source = (
-        f"import resource, sys, threading\nresource.setrlimit(resource.RLIMIT_STACK, {stack})\n{DEEP}\nprint(2 * int(input()))"
-    )
+    source = f"import resource, sys, threading\nresource.setrlimit(resource.RLIMIT_STACK, {stack})\n{DEEP}\nprint(2 * int(input()))"
     assert reward(prompt(TWICE), block(source)) == 1.0
 
 
 def test_a_program_may_have_a_name_that_site_adds(reward: Reward) -> None:
-    assert reward(prompt("assert help(2) == license(2) == 4"), block("def help(x): return 2 * x\nlicense = help")) == 1.0
+    assert (
+        reward(prompt("assert help(2) == license(2) == 4"), block("def help(x): return 2 * x\nlicense = help")) == 1.0
+    )
 
 
 @pytest.mark.parametrize(

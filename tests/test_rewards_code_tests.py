@@ -110,7 +110,9 @@ def test_a_decimal_in_the_function_form_is_a_fault_and_no_zero(reward: Reward) -
     given = prompt({"inputs": [[1]], "outputs": [[0.5]], "fn_name": "f"})
     with pytest.raises(ValueError, match="only plain values are compared"):
         reward(given, block("import decimal\ndef f(x): return [decimal.Decimal('0.5')]"))
-    assert reward(given, block("class Same:\n    def __eq__(self, other): return True\ndef f(x): return [Same()]")) == 0.0
+    assert (
+        reward(given, block("class Same:\n    def __eq__(self, other): return True\ndef f(x): return [Same()]")) == 0.0
+    )
     assert reward(given, block("class Other: pass\ndef f(x): return Other()")) == 0.0
 
 
@@ -125,7 +127,15 @@ def f(x): return Yes()
 
 @pytest.mark.parametrize(
     "tests",
-    ["abs(f(2) - 4.0) < 1e-6", "abs(4.0 - f(2)) < 1e-6", "f(2) > 3", "3 < f(2)", "3 in f(2)", "f(2) == 3", "f(2) in [3]"],
+    [
+        "abs(f(2) - 4.0) < 1e-6",
+        "abs(4.0 - f(2)) < 1e-6",
+        "f(2) > 3",
+        "3 < f(2)",
+        "3 in f(2)",
+        "f(2) == 3",
+        "f(2) in [3]",
+    ],
 )
 def test_an_object_that_says_yes_to_all_passes_nothing(tests: str, reward: Reward) -> None:
     score = 0.0

@@ -37,7 +37,8 @@ def test_math_is_right_on_all_pairs_but_those_that_the_docs_list() -> None:
     assert len({pair[:2] for pair in pairs}) == len(pairs)
     found = [(answer, completion, truth, plain(answer, completion), ours(answer, completion)) for answer, completion, truth in pairs]  # fmt: skip
     listed = [
-        (answer, completion, *(said == "yes" for said in rest)) for answer, completion, *rest in ROW.findall(DOCS.read_text())
+        (answer, completion, *(said == "yes" for said in rest))
+        for answer, completion, *rest in ROW.findall(DOCS.read_text())
     ]
     assert [row for row in found if len(set(row[2:])) > 1] == listed
     assert sum(row[2] != row[4] for row in found) < sum(row[2] != row[3] for row in found)
@@ -103,7 +104,12 @@ MULTIPLIED_OUT = [
 @pytest.mark.parametrize("formula", HUGE + MULTIPLIED_OUT)
 def test_what_is_too_long_to_be_worked_out_is_compared_as_text(formula: str) -> None:
     assert read_reference(formula).values is None
-    for completion in (f"\\boxed{{{formula}}}", f"so ${formula}$", f"so {formula}", f"${formula}$ and so $\\text{{no}}$"):
+    for completion in (
+        f"\\boxed{{{formula}}}",
+        f"so ${formula}$",
+        f"so {formula}",
+        f"${formula}$ and so $\\text{{no}}$",
+    ):
         assert not ours("42", completion) and not ours("2^{1000}", completion)
     assert ours(formula, f"\\boxed{{{formula}}}") and not ours(formula, "\\boxed{42}")
 
@@ -158,7 +164,9 @@ def test_a_reference_is_as_text_where_numbers_of_it_would_be_lost() -> None:
     assert all(ours(reference, f"\\boxed{{{reference}}}") for rows in HARD.values() for reference, *_ in rows)
 
 
-@pytest.mark.parametrize("mark", ["(", "{", "[", "$", "-", "1+", "1 ", "\\boxed{", "\\frac{", "<answer>", "####", "answer "])
+@pytest.mark.parametrize(
+    "mark", ["(", "{", "[", "$", "-", "1+", "1 ", "\\boxed{", "\\frac{", "<answer>", "####", "answer "]
+)
 @pytest.mark.parametrize("name", ["math", "deepscaler"])
 def test_a_megabyte_of_one_mark_is_wrong_and_no_error(mark: str, name: str) -> None:
     assert not ours("42", "<think></think>" + mark * (BIG // len(mark)), name)
@@ -188,7 +196,13 @@ def test_the_answer_at_the_end_of_a_long_completion_counts() -> None:
     assert ours("42", "<answer>41</answer>" + "so " * 20_000 + "<answer>42</answer>")
 
 
-SEVERAL = ["from 3 to 5 apples", "3 apples and 5 pears", "2 1/2 cups", "5 km per 1 hour", "She buys 3. #### 3 or 5 apples"]
+SEVERAL = [
+    "from 3 to 5 apples",
+    "3 apples and 5 pears",
+    "2 1/2 cups",
+    "5 km per 1 hour",
+    "She buys 3. #### 3 or 5 apples",
+]
 
 
 @pytest.mark.parametrize("answer", [None, "", "Paris", "####", "no number here", *SEVERAL])

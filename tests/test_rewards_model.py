@@ -85,10 +85,23 @@ def pid_of(pool: RewardPool) -> int:
 
 
 @pytest.mark.e2e
-def test_it_scores_what_transformers_does_and_survives_its_process(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_scores_what_transformers_does_and_survives_its_process(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     name = f"hf:{folder}"
     args = {name: {"batch_size": 3, "tokens_max": CONTEXT_TOKENS, "output": 1}}
-    completions = ["5", "It is 4.", "", "ab " * 40, "x", "[" * 1_000_000, "\x00\ud800", "<|end|>", "(" * 10_000_000, "5"]
+    completions = [
+        "5",
+        "It is 4.",
+        "",
+        "ab " * 40,
+        "x",
+        "[" * 1_000_000,
+        "\x00\ud800",
+        "<|end|>",
+        "(" * 10_000_000,
+        "5",
+    ]
     texts = [text.encode(errors="replace").decode() for text in completions]
     with RewardPool({name: 2.0, "exact": 1.0}, args, workers=1, timeout_s=DEADLINE_S) as pool:
         scores = pool.score([item(text) for text in texts])
@@ -124,7 +137,9 @@ def test_a_rollout_of_several_turns_is_a_conversation(folder: Path) -> None:
     assert scores[0].reward != scores[1].reward
 
 
-def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"hf:{folder}"
     items = [item(str(number)) for number in range(5)]
     for losses_max, reasons in ((8, [None] * 5), (0, ["reward_crash"] * 5)):
@@ -183,7 +198,8 @@ def test_they_are_named_before_a_run_begins_and_where_it_scores(folder: Path, tm
 
 
 @pytest.mark.parametrize(
-    "config", [b"[]", b"{", b'{"architectures": [5]}', b'{"architectures": "x"}', b'{"architectures": {}, "id2label": [1]}']
+    "config",
+    [b"[]", b"{", b'{"architectures": [5]}', b'{"architectures": "x"}', b'{"architectures": {}, "id2label": [1]}'],
 )
 def test_an_odd_config_is_one_line(config: bytes, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "m")

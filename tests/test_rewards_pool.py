@@ -129,7 +129,9 @@ def test_every_misbehaviour_has_its_reason_and_harms_no_other(hasty: RewardPool)
         ("text", ["behave is '1.0'", "finite number"]),
     ],
 )
-def test_the_first_fault_is_told(hasty: RewardPool, completion: str, said: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_fault_is_told(
+    hasty: RewardPool, completion: str, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     hasty.score(items("1", completion))
     assert hasty.last_error is not None
     assert all(part in hasty.last_error for part in said), hasty.last_error
@@ -148,7 +150,14 @@ def test_a_reward_that_never_answers_is_given_up(folder: Path, monkeypatch: pyte
     with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=PIPELINE_S) as pool:
         crashed = pool.score(items(*["kill"] * 5000))
         assert {score.reason for score in crashed} == {"reward_crash"}
-        assert [score.reward for score in pool.score(items("1", *["kill"] * 4, "2"))] == [1.0, None, None, None, None, 2.0]
+        assert [score.reward for score in pool.score(items("1", *["kill"] * 4, "2"))] == [
+            1.0,
+            None,
+            None,
+            None,
+            None,
+            2.0,
+        ]
 
 
 def test_threads_take_turns(pool: RewardPool) -> None:
@@ -265,7 +274,9 @@ def test_killing_the_owner_leaves_no_worker(folder: Path, monkeypatch: pytest.Mo
         f"pool.score([{{'prompt': prompt, 'completion': {completion!r}, 'rollout': {{}}}}])\n"
         "time.sleep(600)\n"
     )
-    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert owner.stdout is not None
     worker = int(owner.stdout.readline())
     time.sleep(0.3)
@@ -300,7 +311,14 @@ HOSTILE_FORMULA = r"\boxed{\int_0^1 \frac{\sin(x^7)}{x^{x}+\cos(x^3)} dx}"  # sy
 @pytest.mark.parametrize(
     ("name", "args", "right", "wrong", "malformed", "hostile"),
     [
-        ("format", {"pattern": "(a+)+b"}, "aab", "aa", "", "a" * 60),  # a regular expression that holds the GIL for years
+        (
+            "format",
+            {"pattern": "(a+)+b"},
+            "aab",
+            "aa",
+            "",
+            "a" * 60,
+        ),  # a regular expression that holds the GIL for years
         ("math", {}, "\\boxed{5}", "\\boxed{6}", "\\boxed{", HOSTILE_FORMULA),
         (
             "deepscaler",
@@ -315,7 +333,9 @@ HOSTILE_FORMULA = r"\boxed{\int_0^1 \frac{\sin(x^7)}{x^{x}+\cos(x^3)} dx}"  # sy
 def test_a_hostile_completion_costs_its_own_rollout_alone(
     name: str, args: dict[str, Any], right: str, wrong: str, malformed: str, hostile: str
 ) -> None:
-    with RewardPool({name: 1.0}, {name: args}, workers=1, timeout_s=2 * SHORT_S) as pool:  # the second process imports again
+    with RewardPool(
+        {name: 1.0}, {name: args}, workers=1, timeout_s=2 * SHORT_S
+    ) as pool:  # the second process imports again
         pool.score(items(right, answer="5"))  # imports
         scores = pool.score(items(hostile, right, wrong, malformed, answer="5"))
     assert [score.reward for score in scores] == [None, 1.0, 0.0, 0.0]
@@ -352,7 +372,9 @@ def test_the_parts_of_a_functions_reward_have_names_that_a_person_can_read() -> 
 
 
 def test_rows_are_scored_outside_of_a_run() -> None:
-    rows = [{"prompt": "2 + 2?", "answer": "4", "completion": text} for text in ("<answer>4</answer>", "<answer>5</answer>")]
+    rows = [
+        {"prompt": "2 + 2?", "answer": "4", "completion": text} for text in ("<answer>4</answer>", "<answer>5</answer>")
+    ]
     rows.append({"prompt": [{"role": "user", "content": "x"}], "completion": "y", "rollout": {"num_tokens": 7}})
     assert [scored.reward for scored in score({"exact": 1.0}, rows[:2])] == [1.0, 0.0]
     assert [scored.reward for scored in score({"length": 1.0}, rows, {"length": {"max": 3}})] == [1.0, 1.0, 0.0]

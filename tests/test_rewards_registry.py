@@ -76,7 +76,9 @@ def test_math_needs_an_answer() -> None:
 
 
 def made_by(name: str, count: int) -> DataConfig:
-    return DataConfig.model_validate({"name": "made", "use": "rl", "source": f"reasoning_gym:{name}", "rows_max": count})
+    return DataConfig.model_validate(
+        {"name": "made", "use": "rl", "source": f"reasoning_gym:{name}", "rows_max": count}
+    )
 
 
 @pytest.mark.parametrize("name", ["spell_backward", "rearc", "knights_knaves", "leg_counting"])

@@ -149,7 +149,9 @@ def test_an_interpreter_may_lie_where_only_root_may_enter() -> None:
         os.chmod(Path(folder) / "secret", 0o644)
         os.mkdir(f"{folder}/python", 0o755)
         venv.create(f"{folder}/python", symlinks=True)
-        source = f"import os; print(os.listdir({folder!r} + '/python/bin') != [], os.path.exists({folder!r} + '/secret'))"
+        source = (
+            f"import os; print(os.listdir({folder!r} + '/python/bin') != [], os.path.exists({folder!r} + '/secret'))"
+        )
         assert list(run(f"{folder}/python/bin/python", PATIENT, source, [EMPTY])) == [Outcome("ok", "True False\n")]
 
 

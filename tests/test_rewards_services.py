@@ -28,7 +28,12 @@ FACTS = {"num_tokens": 3, "finish_reason": "stop", "environment": None}
 
 
 def item(completion: str, answer: str | None = "5") -> dict[str, Any]:
-    prompt = {"prompt_id": "set/0", "messages": [{"role": "user", "content": "2 + 3?"}], "answer": answer, "metadata": {}}
+    prompt = {
+        "prompt_id": "set/0",
+        "messages": [{"role": "user", "content": "2 + 3?"}],
+        "answer": answer,
+        "metadata": {},
+    }
     return {
         "prompt": prompt,
         "completion": completion,
@@ -276,23 +281,45 @@ async def test_what_a_service_echoes_is_told_without_the_key_and_without_a_hidde
     monkeypatch.setattr(http, "FAILURES_MAX", 1000)
     monkeypatch.setenv("REWARD_KEY", KEY)
     monkeypatch.setenv("REWARD_URL", f"{await serve(echo)}/{URL_SECRETS[0]}/v1?sig={quote(URL_SECRETS[1])}")
-    args = {"url": "$REWARD_URL", "key_env": "REWARD_KEY"} | ({"model": "m", "rubric": "r"} if reward == "judge" else {})
+    args = {"url": "$REWARD_URL", "key_env": "REWARD_KEY"} | (
+        {"model": "m", "rubric": "r"} if reward == "judge" else {}
+    )
     ways = [f"<{how}|{wrap}>" for how in ECHOES for wrap in WRAPS]
     told = dict(zip(ways, (await scored({reward: 1.0}, {reward: args}, *ways))[0], strict=True))
     fragments = {text[start : start + 8] for secret in (KEY, *URL_SECRETS) for text in (secret, quote(secret), html.escape(secret))
                  for start in range(len(text) - 7)}  # fmt: skip
-    fragments |= {base64.b64encode(KEY.encode()[start:])[:16].decode() for start in range(3)} | {KEY.encode().hex()[:16]}
+    fragments |= {base64.b64encode(KEY.encode()[start:])[:16].decode() for start in range(3)} | {
+        KEY.encode().hex()[:16]
+    }
     for way, score in told.items():
-        assert score.reward is None and score.parts == {} and score.message.startswith(f"reward '{reward}' at $REWARD_URL: "), (
-            way
-        )
+        assert (
+            score.reward is None
+            and score.parts == {}
+            and score.message.startswith(f"reward '{reward}' at $REWARD_URL: ")
+        ), way
         said = (score.message + str(score)).replace("\\", "").lower()
         assert [part for part in fragments if part.lower() in said] == [], (way, score.message)
     assert any("***" in score.message for score in told.values()) and "4711" not in caplog.text
 
 
 async def test_the_parts_of_a_services_reward_have_short_names(serve: Serve) -> None:
-    names = ["a", "pass@1", "x.y-z/0", "0", "a" * 40, "a" * 41, "", "a b", "a\x1b[2J", "\ud800", "é", "a\n", "-a", "<b>", "a,b"]
+    names = [
+        "a",
+        "pass@1",
+        "x.y-z/0",
+        "0",
+        "a" * 40,
+        "a" * 41,
+        "",
+        "a b",
+        "a\x1b[2J",
+        "\ud800",
+        "é",
+        "a\n",
+        "-a",
+        "<b>",
+        "a,b",
+    ]
 
     async def name(request: web.Request) -> web.Response:
         return web.Response(text=json.dumps({"reward": {json.loads((await request.json())["completion"]): 1.0}}))
@@ -306,7 +333,9 @@ async def test_a_url_that_no_call_can_be_made_to_is_not_told_either(monkeypatch:
     monkeypatch.setenv("REWARD_URL", "http://localhost:70000/score?token=a-secret")
     with pytest.raises(UserError, match="no URL") as caught:
         await scored({"remote": 1.0}, {"remote": {"url": "$REWARD_URL"}}, "5")
-    assert "$REWARD_URL" in str(caught.value) and "a-secret" not in str(caught.value) and "70000" not in str(caught.value)
+    assert (
+        "$REWARD_URL" in str(caught.value) and "a-secret" not in str(caught.value) and "70000" not in str(caught.value)
+    )
 
 
 JUDGE = {"model": "m", "rubric": "Is it right?"}
@@ -341,7 +370,9 @@ async def test_the_judges_score_is_divided_by_the_scale(serve: Serve) -> None:
     assert "does not end in its only" in error
     first = next(asked for asked in seen if asked["messages"][1]["content"].endswith("<completion>\n5\n</completion>"))
     assert (first["path"], first["model"], first["temperature"]) == ("/v1/chat/completions", "m", 0)
-    assert "Is it right?" in first["messages"][0]["content"] and "from 0 (worst) to 10" in first["messages"][0]["content"]
+    assert (
+        "Is it right?" in first["messages"][0]["content"] and "from 0 (worst) to 10" in first["messages"][0]["content"]
+    )
     assert "2 + 3?" in first["messages"][1]["content"] and "<reference_answer>\n5\n" in first["messages"][1]["content"]
 
 
@@ -357,7 +388,9 @@ async def test_a_judge_that_is_down_hangs_or_recovers(serve: Serve) -> None:
             return web.Response(status=500)
         return web.json_response({"choices": [{"message": {"content": "Score: 10"}}]})
 
-    scores, _ = await scored({"judge": 1.0}, {"judge": {**JUDGE, "url": await serve(recover)}}, "x", "hang", timeout_s=SHORT_S)
+    scores, _ = await scored(
+        {"judge": 1.0}, {"judge": {**JUDGE, "url": await serve(recover)}}, "x", "hang", timeout_s=SHORT_S
+    )
     assert [score.reward for score in scores] == [1.0, None]
     assert scores[1].reason == "reward_timeout"
     scores, _ = await scored({"judge": 1.0}, {"judge": {**JUDGE, "url": f"http://127.0.0.1:{free_port()}/v1"}}, "x")
@@ -365,7 +398,11 @@ async def test_a_judge_that_is_down_hangs_or_recovers(serve: Serve) -> None:
 
 
 def test_a_judge_reads_who_said_what() -> None:
-    turns = [{"role": "assistant", "content": "1"}, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "3"}]
+    turns = [
+        {"role": "assistant", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "3"},
+    ]
     asked: Any = item("123")
     asked["rollout"]["turns"] = turns
     (_, question) = http.Judge(url="http://h/v1", model="m", rubric="Is it right?").question(asked)["messages"]  # type: ignore[misc]

@@ -55,7 +55,9 @@ def test_a_fault_has_the_fallback_or_stops_the_run(tmp_path: Path) -> None:
     rewards = ("rl.rewards={environment = 1.0}", "rl.environment=calculator")
     told = scored(tmp_path / "one", rows, *rewards, "rl.reward_fallback=-1.0")
     assert [(one.reward, one.reward_fault) for one in told] == [(1.0, ""), (-1.0, "reward_error")]
-    with pytest.raises(UserError, match=r"1 of 2 rollouts could not be scored .*no environment gave.*what was sampled is kept"):
+    with pytest.raises(
+        UserError, match=r"1 of 2 rollouts could not be scored .*no environment gave.*what was sampled is kept"
+    ):
         scored(tmp_path / "two", rows, *rewards, "rl.reward_fallback=none")
 
 

@@ -39,7 +39,9 @@ HARMLESS = {
 
 
 def prompts(name: str, count: int) -> list[dict]:
-    data = DataConfig.model_validate({"name": "made", "use": "rl", "source": f"reasoning_gym:{name}", "rows_max": count})
+    data = DataConfig.model_validate(
+        {"name": "made", "use": "rl", "source": f"reasoning_gym:{name}", "rows_max": count}
+    )
     return [made.as_json() for made in load_prompts(data, seed=5)]
 
 
@@ -105,9 +107,15 @@ def test_every_verifier_that_evaluates_is_known() -> None:
             if not isinstance(node, ast.Call):
                 continue
             function = node.func
-            of = function.value.id if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) else None
+            of = (
+                function.value.id
+                if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
+                else None
+            )
             name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
             if name in calls and of != "re" and (of, name) not in safe:
                 found.add(path.relative_to(root).as_posix())
-    modules = {DATASETS[name][0].__module__.removeprefix("reasoning_gym.").replace(".", "/") + ".py" for name in EVALUATED}
+    modules = {
+        DATASETS[name][0].__module__.removeprefix("reasoning_gym.").replace(".", "/") + ".py" for name in EVALUATED
+    }
     assert found == modules | set(HARMLESS)

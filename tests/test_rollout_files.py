@@ -38,7 +38,9 @@ def write(path: Path, rows: list[JsonDict], row_group: int = 3) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     names = dict.fromkeys(name for told in rows for name in told)
     pq.write_table(
-        pa.Table.from_pylist([{name: told.get(name) for name in names} for told in rows]), path, row_group_size=row_group
+        pa.Table.from_pylist([{name: told.get(name) for name in names} for told in rows]),
+        path,
+        row_group_size=row_group,
     )
     return path
 
@@ -59,8 +61,13 @@ def test_the_whole_groups_are_read_in_order_and_those_cut_short_are_left_out(
     for number, groups in enumerate(files):
         rows = []
         for group, finished in enumerate(groups):
-            reason, marks = "stop" if finished else "abort", [100 * number + 10 * group + index for index in range(GROUP)]
-            rows += [row(group, f"p/{number}-{group}", completion_tokens=[mark, 7], finish_reason=reason) for mark in marks]
+            reason, marks = (
+                "stop" if finished else "abort",
+                [100 * number + 10 * group + index for index in range(GROUP)],
+            )
+            rows += [
+                row(group, f"p/{number}-{group}", completion_tokens=[mark, 7], finish_reason=reason) for mark in marks
+            ]
             wanted += [marks] * finished
         write(folder / f"{number}.parquet", rows, row_group)
     groups_read = opened(folder)
@@ -70,7 +77,10 @@ def test_the_whole_groups_are_read_in_order_and_those_cut_short_are_left_out(
 
 def test_what_is_left_away_has_its_default_and_a_known_prompt_brings_its_answer(tmp_path: Path) -> None:
     rows = [row(0, "elsewhere/1", prompt="say 3", reward=None), row(0, "elsewhere/1", prompt="say 3", reward=None)]
-    rows += [row(1, prompt="not in the data", reward=2, surplus="x"), row(1, prompt="not in the data", reward=1, surplus="x")]
+    rows += [
+        row(1, prompt="not in the data", reward=2, surplus="x"),
+        row(1, prompt="not in the data", reward=1, surplus="x"),
+    ]
     (known, first), (unknown, second) = opened(write(tmp_path / "x.parquet", rows), [PROMPT])
     assert (known.answer, known.metadata, known.source, known.prompt_id) == ("three", {"k": 1}, "words", "elsewhere/1")
     assert unknown.messages == [{"role": "user", "content": "not in the data"}]
@@ -88,7 +98,9 @@ def test_groups_have_any_size_and_logprobs_that_nobody_recorded_are_not_known(tm
     rows = [{name: value for name, value in told.items() if name != "rollout_logprobs"} for told in rows]
     read = opened(write(tmp_path / "x.parquet", rows))
     assert [len(group) for _, group in read] == [1, 3, 2]
-    assert all(has_no_logprobs(rollout) and len(rollout.rollout_logprobs) == 2 for _, group in read for rollout in group)
+    assert all(
+        has_no_logprobs(rollout) and len(rollout.rollout_logprobs) == 2 for _, group in read for rollout in group
+    )
     ((_, some),) = opened(write(tmp_path / "y.parquet", [row(0), row(0, rollout_logprobs=None)]))
     assert [has_no_logprobs(rollout) for rollout in some] == [False, True]
 

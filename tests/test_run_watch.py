@@ -113,7 +113,9 @@ async def test_one_that_waits_says_what_for_a_line_a_minute(turned: World, caplo
     assert 9 <= len(lines) <= 10 and all("run a is worked on, or being prepared" in line for line in lines)
     caplog.clear()
     await turned.ended_after(watch, 3600)
-    assert "nobody has worked on run a for" in caplog.messages[-1] and "after 935 s of that it ends" in caplog.messages[-1]
+    assert (
+        "nobody has worked on run a for" in caplog.messages[-1] and "after 935 s of that it ends" in caplog.messages[-1]
+    )
     caplog.clear()
     await turned.ended_after(watch, 600, LEASE, idle_s=59)  # it had work a moment ago
     assert caplog.messages == []
@@ -134,7 +136,9 @@ def beats(store: Store) -> None:
         until(lambda before=before: pulse(store, ROOT) != before)
 
 
-def test_an_announcement_beats_until_the_run_is_held_and_is_no_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_announcement_beats_until_the_run_is_held_and_is_no_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "HEARTBEAT_S", 0.05)
     announce(store, ROOT)
     beats(store)
@@ -201,7 +205,9 @@ def test_a_process_that_ends_takes_its_announcement_along_and_a_killed_one_beats
 async def test_a_run_is_waited_for_until_it_begins(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "RUN_POLL_S", 0.01)
     config = read_config("tiny", ["run=a", f"store={store.url}"], PRESETS)
-    asking = asyncio.create_task(config_of(RunWatch(store, "a", 0), trainer=config.trainer.model_copy(update={"ranks": 2})))
+    asking = asyncio.create_task(
+        config_of(RunWatch(store, "a", 0), trainer=config.trainer.model_copy(update={"ranks": 2}))
+    )
     await asyncio.sleep(0.1)
     assert not asking.done()
     create_or_continue(config)

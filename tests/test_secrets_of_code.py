@@ -93,13 +93,21 @@ def holder(folder: Path) -> Iterator[None]:
 
 
 def secret_in(text: str) -> list[str]:
-    return [name for name in PLANTED if f"planted-{name.lower()}-4711" in text] + ["uri"] * ("planted-mlflow-4711" in text)
+    return [name for name in PLANTED if f"planted-{name.lower()}-4711" in text] + ["uri"] * (
+        "planted-mlflow-4711" in text
+    )
 
 
 def test_what_code_gets_of_an_environment() -> None:
     given = code_environment(Secrets(["HF_TOKEN"], named_variables(ARGS)))
-    assert secret_in(repr(given)) == ["HF_TOKEN"] and HARMLESS.items() <= given.items() and given["PATH"] == os.environ["PATH"]
-    assert named_variables({"a:f": {"key_env": "A", "other": "$B", "list": ["$C"], "cost": "5$"}, "b": {"key_env": ""}}) == {
+    assert (
+        secret_in(repr(given)) == ["HF_TOKEN"]
+        and HARMLESS.items() <= given.items()
+        and given["PATH"] == os.environ["PATH"]
+    )
+    assert named_variables(
+        {"a:f": {"key_env": "A", "other": "$B", "list": ["$C"], "cost": "5$"}, "b": {"key_env": ""}}
+    ) == {
         "A",
         "B",
         "C",
@@ -139,7 +147,9 @@ def test_a_reward_function_sees_the_key_that_its_own_arguments_name_and_no_other
     item = {"prompt": PROMPT, "completion": "x", "rollout": unsampled_facts("x")}
     for args, seen in (({}, []), ({"key_env": "GRADER"}, ["GRADER"])):
         rewards, every = {"spy:reward": 1.0}, {"spy:reward": args}
-        with RewardPool(rewards, every, workers=1, timeout_s=DEADLINE_S, secrets=Secrets((), named_variables(ARGS))) as pool:
+        with RewardPool(
+            rewards, every, workers=1, timeout_s=DEADLINE_S, secrets=Secrets((), named_variables(ARGS))
+        ) as pool:
             [score] = pool.score([item])  # type: ignore[list-item]
         assert score.reason == "reward_error" and secret_in(score.message) == seen, score.message
 
@@ -156,6 +166,8 @@ def test_a_process_that_is_secluded_reads_and_signals_itself_and_its_children_on
         "    except PermissionError: print('refused')\n"
         "print(subprocess.run(['sh', '-c', f'cat /proc/{os.getppid()}/environ'], capture_output=True).returncode)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
     assert done.stdout.split() == ["refused"] * 3 + ["1"], done.stderr
     assert json.dumps(done.stderr) == '""'

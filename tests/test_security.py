@@ -52,7 +52,18 @@ from tests.deadlines import DEADLINE_S, until_async
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "flows" / "presets"
 KEY = "the-key"
-UNPICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle", "pandas"}
+UNPICKLES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+    "jsonpickle",
+    "pandas",
+}
 CALLS = {
     "load_all",
     "unsafe_load",
@@ -145,7 +156,9 @@ def test_artifacts_are_read_without_unpickling(tmp_path: Path) -> None:
 # --- references
 
 
-@pytest.mark.parametrize("key", ["../x", "runs/../../x", "/etc/passwd", "a//b", "", ".", "a/./b", "a\0b", "a/", "runs/a/.."])
+@pytest.mark.parametrize(
+    "key", ["../x", "runs/../../x", "/etc/passwd", "a//b", "", ".", "a/./b", "a\0b", "a/", "runs/a/.."]
+)
 def test_a_key_that_leads_out_of_the_store_is_refused(key: str, tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     for what in (store.read, store.exists, store.delete, lambda each: store.put(each, b"x")):
@@ -195,7 +208,9 @@ def gang_server(tmp_path: Path, request_s: float, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     monkeypatch.setattr(bounded, "REQUEST_S", request_s)
     monkeypatch.setattr(bounded, "CONNECTIONS_MAX", 4)
-    options = TrainerOptions(store=f"file://{tmp_path}/store", run="a", host="127.0.0.1", port=0, work_dir=str(tmp_path))
+    options = TrainerOptions(
+        store=f"file://{tmp_path}/store", run="a", host="127.0.0.1", port=0, work_dir=str(tmp_path)
+    )
     uploads = Uploads(open_store(options.store), tmp_path / "published")
     server, loop = GangServer(options, Board(), 1, uploads), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -226,7 +241,9 @@ def answer_to(server: GangServer, *parts: bytes) -> bytes:
 
 
 def head(path: str, *lines: str, method: str = "POST", key: str = KEY) -> bytes:
-    return "\r\n".join([f"{method} /{path} HTTP/1.1", "Host: gang", f"Authorization: Bearer {key}", *lines, "", ""]).encode()
+    return "\r\n".join(
+        [f"{method} /{path} HTTP/1.1", "Host: gang", f"Authorization: Bearer {key}", *lines, "", ""]
+    ).encode()
 
 
 @pytest.mark.parametrize(
@@ -316,7 +333,9 @@ def get(server: GangServer, path: str, key: str = KEY, method: str = "GET", **he
     return answer.status, body
 
 
-def test_the_gang_gives_what_it_published_to_who_has_the_key_and_nothing_else(gang_server: GangServer, tmp_path: Path) -> None:
+def test_the_gang_gives_what_it_published_to_who_has_the_key_and_nothing_else(
+    gang_server: GangServer, tmp_path: Path
+) -> None:
     disk = tmp_path / "published"
     (disk / "runs/a/policy/a1").mkdir(parents=True)
     (disk / "runs/a/policy/a1/x").write_bytes(b"weights")
@@ -413,7 +432,9 @@ async def test_a_host_that_cannot_reach_the_trainer_waits_until_the_store_has_th
     assert served == [(1, True), (1, False)] and service.fault is None
     older = asyncio.create_task(service._serve(wanted(2, near(2))))
     await until_async(lambda: served[-1] == (2, True))
-    await service._serve(wanted(3, None))  # what another start of the run wants: the older one is not waited for any more
+    await service._serve(
+        wanted(3, None)
+    )  # what another start of the run wants: the older one is not waited for any more
     await asyncio.wait_for(older, DEADLINE_S)
     assert served[-2:] == [(2, True), (3, False)]
     service.host.store.put("runs/a/4/manifest.json", b"{}")

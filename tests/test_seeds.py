@@ -35,4 +35,6 @@ def test_seeds_differ_in_every_part_and_are_the_same_tomorrow() -> None:
     seeds = [rollout_seed(*part) for part in parts]
     assert len(set(seeds)) == len(parts)
     assert rollout_seed(0, 1, 0, 5, "words/3", 0) == 790148886
-    assert abs(data_seed(0, "words") - data_seed(1, "words")) > 100_000  # neighbouring seeds must not share a generator's items
+    assert (
+        abs(data_seed(0, "words") - data_seed(1, "words")) > 100_000
+    )  # neighbouring seeds must not share a generator's items

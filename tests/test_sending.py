@@ -69,7 +69,9 @@ def test_what_is_sent_is_what_the_files_hold_and_has_their_hashes(
     with receiver(offer, "g1", target) as process:
         sent = run(trainer, *ask("send", receivers=1, backend="gloo"))["sent"]
         assert process.wait(timeout=DEADLINE_S) == 0
-    assert {record["name"]: record["sha256"] for record in sent} == {name: file["sha256"] for name, file in files.items()}
+    assert {record["name"]: record["sha256"] for record in sent} == {
+        name: file["sha256"] for name, file in files.items()
+    }
     assert {record["name"]: record["bytes"] for record in sent} == {name: file["bytes"] for name, file in files.items()}
     folder, got = trainer.gang.published / "runs/a/base/policy", load_file(target)
     kept = {key: value for record in files.values() for key, value in load_file(folder / record["name"]).items()}
@@ -124,7 +126,10 @@ def test_a_receiver_that_dies_or_never_comes_holds_the_trainer_up_no_longer_than
     with receiver(dying, "g2", tmp_path / "none"), pytest.raises(StoreError, match="a receiver of weights was lost"):
         run(trainer, "send", {"position": "new", "group": "g2", "receivers": 1, "backend": "gloo"})
     # and it can be asked again
-    offer, target = run(trainer, "offer", {"position": "new", "group": "g3"})["offer"], tmp_path / "received.safetensors"
+    offer, target = (
+        run(trainer, "offer", {"position": "new", "group": "g3"})["offer"],
+        tmp_path / "received.safetensors",
+    )
     with receiver(offer, "g3", target) as process:
         assert run(trainer, "send", {"position": "new", "group": "g3", "receivers": 1, "backend": "gloo"})["sent"]
         assert process.wait(timeout=DEADLINE_S) == 0
@@ -142,7 +147,11 @@ def test_who_still_receives_hears_at_once_that_another_receiver_died(tmp_path: P
 
 
 def test_jobs_that_send_are_checked() -> None:
-    for changes, fault in (({"receivers": 0}, "receivers"), ({"backend": "mpi"}, "backend"), ({"group": "../x"}, "group")):
+    for changes, fault in (
+        ({"receivers": 0}, "receivers"),
+        ({"backend": "mpi"}, "backend"),
+        ({"group": "../x"}, "group"),
+    ):
         body = {"position": "new", "group": "g1", "receivers": 1, "backend": "gloo", **changes}
         with pytest.raises(UserError, match=fault):
             job_of("send", json.dumps(body).encode())

@@ -161,7 +161,9 @@ async def test_who_listens_where_a_service_died_learns_nothing_that_another_take
     assert not learned & {world.living.key, *world.living.host.keys}
 
 
-async def test_a_gang_takes_another_key_after_each_of_its_starts_and_from_each_service(tmp_path: Path, world: World) -> None:
+async def test_a_gang_takes_another_key_after_each_of_its_starts_and_from_each_service(
+    tmp_path: Path, world: World
+) -> None:
     config = config_of(tmp_path)
     keys = []
     for _service in range(2):
@@ -211,7 +213,9 @@ async def test_nonsense_from_there_is_a_host_that_cannot_be_reached(world: World
 
 async def test_a_host_fetches_only_from_services_of_its_run(world: World) -> None:
     """Who has a host's key, and no other, cannot have it send that of another service to where he listens."""
-    stranger = Nearby(POLICY, "{}", [NodeDisk("/nowhere", "http://10.6.6.6:1/files")], peers=["http://10.6.6.7:1/files"])
+    stranger = Nearby(
+        POLICY, "{}", [NodeDisk("/nowhere", "http://10.6.6.6:1/files")], peers=["http://10.6.6.7:1/files"]
+    )
     keys = file_keys(world.store, world.run.root)
     assert keys.keys() == {world.host.url + FILES, world.gang.url + FILES, world.living.registration.record.files_url}
     assert not keys.keys() & {*stranger.servers}

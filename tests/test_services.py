@@ -133,10 +133,18 @@ async def test_who_can_write_the_store_is_not_sent_the_services_key(
     for _ in range(2):
         assert registered(store, ROOT, ENGINES) == []
     assert caplog.text.count("is not asked") == 1 and not await ours.stands()
-    for elsewhere in (f"{ROOT}/services/engines/b.json", f"{ROOT}/services/trainer/a.json", "runs/b/services/engines/a.json"):
+    for elsewhere in (
+        f"{ROOT}/services/engines/b.json",
+        f"{ROOT}/services/trainer/a.json",
+        "runs/b/services/engines/a.json",
+    ):
         store.put(elsewhere, sealed(ours.record))  # a right one of another place
     store.delete(place)
-    assert [*registered(store, ROOT, ENGINES), *registered(store, ROOT, TRAINER), *registered(store, "runs/b", ENGINES)] == []
+    assert [
+        *registered(store, ROOT, ENGINES),
+        *registered(store, ROOT, TRAINER),
+        *registered(store, "runs/b", ENGINES),
+    ] == []
     monkeypatch.setenv(KEY_VARIABLE, "another key")
     await ours.enter()
     assert registered(store, ROOT, ENGINES) == [ours.record]
@@ -182,7 +190,9 @@ async def test_a_service_without_work_ends(store: Store) -> None:
     assert registered(store, ROOT, ENGINES) == []
 
 
-async def test_a_service_may_open_as_many_files_as_the_system_allows(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_service_may_open_as_many_files_as_the_system_allows(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also one that a work pool started: it never comes by the command line."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits: list[str] = []
@@ -314,7 +324,9 @@ async def test_nobody_there_is_said_with_the_command_that_helps(
     store: Store, monkeypatch: pytest.MonkeyPatch, kind: str, fault: type[Exception]
 ) -> None:
     monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.01)
-    finder = ServiceFinder(run_with(store, f"{kind}.place=elsewhere", f"{kind}.queue_timeout_s=0.01"), kind, nobody_starts)
+    finder = ServiceFinder(
+        run_with(store, f"{kind}.place=elsewhere", f"{kind}.queue_timeout_s=0.01"), kind, nobody_starts
+    )
     with pytest.raises(fault, match=r"within \d+ s; on .* run `rlpipe (host|trainer) --store .* --run a`"):
         await finder.find()
 
@@ -330,7 +342,9 @@ async def test_the_first_of_a_kind_is_waited_for_like_room_in_a_queue_and_later_
     """Two jobs of a batch system may start hours apart; a service that was there and is gone is nobody's to start again."""
     monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(finding_module, "SAY_S", 0.02)
-    finder = ServiceFinder(run_with(store, f"{kind}.place=elsewhere", f"{kind}.lost_timeout_s=0.01"), kind, nobody_starts)
+    finder = ServiceFinder(
+        run_with(store, f"{kind}.place=elsewhere", f"{kind}.lost_timeout_s=0.01"), kind, nobody_starts
+    )
     finding = asyncio.create_task(finder.find())
     await until_async(lambda: "; on " in caplog.text)  # the command that helps, while it waits
     assert not finding.done()
@@ -385,7 +399,8 @@ async def test_a_queued_job_is_waited_for_as_long_as_it_is_queued_and_one_that_e
     assert not finding.done(), "what it said last holds"
     slurm_says(tmp_path, "")
     with pytest.raises(
-        (EngineError, TrainerError), match=rf", and none will: Slurm job rlpipe-a-{kind}: 12 CANCELLED \(None\); its log"
+        (EngineError, TrainerError),
+        match=rf", and none will: Slurm job rlpipe-a-{kind}: 12 CANCELLED \(None\); its log",
     ):
         await asyncio.wait_for(finding, DEADLINE_S)
 
@@ -399,12 +414,16 @@ async def test_a_job_that_runs_and_does_not_join_is_waited_for_as_one_that_is_lo
     monkeypatch.setenv("RLPIPE_TRAINER_JOB", "rlpipe-a-trainer")
     slurm_says(tmp_path, told)
     await Registration(store, ROOT, TRAINER, ServiceRecord("node-0", f"http://127.0.0.1:{free_port()}")).enter()
-    finder = ServiceFinder(run_with(store, "trainer.place=elsewhere", "trainer.lost_timeout_s=0.1"), TRAINER, nobody_starts)
+    finder = ServiceFinder(
+        run_with(store, "trainer.place=elsewhere", "trainer.lost_timeout_s=0.1"), TRAINER, nobody_starts
+    )
     with pytest.raises(TrainerError, match=r"within \d+ s; Slurm job rlpipe-a-trainer: 12 RUNNING"):
         await asyncio.wait_for(finder.find(), DEADLINE_S)
 
 
-async def test_a_service_that_is_reached_again_is_said_to_be_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_service_that_is_reached_again_is_said_to_be_once(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     port = free_port()
     finder = ServiceFinder(run_with(store, "engines.place=elsewhere"), ENGINES, nobody_starts)
     await Registration(store, ROOT, ENGINES, ServiceRecord("node-0", f"http://127.0.0.1:{port}")).enter()
@@ -437,7 +456,9 @@ async def test_the_nodes_behind_the_first_are_idle_once_their_part_of_the_gang_h
 
 
 @pytest.mark.parametrize("status", [409, 410, 500, 502, 503])
-async def test_a_gang_that_says_it_is_lost_is_not_idle(store: Store, neighbour: tuple[Neighbour, str], status: int) -> None:
+async def test_a_gang_that_says_it_is_lost_is_not_idle(
+    store: Store, neighbour: tuple[Neighbour, str], status: int
+) -> None:
     """The service starts it again; its answer has no idle time."""
     played, url = neighbour
     played.status = status
@@ -448,7 +469,9 @@ async def test_a_gang_that_says_it_is_lost_is_not_idle(store: Store, neighbour: 
     assert await first.idle_s() == 0.0 and played.calls == 1
 
 
-async def test_who_refuses_the_key_is_no_service_of_ours_and_not_lost(store: Store, neighbour: tuple[Neighbour, str]) -> None:
+async def test_who_refuses_the_key_is_no_service_of_ours_and_not_lost(
+    store: Store, neighbour: tuple[Neighbour, str]
+) -> None:
     played, url = neighbour
     peer = Peer(ServiceRecord("node-0", url))
     played.status = 401
@@ -495,7 +518,10 @@ async def test_without_prefect_no_deployment_starts() -> None:
         (["trainer.nodes=2"], "trainer.place = 'deployment'"),
         (["engines.nodes=2"], "engines.place = 'deployment'"),
         (["engines.threads=3"], "choose one of (1, 2, 4, 8, 16)"),
-        (["trainer.gpu_ids=[0,1]", "engines.gpu_ids=[1]"], "engines.gpu_ids=[1]: the trainer has [1] of the same machine"),
+        (
+            ["trainer.gpu_ids=[0,1]", "engines.gpu_ids=[1]"],
+            "engines.gpu_ids=[1]: the trainer has [1] of the same machine",
+        ),
     ],
 )
 def test_places_that_make_no_sense_are_refused(sets: list[str], message: str) -> None:
@@ -521,7 +547,9 @@ def test_the_nodes_of_a_gang_agree_on_where_they_meet(nodes: int, ranks: int, da
     assert (options_of["--master-addr"], options_of["--master-port"]) == ("10.0.0.1", "29500")
 
 
-async def test_a_gang_that_did_not_come_up_can_be_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gang_that_did_not_come_up_can_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = [sys.executable, "-c", "raise SystemExit('Address already in use')"]
     monkeypatch.setattr("rlpipe.trainer.process.launcher_argv", lambda *_, **__: ends)
     gang = GangProcess(read_config("tiny", [], PRESETS), tmp_path, "key")
@@ -606,7 +634,9 @@ async def test_engines_that_take_long_to_come_are_said_to_and_that_one_is_there(
 
     assert await look_for(25) == []
     said = await look_for(70)
-    assert [line.split(":")[0] for line in said] == [f"no engine may sample for {seconds} s" for seconds in (30, 60, 90)]
+    assert [line.split(":")[0] for line in said] == [
+        f"no engine may sample for {seconds} s" for seconds in (30, 60, 90)
+    ]
     assert "those of far start, load weights, or are lost" in said[0]
     sampling = True
     assert await look_for(100) == ["engines sample again, after 95 s"]

@@ -55,7 +55,9 @@ def test_a_prompt_is_on_one_side_whatever_the_order(
 ) -> None:
     sets = {"one": [conversation(text) for text in one], "other": [conversation(text) for text in other]}
     sides = [{split_point(talk.messages, "validation/") < fraction for talk in rows} for rows in sets.values()]
-    if True not in set().union(*sides) or any(False not in each for each in sides):  # nothing to validate with, or to train on
+    if True not in set().union(*sides) or any(
+        False not in each for each in sides
+    ):  # nothing to validate with, or to train on
         with pytest.raises(UserError, match=r"sft\.validation_fraction"):
             split_validation(sets, fraction)
         return
@@ -94,7 +96,11 @@ async def prepared(tmp_path: Path, *sets: str) -> tuple[list[Any], list[Any], Ma
     names = [record.plain_name for record in manifest.files]
     training = read_rows(session.run.store, done.ref, "conversations.parquet", CONVERSATIONS)
     present = "validation.parquet" in names
-    return training, read_rows(session.run.store, done.ref, "validation.parquet", CONVERSATIONS) if present else [], manifest
+    return (
+        training,
+        read_rows(session.run.store, done.ref, "validation.parquet", CONVERSATIONS) if present else [],
+        manifest,
+    )
 
 
 async def test_the_data_holds_both_parts_and_without_a_fraction_what_it_always_held(tmp_path: Path) -> None:
@@ -122,7 +128,10 @@ def test_the_loss_is_transformers_own_and_changes_no_weight(trainer: Trainer, tm
     plain = world.conversations(store, "plain", 24)
     rows = read_rows(store, plain, "conversations.parquet", CONVERSATIONS)
     kept = read_rows(store, world.conversations(store, "kept", 21, seed=5), "conversations.parquet", CONVERSATIONS)
-    files = {"conversations.parquet": to_parquet(rows, CONVERSATIONS), "validation.parquet": to_parquet(kept, CONVERSATIONS)}
+    files = {
+        "conversations.parquet": to_parquet(rows, CONVERSATIONS),
+        "validation.parquet": to_parquet(kept, CONVERSATIONS),
+    }
     both = world.artifact(store, "both", files)
     without = world.run(trainer, "train", world.train("a", "b", "sft", plain))["metrics"]
     expected = world.digests(world.run(trainer, "save", world.save("b", "plain-policy", None))["policy"])
@@ -136,7 +145,9 @@ def test_the_loss_is_transformers_own_and_changes_no_weight(trainer: Trainer, tm
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     total, count = 0.0, 0
     for row in kept:
-        labels = torch.tensor([[token if bit else -100 for token, bit in zip(row["tokens"], row["loss_mask"], strict=True)]])
+        labels = torch.tensor(
+            [[token if bit else -100 for token, bit in zip(row["tokens"], row["loss_mask"], strict=True)]]
+        )
         with torch.no_grad():
             loss = model(input_ids=torch.tensor([row["tokens"]]), labels=labels).loss
         total, count = total + loss.item() * sum(row["loss_mask"]), count + sum(row["loss_mask"])
@@ -222,5 +233,7 @@ def test_patience_ends_sft_at_one_place_wherever_it_is_resumed(losses: list[floa
 
 
 def test_patience_without_a_validation_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sft\.patience=2: waits for a better validation loss; set sft\.validation_fraction"):
+    with pytest.raises(
+        ValueError, match=r"sft\.patience=2: waits for a better validation loss; set sft\.validation_fraction"
+    ):
         PipelineConfig(sft=SftConfig(num_steps=10, patience=2))

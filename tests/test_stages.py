@@ -49,7 +49,9 @@ def test_every_rl_field_is_in_the_settings_of_the_stage_it_changes() -> None:
     config = read_config(
         "tiny", ["rl.oversampling=2", "rl.curriculum=weight", "rl.proximal=engine", "rl.importance=none"], PRESETS
     )
-    acting = read_config("tiny", ["rl.agent=my_agent:act", "rl.branches=all"], PRESETS)  # which go with no over-sampling
+    acting = read_config(
+        "tiny", ["rl.agent=my_agent:act", "rl.branches=all"], PRESETS
+    )  # which go with no over-sampling
     kinds = [(config, kind) for kind in RL_KINDS] + [(acting, kind) for kind in RL_KINDS]
     covered = {name.removeprefix("rl.") for one, kind in kinds for name in stage_settings(one, "rl", kind)}
     # the reference is a stage of its own, and an input of the policies that were trained with it
@@ -73,14 +75,18 @@ def test_branches_are_in_the_settings_only_where_all_are_trained(tmp_path: Path)
         old, new = (stage_settings(config(tmp_path, *sets), "rl", stage) for sets in (last, every))
         assert "rl.branches" not in old and new == old | {"rl.branches": "all"}
     for stage in ("prompts/round-0", "scores/round-0", "policy", "state", "evaluation"):
-        assert stage_settings(config(tmp_path, *every), "rl", stage) == stage_settings(config(tmp_path, *last), "rl", stage)
+        assert stage_settings(config(tmp_path, *every), "rl", stage) == stage_settings(
+            config(tmp_path, *last), "rl", stage
+        )
 
 
 def test_filters_change_what_is_sampled_only_where_they_end_a_round(tmp_path: Path) -> None:
     shard, other = "rollouts/round-0/shard-000", "rl.filters={diversity = 0.5}"
     assert stage_settings(config(tmp_path), "rl", shard) == stage_settings(config(tmp_path, other), "rl", shard)
     more = "rl.oversampling=1.5"
-    assert stage_settings(config(tmp_path, more), "rl", shard) != stage_settings(config(tmp_path, more, other), "rl", shard)
+    assert stage_settings(config(tmp_path, more), "rl", shard) != stage_settings(
+        config(tmp_path, more, other), "rl", shard
+    )
 
 
 async def test_a_stage_is_done_once_and_then_answers_from_its_manifest(session: Session) -> None:
@@ -117,7 +123,9 @@ def test_positions_name_the_run_that_owns_them(tmp_path: Path) -> None:
     assert position(child, "rl", 4) == "runs/c/rl/00004"
 
 
-def test_a_training_job_holds_what_its_result_depends_on_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_job_holds_what_its_result_depends_on_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = ArtifactRef("runs/a/rl/00000/batch", "0" * 64)
     run = Run(create_or_continue(config(tmp_path)).store, config(tmp_path, "sft.validation_fraction=0.1"))
     monkeypatch.setattr(Run, "policy", lambda run, version: (data, None))
@@ -170,7 +178,9 @@ def test_the_mismatch_warns_or_stops_the_run(caplog: pytest.LogCaptureFixture) -
         rl = RlConfig(on_mismatch="fail", train_stale_tokens=not stale)
         check_mismatch(mismatch, 3, rl.model_copy(update={"on_mismatch": "warn"}), stale)
         assert "iteration 3: engine and trainer disagree by" in caplog.messages[-1]
-        with pytest.raises(StepRefused, match=r"rl\.mismatch_max=0\.05.*not committed, the batch is kept\. Mend the cause"):
+        with pytest.raises(
+            StepRefused, match=r"rl\.mismatch_max=0\.05.*not committed, the batch is kept\. Mend the cause"
+        ):
             check_mismatch(mismatch, 3, rl, stale)
 
 
@@ -184,7 +194,8 @@ def test_a_first_step_that_is_not_what_it_must_be_is_told_with_its_numbers() -> 
     assert first_step_faults(fine | {"clip_fraction_low": 0.25}, 4, anchored=True) == []
     assert first_step_faults(fine | {"reference_abs": 0.1}, 1, anchored=False) == []
     assert (
-        "differs from the reference, itself, by 0.1" in first_step_faults(fine | {"reference_abs": 0.1}, 0, anchored=False)[0]
+        "differs from the reference, itself, by 0.1"
+        in first_step_faults(fine | {"reference_abs": 0.1}, 0, anchored=False)[0]
     )
     assert len(first_step_faults(fine | {"onpolicy_abs": math.nan}, 4, anchored=False)) == 1
 
@@ -228,13 +239,19 @@ def test_what_is_done_ahead_counts_for_the_iteration_that_it_is_of(clock: Any) -
 def test_an_iteration_lasts_from_commit_to_commit_and_idle_is_the_share_without_a_stage(clock: Any) -> None:
     run_stages(clock, ("evaluate", 5.0))  # before the first iteration
     clock.begin(0)
-    run_stages(clock, ("sample_prompts", 1.0), ("generate", 6.0), ("train", 2.0), ("checkpoint", 0.5), ("reload_engines", 0.5))
+    run_stages(
+        clock, ("sample_prompts", 1.0), ("generate", 6.0), ("train", 2.0), ("checkpoint", 0.5), ("reload_engines", 0.5)
+    )
     times = clock.at_commit(0)
     assert times["time/iteration_s"] == 10.0 and times["time/orchestration_s"] == 0 and "time/evaluate_s" not in times
     assert (times["time/engines_idle_fraction"], times["time/trainer_idle_fraction"]) == (0.35, 0.75)
     clock.now += 1.0  # between two iterations both wait
     clock.begin(1)
-    with clock.during("train"), clock.during("generate"), clock.during("generate"):  # what is sampled ahead, in two shards
+    with (
+        clock.during("train"),
+        clock.during("generate"),
+        clock.during("generate"),
+    ):  # what is sampled ahead, in two shards
         clock.now += 4.0
     times = clock.at_commit(1)
     assert times["time/iteration_s"] == 5.0 and times["time/orchestration_s"] == 1.0

@@ -237,7 +237,12 @@ def test_a_store_that_is_only_read_may_be_read_only(tmp_path: Path) -> None:
     shell = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     if subprocess.run([*shell, mount], cwd=tmp_path, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
-    for command, needle in {"runs": "a   ", "show a": "0 iterations", "verify a": "0 faults", "gc a": "0 files"}.items():
+    for command, needle in {
+        "runs": "a   ",
+        "show a": "0 iterations",
+        "verify a": "0 faults",
+        "gc a": "0 files",
+    }.items():
         ended = subprocess.run(
             [*shell, f"{mount} && ! touch store/x && exec {sys.executable} -m flows.cli {command} --store store"],
             cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PRESETS.parent.parent)}, capture_output=True, text=True, timeout=DEADLINE_S,

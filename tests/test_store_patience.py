@@ -114,8 +114,12 @@ def for_a_while(fault: str, lasts_s: float = LASTS_S, of: str = "") -> Callable[
     return faults
 
 
-@pytest.mark.parametrize(("name", "fault"), [*itertools.product(CALLS, FAULTS), *(("create", status) for status in STATUSES)])
-def test_a_fault_that_passes_changes_no_answer(name: str, fault: str, store: Store, s3_proxy: S3Proxy, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "fault"), [*itertools.product(CALLS, FAULTS), *(("create", status) for status in STATUSES)]
+)
+def test_a_fault_that_passes_changes_no_answer(
+    name: str, fault: str, store: Store, s3_proxy: S3Proxy, tmp_path: Path
+) -> None:
     undisturbed = CALLS[name](store, tmp_path)
     with working():
         s3_proxy.faults = for_a_while(fault)
@@ -215,7 +219,9 @@ def test_of_many_creators_one_wins_whatever_is_lost(store: Store, s3_proxy: S3Pr
     s3_proxy.loses = loses
     with working(), ThreadPoolExecutor(8) as threads:
         for round_index in range(2):
-            creates = [threads.submit(store.create, f"race-{round_index}", f"creator {index}".encode()) for index in range(8)]
+            creates = [
+                threads.submit(store.create, f"race-{round_index}", f"creator {index}".encode()) for index in range(8)
+            ]
             won = [index for index, each in enumerate(creates) if each.result()]
             assert [f"creator {index}".encode() for index in won] == [store.read(f"race-{round_index}")]
 
@@ -224,5 +230,7 @@ def test_an_upload_whose_part_fails_for_long_is_sent_again(store: Store, s3_prox
     s3_proxy.faults = for_a_while("503", of="partNumber=2")
     with working():
         assert sent(store, tmp_path)[1] == LARGE
-    starts = [request for request in s3_proxy.requests if request.query.startswith("uploads") and request.method == "POST"]
+    starts = [
+        request for request in s3_proxy.requests if request.query.startswith("uploads") and request.method == "POST"
+    ]
     assert len(starts) > 1

@@ -38,11 +38,15 @@ def tiny(store: Store, *sets: str) -> PipelineConfig:
 def commit_stage(run: Run, iteration: int, stage: str, inputs: dict[str, str] | None = None) -> ArtifactRef:
     folder = run.folder("rl", iteration, stage)
     record = write_bytes(run.store, folder, "a1", "data.bin", f"{run.name} {iteration} {stage}".encode())
-    manifest = Manifest(run.name, "rl", iteration, stage, inputs or {}, "0", {}, [record], {}, iteration + 1, "x", "t", "t")
+    manifest = Manifest(
+        run.name, "rl", iteration, stage, inputs or {}, "0", {}, [record], {}, iteration + 1, "x", "t", "t"
+    )
     return commit(run.store, folder, manifest)[0]
 
 
-def record_of(run: Run, iteration: int, metrics: dict[str, float], artifacts: dict[str, ArtifactRef]) -> IterationRecord:
+def record_of(
+    run: Run, iteration: int, metrics: dict[str, float], artifacts: dict[str, ArtifactRef]
+) -> IterationRecord:
     best = BestReward(iteration, metrics.get("rollout/reward_mean", 0.0))
     return IterationRecord(
         run.name, iteration, iteration + 1, artifacts, -1, metrics, [], best, "2026-03-04T05:06:07.000+00:00"
@@ -86,7 +90,9 @@ def test_a_damaged_document_is_named_wherever_it_is_read(tmp_path: Path, record:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 10_000), new=st.integers(0, 255))
-def test_no_byte_of_a_document_changes_unseen(tmp_path_factory: pytest.TempPathFactory, position: int, new: int) -> None:
+def test_no_byte_of_a_document_changes_unseen(
+    tmp_path_factory: pytest.TempPathFactory, position: int, new: int
+) -> None:
     store = open_store(f"file://{tmp_path_factory.mktemp('s')}")
     run = create_or_continue(tiny(store))
     commit_iterations(run, 1)
@@ -160,9 +166,13 @@ def test_a_fork_shares_its_prefix_and_owns_the_rest(store: Store) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    chain=st.lists(st.tuples(st.sampled_from(["", "score", "filter", "train"]), st.integers(0, 3)), min_size=1, max_size=4),
+    chain=st.lists(
+        st.tuples(st.sampled_from(["", "score", "filter", "train"]), st.integers(0, 3)), min_size=1, max_size=4
+    ),
     iteration=st.integers(0, 4),
-    stage=st.sampled_from(["prompts/round-0", "rollouts/round-1/shard-002", "scores/round-0", "batch/round-0", "policy", ""]),
+    stage=st.sampled_from(
+        ["prompts/round-0", "rollouts/round-1/shard-002", "scores/round-0", "batch/round-0", "policy", ""]
+    ),
 )
 def test_of_forks_of_forks_the_owner_is_the_youngest_that_did_not_share_the_stage(
     chain: list[tuple[str, int]], iteration: int, stage: str, tmp_path_factory: pytest.TempPathFactory
@@ -185,7 +195,10 @@ def test_of_forks_of_forks_the_owner_is_the_youngest_that_did_not_share_the_stag
 def commit_sft(run: Run) -> None:
     """All segments with their states, and the evaluation of the last one."""
     segments = range(run.num_segments)
-    places = [("base", 0, "policy"), *(("sft", segment, stage) for segment in segments for stage in ("state", "policy"))]
+    places = [
+        ("base", 0, "policy"),
+        *(("sft", segment, stage) for segment in segments for stage in ("state", "policy")),
+    ]
     commit_places(run, [*places, ("sft", segments[-1], "evaluation")])
 
 
@@ -193,7 +206,9 @@ def commit_places(run: Run, places: list[tuple[str, int, str]]) -> None:
     for phase, iteration, stage in places:
         folder = run.folder(phase, iteration, stage)
         record = write_bytes(run.store, folder, "a1", "data.bin", b"weights")
-        commit(run.store, folder, Manifest(run.name, phase, iteration, stage, {}, "0", {}, [record], {}, 0, "x", "t", "t"))
+        commit(
+            run.store, folder, Manifest(run.name, phase, iteration, stage, {}, "0", {}, [record], {}, 0, "x", "t", "t")
+        )
 
 
 def test_a_fork_at_sft_shares_no_iteration_and_evaluates_the_start_itself(store: Store) -> None:
@@ -315,7 +330,9 @@ def test_a_fork_that_cannot_be_is_refused(store: Store) -> None:
     with pytest.raises(UserError, match="--at sft --redo score: what is redone is an iteration"):
         fork(parent, AT_SFT, override_config(parent.config, ["run=c"]), "score")
     young = create_or_continue(tiny(store, "run=young"))
-    with pytest.raises(UserError, match=r"is not committed \(committed: none\); let `rlpipe run ... --run young` get there"):
+    with pytest.raises(
+        UserError, match=r"is not committed \(committed: none\); let `rlpipe run ... --run young` get there"
+    ):
         fork(young, 0, override_config(young.config, ["run=c"]))
     with pytest.raises(UserError, match="that run exists"):
         fork(parent, 0, parent.config)

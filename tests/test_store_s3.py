@@ -33,9 +33,9 @@ from tests.s3_world import S3Proxy, S3Request, S3Server
 MIB = 1024 * 1024
 ROOT = Path(__file__).parent.parent
 # SeaweedFS takes a backslash for a slash
-names = st.text(st.characters(exclude_characters="/\\", exclude_categories=("Cs", "Cc")), min_size=1, max_size=40).filter(
-    lambda name: name not in (".", "..")
-)
+names = st.text(
+    st.characters(exclude_characters="/\\", exclude_categories=("Cs", "Cc")), min_size=1, max_size=40
+).filter(lambda name: name not in (".", ".."))
 
 
 def random_file(path: Path, size: int) -> Path:
@@ -66,16 +66,24 @@ def test_keys_hold_any_characters(store: Store, folder: str, name: str) -> None:
     assert not store.exists(key) and store.list(top) == []
 
 
-def test_a_large_file_goes_and_comes_in_parts_without_a_listing(s3_proxy: S3Proxy, s3_server: S3Server, tmp_path: Path) -> None:
+def test_a_large_file_goes_and_comes_in_parts_without_a_listing(
+    s3_proxy: S3Proxy, s3_server: S3Server, tmp_path: Path
+) -> None:
     store, size = open_store(s3_server.url()), 5 * PART_BYTES + 12_345
     source = random_file(tmp_path / "source", size)
     record = artifacts.write_file(store, "p", "a1", "w.bin", source)
     assert (record.bytes, record.sha256) == (size, artifacts.file_sha256(source))
     artifacts.check_file(store, "p", record)
     content = store.get_file("p/a1/w.bin", tmp_path / "target")
-    assert (content.bytes, content.sha256) == (size, record.sha256) == (size, artifacts.file_sha256(tmp_path / "target"))
+    assert (
+        (content.bytes, content.sha256) == (size, record.sha256) == (size, artifacts.file_sha256(tmp_path / "target"))
+    )
     assert store.read_range("p/a1/w.bin", 100, size - 100) == source.read_bytes()[100:-100]
-    assert store.create("p/manifest.json", b"x") and store.exists("p/manifest.json") and store.read("p/manifest.json") == b"x"
+    assert (
+        store.create("p/manifest.json", b"x")
+        and store.exists("p/manifest.json")
+        and store.read("p/manifest.json") == b"x"
+    )
     assert not [request for request in s3_proxy.requests if "list-type" in request.query]
     assert max(request.sent_bytes for request in s3_proxy.requests) <= PART_BYTES
     assert max(request.answered_bytes for request in s3_proxy.requests) <= PART_BYTES
@@ -156,7 +164,9 @@ def test_a_create_whose_answer_was_lost_knows_itself(s3_proxy: S3Proxy, s3_serve
     assert store.read("manifest.json") == b"ours"
 
 
-def test_an_upload_whose_last_answer_was_lost_has_landed(s3_proxy: S3Proxy, s3_server: S3Server, tmp_path: Path) -> None:
+def test_an_upload_whose_last_answer_was_lost_has_landed(
+    s3_proxy: S3Proxy, s3_server: S3Server, tmp_path: Path
+) -> None:
     store = open_store(s3_server.url())
     source = random_file(tmp_path / "source", 2 * PART_BYTES)
     s3_proxy.loses = loses_first(lambda request: request.method == "POST" and "uploadId" in request.query)
@@ -164,7 +174,9 @@ def test_an_upload_whose_last_answer_was_lost_has_landed(s3_proxy: S3Proxy, s3_s
     artifacts.check_file(store, "p", record)
 
 
-def test_lost_answers_to_parts_and_reads_cost_another_request(s3_proxy: S3Proxy, s3_server: S3Server, tmp_path: Path) -> None:
+def test_lost_answers_to_parts_and_reads_cost_another_request(
+    s3_proxy: S3Proxy, s3_server: S3Server, tmp_path: Path
+) -> None:
     store = open_store(s3_server.url())
     source = random_file(tmp_path / "source", 2 * PART_BYTES)
     for wanted in (
@@ -236,14 +248,19 @@ def without_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
-def test_keys_and_endpoint_come_from_a_profile(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_keys_and_endpoint_come_from_a_profile(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     endpoint, url = s3_server.endpoint, s3_server.url()
     without_keys(monkeypatch, tmp_path)
     (tmp_path / "AWS_SHARED_CREDENTIALS_FILE").write_text(
         "[team]\naws_access_key_id = test-key\naws_secret_access_key = test-secret\n"
     )
     monkeypatch.setenv("AWS_PROFILE", "team")
-    for config in (f"endpoint_url = {endpoint}\n", f"services = here\n[services here]\ns3 =\n  endpoint_url = {endpoint}\n"):
+    for config in (
+        f"endpoint_url = {endpoint}\n",
+        f"services = here\n[services here]\ns3 =\n  endpoint_url = {endpoint}\n",
+    ):
         (tmp_path / "AWS_CONFIG_FILE").write_text(f"[profile team]\nregion = us-east-1\n{config}")
         store = open_store(url)
         store.put("x", b"one")
@@ -259,7 +276,9 @@ def test_missing_keys_are_said_to(s3_server: S3Server, monkeypatch: pytest.Monke
         check_access(open_store(s3_server.url()))
 
 
-def test_wrong_keys_are_an_oserror_everywhere(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_keys_are_an_oserror_everywhere(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     store = open_store(s3_server.url())
     source = random_file(tmp_path / "source", 2 * PART_BYTES)
@@ -309,7 +328,9 @@ def test_two_ranks_read_each_byte_of_a_state_once(s3_proxy: S3Proxy, s3_server: 
     import numpy as np
 
     store, rows = open_store(s3_server.url()), 16 * MIB // 4 // 256
-    tensors = {f"param/{index}": np.random.default_rng(index).random((rows, 256), dtype=np.float32) for index in range(4)}
+    tensors = {
+        f"param/{index}": np.random.default_rng(index).random((rows, 256), dtype=np.float32) for index in range(4)
+    }
     save_file(tensors, tmp_path / "state.safetensors")
     record = artifacts.write_file(store, "s", "a1", "state.safetensors", tmp_path / "state.safetensors")
     blocks = artifacts.blocks_of(tmp_path / "state.safetensors")
@@ -363,7 +384,12 @@ def test_what_is_no_address_is_refused_before_anything_panics(
 def test_a_region_or_key_that_is_no_header_is_refused(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    set_to = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", name: value}
+    set_to = {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        name: value,
+    }
     for variable, text in set_to.items():
         monkeypatch.setenv(variable, text)
     with pytest.raises(UserError, match=name):

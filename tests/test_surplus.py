@@ -56,7 +56,9 @@ async def test_surplus_of_an_over_sampled_round_is_trained_next_and_never_twice(
     for iteration in range(3):  # it is the first of the next batch, as it is
         waiting = world.rows(iteration, "batch/round-0", "carried.parquet", CARRIED)
         batch = batches(world, 4)[iteration + 1]
-        assert [row["completion_tokens"] for row in waiting] == [row["completion_tokens"] for row in batch][: len(waiting)]
+        assert [row["completion_tokens"] for row in waiting] == [row["completion_tokens"] for row in batch][
+            : len(waiting)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,13 @@ async def test_surplus_that_could_not_be_trained_next_is_dropped_and_counted(
 
 async def test_what_waits_does_not_pile_up(tmp_path: Path) -> None:
     world, told = await run_of(
-        tmp_path, 6, QuickPool(Random(1)), "rl.oversampling=4", "rl.filters={}", "rl.staleness_max=1", "rl.num_prompts=2"
+        tmp_path,
+        6,
+        QuickPool(Random(1)),
+        "rl.oversampling=4",
+        "rl.filters={}",
+        "rl.staleness_max=1",
+        "rl.num_prompts=2",
     )
     assert max(metrics["rollout/groups_carried"] for metrics in told) <= world.session.config.rl.round_groups
     assert sum(metrics.get("rollout/groups_dropped_surplus", 0) for metrics in told) > 0  # too old for the next one
@@ -96,7 +104,9 @@ async def test_surplus_of_a_last_round_is_dropped_where_nothing_is_over_sampled(
     assert first.session.config.rl.off_policy is False
 
 
-async def test_a_run_that_is_fed_from_it_takes_what_waited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_is_fed_from_it_takes_what_waited_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world, _ = await run_of(tmp_path, 3, QuickPool(Random(1)), *OVERSAMPLED)
     monkeypatch.setattr(importing, "check_tokenizer", lambda source, sha256: None)
     fed = ["run=b", "rl.rollouts_from=run:a", "rl.oversampling=1", "rl.num_iterations=3", "rl.num_prompts=9"]
@@ -107,9 +117,13 @@ async def test_a_run_that_is_fed_from_it_takes_what_waited_once(tmp_path: Path, 
     for iteration in range(3):
         prompts = await import_prompts(world.session, iteration=iteration)
         rollouts = await import_rollouts(world.session, iteration=iteration, prompts=prompts.ref)
-        scores = await score(world.session, iteration=iteration, round_index=0, prompts=prompts.ref, rollouts=[rollouts.ref])
+        scores = await score(
+            world.session, iteration=iteration, round_index=0, prompts=prompts.ref, rollouts=[rollouts.ref]
+        )
         at = {"iteration": iteration, "round_index": 0, "prompts": [prompts.ref], "scores": [scores.ref]}
         batch = await filter_groups(world.session, **at, last=True)
         assert batch.metrics["rollout/num_carried"] == 0
-        seen += [tuple(row["completion_tokens"]) for row in world.rows(iteration, "batch/round-0", "batch.parquet", BATCH)]
+        seen += [
+            tuple(row["completion_tokens"]) for row in world.rows(iteration, "batch/round-0", "batch.parquet", BATCH)
+        ]
     assert len(set(seen)) == len(seen) == 3 * 4 * 3

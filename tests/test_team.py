@@ -39,9 +39,10 @@ def packed() -> Placed:
 
 def shared() -> Placed:
     prompt = sequence(PROMPT, VOCABULARY, 2).tokens
-    return [[behind(prompt, sequence(length, VOCABULARY, 0)) for length in LENGTHS[1:4]], [sequence(61, VOCABULARY, 0)]], [
-        [0, 1]
-    ]
+    return [
+        [behind(prompt, sequence(length, VOCABULARY, 0)) for length in LENGTHS[1:4]],
+        [sequence(61, VOCABULARY, 0)],
+    ], [[0, 1]]
 
 
 def policy_of(family: str, team: Team | None = None, **changes: object) -> PolicyModel:
@@ -57,7 +58,12 @@ def passes(policy: PolicyModel, batch: Microbatch) -> tuple[Tensor, Tensor, Tens
     """Logprobs and entropies, and the whole gradient of a weighted sum of both."""
     with small_windows(policy.lm.config):
         logprobs_N, entropy_N = policy(
-            batch.tokens_RL, batch.positions_RL, batch.source_N, batch.target_N, temperature=0.9, branch_RL=batch.branch_RL
+            batch.tokens_RL,
+            batch.positions_RL,
+            batch.source_N,
+            batch.target_N,
+            temperature=0.9,
+            branch_RL=batch.branch_RL,
         )
         ((logprobs_N - 0.1 * entropy_N) * torch.linspace(-1, 1, len(logprobs_N))).sum().backward()
     gradients = [torch.zeros_like(own) if own.grad is None else own.grad for own in policy.parameters()]

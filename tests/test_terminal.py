@@ -54,7 +54,9 @@ def test_tracebacks_are_in_the_log_only(tmp_path: Path, capsys: pytest.CaptureFi
     try:
         raise RuntimeError("x is gone")
     except RuntimeError as error:
-        logging.getLogger("prefect.task_runs").exception("Task run failed with exception: %r. Retry 1/2 will start", error)
+        logging.getLogger("prefect.task_runs").exception(
+            "Task run failed with exception: %r. Retry 1/2 will start", error
+        )
         logging.getLogger("prefect.flow_runs").exception("Encountered exception during execution: %r", error)
     logging.getLogger("prefect.flow_runs").error("Finished in state Failed()")
     logging.getLogger("rlpipe.x").warning("an engine is slow")
@@ -87,7 +89,9 @@ def test_what_others_wrote_moves_no_cursor_and_ends_nothing(tmp_path: Path, caps
     with bar("RL", 1, 0, "iteration"):
         echo_above(EVIL)
     shown = capsys.readouterr()
-    assert f"ERROR it said {SAFE}" in shown.err and f"\n{SAFE}\nrlpipe: {SAFE}\n" in shown.err and shown.out == f"{SAFE}\n"
+    assert (
+        f"ERROR it said {SAFE}" in shown.err and f"\n{SAFE}\nrlpipe: {SAFE}\n" in shown.err and shown.out == f"{SAFE}\n"
+    )
     log = (tmp_path / "logs" / LOG_NAME).read_text()
     assert f"it said {SAFE}" in log and f"ValueError: {SAFE}" in log
     assert [each for each in (*shown, log) if printable(each) != each] == []
@@ -202,7 +206,9 @@ cli.app()
 
 
 @pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGTERM", "SIGTERM"], ["SIGINT", "SIGTERM"]])
-def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard(signals: list[str], tmp_path: Path) -> None:
+def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard(
+    signals: list[str], tmp_path: Path
+) -> None:
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
     command = [sys.executable, "-c", HANGS.replace("FLOW", "flow").replace("ENDS", str(SHORT_S))]
     with subprocess.Popen(

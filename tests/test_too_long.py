@@ -38,7 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config_of(folder: Path, *sets: str) -> PipelineConfig:
     own = [
-        f"data.{name}.{field}" for name in ("words", "short_words", "all_words") for field in ("source=rows.jsonl", "part=all")
+        f"data.{name}.{field}"
+        for name in ("words", "short_words", "all_words")
+        for field in ("source=rows.jsonl", "part=all")
     ]
     fixed = ["run=a", f"store=file://{folder}/store", "rl.rewards={exact = 1.0}", "rl.num_prompts=6", "tracking.uri="]
     return read_config("tiny", [*fixed, *own, *sets], PRESETS)
@@ -92,7 +94,11 @@ async def test_conversations_are_truncated_dropped_or_refused(folder: Path) -> N
 def test_what_is_left_out_is_said_before_a_run_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpipe.stages.content.Content.memory", lambda _: "")
     findings = look_at(config_of(folder, "data.words.on_too_long=drop", "data.all_words.on_too_long=fail"))
-    assert findings.faults == [line for line in findings.faults if line.startswith("data.all_words.on_too_long='fail'")] != []
+    assert (
+        findings.faults
+        == [line for line in findings.faults if line.startswith("data.all_words.on_too_long='fail'")]
+        != []
+    )
     findings = look_at(config_of(folder, "data.words.on_too_long=drop"))
     assert findings.faults == []
     assert [line for line in findings.lines if "; 4 more are too long and left out" in line]  # 2 of rl, 2 of evaluation

@@ -150,7 +150,9 @@ def test_params_that_a_dead_process_did_not_send_are_sent_later(tmp_path: Path) 
     ("error", "status"),
     [(UserError("no data"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (asyncio.CancelledError(), "KILLED")],
 )
-def test_how_a_run_ends_is_its_status_and_a_continued_one_is_running(tmp_path: Path, error: BaseException, status: str) -> None:
+def test_how_a_run_ends_is_its_status_and_a_continued_one_is_running(
+    tmp_path: Path, error: BaseException, status: str
+) -> None:
     ended = tracker(tmp_path)
     ended.begin("sft")
     ended.committed("sft", 1)
@@ -196,7 +198,8 @@ def test_a_run_that_a_budget_stopped_is_finished_and_says_why_until_it_goes_on(t
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "phase"), [(RunWaits("approval.rl"), "SCHEDULED", "FINISHED"), (OSError("disk"), "FAILED", "FAILED")]
+    ("error", "status", "phase"),
+    [(RunWaits("approval.rl"), "SCHEDULED", "FINISHED"), (OSError("disk"), "FAILED", "FAILED")],
 )
 async def test_the_session_sees_how_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, phase: str
@@ -212,7 +215,9 @@ async def test_the_session_sees_how_the_run_ends(
     assert statuses(tmp_path) == {"post-train": status, "sft": phase}
 
 
-def test_a_project_has_one_registered_model_with_each_policy_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_project_has_one_registered_model_with_each_policy_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # where MLflow puts files
     curves = tmp_path / "curves.png"
     curves.write_bytes(b"png")
@@ -235,7 +240,9 @@ def test_a_project_has_one_registered_model_with_each_policy_once(tmp_path: Path
     assert "run `a` after 6 RL iterations" in first.description
     assert "AutoModelForCausalLM.from_pretrained('/store/runs/a/rl/00005/policy/x')` loads it" in first.description
     assert "cannot load it" in first.description
-    assert "once it is copied to a disk, `AutoModelForCausalLM.from_pretrained('FOLDER')` loads it" in second.description
+    assert (
+        "once it is copied to a disk, `AutoModelForCausalLM.from_pretrained('FOLDER')` loads it" in second.description
+    )
 
 
 def test_data_sets_are_entities_with_digests_and_asked_for_once(tmp_path: Path) -> None:
@@ -276,7 +283,9 @@ def test_the_rollouts_of_an_iteration_are_one_table_however_often_they_are_sent(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where MLflow puts files
     made: list[int] = []
-    monkeypatch.setattr(tracking, "rollout_table", lambda run, iteration: f"iteration\n{made.append(iteration) or iteration}\n")
+    monkeypatch.setattr(
+        tracking, "rollout_table", lambda run, iteration: f"iteration\n{made.append(iteration) or iteration}\n"
+    )
     for committed in (2, 3):
         sender = tracker(tmp_path)
         sender.committed(tracking.ROLLOUTS, committed)
@@ -316,4 +325,6 @@ def test_an_unreachable_server_costs_one_warning(
         for committed in range(3):
             away.committed("rl", committed)
         away.close()
-    assert [record.name for record in caplog.records if "cannot be reached" in record.message] == ["rlpipe.report.tracking"]
+    assert [record.name for record in caplog.records if "cannot be reached" in record.message] == [
+        "rlpipe.report.tracking"
+    ]

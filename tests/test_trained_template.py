@@ -36,7 +36,9 @@ TEMPLATE = "{{ style }}" + QWEN3  # an argument that is text, and one that chang
 def said(folder: Path, talk: list[dict[str, Any]] = TALK, **keywords: Any) -> str:
     """What transformers asks a policy with."""
     return str(
-        AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, tokenize=False, add_generation_prompt=True, **keywords)
+        AutoTokenizer.from_pretrained(folder).apply_chat_template(
+            talk, tokenize=False, add_generation_prompt=True, **keywords
+        )
     )
 
 
@@ -54,7 +56,9 @@ def test_the_template_of_the_config_takes_the_place_of_any_other(name: str, tmp_
     assert not (folder / "chat_template.json").exists() and "chat_template" not in json.loads(
         (folder / "tokenizer_config.json").read_text()
     )
-    talk = [{name: value for name, value in message.items() if value is not None} for message in kind.conversation()][:-1]
+    talk = [{name: value for name, value in message.items() if value is not None} for message in kind.conversation()][
+        :-1
+    ]
     trained = ChatTokenizer.from_folder(folder, template, kind.variables).with_tools(TOOL_LIST)
     again = ChatTokenizer.from_folder(folder).with_tools(TOOL_LIST)
     asked = trained.encode_prompt(talk)
@@ -128,5 +132,9 @@ async def test_every_policy_has_the_template_that_trained(
         assert is_older or said(stored) == expected
         await export_policy(run.config, version, tmp_path / f"exported-{version}")
         assert said(tmp_path / f"exported-{version}") == expected
-    assert said(source_of(config(tmp_path, "run=b", "model.path=run:a", f"scratch={tmp_path}/scratch")).folder) == expected
-    assert not [fault for fault in audit.verify(run)[1] if "evaluation" not in fault], "nothing of the store was written into"
+    assert (
+        said(source_of(config(tmp_path, "run=b", "model.path=run:a", f"scratch={tmp_path}/scratch")).folder) == expected
+    )
+    assert not [fault for fault in audit.verify(run)[1] if "evaluation" not in fault], (
+        "nothing of the store was written into"
+    )

@@ -44,7 +44,9 @@ def test_an_offload_leaves_the_position_and_holds_until_the_next_job() -> None:
     do(board, LOAD)
     trained, first = do(board, TRAIN), do(board, offload)
     assert board.position == "b" and board.submit(offload) is first
-    assert board.submit(TRAIN) is trained and board.submit(offload) is first, "what is answered from memory brings nothing back"
+    assert board.submit(TRAIN) is trained and board.submit(offload) is first, (
+        "what is answered from memory brings nothing back"
+    )
     saved = do(board, SAVE)
     again = do(board, offload)
     assert again is not first and board.submit(SAVE) is saved and board.submit(offload) is again

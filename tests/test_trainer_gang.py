@@ -204,7 +204,9 @@ def test_an_adapter_of_two_ranks_is_that_of_one_and_its_state_moves_between_them
     gang: GangUnderTest, solo: Trainer, data: ArtifactRef, store: Store
 ) -> None:
     world.run(solo, "load", world.load_new("new"))
-    base = world.saved(store, "base-of-adapter", world.run(solo, "save", world.save("new", "base-of-adapter", None))["policy"])
+    base = world.saved(
+        store, "base-of-adapter", world.run(solo, "save", world.save("new", "base-of-adapter", None))["policy"]
+    )
     fresh = world.load_ref("fresh", "policy", base) | {"adapter": {"settings": {"rank": 3, "alpha": 6.0}, "seed": 1}}
     job, place = world.train("fresh", "one", "rl", data, SETTINGS), "runs/a/rl/00021"
     gang.do("load", fresh)
@@ -280,7 +282,10 @@ def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
     ]
     for change in absurd:  # at once: no 202
         status, answer = gang.ask("load", world.load_new("absurd", model={**world.MODEL, **change}))
-        assert status == 400 and answer["error"].startswith("model config: ") and "\n" not in answer["error"], (change, answer)
+        assert status == 400 and answer["error"].startswith("model config: ") and "\n" not in answer["error"], (
+            change,
+            answer,
+        )
     long = world.batch(store, "long", world.rollout_rows(2, 2, longest=3000))
     gang.do("load", world.load_new("other", seed=5))
     status, answer = gang.ended("train", world.train("other", "never", "rl", long))
@@ -291,7 +296,9 @@ def test_the_gang_listens_on_loopback_only(gang: GangUnderTest) -> None:
     """The meeting point, gloo's connections and the HTTP of rank 0: torch's own choice is every address of the machine."""
     gang.wait_ready()
     family = psutil.Process(gang.parent.pid).children(recursive=True)
-    places = {each.laddr for process in family for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    places = {
+        each.laddr for process in family for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN
+    }
     assert len(places) >= 4  # of two ranks
     assert {place.ip for place in places} == {"127.0.0.1"}
 
@@ -318,7 +325,8 @@ def test_no_rank_keeps_a_whole_gradient(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "named", ["qwen3:ppo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3:gspo", "gemma3_text:sft"))]
+    "named",
+    ["qwen3:ppo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3:gspo", "gemma3_text:sft"))],
 )
 def test_ranks_that_share_rows_do_what_each_does_with_its_own(named: str, tmp_path: Path) -> None:
     """2 and 4 of them, of 4: gradients, weights and every metric of two steps, with a reference and with an objective over whole sequences."""
@@ -368,5 +376,10 @@ def test_two_nodes_with_a_copy_each_do_what_one_rank_does(
     assert expected["train/grad_norm"] > 0.01  # so it was clipped
     assert set(copies["digests"]["state"]) == {"state.json", state_file(0, 2), state_file(1, 2)}  # of one copy
     world.run(solo, "load", world.load_ref("one", "state", ArtifactRef.from_json(copies["state"])))
-    monkeypatch.setattr("rlpipe.trainer.policy_files.FILE_BYTES_MAX", 100_000)  # as there: the same files, whoever makes them
-    assert world.digests(world.run(solo, "save", world.save("one", "p-solo", None))["policy"]) == copies["digests"]["policy"]
+    monkeypatch.setattr(
+        "rlpipe.trainer.policy_files.FILE_BYTES_MAX", 100_000
+    )  # as there: the same files, whoever makes them
+    assert (
+        world.digests(world.run(solo, "save", world.save("one", "p-solo", None))["policy"])
+        == copies["digests"]["policy"]
+    )

@@ -48,12 +48,23 @@ assert world.digests(again["state"]) == fingerprints[0][1]
 def test_step_on_cuda(tmp_path: Path, dtype: str) -> None:
     script = tmp_path / "step.py"
     script.write_text(CODE)
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script), str(tmp_path)]
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        str(script),
+        str(tmp_path),
+    ]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([".", *sys.path]),
     }  # whatever pytest itself has its packages from
-    done = subprocess.run([*argv, dtype], env=environment, capture_output=True, text=True, timeout=PIPELINE_S, check=False)
+    done = subprocess.run(
+        [*argv, dtype], env=environment, capture_output=True, text=True, timeout=PIPELINE_S, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -68,6 +79,8 @@ def test_copies_to_main_memory_by_way_of_pinned_memory_have_the_same_bits(monkey
         copied = []
         for tensor in tensors:
             busy = torch.randn(2000, 2000, device=device)
-            copied.append(copies.copy(tensor * (busy @ busy).isfinite().all()))  # made by what still runs when it is asked for
+            copied.append(
+                copies.copy(tensor * (busy @ busy).isfinite().all())
+            )  # made by what still runs when it is asked for
     for tensor, copy in zip(tensors, copied, strict=True):
         assert copy.device.type == "cpu" and copy.is_contiguous() and torch.equal(copy, tensor.cpu())

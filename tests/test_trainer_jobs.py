@@ -68,7 +68,9 @@ def test_rl_is_on_policy_at_its_first_step_and_learns(trainer: Trainer) -> None:
     jobs = [world.train("a", "b", "rl", data, {**plain, "first_step": step}) for step in (0, 2, 4, 6)]
     metrics = [world.run(trainer, "train", job)["metrics"] for job in jobs]
     assert first_step_faults(metrics[0]["first_step"], 1, anchored=False) == []
-    assert metrics[0]["train/clip_fraction_low"] == 0 and metrics[0]["train/proximal_kl"] > 0, "the second step is off-policy"
+    assert metrics[0]["train/clip_fraction_low"] == 0 and metrics[0]["train/proximal_kl"] > 0, (
+        "the second step is off-policy"
+    )
     assert 0.02 < metrics[0]["train/mismatch_abs_mean"] < 1
     assert metrics[-1]["train/loss"] < metrics[0]["train/loss"]
     assert metrics[0]["train/num_tokens"] == sum(sum(row["loss_mask"]) for row in world.rollout_rows(6, 4))
@@ -109,9 +111,13 @@ def test_a_reference_in_bfloat16_gives_the_bits_of_fp32_masters(family: str, tmp
     trainer = Trainer(world.solo_gang(tmp_path, tokens_max=512, dtype="bfloat16"))
     model = json.loads(small_config(AutoConfig.for_model(family), vocab_size=world.VOCAB).to_json_string())
     world.run(trainer, "load", world.load_new(model=model))
-    start = world.saved(trainer.gang.store, "start", world.run(trainer, "save", world.save("new", "start", None))["policy"])
+    start = world.saved(
+        trainer.gang.store, "start", world.run(trainer, "save", world.save("new", "start", None))["policy"]
+    )
     data = world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
-    job = world.train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.1, "num_steps": 1}) | {"reference": start.as_json()}
+    job = world.train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.1, "num_steps": 1}) | {
+        "reference": start.as_json()
+    }
     metrics = world.run(trainer, "train", job)["metrics"]
     assert metrics["train/kl"] == metrics["first_step"]["reference_abs"] == 0.0
     assert trainer._reference is not None and trainer.resident is not None
@@ -149,14 +155,18 @@ def test_a_kl_of_weight_0_is_logged_and_changes_no_bit(trainer: Trainer) -> None
         world.run(trainer, "load", world.load_new())
         job = world.train("a", "b", "rl", data, {"kl": kl, "kl_coef": 0.0, "kl_estimator": estimator})
         name = f"{kl} {estimator}"
-        metrics[name] = world.run(trainer, "train", job | {"reference": None if kl == "none" else other.as_json()})["metrics"]
+        metrics[name] = world.run(trainer, "train", job | {"reference": None if kl == "none" else other.as_json()})[
+            "metrics"
+        ]
         policies[name] = policy_sha(trainer, name)
     assert len(set(policies.values())) == 1 and "train/kl" not in metrics["none k3"]
     assert metrics["loss k3"]["train/kl"] == metrics["reward k3"]["train/kl"] > 0.0
     assert metrics["loss k3"]["train/loss"] == metrics["none k3"]["train/loss"]
 
 
-def test_a_reference_of_another_family_sets_how_rows_are_filled(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_of_another_family_sets_how_rows_are_filled(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that packed rows would leak through: both policies see one sequence a row, also where the reference was loaded before."""
     store = trainer.gang.store
     start = world.saved(store, "start", world.run(trainer, "save", world.save("new", "start", None))["policy"])
@@ -178,9 +188,9 @@ def test_sft_segments_are_one_run(trainer: Trainer) -> None:
     expected = policy_sha(trainer)
     world.run(trainer, "load", world.load_new())
     parts = [
-        world.run(trainer, "train", world.train("a", "b", "sft", data, {"num_steps": 2, "first_step": first}))["metrics"][
-            "losses"
-        ]
+        world.run(trainer, "train", world.train("a", "b", "sft", data, {"num_steps": 2, "first_step": first}))[
+            "metrics"
+        ]["losses"]
         for first in (0, 2, 4)
     ]
     assert [loss for part in parts for loss in part] == whole["losses"]
@@ -202,7 +212,9 @@ def test_state_and_replay_end_at_the_same_bits(trainer: Trainer) -> None:
     iterate(2)
     expected = policy_sha(trainer)
     for _ in range(2):
-        world.run(trainer, "load", world.load_ref("b", "state", ArtifactRef("state", _manifest_sha(trainer, saved["state"]))))
+        world.run(
+            trainer, "load", world.load_ref("b", "state", ArtifactRef("state", _manifest_sha(trainer, saved["state"])))
+        )
         again = world.run(trainer, "save", world.save("b", "policy-again", "state-again"))
         assert world.digests(again["policy"]) == world.digests(saved["policy"])
         assert world.digests(again["state"]) == world.digests(saved["state"])
@@ -217,9 +229,13 @@ def _manifest_sha(trainer: Trainer, records: list[JsonDict]) -> str:
 
 def test_saved_policy_is_a_transformers_model_with_the_tokenizer_of_another(trainer: Trainer, tmp_path: Path) -> None:
     store = trainer.gang.store
-    tokenizer = world.artifact(store, "base", {"tokenizer.json": b"{}", "chat_template.jinja": b"x", "config.json": b"no"})
+    tokenizer = world.artifact(
+        store, "base", {"tokenizer.json": b"{}", "chat_template.jinja": b"x", "config.json": b"no"}
+    )
     saved = world.run(
-        trainer, "save", {**world.save("new", "policy", None), "tokenizer": tokenizer.as_json(), "stop_token_ids": [1, 3]}
+        trainer,
+        "save",
+        {**world.save("new", "policy", None), "tokenizer": tokenizer.as_json(), "stop_token_ids": [1, 3]},
     )
     ref = world.saved(store, "policy", saved["policy"])
     folder = materialise(store, ref, tmp_path / "local")
@@ -238,7 +254,9 @@ def test_saved_policy_is_a_transformers_model_with_the_tokenizer_of_another(trai
     assert policy_sha(trainer) == world.digests(saved["policy"])["model.safetensors"]
 
 
-def test_a_large_policy_is_split_and_loads_again(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_policy_is_split_and_loads_again(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = trainer.gang.store
     whole = world.saved(store, "whole", world.run(trainer, "save", world.save("new", "whole", None))["policy"])
     monkeypatch.setattr("rlpipe.trainer.policy_files.FILE_BYTES_MAX", 200_000)
@@ -279,7 +297,9 @@ def test_a_state_of_an_older_version_is_restored_and_hashed_whole(trainer: Train
     store = trainer.gang.store
     saved = world.run(trainer, "save", world.save("new", "policy", "state"))
     files = {name: store.read(f"state/a1/{name}") for name in world.digests(saved["state"])}
-    document = {key: value for key, value in json.loads(files["state.json"]).items() if key not in ("blocks", "made_by")}
+    document = {
+        key: value for key, value in json.loads(files["state.json"]).items() if key not in ("blocks", "made_by")
+    }
     old = world.artifact(store, "old", {**files, "state.json": json.dumps(document).encode()})
     world.run(trainer, "load", world.load_ref("a", "state", old))
     assert policy_sha(trainer) == world.digests(saved["policy"])["model.safetensors"]
@@ -289,7 +309,9 @@ def test_a_state_of_an_older_version_is_restored_and_hashed_whole(trainer: Train
         world.run(trainer, "load", world.load_ref("a", "state", old))
     document["config"]["intermediate_size"] = 10**12  # what no memory holds is not asked for
     wide = world.artifact(store, "wide", {**files, "state.json": json.dumps(document).encode()})
-    with pytest.raises(StoreError, match=r"wide/state.json has no tensor .*gate_proj.weight of shape \[1000000000000, 64\]"):
+    with pytest.raises(
+        StoreError, match=r"wide/state.json has no tensor .*gate_proj.weight of shape \[1000000000000, 64\]"
+    ):
         world.run(trainer, "load", world.load_ref("a", "state", wide))
 
 
@@ -324,7 +346,9 @@ def test_an_empty_batch_is_no_step(trainer: Trainer) -> None:
     world.run(trainer, "train", world.train("b", "c", "rl", world.batch(trainer.gang.store, "masked", masked)))
     assert policy_sha(trainer, "after") == before
     kl: JsonDict = {"kl": "loss", "kl_coef": 0.1}
-    start = world.saved(trainer.gang.store, "start", world.run(trainer, "save", world.save("b", "start", None))["policy"])
+    start = world.saved(
+        trainer.gang.store, "start", world.run(trainer, "save", world.save("b", "start", None))["policy"]
+    )
     job = {**world.train("b", "c", "rl", data, kl), "reference": start.as_json()}
     assert "train/kl" not in world.run(trainer, "train", job)["metrics"]
 
@@ -356,7 +380,9 @@ def test_weights_that_do_not_fit_are_named(trainer: Trainer) -> None:
     for size in (64, 10**12):  # what no memory holds is not asked for
         wide = {**json.loads(files["config.json"]), "intermediate_size": size}
         ref = world.artifact(store, f"unfit{size}", {**files, "config.json": json.dumps(wide).encode()})
-        with pytest.raises(StoreError, match=rf"unfit{size}: .*down_proj\.weight has the shape .*, config.json says .*{size}"):
+        with pytest.raises(
+            StoreError, match=rf"unfit{size}: .*down_proj\.weight has the shape .*, config.json says .*{size}"
+        ):
             world.run(trainer, "load", world.load_ref("p", "policy", ref))
     torn = world.artifact(store, "torn", {**files, "model.safetensors": files["model.safetensors"][:-100]})
     with pytest.raises(StoreError, match=r"model\.safetensors is torn"):

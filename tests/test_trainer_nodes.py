@@ -108,7 +108,9 @@ def gang(tmp_path: Path) -> Iterator[TwoNodes]:
 async def test_the_lost_node_is_named(gang: TwoNodes, tmp_path: Path, how: str) -> None:
     health = await gang.health()
     assert health["ranks"] == 2
-    told = [(entry["node"], entry["host"], entry["ranks"], entry["silent_s"] < SILENT_S_MAX) for entry in health["nodes"]]
+    told = [
+        (entry["node"], entry["host"], entry["ranks"], entry["silent_s"] < SILENT_S_MAX) for entry in health["nodes"]
+    ]
     assert told == [(node, socket.gethostname(), [node], True) for node in range(2)]
     client = TrainerClient(gang)  # pyright: ignore[reportArgumentType]
     await client.start()
@@ -120,7 +122,9 @@ async def test_the_lost_node_is_named(gang: TwoNodes, tmp_path: Path, how: str) 
     for process in gang.family(1):  # a machine that is gone closes no connection: a stopped one is like it
         process.send_signal(getattr(signal, how))
     # by its silence, and not by a deadline of a collective
-    with pytest.raises(TrainerError, match=rf"doing train: node 1 \({socket.gethostname()}\): rank 1 has been silent for"):
+    with pytest.raises(
+        TrainerError, match=rf"doing train: node 1 \({socket.gethostname()}\): rank 1 has been silent for"
+    ):
         await asyncio.wait_for(training, timeout=DEADLINE_S)
 
     await client.close()
@@ -141,10 +145,17 @@ async def test_each_node_serves_and_uploads_what_it_made(gang: TwoNodes, tmp_pat
     await client.run("upload", {"attempt": "a1"})
     for name in ("policy", "state"):
         for record in saved[name]:
-            assert hashlib.sha256(store.read(f"runs/a/rl/00000/{name}/{record['name']}")).hexdigest() == record["sha256"]
+            assert (
+                hashlib.sha256(store.read(f"runs/a/rl/00000/{name}/{record['name']}")).hexdigest() == record["sha256"]
+            )
     weights = next(record["name"] for record in saved["policy"] if record["name"].endswith(".safetensors"))
     async with new_session() as session:
-        for place, key, expected in ((first, KEY, 200), (other, KEY, 404), (first, "another", 401), (other, "another", 401)):
+        for place, key, expected in (
+            (first, KEY, 200),
+            (other, KEY, 404),
+            (first, "another", 401),
+            (other, "another", 401),
+        ):
             url = f"{place['url']}/runs/a/rl/00000/policy/{weights}"
             assert (await http_call(session, "GET", url, key, None, 5.0))[0] == expected, (url, key)
         for method, path in (("GET", "/health"), ("GET", "/status"), ("POST", "/train"), ("POST", "/upload")):

@@ -48,7 +48,9 @@ def job(data: ArtifactRef, step: int, settings: JsonDict, reference: ArtifactRef
 @pytest.mark.parametrize("kl", ["none", "loss"])
 def test_the_steps_after_it_are_the_same_to_the_bit(trainer: Trainer, data: ArtifactRef, kl: str) -> None:
     world.run(trainer, "load", world.load_new("other", seed=9))
-    other = world.saved(trainer.gang.store, "other", world.run(trainer, "save", world.save("other", "other", None))["policy"])
+    other = world.saved(
+        trainer.gang.store, "other", world.run(trainer, "save", world.save("other", "other", None))["policy"]
+    )
     reference = other if kl == "loss" else None
     settings: JsonDict = {"kl": kl, "kl_coef": 0.1 if kl == "loss" else 0.0}
     shas = []
@@ -78,7 +80,9 @@ def trained(folder: Path, offload: str, parks: bool = False) -> list[dict[str, s
     world.run(trainer, "train", job(rollouts, 0, {}))
     saved = world.run(trainer, "save", world.save("b", "first", "first-state"))
     world.run(trainer, "load", world.load_ref("b", "state", world.saved(store, "first-state", saved["state"])))
-    for position, (kind, data) in enumerate([("rl", rollouts), ("sft", world.conversations(store, "conversations", 40))]):
+    for position, (kind, data) in enumerate(
+        [("rl", rollouts), ("sft", world.conversations(store, "conversations", 40))]
+    ):
         if parks:
             world.run(trainer, "offload", OFFLOAD)
         world.run(trainer, "train", world.train("b", "c", kind, data, {"first_step": 2 * position}))
@@ -111,7 +115,9 @@ def test_no_room_for_moments_is_said_by_name(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     trainer = Trainer(world.solo_gang(tmp_path, offload="optimizer"))
-    with pytest.raises(UserError, match=r"trainer\.offload='optimizer': a rank has no room for .* No space left .*'none'"):
+    with pytest.raises(
+        UserError, match=r"trainer\.offload='optimizer': a rank has no room for .* No space left .*'none'"
+    ):
         world.run(trainer, "load", world.load_new())
 
 

@@ -81,7 +81,9 @@ def test_rows_hold_the_sequences_side_by_side(lengths: list[int], seed: int) -> 
             count = len(sequences[index].scored)
             np.testing.assert_array_equal(spread[b, :count], sequences[index].tokens[sequences[index].scored])
             np.testing.assert_array_equal(packed.mask_BT[b].numpy(), np.arange(packed.mask_BT.shape[1]) < count)
-            np.testing.assert_allclose(packed.rollout_logprobs_BT[b, :count], sequences[index].rollout_logprobs, rtol=1e-6)
+            np.testing.assert_allclose(
+                packed.rollout_logprobs_BT[b, :count], sequences[index].rollout_logprobs, rtol=1e-6
+            )
         flat = packed.tokens_RL.flatten()
         np.testing.assert_array_equal(flat[packed.source_N + 1], packed.target_N)
         scored_targets += packed.target_N.tolist()
@@ -115,7 +117,11 @@ def test_where_prompts_are_shared_each_token_is_predicted_from_what_stands_befor
     assert [id(sequence) for text in texts for sequence in text] == [id(sequence) for sequence in sequences]
     alone, apart = plan_texts(sequences, ranks, tokens_max, Rows.PACKED, 1, flex_tokens)
     costs = [
-        cost(plan, [*map(text_tokens, placed)], [text_pairs(text) / flex_tokens for text in placed] if flex_tokens else None)
+        cost(
+            plan,
+            [*map(text_tokens, placed)],
+            [text_pairs(text) / flex_tokens for text in placed] if flex_tokens else None,
+        )
         for placed, plan in ((texts, plans), (alone, apart))
     ]
     assert costs[0] <= costs[1]
@@ -124,8 +130,12 @@ def test_where_prompts_are_shared_each_token_is_predicted_from_what_stands_befor
         assert microbatch.tokens_RL.numel() <= tokens_max + padding * len(rows)
         width = microbatch.tokens_RL.shape[1]
         branch_RL = torch.zeros_like(microbatch.tokens_RL) if microbatch.branch_RL is None else microbatch.branch_RL
-        sees = own_branch(branch_RL, BRANCHES) & (microbatch.positions_RL[:, None, :] <= microbatch.positions_RL[:, :, None])
-        chosen = [(sequence, place) for row in rows for index in row for sequence in texts[index] for place in sequence.scored]
+        sees = own_branch(branch_RL, BRANCHES) & (
+            microbatch.positions_RL[:, None, :] <= microbatch.positions_RL[:, :, None]
+        )
+        chosen = [
+            (sequence, place) for row in rows for index in row for sequence in texts[index] for place in sequence.scored
+        ]
         assert len(chosen) == len(microbatch.source_N)
         for (sequence, place), source, target in zip(
             chosen, microbatch.source_N.tolist(), microbatch.target_N.tolist(), strict=True
@@ -222,7 +232,8 @@ def test_one_a_row_a_microbatch_holds_what_is_alike(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "row_tokens"), [([33] * 64, 33), ([60, 20, 20, 20] * 16, 60), ([100, *[4] * 50], 100), ([30, *[21] * 40], 60)]
+    ("lengths", "row_tokens"),
+    [([33] * 64, 33), ([60, 20, 20, 20] * 16, 60), ([100, *[4] * 50], 100), ([30, *[21] * 40], 60)],
 )
 def test_rows_are_of_the_length_that_costs_least(lengths: list[int], row_tokens: int) -> None:
     """As short as fills them: attention grows with the square."""
@@ -233,10 +244,13 @@ def test_rows_are_of_the_length_that_costs_least(lengths: list[int], row_tokens:
 
 def test_a_sequence_that_does_not_fit_is_named() -> None:
     assert plan_step([], 2, 64) == [[], []]
-    with pytest.raises(UserError, match=r"a sequence has 301 tokens, trainer\.tokens_max=300; set trainer\.tokens_max to 301"):
+    with pytest.raises(
+        UserError, match=r"a sequence has 301 tokens, trainer\.tokens_max=300; set trainer\.tokens_max to 301"
+    ):
         plan_step([301], 1, 300)
     with pytest.raises(
-        UserError, match=r"601 tokens, .*=300 and trainer\.context_ranks=2 ranks share a row; set trainer\.tokens_max to 301"
+        UserError,
+        match=r"601 tokens, .*=300 and trainer\.context_ranks=2 ranks share a row; set trainer\.tokens_max to 301",
     ):
         plan_step([601], 4, 300, context_ranks=2)
 
@@ -254,4 +268,6 @@ def test_conversations_are_an_endless_sequence_of_permutations(count: int, batch
     drawn = [index for step in range(steps) for index in conversations_of_step(count, step, batch_size, seed)]
     for epoch in range(len(drawn) // count):
         assert sorted(drawn[epoch * count : (epoch + 1) * count]) == list(range(count))
-    assert drawn[-batch_size:] == conversations_of_step(count, steps - 1, batch_size, seed), "a step is a function of its index"
+    assert drawn[-batch_size:] == conversations_of_step(count, steps - 1, batch_size, seed), (
+        "a step is a function of its index"
+    )

@@ -54,10 +54,14 @@ def test_a_job_that_makes_no_sense_names_the_field() -> None:
     assert "'rl', 'sft'" in refusal("train", {**sft, "kind": "dpo"})
     assert "reference=None: Unexpected" in refusal("train", {**sft, "reference": None})
     assert "is no reference" in refusal("train", {**rl, "data": {"folder": "../x", "sha256": "0" * 64}})
-    assert "settings.kl=loss needs a reference" in refusal("train", train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.1}))
+    assert "settings.kl=loss needs a reference" in refusal(
+        "train", train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.1})
+    )
     assert "exactly one of new, policy and state" in refusal("load", {**load, "state": data.as_json()})
     assert "exactly one of new, policy and state" in refusal("load", {**load, "new": None})
-    assert re.search(r"policy=.*: Field required$", refusal("load", {"position": "a", "new": load["new"], "state": None}))
+    assert re.search(
+        r"policy=.*: Field required$", refusal("load", {"position": "a", "new": load["new"], "state": None})
+    )
     for body in ("[" * 100_000, "{", "null", "[]"):
         with pytest.raises(UserError, match="save: "):
             job_of("save", body.encode())

@@ -224,7 +224,9 @@ def test_gradient_is_that_of_a_plain_loop(gang: Gang, setup: World, sequences: l
     assert plain.keys() == {"loss", *TOKEN_SUMS}
     assert {told: sums[told] for told in plain} == pytest.approx(plain, rel=1e-5, abs=1e-6)
     settings = settings_of(name)
-    assert (sums["clip_fraction_low"] > 0) == (settings.objective in ("ppo", "gspo", "cispo", "dppo")), "a clip was not at work"
+    assert (sums["clip_fraction_low"] > 0) == (settings.objective in ("ppo", "gspo", "cispo", "dppo")), (
+        "a clip was not at work"
+    )
     assert (sums["importance_clipped_fraction"] > 0) == (settings.importance != "none"), "no weight was bounded"
 
 
@@ -258,7 +260,9 @@ def test_gradient_does_not_depend_on_how_rows_are_filled(
         assert other_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
 
 
-def test_gradient_does_not_depend_on_activation_checkpointing(gang: Gang, setup: World, sequences: list[TrainSequence]) -> None:
+def test_gradient_does_not_depend_on_activation_checkpointing(
+    gang: Gang, setup: World, sequences: list[TrainSequence]
+) -> None:
     other = with_options(gang, activation_checkpointing=True)
     assert_same(gradients(other, setup, sequences, "ppo")[0], gradients(gang, setup, sequences, "ppo")[0])
 
@@ -288,7 +292,9 @@ def test_a_step_that_is_not_finite_changes_nothing(gang: Gang, setup: World, seq
     before = world.fingerprint(list(resident.shards.values()))
     poisoned = [dataclasses.replace(sequences[0], logprobs=sequences[0].logprobs * np.nan), *sequences[1:]]
     batch = ready(gang, setup, poisoned, resident.policy, settings)
-    how = StepSettings(OptimizerConfig(learning_rate=1e-3), step=0, temperature=1.0, address="runs/a/rl/00003/batch step 2")
+    how = StepSettings(
+        OptimizerConfig(learning_rate=1e-3), step=0, temperature=1.0, address="runs/a/rl/00003/batch step 2"
+    )
     with pytest.raises(StepRefused, match="runs/a/rl/00003/batch step 2: loss nan"):
         optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps(), moved=False), how)
     assert world.fingerprint(list(resident.shards.values())) == before and resident.optimizer_step == 0

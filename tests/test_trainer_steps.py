@@ -44,7 +44,9 @@ def test_a_group_is_in_the_same_step_whatever_became_of_the_others(sizes: list[i
 def test_a_batch_of_older_code_is_cut_as_it_was() -> None:
     steps = rows_of_steps(np.array([7, 7, 3, 5, 5, 9]), None, 2)
     assert [step.tolist() for step in steps] == [[0, 1, 3, 4], [2, 5]]
-    assert rows_of_steps(np.array([], dtype=np.int64), None, 2) == rows_of_steps(np.array([], dtype=np.int64), [], 2) == []
+    assert (
+        rows_of_steps(np.array([], dtype=np.int64), None, 2) == rows_of_steps(np.array([], dtype=np.int64), [], 2) == []
+    )
 
 
 @pytest.fixture

@@ -33,7 +33,16 @@ from rlpipe.view.plots import curve, plot
 from rlpipe.view.server import VIEW_KEY_VARIABLE, view_app, view_key
 from rlpipe.view.tokens import shown_tokens, token_texts
 from tests.rows import BATCH, GAPS, PROMPTS, SCORES, fill, rollout, to_parquet
-from tests.test_queries import commit_files, commit_sampled, commit_scored, commit_trained, commit_whole, made, only, rows_of
+from tests.test_queries import (
+    commit_files,
+    commit_sampled,
+    commit_scored,
+    commit_trained,
+    commit_whole,
+    made,
+    only,
+    rows_of,
+)
 from tests.test_store_run import record_of, sealed, tiny
 
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>\0\x1b[2J\x9b\u202e&amp;"
@@ -65,7 +74,11 @@ def whole_store(store: Store, folder: Path) -> None:
     for version, (phase, number) in enumerate([("base", 0), ("rl", 0)]):
         rows = [row | {"prompt_id": f"h/{row['group_index']}", "reward": float(version)} for row in rows_of(0)[:4]]
         commit_files(
-            run, (phase, number, "evaluation"), {"evaluation.parquet": only(rows, SCORES)}, {"h_greedy": version}, version
+            run,
+            (phase, number, "evaluation"),
+            {"evaluation.parquet": only(rows, SCORES)},
+            {"h_greedy": version},
+            version,
         )
 
 
@@ -92,8 +105,16 @@ def test_every_link_of_every_page_leads_to_a_page(store: Store, tmp_path: Path) 
         waiting += sorted(links - seen)
         seen |= links
     kinds = {re.sub(r"\d+", "N", path.split("?")[0].replace("/a/", "/RUN/")) for path in seen}
-    assert {"/runs/RUN/iterations/N", "/runs/RUN/iterations/N/groups/N", "/runs/RUN/iterations/N/groups/N/rollouts/N"} <= kinds
-    assert {"/runs/RUN/prompts", "/runs/RUN/evaluations/N/groups/N", "/runs/RUN/evaluations/N/groups/N/rollouts/N"} <= kinds
+    assert {
+        "/runs/RUN/iterations/N",
+        "/runs/RUN/iterations/N/groups/N",
+        "/runs/RUN/iterations/N/groups/N/rollouts/N",
+    } <= kinds
+    assert {
+        "/runs/RUN/prompts",
+        "/runs/RUN/evaluations/N/groups/N",
+        "/runs/RUN/evaluations/N/groups/N/rollouts/N",
+    } <= kinds
     assert {key: store.read(key) for key in store.list("runs")} == before
 
 
@@ -207,7 +228,9 @@ def test_the_evaluation_before_rl_is_the_first_point_of_its_curve(tmp_path: Path
 
 def test_the_loss_of_sft_is_drawn_with_the_validation_loss_beside_it(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
-    run = create_or_continue(tiny(store, "sft.num_steps=4", "sft.segment_steps=2", "sft.decay_steps=4", "sft.warmup_steps=0"))
+    run = create_or_continue(
+        tiny(store, "sft.num_steps=4", "sft.segment_steps=2", "sft.decay_steps=4", "sft.warmup_steps=0")
+    )
     for segment, losses in enumerate([[4.0, 3.0], [2.0, 1.0]]):
         metrics = {"losses": losses, "train/loss": losses[-1], "train/validation_loss": losses[-1] + 0.5}
         commit_files(run, ("sft", segment, "policy"), {}, metrics, version=0)
@@ -266,7 +289,9 @@ def commit_turns(run: Run, tokenizer: Tokenizer) -> None:
 
 def test_turns_are_kept_apart_wherever_a_rollout_is_shown(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
-    run = create_or_continue(tiny(store, "sft.num_steps=0", "rl.environment=calculator", "rl.rewards={environment = 1.0}"))
+    run = create_or_continue(
+        tiny(store, "sft.num_steps=0", "rl.environment=calculator", "rl.rewards={environment = 1.0}")
+    )
     build_tokenizer(["Spell this word"], tmp_path)
     commit_turns(run, Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
     apart = "assistant this tool a word assistant Spell tool b assistant word"
@@ -295,7 +320,9 @@ def test_a_rollout_is_shown_token_by_token(whole: Store) -> None:
     titles = re.findall(r'<span class="t[^>]*title="([^"]*)"', html)
     assert len(titles) == 3
     assert (
-        titles[0].startswith("0: 5 ") and titles[0].endswith("logprob -0.500, version 0, trained") and "version 1" in titles[1]
+        titles[0].startswith("0: 5 ")
+        and titles[0].endswith("logprob -0.500, version 0, trained")
+        and "version 1" in titles[1]
     )
     assert 'class="colour-mask"' in html and "advantage <b>0.5</b>" in html
     assert "choose logprob, gap, mask" in page(whole, "/runs/a/iterations/1/groups/0/rollouts/0?colour=other", 404)
@@ -325,7 +352,9 @@ def test_the_gap_between_engine_and_trainer_colours_the_tokens(tmp_path: Path) -
     commit_sampled(run, 1)
     commit_scored(run, 1)
     commit_files(
-        run, ("rl", 1, "batch/round-0"), {"batch.parquet": only([row | {"advantage": 0.5} for row in rows_of(1)[:2]], BATCH)}
+        run,
+        ("rl", 1, "batch/round-0"),
+        {"batch.parquet": only([row | {"advantage": 0.5} for row in rows_of(1)[:2]], BATCH)},
     )
     assert "the iteration is not trained yet" in text_of(page(store, rollout_1.replace("iterations/0", "iterations/1")))
 
@@ -378,7 +407,13 @@ def test_the_mask_is_the_one_that_was_trained_with_and_an_unrecorded_logprob_is_
 def test_what_a_policy_wrote_is_text_on_every_page(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     run = create_or_continue(tiny(store, "sft.num_steps=0", "rl.num_iterations=1"))
-    evil: JsonDict = {"prompt": EVIL, "completion": EVIL, "prompt_id": f"p/{EVIL}", "engine": EVIL, "reward_fault": EVIL}
+    evil: JsonDict = {
+        "prompt": EVIL,
+        "completion": EVIL,
+        "prompt_id": f"p/{EVIL}",
+        "engine": EVIL,
+        "reward_fault": EVIL,
+    }
     rows = [row | evil | {"reward_parts": json.dumps({EVIL: 1.0})} for row in rows_of(0)[:2]]
     prompt = fill({"prompt_id": f"p/{EVIL}", "source": EVIL, "messages": json.dumps([{"role": EVIL, "content": EVIL}]),
                    "answer": EVIL, "metadata": json.dumps({EVIL: EVIL})}, PROMPTS)  # fmt: skip
@@ -393,13 +428,20 @@ def test_what_a_policy_wrote_is_text_on_every_page(tmp_path: Path) -> None:
     for path in paths:
         answer = pages.get(path) if "?" in path else pages.get(path, params=query)
         assert "<script>alert" not in answer.text and "<img" not in answer.text, path
-        assert "&lt;script&gt;" in answer.text and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", answer.text), path
+        assert "&lt;script&gt;" in answer.text and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", answer.text), (
+            path
+        )
         assert "script-src 'self';" in answer.headers["content-security-policy"]
 
 
 def test_a_prompt_is_followed_through_the_iterations_and_the_evaluations(whole: Store) -> None:
     html = page(whole, "/runs/a/prompts?id=p/0")
-    assert plots_of(html)[0]["series"][0] == {"name": "p/0", "x": [0, 1], "y": [0.5, 0.5], "link": "/runs/a/iterations/"}
+    assert plots_of(html)[0]["series"][0] == {
+        "name": "p/0",
+        "x": [0, 1],
+        "y": [0.5, 0.5],
+        "link": "/runs/a/iterations/",
+    }
     assert html.index("iterations/1/groups/0") < html.index("iterations/0/groups/0")
     evaluated = plots_of(page(whole, "/runs/a/prompts?id=h/1"))[0]["series"][0]
     assert evaluated == {"name": "h/1", "x": [0, 1], "y": [0.0, 1.0], "link": "/runs/a/evaluations/"}
@@ -448,7 +490,11 @@ def test_answers_before_and_after_stand_side_by_side(tmp_path: Path) -> None:
         if phase == "rl":
             commit_whole(run, 0)
         commit_files(
-            run, (phase, number, "evaluation"), {"evaluation.parquet": only(rows, SCORES)}, {"p_greedy": version / 2}, version
+            run,
+            (phase, number, "evaluation"),
+            {"evaluation.parquet": only(rows, SCORES)},
+            {"p_greedy": version / 2},
+            version,
         )
     html = page(store, "/runs/a/evaluations")
     assert "1 better, 1 worse, 1 with another text" in text_of(html)
@@ -503,7 +549,9 @@ def test_scripts_are_kept_by_browsers_and_come_from_here_alone(whole: Store) -> 
     assert len(sources) == 3 and not re.findall(r'(?:src|href)="(?:https?:)?//', html)
     for source in sources:
         answer = client(whole).get(source)
-        assert answer.status_code == 200 and "immutable" in answer.headers["cache-control"] and len(answer.content) > 1000
+        assert (
+            answer.status_code == 200 and "immutable" in answer.headers["cache-control"] and len(answer.content) > 1000
+        )
     for elsewhere in ("/static/0/view.js", "/static/0/..%2f..%2fserver.py", sources[0].replace("view.css", "view.js")):
         assert client(whole).get(elsewhere).status_code == 404
 

@@ -73,8 +73,14 @@ def test_another_process_may_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     shutil.copytree(winner, tmp_path / "won")
     shutil.rmtree(winner)
     build = weights._build_untied
-    monkeypatch.setattr(weights, "_build_untied", lambda *given: (build(*given), shutil.copytree(tmp_path / "won", winner)))
-    assert untied(tied) == winner and sorted(path.name for path in tmp_path.iterdir()) == ["policy", "policy-untied", "won"]
+    monkeypatch.setattr(
+        weights, "_build_untied", lambda *given: (build(*given), shutil.copytree(tmp_path / "won", winner))
+    )
+    assert untied(tied) == winner and sorted(path.name for path in tmp_path.iterdir()) == [
+        "policy",
+        "policy-untied",
+        "won",
+    ]
 
 
 def test_what_a_loader_would_read_two_ways_is_refused(tmp_path: Path) -> None:

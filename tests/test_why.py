@@ -25,7 +25,9 @@ from tests.why_world import HEAD, LETTERS, REWARDS, Asked, Planted, around
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return create_or_continue(read_config("tiny", ["run=a", f"store=file://{tmp_path}", "rl.kl=loss", REWARDS], PRESETS))
+    return create_or_continue(
+        read_config("tiny", ["run=a", f"store=file://{tmp_path}", "rl.kl=loss", REWARDS], PRESETS)
+    )
 
 
 def hard(rng: random.Random, asked: Asked) -> Asked:
@@ -111,13 +113,18 @@ def test_a_stale_engine_is_shown_by_the_rollouts_whose_tokens_are_furthest_apart
     finding = next(iter(mismatch(whole)))
     shown = [(whole.groups[whole.group_R[row]].iteration, whole.rollouts[row]) for row in finding.rows]
     assert {(iteration, rollout.group_index, rollout.rollout_index) for iteration, rollout in shown} == {*apart}
-    known = np.abs([value for number in range(6, 11) for row in gaps[number] for value in row.gap if not np.isnan(value)])
+    known = np.abs(
+        [value for number in range(6, 11) for row in gaps[number] for value in row.gap if not np.isnan(value)]
+    )
     share = float(np.mean(known > 0.1))
     assert finding.evidence[-1].endswith(f"more than 0.1 apart: 0.00% -> {share:.2%}")
 
 
 def test_a_kl_that_the_updates_themselves_made_is_no_other_reference(run: Run) -> None:
-    far = {"train/kl": 0.888, "train/proximal_kl": 0.343}  # of a rate of 1e-2, in the iteration of its first two updates
+    far = {
+        "train/kl": 0.888,
+        "train/proximal_kl": 0.343,
+    }  # of a rate of 1e-2, in the iteration of its first two updates
     assert not list(reference(around(run, 1, Planted(before=weaker, metrics=far))))
     [finding] = reference(around(run, 1, Planted(before=weaker, metrics={**far, "train/proximal_kl": 0.1})))
     assert finding.suspect == "reference"

@@ -42,7 +42,8 @@ def test_the_iteration_is_found_and_the_report_has_figures_rollouts_and_a_proof(
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert re.match(
-        r"run a, iteration 7: reward 0\.\d+ -> 0\.\d+ \(iterations 0 to 6, 84 groups; 7 to 11, 60 groups\), -0\.\d+", lines[0]
+        r"run a, iteration 7: reward 0\.\d+ -> 0\.\d+ \(iterations 0 to 6, 84 groups; 7 to 11, 60 groups\), -0\.\d+",
+        lines[0],
     )
     first = lines.index("1. reward part exact falls")
     assert re.match(r"   suspect reward_part: explains -0\.\d+ of -0\.\d+, p = \d", lines[first + 1])
@@ -146,4 +147,6 @@ def test_a_second_reward_that_agrees_is_exit_code_4(tmp_path: Path) -> None:
 def test_a_second_reward_that_is_none_is_refused(tmp_path: Path) -> None:
     run = made(tmp_path, None, size=4)
     assert re.search("there is no reward 'exactly'", asked(run, "--second", "exactly").output)
-    assert re.search(r"--second environment: it scored none of \d+ rollouts", asked(run, "--second", "environment").output)
+    assert re.search(
+        r"--second environment: it scored none of \d+ rollouts", asked(run, "--second", "environment").output
+    )

@@ -40,7 +40,9 @@ def test_a_report_does_not_score_again_for_longer_than_it_may(tmp_path: Path, mo
     run = run_of(tmp_path, KINDS["0/1"])
     whole = scored(run, around(run, 1))
     with Today(run) as today:
-        assert not list(reward_parts(replace(whole, rewards_today=today))) and not today.parts(run.config.rl, 0, whole.groups)
+        assert not list(reward_parts(replace(whole, rewards_today=today))) and not today.parts(
+            run.config.rl, 0, whole.groups
+        )
         assert today.why_not == "-1 s were not enough for all iterations"
 
 
@@ -62,7 +64,8 @@ def by_code(rollout: Rollout, prompt: Prompt, run: Run) -> Rollout:
 def scored(run: Run, whole: Around) -> Around:
     """With the rewards of the run for all that was sampled."""
     groups = [
-        replace(group, rollouts=[by_code(rollout, group.prompt, run) for rollout in group.rollouts]) for group in whole.groups
+        replace(group, rollouts=[by_code(rollout, group.prompt, run) for rollout in group.rollouts])
+        for group in whole.groups
     ]
     return replace(whole, groups=groups)
 
@@ -80,7 +83,9 @@ def named(whole: Around, looks: int = LOOKS) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_reward_that_nobody_touched_is_not_named_when_the_policy_says_garbage(kind: str, seed: int, tmp_path: Path) -> None:
+def test_a_reward_that_nobody_touched_is_not_named_when_the_policy_says_garbage(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
     run = run_of(tmp_path, KINDS[kind])
     hot = scored(run, around(run, seed, Planted(after=garbage, sets=("rl.temperature=2.0",)), prompts=16, size=8))
     assert named(hot) == ["settings"], "by what is alike"
@@ -118,7 +123,10 @@ def test_code_that_gives_the_same_text_another_reward_is_proved(kind: str, late:
     whole = scored(run, changed)
     truth = np.array([one.reward for group in whole.groups for one in group.rollouts]) - changed.reward_R
     expected = truth[changed.after_R == late].mean() * (-1 if late else 1)
-    assert finding.explains == pytest.approx(expected, abs=0.05) and "scored again, the same text" in finding.evidence[late]
+    assert (
+        finding.explains == pytest.approx(expected, abs=0.05)
+        and "scored again, the same text" in finding.evidence[late]
+    )
 
 
 def test_code_that_is_neither_sides_proves_nothing(tmp_path: Path) -> None:
@@ -144,7 +152,9 @@ def test_where_code_cannot_be_called_the_report_says_so(tmp_path: Path) -> None:
     with Today(run) as today:
         lost = replace(whole, rewards_today=today, config=config, config_before=config)
         [finding] = reward_parts(lost)
-    assert finding.title == "reward part exact falls" and "not scored again by today's code" in " ".join(finding.evidence)
+    assert finding.title == "reward part exact falls" and "not scored again by today's code" in " ".join(
+        finding.evidence
+    )
     assert "gone" in today.why_not
 
 
@@ -157,7 +167,9 @@ def reward(prompt, completion):
 """
 
 
-def test_a_reward_that_is_lost_while_it_scores_again_ends_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_is_lost_while_it_scores_again_ends_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "goes_away.py").write_text(GOES_AWAY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
@@ -178,7 +190,8 @@ def test_a_verdict_that_the_rest_of_the_reward_refutes_is_withdrawn(tmp_path: Pa
     for group in whole.groups:
         late = group.iteration >= whole.at
         parts = [
-            {"exact": 0.0 if late else one.reward_parts["exact"], "length": 0.1 if late else 0.8} for one in group.rollouts
+            {"exact": 0.0 if late else one.reward_parts["exact"], "length": 0.1 if late else 0.8}
+            for one in group.rollouts
         ]
         rollouts = [rewarded(one, part, run.config) for one, part in zip(group.rollouts, parts, strict=True)]
         groups.append(replace(group, rollouts=rollouts))
@@ -207,7 +220,9 @@ def test_other_weights_explain_what_they_do_to_the_same_completions(sets: str, e
         assert not list(reward_parts(told)) and not list(settings(told))
     parts = {name: column[whole.after_R] for name, column in told.parts.items()}
     weights = {"weights": {"exact": 0.4, "near": -0.4}, "another reward": {"format": 1.0}}[expected]
-    assert finding.explains == pytest.approx(sum(weight * parts[name].mean() for name, weight in weights.items()), abs=0.03)
+    assert finding.explains == pytest.approx(
+        sum(weight * parts[name].mean() for name, weight in weights.items()), abs=0.03
+    )
     assert finding.certain and finding.proof is not None and finding.proof.redo == "score"
 
 
@@ -262,11 +277,15 @@ def test_a_tenth_of_the_labels_shuffled_is_named(wrong: list[int], tmp_path: Pat
 
     run = run_of(tmp_path, KINDS["0/1"])
     skilled = around(run, 5, Planted(before=lambda rng, asked: replace(asked, skill=0.97)), at=0, prompts=64, size=4)
-    late = around(run, 6, Planted(before=lambda rng, asked: shuffled(rng, replace(asked, skill=0.97))), prompts=64, size=4)
+    late = around(
+        run, 6, Planted(before=lambda rng, asked: shuffled(rng, replace(asked, skill=0.97))), prompts=64, size=4
+    )
     groups = [group for group in skilled.groups if group.iteration < 6] + [
         group for group in late.groups if group.iteration >= 6
     ]
-    assert named(scored(run, replace(late, groups=groups)), 11 * LOOKS)[:1] == ["labels"]  # as where it looks for the iteration
+    assert named(scored(run, replace(late, groups=groups)), 11 * LOOKS)[:1] == [
+        "labels"
+    ]  # as where it looks for the iteration
 
 
 def test_labels_that_were_wrong_all_along_are_no_change_when_the_policy_becomes_sure(tmp_path: Path) -> None:
@@ -306,7 +325,9 @@ def test_a_rate_that_still_rises_is_named_when_the_reward_falls(tmp_path: Path) 
     nothing_trained = falling(run, 0.5, 6)
     metrics = {number: {**values, "train/learning_rate": 0.0} for number, values in nothing_trained.metrics.items()}
     [finding] = rate(replace(nothing_trained, metrics=metrics))
-    assert finding.proof is not None and finding.proof.sets == ["rl.learning_rate=0.001"], "a rate that a config may have"
+    assert finding.proof is not None and finding.proof.sets == ["rl.learning_rate=0.001"], (
+        "a rate that a config may have"
+    )
     late = create_or_continue(read_config("tiny", [*config, "run=b", "rl.warmup_steps=2"], PRESETS))
     assert not list(rate(falling(late, 0.5, 6))), "it has risen"
 
@@ -315,7 +336,9 @@ def test_a_reward_that_falls_step_by_step_while_the_rate_rises_has_a_cause(tmp_p
     """No iteration has a jump then: the sides differ by less than the noise that the trend looks like."""
     sets = ["rl.warmup_steps=20", "rl.num_steps=2", "rl.learning_rate=3e-3", KINDS["partial credit"]]
     run = create_or_continue(read_config("tiny", ["run=a", f"store=file://{tmp_path}", *sets], PRESETS))
-    slow = Planted(lambda rng, asked: replace(asked, skill=0.95 - 0.02 * asked.iteration), metrics={"train/proximal_kl": 0.05})
+    slow = Planted(
+        lambda rng, asked: replace(asked, skill=0.95 - 0.02 * asked.iteration), metrics={"train/proximal_kl": 0.05}
+    )
     whole = scored(run, replace(around(run, 2, slow, at=0, prompts=32, size=8), at=5))
     looks = LOOKS * 11
     assert whole.reward_change.p * looks > ALPHA

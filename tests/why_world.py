@@ -66,7 +66,9 @@ def rewarded(rollout: Rollout, parts: dict[str, float], config: PipelineConfig) 
     return replace(rollout, reward=total, reward_parts=parts)
 
 
-def sampled(rng: random.Random, config: PipelineConfig, asked: Asked, prompt: Prompt, group: int, index: int) -> Rollout:
+def sampled(
+    rng: random.Random, config: PipelineConfig, asked: Asked, prompt: Prompt, group: int, index: int
+) -> Rollout:
     right = rng.random() < asked.skill ** (len(asked.word) / 4)
     answer = asked.word[::-1] if right else "".join(rng.choice(LETTERS) for _ in asked.word)
     formed = rng.random() < 0.97
@@ -84,7 +86,14 @@ def sampled(rng: random.Random, config: PipelineConfig, asked: Asked, prompt: Pr
 
 
 def around(
-    run: Run, seed: int, planted: Planted | None = None, *, at: int = 6, count: int = 12, prompts: int = 12, size: int = 6
+    run: Run,
+    seed: int,
+    planted: Planted | None = None,
+    *,
+    at: int = 6,
+    count: int = 12,
+    prompts: int = 12,
+    size: int = 6,
 ) -> Around:
     """The groups of a run with a fault from `at` on."""
     rng, nothing = random.Random(seed), Planted()
@@ -97,7 +106,9 @@ def around(
         config = after if iteration >= at else before
         for group in range(prompts):
             word = "".join(rng.choice(LETTERS) for _ in range(rng.choice([3, 4, 5, 6])))
-            asked = fault.before(rng, Asked(iteration, word, 0.55 + 0.3 * (1 - np.exp(-iteration / 5)) + rng.gauss(0, 0.03)))
+            asked = fault.before(
+                rng, Asked(iteration, word, 0.55 + 0.3 * (1 - np.exp(-iteration / 5)) + rng.gauss(0, 0.03))
+            )
             label, text = asked.label or asked.word[::-1], f"spell {asked.word}"
             prompt_tokens = np.array([*asked.head, *tokens_of(asked.word), 7, 8, 9], dtype=np.int32)
             prompt = Prompt(
@@ -110,7 +121,9 @@ def around(
             "train/kl": 4e-3 * iteration**2 * rng.uniform(0.8, 1.2), "train/proximal_kl": 1e-3 * rng.uniform(0.5, 2),
             **fault.metrics,
         }  # fmt: skip
-    return Around(run, at, groups, metrics, after, before, differences(after, before) if planted and planted.sets else [])
+    return Around(
+        run, at, groups, metrics, after, before, differences(after, before) if planted and planted.sets else []
+    )
 
 
 def store(whole: Around) -> None:

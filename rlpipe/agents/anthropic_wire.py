@@ -83,7 +83,10 @@ def _turned(message: Any) -> list[JsonDict]:
         return [message]
     text = [block for block in content if block.get("type") not in ("tool_use", "tool_result")]
     calls = [
-        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}}
+        {
+            "id": block.get("id"),
+            "function": {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))},
+        }
         for block in content
         if block.get("type") == "tool_use"
     ]

@@ -61,7 +61,9 @@ class SentCalls:
             return call
         call = SentCall(answer(), sending)
         alike.append(call)
-        call.answering.add_done_callback(lambda done: alike.remove(call) if done.cancelled() or done.exception() else None)
+        call.answering.add_done_callback(
+            lambda done: alike.remove(call) if done.cancelled() or done.exception() else None
+        )
         return call
 
 
@@ -70,7 +72,9 @@ def sending_of(request: web.Request, body: bytes) -> SentRequest:
     count = request.headers.get(RETRY_COUNT, "")
     is_number = count.isascii() and count.isdecimal() and len(count) <= COUNT_DIGITS_MAX
     said = hashlib.sha256(request.path.encode(errors="replace") + b"\0" + body).digest()
-    return SentRequest(said, int(count) if is_number else 0, request.headers.get(IDEMPOTENCY_KEY, ""), request.transport)
+    return SentRequest(
+        said, int(count) if is_number else 0, request.headers.get(IDEMPOTENCY_KEY, ""), request.transport
+    )
 
 
 def _repeated(alike: list[SentCall], sending: SentRequest) -> SentCall | None:

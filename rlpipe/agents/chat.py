@@ -117,7 +117,11 @@ def assistant_message(text: str, request: ChatRequest, new_id: Callable[[int], s
     calls: list[JsonDict] = []
     for number, written in enumerate(_written_calls(text) if names else ()):
         call = reading.parsed_json(written)
-        if not isinstance(call, dict) or call.get("name") not in names or not isinstance(call.get("arguments", {}), dict):
+        if (
+            not isinstance(call, dict)
+            or call.get("name") not in names
+            or not isinstance(call.get("arguments", {}), dict)
+        ):
             calls = []
             break
         function = {"name": call["name"], "arguments": call.get("arguments", {})}

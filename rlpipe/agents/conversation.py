@@ -80,7 +80,11 @@ class ConversationTree:
                 continue
             version, _ = node.completion.spans[-1]
             said = Completion(
-                tokens_of(tokens), logprobs_of([0.0] * len(tokens)), CUT_SHORT, [(version, len(tokens))], node.completion.engine
+                tokens_of(tokens),
+                logprobs_of([0.0] * len(tokens)),
+                CUT_SHORT,
+                [(version, len(tokens))],
+                node.completion.engine,
             )
             mask = node.policy_mask + bytes(len(tokens))
             return Context(node, node.prompt_tokens, node.completion.then(said), mask, [*node.added, news])

@@ -168,7 +168,8 @@ class AgentRollout:
         if key in self._kept:
             return self._kept[key]
         params = [
-            replace(self.terms.params, max_new_tokens=tokens_max, seed=self._seed(key, index)) for index in range(num_choices)
+            replace(self.terms.params, max_new_tokens=tokens_max, seed=self._seed(key, index))
+            for index in range(num_choices)
         ]
         group = GroupRequest(
             self.terms.prompt_id, context.prompt_tokens, params, [context.prior] * num_choices, context.prior.engine
@@ -207,7 +208,9 @@ class AgentRollout:
         """Why the rollout ended, once its agent has: its last reply was cut off, or a limit refused its last call; else "stop"."""
         last = self.conversation.last
         is_cut = (
-            last is not None and last.completion.finish_reason == TRUNCATED and len(last.completion.tokens) >= self._room(last)
+            last is not None
+            and last.completion.finish_reason == TRUNCATED
+            and len(last.completion.tokens) >= self._room(last)
         )
         return TRUNCATED if is_cut else self.limit or "stop"
 
@@ -225,5 +228,7 @@ def _sha256(context: Context, request: ChatRequest) -> str:
 def _after(completion: Completion, num_tokens: int) -> Completion:
     """What of a completion was sampled after its first `num_tokens`."""
     tokens, logprobs = completion.tokens[num_tokens:], completion.rollout_logprobs[num_tokens:]
-    spans = [(completion.spans[-1][0], len(tokens))]  # a call is sampled by the version that the pool serves, and no other
+    spans = [
+        (completion.spans[-1][0], len(tokens))
+    ]  # a call is sampled by the version that the pool serves, and no other
     return Completion(tokens, logprobs, completion.finish_reason, spans, completion.engine)

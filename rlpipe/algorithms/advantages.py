@@ -67,7 +67,9 @@ def row_advantages(
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator={estimator!r}: use one of {', '.join(ESTIMATORS)}")
     rewards_B, lengths_B = np.asarray(rewards_B, dtype=np.float64), np.asarray(lengths_B, dtype=np.int64)
-    assert rewards_B.shape == lengths_B.shape and (kl_N is None or len(kl_N) == lengths_B.sum()), "one KL a scored token"
+    assert rewards_B.shape == lengths_B.shape and (kl_N is None or len(kl_N) == lengths_B.sum()), (
+        "one KL a scored token"
+    )
     if estimator == "reinforce_plus_plus":
         return _of_rows(_whitened(_returns(rewards_B, lengths_B, gamma, kl_N, kl_coef)), lengths_B)
     rollout_B = np.arange(len(lengths_B)) if rollout_B is None else rollout_B
@@ -79,7 +81,9 @@ def row_advantages(
         whitened_N = _whitened(np.repeat(group_advantages(rewards_R, group_index_R, estimator="dr_grpo"), lengths_R))
         return _of_rows(whitened_N, lengths_B)
     advantages_R = group_advantages(rewards_R, group_index_R, estimator=estimator, lengths_B=lengths_R)
-    return [np.broadcast_to(advantages_R[rollout], length) for rollout, length in zip(rollout_B, lengths_B, strict=True)]
+    return [
+        np.broadcast_to(advantages_R[rollout], length) for rollout, length in zip(rollout_B, lengths_B, strict=True)
+    ]
 
 
 def all_tokens(values_B: list[np.ndarray]) -> np.ndarray:
@@ -120,7 +124,9 @@ def group_advantages(
     if estimator not in GROUP_ESTIMATORS or (estimator == "opo" and lengths_B is None):
         raise ValueError(f"estimator={estimator!r}: use one of {', '.join(GROUP_ESTIMATORS)}; opo needs lengths_B")
     rewards_B = np.asarray(rewards_B, dtype=np.float64)
-    assert rewards_B.ndim == 1 and rewards_B.shape == np.shape(group_index_B), "one reward and one group index a rollout"
+    assert rewards_B.ndim == 1 and rewards_B.shape == np.shape(group_index_B), (
+        "one reward and one group index a rollout"
+    )
     assert np.isfinite(rewards_B).all(), "a reward is not finite"
     lengths_B = np.ones_like(rewards_B) if lengths_B is None else np.asarray(lengths_B, dtype=np.float64)
     assert lengths_B.shape == rewards_B.shape, "one length a rollout"
@@ -135,7 +141,9 @@ def group_advantages(
     return advantages_B
 
 
-def _returns(rewards_B: np.ndarray, lengths_B: np.ndarray, gamma: float, kl_N: np.ndarray | None, kl_coef: float) -> np.ndarray:
+def _returns(
+    rewards_B: np.ndarray, lengths_B: np.ndarray, gamma: float, kl_N: np.ndarray | None, kl_coef: float
+) -> np.ndarray:
     """Discounted return-to-go of N tokens; the reward comes with the last token of a rollout, the KL with its own."""
     assert np.isfinite(rewards_B).all(), "a reward is not finite"
     returns_N = np.zeros(int(lengths_B.sum())) if kl_N is None else -kl_coef * np.asarray(kl_N, dtype=np.float64)

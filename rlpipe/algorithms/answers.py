@@ -84,7 +84,9 @@ def _boxes(text: str) -> tuple[int, int, str] | None:
     """
     # begin and end of each, and of what it holds
     boxes = [(*bare.span(), *bare.span(1)) for bare in _BARE_BOX.finditer(text)]
-    opened: list[tuple[int, int] | None] = []  # of each box that is open, where it and its inside begin; None: another brace
+    opened: list[
+        tuple[int, int] | None
+    ] = []  # of each box that is open, where it and its inside begin; None: another brace
     for brace in _BRACES.finditer(text):
         sign = brace[0]
         if sign == "{":

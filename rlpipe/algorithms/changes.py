@@ -36,7 +36,9 @@ class Shift:
 NO_SHIFT = Shift(0.0, 0.0, 0.0, 1.0, 0.0)
 
 
-def shift(values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: bool = False, exact: bool = False) -> Shift:
+def shift(
+    values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: bool = False, exact: bool = False
+) -> Shift:
     """The shift of the groups' values at iteration `at`, with the noise within and between iterations; NO_SHIFT when a side has no value.
 
     With `trend` a straight line through both sides is taken out, where there are iterations enough: learning is no change.
@@ -116,7 +118,9 @@ def _freedom(errors: list[float], counts: list[int]) -> float:
     return max(sum(errors) ** 2 / each_side, 1.0) if each_side > 0 else 1.0
 
 
-def _step(design_TC: np.ndarray, means_T: np.ndarray, noise_T: np.ndarray, within_free: float) -> tuple[float, float, float]:
+def _step(
+    design_TC: np.ndarray, means_T: np.ndarray, noise_T: np.ndarray, within_free: float
+) -> tuple[float, float, float]:
     """The step's coefficient, its standard error and degrees of freedom, by weighted least squares with a variance between iterations.
 
     `within_free`: the degrees of freedom of the noise within iterations."""

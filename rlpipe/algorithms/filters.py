@@ -70,7 +70,10 @@ def enough_rollouts(group: Group, threshold: float) -> str | None:
     return None if len(group) >= threshold else "too_few_rollouts"
 
 
-NOTHING_LEFT = ("too_few_rollouts", "all_truncated")  # the reasons by which a group is dropped of which nothing can be trained
+NOTHING_LEFT = (
+    "too_few_rollouts",
+    "all_truncated",
+)  # the reasons by which a group is dropped of which nothing can be trained
 NAMED: dict[str, Filter] = {
     "nonzero_std": nonzero_std,
     "min_reward": min_reward,
@@ -87,7 +90,9 @@ BOUNDS: dict[str, tuple[float, float, str]] = {  # of the thresholds that make s
 }
 
 
-def resolve_filters(filters: dict[str, float], *, size_min: int = 0, mask_truncated: bool = False) -> list[ResolvedFilter]:
+def resolve_filters(
+    filters: dict[str, float], *, size_min: int = 0, mask_truncated: bool = False
+) -> list[ResolvedFilter]:
     """The filters (name or package.module:function -> threshold) in the config's order; UserError names what exists.
 
     A first one drops groups of fewer than `size_min` rollouts; with `mask_truncated`, a last one those in which nothing would be
@@ -96,7 +101,9 @@ def resolve_filters(filters: dict[str, float], *, size_min: int = 0, mask_trunca
     resolved: list[ResolvedFilter] = [("enough_rollouts", enough_rollouts, size_min)] if size_min else []
     for name, threshold in filters.items():
         if ":" not in name and name not in NAMED:
-            raise UserError(f"rl.filters: there is no filter {name!r}; use {', '.join(NAMED)}, or package.module:function")
+            raise UserError(
+                f"rl.filters: there is no filter {name!r}; use {', '.join(NAMED)}, or package.module:function"
+            )
         resolved.append((name, _of_rows(load_function("rl.filters", name)) if ":" in name else NAMED[name], threshold))
     return [*resolved, ("any_ended", any_ended, 0.0)] if mask_truncated else resolved
 
@@ -154,7 +161,9 @@ def _answer(resolved: ResolvedFilter, group: Group) -> str | None:
         ) from error
     if reason is None or (isinstance(reason, str) and reason):
         return reason
-    raise UserError(f"rl.filters: {name!r} answered {reason!r}; it must answer None to keep a group, or the reason to drop it")
+    raise UserError(
+        f"rl.filters: {name!r} answered {reason!r}; it must answer None to keep a group, or the reason to drop it"
+    )
 
 
 def _of_rows(function: Callable[[list[JsonDict], float], Any]) -> Filter:

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def fused_scores(logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool) -> tuple[Tensor, Tensor]:
+def fused_scores(
+    logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool
+) -> tuple[Tensor, Tensor]:
     """Logprobs of the targets and entropies, fp32; with and without gradient the same bits."""
     return _Scores.apply(logits_CV, targets_C, temperature, entropy_trained)
 
@@ -51,11 +53,15 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Te
     sum_C1 = powers_CV.sum(-1, keepdim=True)
     log_sum_C1 = sum_C1.log()
     logprobs_C1 = z_CV.gather(-1, targets_C[:, None]) - highest_C1 - log_sum_C1
-    entropy_C1 = log_sum_C1 - (powers_CV * below_CV).sum(-1, keepdim=True) / sum_C1  # of finite logits alone: 0 x -inf is none
+    entropy_C1 = (
+        log_sum_C1 - (powers_CV * below_CV).sum(-1, keepdim=True) / sum_C1
+    )  # of finite logits alone: 0 x -inf is none
     return logprobs_C1.squeeze(-1), entropy_C1.squeeze(-1), (highest_C1 + log_sum_C1).squeeze(-1)
 
 
-def logprob_slopes(logits_CV: Tensor, targets_C: Tensor, normal_C: Tensor, by_logprob_C: Tensor, temperature: float) -> Tensor:
+def logprob_slopes(
+    logits_CV: Tensor, targets_C: Tensor, normal_C: Tensor, by_logprob_C: Tensor, temperature: float
+) -> Tensor:
     """Of the loss by the logits, whose logprobs p alone are in it: d logprob / dz = [v is the target] - p_v."""
     logprobs_CV = logits_CV.float() / temperature - normal_C[:, None]
     places_1V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)[None]

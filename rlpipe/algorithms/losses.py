@@ -204,7 +204,9 @@ def aggregate(
     if mode == "sequence_mean":
         return (kept_BT.sum(-1) / lengths_B.clamp(min=1)).sum() / sequences
     if mode != "fixed_length" or not length:
-        raise ValueError(f"mode={mode!r}, length={length}: use token_mean, sequence_mean, or fixed_length with a length")
+        raise ValueError(
+            f"mode={mode!r}, length={length}: use token_mean, sequence_mean, or fixed_length with a length"
+        )
     return kept_BT.sum() / (sequences * length)
 
 

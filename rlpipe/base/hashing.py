@@ -13,7 +13,9 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 def canonical_json(value: Any) -> bytes:
     """The one byte string of a JSON value, which may hold records: what hashes are taken of."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=dataclasses.asdict).encode()
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=dataclasses.asdict
+    ).encode()
 
 
 def sha256_of(value: Any) -> str:

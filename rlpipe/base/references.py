@@ -46,6 +46,11 @@ class ArtifactRef:
     def from_json(cls, value: Any) -> ArtifactRef:
         """UserError when it is none: it came from another process."""
         folder, sha256 = (value.get(name) if isinstance(value, dict) else None for name in ("folder", "sha256"))
-        if not isinstance(folder, str) or not is_key(folder) or not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
+        if (
+            not isinstance(folder, str)
+            or not is_key(folder)
+            or not isinstance(sha256, str)
+            or not SHA256.fullmatch(sha256)
+        ):
             raise UserError(f"{value!r:.200} is no reference: a folder of the store and the sha256 of its manifest")
         return cls(folder, sha256)

@@ -101,7 +101,9 @@ def _field(name: str, info: FieldInfo, schema: JsonSchemaValue) -> ConfigField:
     default = info.get_default(call_default_factory=True, validated_data={})
     changes = name in OPERATIONAL_FIELDS or name.split(".")[0] in OPERATIONAL
     value = ", ".join([_type(schema, name), *_bounds(schema)])
-    return ConfigField(name, value, "" if default is PydanticUndefined else _toml(default), changes, info.description or "")
+    return ConfigField(
+        name, value, "" if default is PydanticUndefined else _toml(default), changes, info.description or ""
+    )
 
 
 def _type(schema: JsonSchemaValue, name: str = "") -> str:
@@ -136,7 +138,9 @@ def field_lines(prefix: str = "") -> list[str]:
     beginning = re.sub(r"^data\.[^.]+\.", "data.NAME.", prefix)
     lines = [field.line for field in config_fields() if field.name.startswith(beginning)]
     if not lines:
-        raise UserError(f"no field begins with {prefix!r} (`rlpipe fields` lists all){did_you_mean(near_names(prefix))}")
+        raise UserError(
+            f"no field begins with {prefix!r} (`rlpipe fields` lists all){did_you_mean(near_names(prefix))}"
+        )
     return lines
 
 
@@ -148,8 +152,12 @@ def near_names(name: str) -> list[str]:
     *path, last = name.split(".")
     data_set = path[1] if path[:1] == ["data"] and len(path) > 1 else "NAME"
     known = [field.name.replace("NAME", data_set) for field in config_fields()]
-    closeness = {candidate: _closeness(path, last, candidate) for candidate in [*known, *filter(None, config_sections())]}
-    near = sorted((candidate for candidate in closeness if closeness[candidate] >= 0.75), key=lambda near: -closeness[near])
+    closeness = {
+        candidate: _closeness(path, last, candidate) for candidate in [*known, *filter(None, config_sections())]
+    }
+    near = sorted(
+        (candidate for candidate in closeness if closeness[candidate] >= 0.75), key=lambda near: -closeness[near]
+    )
     return [candidate for candidate in near if closeness[candidate] > closeness[near[0]] - 0.2][:3]
 
 
@@ -173,7 +181,9 @@ def markdown() -> str:
     texts = [str(__doc__)]
     for section, fields in config_sections().items():
         info = PipelineConfig.model_fields.get(section)
-        title = f"`{'[[data]]' if section == 'data' else f'[{section}]'}`: {info.description}" if info else "In no section"
+        title = (
+            f"`{'[[data]]' if section == 'data' else f'[{section}]'}`: {info.description}" if info else "In no section"
+        )
         header = "| field | value | default | may change | what it is |\n|---|---|---|---|---|"
         texts.append("\n".join([f"## {title}\n", header, *(field.row for field in fields)]) + "\n")
     return "\n".join(texts)

@@ -12,14 +12,18 @@ from rlpipe.config.operational import STRICT, TOKENS_MAX
 class ModelConfig(BaseModel, **STRICT):
     """The model that training starts from: one in HF format, or a new Qwen3 of the given shape."""
 
-    path: str = Field(default="", description="Folder (also s3://), hub name or run:NAME (docs/models.md); empty: a new Qwen3")
+    path: str = Field(
+        default="", description="Folder (also s3://), hub name or run:NAME (docs/models.md); empty: a new Qwen3"
+    )
     context_tokens_max: int = Field(
         default=512,
         ge=16,
         le=TOKENS_MAX,
         description="Longest prompt + completion or conversation, tokens; longer: truncated and counted",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Number type of the forward and backward pass")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Number type of the forward and backward pass"
+    )
     hidden_size: int = Field(
         default=128, ge=8, le=65_536, description="Width of a new model (plan also uses the shape for estimates)"
     )
@@ -31,7 +35,9 @@ class ModelConfig(BaseModel, **STRICT):
     vocab_size: int = Field(
         default=0, ge=0, le=TOKENS_MAX, description="Vocabulary for plan's estimates; 0: the tokenizer's own"
     )
-    chat_template: str = Field(default="", description="Jinja chat template that replaces the tokenizer's; empty keeps it")
+    chat_template: str = Field(
+        default="", description="Jinja chat template that replaces the tokenizer's; empty keeps it"
+    )
     chat_template_args: dict[str, Any] = Field(
         default_factory=dict,
         description='More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas',
@@ -46,7 +52,10 @@ class ModelConfig(BaseModel, **STRICT):
     )
     adapter_rank: int = Field(default=8, ge=1, le=4096, description="Rank of the adapter's matrices")
     adapter_alpha: float = Field(
-        default=16.0, gt=0, le=1e6, description="What the adapter computes is multiplied by adapter_alpha / adapter_rank"
+        default=16.0,
+        gt=0,
+        le=1e6,
+        description="What the adapter computes is multiplied by adapter_alpha / adapter_rank",
     )
     adapter_targets: list[str] = Field(
         default_factory=list,

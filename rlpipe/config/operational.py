@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-LOCAL_THREADS = (1, 2, 4, 8, 16)  # rows are split evenly over threads, else the same row could be computed by another code path
+LOCAL_THREADS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+)  # rows are split evenly over threads, else the same row could be computed by another code path
 FIRST = {  # what a form shows first, because people change it, by class; the own fields of a section follow, then the inherited ones
     "SftConfig": ["num_steps", "batch_size", "learning_rate"],
     "RlConfig": [
@@ -51,9 +57,13 @@ Timeout = Annotated[float, Field(gt=0, le=10_000_000)]  # seconds; at most some 
 class BudgetConfig(BaseModel, **STRICT):
     """What a run may spend. It ends at the first segment or iteration boundary at which a budget is used up."""
 
-    wall_clock_h: Bound = Field(default=0.0, description="Hours of committed SFT segments and RL iterations; 0: no bound")
+    wall_clock_h: Bound = Field(
+        default=0.0, description="Hours of committed SFT segments and RL iterations; 0: no bound"
+    )
     rollout_tokens: int = Field(default=0, ge=0, description="Tokens sampled for training; 0: no bound")
-    gpu_h: Bound = Field(default=0.0, description="Committed GPU hours: the trainer's, in RL the engines' too; 0: no bound")
+    gpu_h: Bound = Field(
+        default=0.0, description="Committed GPU hours: the trainer's, in RL the engines' too; 0: no bound"
+    )
 
 
 class StopConfig(BaseModel, **STRICT):
@@ -102,7 +112,9 @@ class ServiceConfig(BaseModel, **STRICT):
 class TrainerConfig(ServiceConfig):
     """The trainer gang: where and how fast, not what."""
 
-    ranks: int = Field(default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)")
+    ranks: int = Field(
+        default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)"
+    )
     tokens_max: int = Field(default=4096, ge=64, le=TOKENS_MAX, description="Tokens of a microbatch, per rank")
     context_ranks: int = Field(
         default=1,
@@ -110,7 +122,9 @@ class TrainerConfig(ServiceConfig):
         le=1024,
         description="Ranks of one node that share each row, for rows longer than one holds: a row may have context_ranks x tokens_max tokens",
     )
-    activation_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass: less memory")
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass: less memory"
+    )
     offload: Literal["none", "optimizer"] = Field(
         default="none",
         description="Where AdamW's moments are while passes run. optimizer: in memory of the host, 8 bytes a parameter less on the GPUs; "
@@ -142,7 +156,9 @@ class TrainerConfig(ServiceConfig):
 class EnginesConfig(ServiceConfig):
     """The engines: where and how fast, not what."""
 
-    kind: Literal["local", "sglang", "vllm"] = Field(default="local", description="rlpipe's own (transformers), SGLang or vLLM")
+    kind: Literal["local", "sglang", "vllm"] = Field(
+        default="local", description="rlpipe's own (transformers), SGLang or vLLM"
+    )
     count: int = Field(default=1, ge=1, le=1024, description="Engines per node")
     colocate: bool = Field(
         default=False, description="Trainer and engines have the same GPUs and take turns in their memory (docs/gpu.md)"
@@ -160,7 +176,9 @@ class EnginesConfig(ServiceConfig):
         le=65_536,
         description="Rollouts in flight per engine; the local one computes as many (16 to 128) at every step",
     )
-    progress_timeout_s: Timeout = Field(default=600, description="An engine that samples no token for so long is given up, s")
+    progress_timeout_s: Timeout = Field(
+        default=600, description="An engine that samples no token for so long is given up, s"
+    )
     hung_timeout_s: Timeout = Field(default=60, description="An engine that is unwell for so long is restarted, s")
 
 

@@ -14,7 +14,15 @@ from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
 from rlpipe.base.values import JsonDict, expanded
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.operational import STRICT, TOKENS_MAX, BudgetConfig, EnginesConfig, StopConfig, TrackingConfig, TrainerConfig
+from rlpipe.config.operational import (
+    STRICT,
+    TOKENS_MAX,
+    BudgetConfig,
+    EnginesConfig,
+    StopConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
 from rlpipe.config.passing import PASSED_BEFORE
 from rlpipe.config.rules import broken_layout, broken_rules
 from rlpipe.config.secrecy import refuse_secrets
@@ -58,9 +66,15 @@ class DataConfig(BaseModel, **STRICT):
         description="reasoning_gym:NAME, datasets:PATH, package.module:function that gives rows, or a .jsonl or .parquet file or a folder of such, also on s3://",
         min_length=1,
     )
-    weight: float = Field(default=1.0, gt=0, description="Share in the mixture, relative to the other sets of the same use")
-    rows_max: int = Field(default=0, ge=0, le=10**9, description="Rows read (0: all); for a generator the number of items made")
-    part: Literal["all", "train", "heldout"] = Field(default="all", description="Which side of the split by prompt hash")
+    weight: float = Field(
+        default=1.0, gt=0, description="Share in the mixture, relative to the other sets of the same use"
+    )
+    rows_max: int = Field(
+        default=0, ge=0, le=10**9, description="Rows read (0: all); for a generator the number of items made"
+    )
+    part: Literal["all", "train", "heldout"] = Field(
+        default="all", description="Which side of the split by prompt hash"
+    )
     heldout_fraction: float = Field(default=0.1, gt=0, lt=1, description="Share of prompts that are held out")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of a generator, a function or `datasets`")
     prompt_field: str = Field(default="prompt", description="Column of the prompt: text or messages")
@@ -87,11 +101,15 @@ class EvaluationConfig(BaseModel, **STRICT):
         default=None, ge=1, le=TOKENS_MAX, description="Longest completion, tokens; none: rl.completion_tokens_max"
     )
     temperature: float = Field(
-        default=1.0, ge=0.01, le=2, description="Temperature of the sampled completions; one more of each prompt is greedy"
+        default=1.0,
+        ge=0.01,
+        le=2,
+        description="Temperature of the sampled completions; one more of each prompt is greedy",
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling; none: rl.top_p")
     rewards: dict[str, float] = Field(
-        default_factory=dict, description="Reward -> weight; empty: rl.rewards. Their arguments are in rl.reward_args too"
+        default_factory=dict,
+        description="Reward -> weight; empty: rl.rewards. Their arguments are in rl.reward_args too",
     )
     pass_threshold: float | None = Field(
         default=None,
@@ -115,7 +133,10 @@ class CheckpointConfig(BaseModel, **STRICT):
         default=0, ge=0, le=100_000, description="Policies of RL that stay, the newest; 0: all, and none is pruned"
     )
     keep_policies_every: int = Field(
-        default=0, ge=0, le=100_000, description="Weight versions between policies that stay as well; 0: none stays for that"
+        default=0,
+        ge=0,
+        le=100_000,
+        description="Weight versions between policies that stay as well; 0: none stays for that",
     )
     full_every: int = Field(
         default=1,
@@ -133,10 +154,14 @@ class PipelineConfig(BaseModel, **STRICT):
     data: list[DataConfig] = Field(default_factory=list, description="The data sets")
     sft: SftConfig = Field(default_factory=SftConfig, description="Supervised fine-tuning")
     rl: RlConfig = Field(default_factory=RlConfig, description="Reinforcement learning")
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluations on held-out prompts")
+    evaluation: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="Evaluations on held-out prompts"
+    )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The one seed; all randomness derives from it")
     store: str = Field(
-        default="./rlpipe-store", description="Where everything is kept: file:///path or s3://bucket/prefix", min_length=1
+        default="./rlpipe-store",
+        description="Where everything is kept: file:///path or s3://bucket/prefix",
+        min_length=1,
     )
     scratch: str = Field(
         default=".rlpipe",
@@ -146,7 +171,8 @@ class PipelineConfig(BaseModel, **STRICT):
     budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What the run may spend")
     stop: StopConfig = Field(default_factory=StopConfig, description="Rules that end RL early")
     approval: list[Literal["rl", "register"]] = Field(
-        default_factory=list, description="Where post-train waits until a person presses Resume: before RL, before registration"
+        default_factory=list,
+        description="Where post-train waits until a person presses Resume: before RL, before registration",
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Where and how fast it trains")
     engines: EnginesConfig = Field(default_factory=EnginesConfig, description="Where and how fast it samples")
@@ -199,7 +225,9 @@ class PipelineConfig(BaseModel, **STRICT):
         """The arguments of those rewards; for rl also those that name no reward at all, which is a fault."""
         rewards, others = self.rewards(use), self.evaluation.rewards
         return {
-            name: args for name, args in self.rl.reward_args.items() if name in rewards or (use == "rl" and name not in others)
+            name: args
+            for name, args in self.rl.reward_args.items()
+            if name in rewards or (use == "rl" and name not in others)
         }
 
     def drops(self, use: str) -> bool:
@@ -219,7 +247,9 @@ def stored_tree(config: PipelineConfig) -> JsonDict:
         if data["on_too_long"] is None:  # as before there was such a choice
             del data["on_too_long"]
     for section, fields in ADDED.items():
-        tree[section] = {name: value for name, value in tree[section].items() if name not in fields or value != fields[name]}
+        tree[section] = {
+            name: value for name, value in tree[section].items() if name not in fields or value != fields[name]
+        }
     if config.model.adapter == "none":
         for name in ADAPTER_FIELDS:
             del tree["model"][name]
@@ -270,5 +300,7 @@ def identity(config: PipelineConfig) -> JsonDict:
     """The flat fields that say what is computed: two starts of one run must agree on them."""
     tree = config.model_dump(mode="json", exclude=OPERATIONAL)
     sections = {section: value if isinstance(value, dict) else {"": value} for section, value in tree.items()}
-    flat = {f"{section}.{key}".rstrip("."): value for section, fields in sections.items() for key, value in fields.items()}
+    flat = {
+        f"{section}.{key}".rstrip("."): value for section, fields in sections.items() for key, value in fields.items()
+    }
     return {key: value for key, value in flat.items() if key not in OPERATIONAL_FIELDS}

@@ -61,7 +61,9 @@ def _of_values(name: str, value: object) -> Iterator[str]:
             yield from _of_values(f"{name}.{key}".lstrip("."), entry)
     elif isinstance(value, float) and not math.isfinite(value):
         yield f"{name}={value}: is no finite number"
-    elif isinstance(value, int | float) and abs(value) > (largest := NUMBER_MAX if isinstance(value, int) else FLOAT_MAX):
+    elif isinstance(value, int | float) and abs(value) > (
+        largest := NUMBER_MAX if isinstance(value, int) else FLOAT_MAX
+    ):
         yield f"{name}={value}: is beyond {largest:g}"
 
 
@@ -288,7 +290,9 @@ def _gpus_taken(flags: list[str], share: int) -> int:
     assert share > 0, "an engine without a GPU was refused before"
     words = [word for flag in flags for word in flag.split("=", 1)]
     tensor, pipeline, data = (
-        next((int(value) for name, value in reversed([*pairwise(words)]) if name in names and value.isdecimal()), default)
+        next(
+            (int(value) for name, value in reversed([*pairwise(words)]) if name in names and value.isdecimal()), default
+        )
         for names, default in zip(PARALLEL_FLAGS, (share, 1, 1), strict=True)
     )
     return tensor * pipeline * (1 if "--enable-dp-attention" in flags else data)

@@ -19,7 +19,9 @@ class OptimizerConfig(BaseModel, **STRICT):
     """AdamW and its schedule; the parent of the two training sections."""
 
     learning_rate: float = Field(default=1e-4, gt=0, le=1, description="Peak learning rate")
-    schedule: Literal["constant", "cosine", "linear"] = Field(default="constant", description="Learning rate after the warm-up")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        default="constant", description="Learning rate after the warm-up"
+    )
     warmup_steps: int = Field(default=0, ge=0, le=STEPS_MAX, description="Optimizer steps of linear warm-up")
     decay_steps: int = Field(
         default=0, ge=0, le=STEPS_MAX, description="Optimizer steps from start to zero learning rate (cosine, linear)"
@@ -34,11 +36,18 @@ class SftConfig(OptimizerConfig):
 
     num_steps: int = Field(default=0, ge=0, le=STEPS_MAX, description="Optimizer steps of SFT; 0 skips it")
     batch_size: int = Field(default=64, ge=1, le=ROWS_MAX, description="Conversations per step")
-    segment_steps: int = Field(default=50, ge=1, le=STEPS_MAX, description="Steps per committed segment: the unit of resume")
-    validation_fraction: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of conversations that validate each segment; the best segment is the result"
+    segment_steps: int = Field(
+        default=50, ge=1, le=STEPS_MAX, description="Steps per committed segment: the unit of resume"
     )
-    patience: int = Field(default=0, ge=0, description="Segments without a better validation loss that end SFT early; 0: never")
+    validation_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of conversations that validate each segment; the best segment is the result",
+    )
+    patience: int = Field(
+        default=0, ge=0, description="Segments without a better validation loss that end SFT early; 0: never"
+    )
 
     @property
     def validated(self) -> bool:
@@ -72,21 +81,29 @@ class RlConfig(OptimizerConfig):
         default_factory=lambda: {"math": 1.0}, description="Reward -> weight; by name or package.module:function"
     )
     reward_args: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description='Reward -> its arguments, such as `{"format": {"pattern": "<answer>.+</answer>"}}`'
+        default_factory=dict,
+        description='Reward -> its arguments, such as `{"format": {"pattern": "<answer>.+</answer>"}}`',
     )
     reward_timeout_s: Timeout = Field(default=10.0, description="Longest time to score one rollout, s")
-    reward_workers: int = Field(default=1, ge=1, le=64, description="Processes that score, and as many for environments")
+    reward_workers: int = Field(
+        default=1, ge=1, le=64, description="Processes that score, and as many for environments"
+    )
     reward_fallback: float | Literal["left_out"] | None = Field(
         default="left_out",
         description="Reward of a rollout whose scoring or environment failed; left_out: it has none, and is in no group's mean and "
         "no loss; none: the run stops",
     )
     filters: dict[str, float] = Field(
-        default_factory=lambda: {"nonzero_std": 0.0}, description="Filter -> threshold; by name or package.module:function"
+        default_factory=lambda: {"nonzero_std": 0.0},
+        description="Filter -> threshold; by name or package.module:function",
     )
-    rounds_max: int = Field(default=1, ge=1, le=100, description="Sampling rounds until enough groups survive the filters")
+    rounds_max: int = Field(
+        default=1, ge=1, le=100, description="Sampling rounds until enough groups survive the filters"
+    )
     groups_min: int = Field(default=1, ge=0, description="Groups that are enough to train")
-    on_too_few: Literal["train", "fail"] = Field(default="train", description="When rounds_max rounds left too few groups")
+    on_too_few: Literal["train", "fail"] = Field(
+        default="train", description="When rounds_max rounds left too few groups"
+    )
     oversampling: float = Field(
         default=1.0,
         ge=1,
@@ -95,36 +112,47 @@ class RlConfig(OptimizerConfig):
         "groups_min) groups have survived the filters; the next iteration continues the rest. Which those are depends on timing",
     )
     staleness_max: int = Field(
-        default=1, ge=0, description="Oldest tokens, in weight versions back, of a rollout that continues; else it starts again"
+        default=1,
+        ge=0,
+        description="Oldest tokens, in weight versions back, of a rollout that continues; else it starts again",
     )
     train_stale_tokens: bool = Field(
-        default=True, description="Whether tokens sampled by older weight versions carry loss; if not, they are context only"
+        default=True,
+        description="Whether tokens sampled by older weight versions carry loss; if not, they are context only",
     )
     mask_truncated: bool = Field(default=False, description="Whether rollouts cut off by the token limit carry no loss")
     curriculum: Literal["none", "band", "weight"] = Field(
-        default="none", description="Prompts by pass rate: only from pass_rate_low to high, or more of those near one half"
+        default="none",
+        description="Prompts by pass rate: only from pass_rate_low to high, or more of those near one half",
     )
     pass_rate_low: float = Field(default=0.1, ge=0, le=1, description="Lower edge of curriculum band")
     pass_rate_high: float = Field(default=0.9, ge=0, le=1, description="Upper edge of curriculum band")
     rollouts_from: str = Field(
-        default="", description="Train on stored rollouts: run:NAME, or a Parquet file or folder of that schema; empty: sample"
+        default="",
+        description="Train on stored rollouts: run:NAME, or a Parquet file or folder of that schema; empty: sample",
     )
     environment: str = Field(
-        default="", description="Multi-turn environment, by name or package.module:Class; empty: one completion a rollout"
+        default="",
+        description="Multi-turn environment, by name or package.module:Class; empty: one completion a rollout",
     )
     environment_args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment")
     environment_timeout_s: Timeout = Field(default=10.0, description="Longest single step of an environment, s")
     environment_total_s: Timeout | None = Field(
-        default=None, description="Longest time of all steps of an environment in one rollout together, s; none: no such limit"
+        default=None,
+        description="Longest time of all steps of an environment in one rollout together, s; none: no such limit",
     )
-    turns_max: int = Field(default=4, ge=1, le=10_000, description="Completions per rollout in an environment, or of an agent")
+    turns_max: int = Field(
+        default=4, ge=1, le=10_000, description="Completions per rollout in an environment, or of an agent"
+    )
     agent: str = Field(
         default="",
         description="Agent with a loop of its own, a command or package.module:function, which talks to an OpenAI-compatible endpoint",
     )
     agent_timeout_s: Timeout = Field(default=600.0, description="Longest rollout of an agent, s")
     agents_max: int = Field(default=8, ge=1, le=4096, description="Agents at work at once, each in a process")
-    agent_address: str = Field(default="127.0.0.1", min_length=1, description="Address that the endpoint of agents listens on")
+    agent_address: str = Field(
+        default="127.0.0.1", min_length=1, description="Address that the endpoint of agents listens on"
+    )
     pass_environment: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
         default_factory=list,
         description="Secret variables that agents, environments and reward functions get, who may print them; others they do not see",
@@ -138,12 +166,14 @@ class RlConfig(OptimizerConfig):
         description="What runs side by side; iteration: iteration k + 1 is sampled by weight version k while version k + 1 is trained, so what is "
         "trained is one version old",
     )
-    estimator: Literal["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
-        Field(default="grpo", description="Advantages from rewards")
-    )
+    estimator: Literal[
+        "grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = Field(default="grpo", description="Advantages from rewards")
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per token (reinforce_plus_plus)")
     num_steps: int = Field(default=4, ge=1, le=10_000, description="Optimizer steps per iteration")
-    objective: Literal["ppo", "gspo", "cispo", "sapo", "dppo", "reinforce"] = Field(default="ppo", description="Policy loss")
+    objective: Literal["ppo", "gspo", "cispo", "sapo", "dppo", "reinforce"] = Field(
+        default="ppo", description="Policy loss"
+    )
     proximal: Literal["trainer", "engine"] = Field(
         default="trainer",
         description="Whose logprobs the ratio compares with; trainer: computed with the weights that the iteration started from, in a "
@@ -224,7 +254,11 @@ class RlConfig(OptimizerConfig):
     @property
     def off_policy(self) -> bool:
         """Whether tokens are trained that an older policy sampled."""
-        return bool(self.rollouts_from) or self.overlap == "iteration" or (self.oversampling > 1 and self.train_stale_tokens)
+        return (
+            bool(self.rollouts_from)
+            or self.overlap == "iteration"
+            or (self.oversampling > 1 and self.train_stale_tokens)
+        )
 
     @property
     def anchored(self) -> bool:

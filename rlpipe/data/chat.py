@@ -62,7 +62,9 @@ class ChatTokenizer:
         self._controls = any_of(self._specials) if control_tokens == "text" else None
         self._named = {name: token for name, token in special_tokens.items() if name in NAMED_TOKENS}
         self.eos_token_id = self._id_of(special_tokens, "eos_token")
-        self.pad_token_id = self._id_of(special_tokens, "pad_token") if "pad_token" in special_tokens else self.eos_token_id
+        self.pad_token_id = (
+            self._id_of(special_tokens, "pad_token") if "pad_token" in special_tokens else self.eos_token_id
+        )
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         assert max(self.eos_token_id, self.pad_token_id) < self.vocab_size
 
@@ -122,7 +124,9 @@ class ChatTokenizer:
         token = special_tokens.get(name)
         token_id = self._tokenizer.token_to_id(token or "")
         if token_id is None:
-            raise UserError(f"tokenizer_config.json: {name}={token!r} is not a token of tokenizer.json; name one that is")
+            raise UserError(
+                f"tokenizer_config.json: {name}={token!r} is not a token of tokenizer.json; name one that is"
+            )
         return token_id
 
     def encode_prompt(self, messages: Messages, tokens_max: int | None = None) -> list[int]:
@@ -163,7 +167,9 @@ class ChatTokenizer:
         longer = self._template.render([*talk, *messages], add_generation_prompt=True)
         after_last = longer.partition(last_text)[2]
         rest = after_last.removeprefix(turn_end)
-        if not (turn_end and after_last.startswith(turn_end) and all(message_text(message) in rest for message in messages)):
+        if not (
+            turn_end and after_last.startswith(turn_end) and all(message_text(message) in rest for message in messages)
+        ):
             raise _no_continuation(messages)
         letters, start = self._letters([*talk, *messages], longer, add_generation_prompt=True), len(longer) - len(rest)
         return rest, _within(letters, start, len(longer))

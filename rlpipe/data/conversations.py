@@ -26,7 +26,9 @@ def encode_talk(tokenizer: ChatTokenizer, talk: Talk) -> tuple[list[int], list[i
         raise UserError(f"{talk.where}: {error}") from error
 
 
-def encode_asked(tokenizer: ChatTokenizer, prompt_id: str, messages: Messages, tools: list[JsonDict] | None) -> list[int]:
+def encode_asked(
+    tokenizer: ChatTokenizer, prompt_id: str, messages: Messages, tools: list[JsonDict] | None
+) -> list[int]:
     """Tokens of what a prompt asks, as `encode_prompt`; UserError that names the prompt."""
     try:
         tokenizer = tokenizer.with_tools(tools) if tools else tokenizer

@@ -70,7 +70,9 @@ class PromptCursor:
         return {"drawn": sum(counts), "sets": [{"epoch": epoch, "offset": offset} for epoch, offset in pairs]}
 
     def _next_set(self, drawn: int, counts: list[int]) -> int:
-        released = [index for index, weight in enumerate(self._weights) if counts[index] * self._total // weight <= drawn]
+        released = [
+            index for index, weight in enumerate(self._weights) if counts[index] * self._total // weight <= drawn
+        ]
         assert released, "some set is always at or behind its share"
         return min(released, key=lambda index: (-(-(counts[index] + 1) * self._total // self._weights[index]), index))
 

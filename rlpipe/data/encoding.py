@@ -48,7 +48,9 @@ class Encoder:
         tokens, borders = [*before], [0, *(border for part in self._parts(text, as_text) for border in part), len(text)]
         for index, (start, end) in enumerate(itertools.pairwise(borders)):
             if start < end:
-                tokens += self._letters(text[start:end], tokens) if index % 2 else self._following(text[start:end], tokens)
+                tokens += (
+                    self._letters(text[start:end], tokens) if index % 2 else self._following(text[start:end], tokens)
+                )
         return tokens[len(before) :]
 
     def whole(self, text: str) -> tuple[list[int], list[Span]]:
@@ -63,7 +65,9 @@ class Encoder:
         assert self._any_special is not None, "only control tokens are made letters"
         inside = [(start, end) for start, end in as_text if start < end]
         controls = [match.span() for match in self._any_special.finditer(text)]
-        controls = [(start, end) for start, end in controls if not any(start < right and left < end for left, right in inside)]
+        controls = [
+            (start, end) for start, end in controls if not any(start < right and left < end for left, right in inside)
+        ]
         parts: list[Span] = []
         for left, right in inside:
             start = max((end for _, end in controls if end <= left), default=0)
@@ -137,7 +141,9 @@ def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
 def without_space(part: Any) -> Any:
     """The JSON of a normalizer or pre-tokenizer that puts no space before a text."""
     if isinstance(part, list):
-        return [without_space(entry) for entry in part if not (isinstance(entry, dict) and entry.get("type") == "Prepend")]
+        return [
+            without_space(entry) for entry in part if not (isinstance(entry, dict) and entry.get("type") == "Prepend")
+        ]
     if not isinstance(part, dict):
         return part
     if part.get("type") == "Prepend":

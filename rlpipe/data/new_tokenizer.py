@@ -27,7 +27,9 @@ def build_tokenizer(texts: list[str], folder: Path) -> None:
     assert texts, "the words of the instruction come from the texts"
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + _common_words(texts)
     # with ignore_merges a word is one token or, not being in the vocabulary, its bytes
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[], ignore_merges=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[], ignore_merges=True)
+    )
     tokenizer.pre_tokenizer = _byte_level()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])

@@ -39,7 +39,11 @@ if TYPE_CHECKING:  # the process of a function starts in half the time without i
 
 GENERATOR = "reasoning_gym:"
 FUNCTION = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
-HOLDERS, BYTES, PLAIN = (Mapping, list, tuple, set, frozenset), (bytes, bytearray, memoryview), (str, int, float, type(None))
+HOLDERS, BYTES, PLAIN = (
+    (Mapping, list, tuple, set, frozenset),
+    (bytes, bytearray, memoryview),
+    (str, int, float, type(None)),
+)
 NESTING_MAX = 200  # of lists and objects in each other; Python's own limit depends on who is calling
 ROW_TIMEOUT_S = 300.0  # that a function may take for a row: the first may need a download
 BATCH_ROWS, BATCH_S = 256, 0.5  # of a function, which cross together
@@ -105,7 +109,9 @@ def _checked(row: Row, columns: list[str], answer_field: str) -> Row:
     while pending:
         value, depth = pending.pop()
         if depth > NESTING_MAX:
-            raise UserError(f"{row.where}: its values are nested deeper than {NESTING_MAX}; store what is deeper as text")
+            raise UserError(
+                f"{row.where}: its values are nested deeper than {NESTING_MAX}; store what is deeper as text"
+            )
         parts = value.values() if isinstance(value, Mapping) else value
         pending += [(part, depth + 1) for part in parts if isinstance(part, (dict, list, tuple))]
     return row
@@ -133,7 +139,9 @@ def _datasets_rows(data: DataConfig) -> Iterator[Row]:
                 yield Row(where, dict(values), is_arrow=True)
                 where = f"{path} row {row_index + 1}: cannot be read"
     except CodeRaised as error:
-        raise UserError(f"{where} ({first_cause(error)}); check the path, and put load_dataset's arguments in args") from error
+        raise UserError(
+            f"{where} ({first_cause(error)}); check the path, and put load_dataset's arguments in args"
+        ) from error
 
 
 def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
@@ -160,7 +168,9 @@ def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
                 raise UserError(answer["error"])
             is_last = answer["is_last"]
     except TimeoutError as error:
-        raise UserError(f"{field} gave no row in {ROW_TIMEOUT_S:g} s (rows read before: {row_index}); does it hang?") from error
+        raise UserError(
+            f"{field} gave no row in {ROW_TIMEOUT_S:g} s (rows read before: {row_index}); does it hang?"
+        ) from error
     except ProcessEnded as error:
         raise UserError(f"{field} ended its process (rows read before: {row_index}); what it said is above") from error
     finally:
@@ -198,7 +208,9 @@ def _lines(function: Callable[..., Any], arguments: dict[str, Any], call: Functi
             raise TypeError(f"it returned a {type(rows).__name__}; it must return a list of dicts, or yield them")
         for row_index, values in enumerate(itertools.islice(rows, call.rows_max or None), start=1):
             if not isinstance(values, Mapping):
-                raise InvalidAnswer(f"{call.source} row {row_index}: a {type(values).__name__}, but every row must be a dict")
+                raise InvalidAnswer(
+                    f"{call.source} row {row_index}: a {type(values).__name__}, but every row must be a dict"
+                )
             if fault := _no_text(values, call.columns, call.answer_field):
                 raise InvalidAnswer(f"{call.source} row {row_index}: {fault}")
             yield _line(values, call.answer_field)
@@ -235,7 +247,9 @@ def _generated_rows(data: DataConfig, seed: int) -> list[Row]:
 
     name = data.source.removeprefix(GENERATOR)
     if data.rows_max < 1:
-        raise UserError(f"data.{data.name}.rows_max={data.rows_max}: a generator has no end; say how many items to make")
+        raise UserError(
+            f"data.{data.name}.rows_max={data.rows_max}: a generator has no end; say how many items to make"
+        )
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)[:3]
         raise UserError(

@@ -62,9 +62,7 @@ def fitting(data: DataConfig, rows: list[Entry], lengths: Iterable[int], tokens_
     if data.on_too_long != "drop":
         return rows
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= tokens_max]
-    where = (
-        f"data.{data.name}.on_too_long='drop': {len(rows) - len(kept)} of {len(rows)} rows have more than {tokens_max} tokens"
-    )
+    where = f"data.{data.name}.on_too_long='drop': {len(rows) - len(kept)} of {len(rows)} rows have more than {tokens_max} tokens"
     assert tokens_max > 0, "no row fits into nothing"
     if not kept:
         raise UserError(f"{where}, and none is left; raise model.context_tokens_max, or add shorter rows")
@@ -167,7 +165,9 @@ def _conversation(data: DataConfig, row: Row) -> Messages:
     if row.values.get("messages") is not None:
         messages = _messages(row, "messages", row.values["messages"])
         if all(message["role"] != "assistant" for message in messages):
-            raise UserError(f"{row.where}: 'messages' has no message of the assistant, so there is nothing to learn from it")
+            raise UserError(
+                f"{row.where}: 'messages' has no message of the assistant, so there is nothing to learn from it"
+            )
     else:
         prompt = _prompt_messages(data, row)
         turn = {"role": "assistant", "content": _completion(data, row)}
@@ -183,9 +183,13 @@ def _prompt_messages(data: DataConfig, row: Row) -> Messages:
             f"{row.where}: {problem}; it must be text or a list of messages (the row has: {_listed(row)}; "
             f"another column is named with data.{data.name}.prompt_field)"
         )
-    messages = _messages(row, data.prompt_field, [{"role": "user", "content": value}] if isinstance(value, str) else value)
+    messages = _messages(
+        row, data.prompt_field, [{"role": "user", "content": value}] if isinstance(value, str) else value
+    )
     if messages[-1]["role"] == "assistant":
-        raise UserError(f"{row.where}: {data.prompt_field!r} ends with the assistant's message; a prompt ends before it")
+        raise UserError(
+            f"{row.where}: {data.prompt_field!r} ends with the assistant's message; a prompt ends before it"
+        )
     return messages
 
 
@@ -235,7 +239,9 @@ def _has_schemas(tools: Any) -> bool:
     """Whether a prompt's column may be for the template: names of tools are for an environment or a reward."""
     if isinstance(tools, str):
         return "{" in tools
-    return isinstance(tools, list) and any(isinstance(tool, Mapping) or str(tool).lstrip().startswith("{") for tool in tools)
+    return isinstance(tools, list) and any(
+        isinstance(tool, Mapping) or str(tool).lstrip().startswith("{") for tool in tools
+    )
 
 
 def _with_system(data: DataConfig, messages: Messages) -> Messages:
@@ -259,5 +265,7 @@ def _completion(data: DataConfig, row: Row) -> str:
             f"{row.where}: SFT needs 'messages', or 'completion', or {data.answer_field!r} (the row has: {_listed(row)})"
         )
     if "{answer}" not in data.completion_template:
-        raise UserError(f"data.{data.name}.completion_template={data.completion_template!r}: it must contain {{answer}}")
+        raise UserError(
+            f"data.{data.name}.completion_template={data.completion_template!r}: it must contain {{answer}}"
+        )
     return data.completion_template.replace("{answer}", str(answer))

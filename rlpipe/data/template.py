@@ -89,7 +89,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UserError(f"model.chat_template: not a Jinja template ({error})") from error
-        self.text = with_defaults(source, variables or {}, special_tokens)  # what writes the same without these variables
+        self.text = with_defaults(
+            source, variables or {}, special_tokens
+        )  # what writes the same without these variables
         self._variables = {"tools": None, "documents": None, **special_tokens, **(variables or {})}
         assert not {"messages", "add_generation_prompt"} & set(self._variables), "the config refuses these"
         self.has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
@@ -149,7 +151,9 @@ class ChatTemplate:
             text = self._template.render(variables | {"generation_mark": mark})
         except FAULTS as error:
             what = f"{type(error).__name__} {error}".strip()
-            raise UserError(f"the chat template refuses a conversation ({what:.300}): {json.dumps(messages)[:300]}") from error
+            raise UserError(
+                f"the chat template refuses a conversation ({what:.300}): {json.dumps(messages)[:300]}"
+            ) from error
         return _split_marks(text, mark) if self.has_marks else (text, [])
 
     def spans_from_outside(
@@ -161,7 +165,9 @@ class ChatTemplate:
         says itself is not from outside.
         """
         shared = {name: self._variables[name] for name in OUTSIDE if self._variables.get(name)}
-        others = [{name: value for name, value in message.items() if not _is_own(message, name)} for message in messages]
+        others = [
+            {name: value for name, value in message.items() if not _is_own(message, name)} for message in messages
+        ]
         if not any(controls.search(said) for said in _texts([others, shared])):
             return []
         marks = _Marks(controls, repr(messages) + repr(shared) + text)
@@ -242,5 +248,7 @@ def _unused_mark(variables: JsonDict) -> str:
 def _split_marks(text: str, mark: str) -> tuple[str, list[Span]]:
     pieces = text.split(mark)
     assert len(pieces) % 2 == 1, "every mark that opens also closes"
-    ends = list(itertools.accumulate(map(len, pieces)))  # of the pieces in the text without marks; every second one is marked
+    ends = list(
+        itertools.accumulate(map(len, pieces))
+    )  # of the pieces in the text without marks; every second one is marked
     return "".join(pieces), list(zip(ends[0::2], ends[1::2], strict=False))

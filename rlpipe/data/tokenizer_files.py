@@ -28,7 +28,9 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, JsonDict]:
     """The tokenizer of a folder with all its tokens, and its settings. UserError that says what is missing, or does not fit."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f"model.path={folder}: no tokenizer.json in it; it must be a folder in HF format with a fast tokenizer")
+        raise UserError(
+            f"model.path={folder}: no tokenizer.json in it; it must be a folder in HF format with a fast tokenizer"
+        )
     if "model" not in read_json(path):
         raise UserError(f"{path}: not a tokenizer of the tokenizers library (it has no 'model')")
     tokenizer = Tokenizer.from_file(str(path))
@@ -88,7 +90,11 @@ def special_tokens(settings: JsonDict) -> dict[str, Any]:
     named = {name: value for name, value in settings.items() if name.endswith("_token") and value}
     more = settings.get(LISTS[0])
     named |= more if isinstance(more, dict) else {}
-    return {name: value for name, value in named.items() if isinstance(value["content"] if _is_record(value) else value, str)}
+    return {
+        name: value
+        for name, value in named.items()
+        if isinstance(value["content"] if _is_record(value) else value, str)
+    }
 
 
 def special_texts(settings: JsonDict) -> dict[str, str]:

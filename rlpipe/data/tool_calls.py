@@ -14,7 +14,10 @@ from rlpipe.records.prompt import Message, Messages
 ArgumentForm = Literal["object", "text", "none"]
 ASKED: Message = {"role": "user", "content": "ask"}
 TRIED_TOOLS: list[JsonDict] = [  # some templates write calls only where there are tools
-    {"type": "function", "function": {"name": "try", "description": "try", "parameters": {"type": "object", "properties": {}}}}
+    {
+        "type": "function",
+        "function": {"name": "try", "description": "try", "parameters": {"type": "object", "properties": {}}},
+    }
 ]
 TRIED_IDS = ("123456789", "functions.{name}:0")  # Mistral's have nine characters, Kimi's have the name
 SAID_NOTHING: tuple[JsonDict, ...] = ({"content": ""}, {})
@@ -86,7 +89,9 @@ def marked_calls(messages: Messages) -> tuple[Messages, list[MarkedCall]]:
 
 def _with_calls(messages: Messages, turned: Callable[[JsonDict], JsonDict]) -> Messages:
     return [
-        {**message, "tool_calls": [turned(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
+        {**message, "tool_calls": [turned(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
         for message in messages
     ]
 

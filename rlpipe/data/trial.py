@@ -122,7 +122,9 @@ def load(hello: JsonDict) -> Loaded:
             with user_code():
                 return _answer(tokenizer, request)
         except CodeRaised as error:
-            return {"error": f"{'model.chat_template' if hello['chat_template'] else where}: {cause_of(error, 'it fails')}"}
+            return {
+                "error": f"{'model.chat_template' if hello['chat_template'] else where}: {cause_of(error, 'it fails')}"
+            }
 
     return {"vocab_size": tokenizer.vocab_size, "knows_tools": tokenizer.knows_tools}, answer
 

@@ -32,5 +32,10 @@ def turn_in_place(
     head = prompt.removeprefix(bare)
     known = prompt.startswith(bare) and (head or own.startswith(prompt))
     stop = len(text) - len(after) + len(end)
-    fits = before.endswith(head + lead) and text.startswith(before[:start]) and text.endswith(after) and stop - len(end) > start
+    fits = (
+        before.endswith(head + lead)
+        and text.startswith(before[:start])
+        and text.endswith(after)
+        and stop - len(end) > start
+    )
     return (start, stop) if placed and end and known and fits else None

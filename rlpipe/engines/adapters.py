@@ -28,7 +28,13 @@ def adapter_flags(config: PipelineConfig, base: Path) -> list[str]:
         return []
     rank = config.model.adapter_rank
     if config.engines.kind == "vllm":
-        return ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(next(size for size in VLLM_RANKS if size >= rank))]
+        return [
+            "--enable-lora",
+            "--max-loras",
+            "1",
+            "--max-lora-rank",
+            str(next(size for size in VLLM_RANKS if size >= rank)),
+        ]
     on_device = [] if config.engines.gpu_ids else ["--lora-backend", "torch_native"]
     # two at a time: a request for the base alone takes the place of one
     several = ["--max-loras-per-batch", "2", "--max-lora-rank", str(rank)]

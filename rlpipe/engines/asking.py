@@ -9,7 +9,15 @@ import time
 from dataclasses import dataclass
 
 from rlpipe.base.errors import EngineError
-from rlpipe.engines.client import NOTHING_YET, Completion, EngineClient, EngineUnavailable, Heard, RequestRefused, SampleRequest
+from rlpipe.engines.client import (
+    NOTHING_YET,
+    Completion,
+    EngineClient,
+    EngineUnavailable,
+    Heard,
+    RequestRefused,
+    SampleRequest,
+)
 
 log = logging.getLogger(__name__)
 ABORT_ANSWER_S = 5.0  # for what a request that is given up has
@@ -60,7 +68,9 @@ async def ask(
             completion = await asking
             if labels := {label for label, _ in completion.spans} - {version}:
                 heard = Heard()  # tokens of other weights than it was proved to serve
-                fault = EngineUnavailable(f"{client.name} sampled with weight versions {sorted(labels)}, expected {version}")
+                fault = EngineUnavailable(
+                    f"{client.name} sampled with weight versions {sorted(labels)}, expected {version}"
+                )
             elif completion.finished or enough.is_set():
                 return completion, None
             fault = fault or EngineUnavailable(f"{client.name} aborted a request that nobody asked it to abort")

@@ -60,7 +60,9 @@ def check_python(engines: EnginesConfig) -> str:
         return ""
     python = engines.python or sys.executable
     install = "name the interpreter of an environment that has it (docs/engines.md)"
-    program = f"import importlib.util as u; s = u.find_spec({engines.kind!r}); print(s.origin if s and s.origin else '')"
+    program = (
+        f"import importlib.util as u; s = u.find_spec({engines.kind!r}); print(s.origin if s and s.origin else '')"
+    )
     try:
         done = subprocess.run(
             [python, "-c", program],
@@ -73,9 +75,13 @@ def check_python(engines: EnginesConfig) -> str:
     except (OSError, ValueError) as error:
         raise UserError(f"engines.python={python!r}: cannot be run ({error}); {install}") from error
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"engines.python={python!r}: did not answer within {PYTHON_TIMEOUT_S:g} s; {install}") from error
+        raise UserError(
+            f"engines.python={python!r}: did not answer within {PYTHON_TIMEOUT_S:g} s; {install}"
+        ) from error
     if done.returncode:
-        raise UserError(f"engines.python={python!r}: it is no Python that runs ({done.stderr.strip()[-200:]!r}); {install}")
+        raise UserError(
+            f"engines.python={python!r}: it is no Python that runs ({done.stderr.strip()[-200:]!r}); {install}"
+        )
     if not done.stdout.strip():
         raise UserError(f"engines.python={python!r}: has no {engines.kind}, which engines.kind asks for; {install}")
     return f"engines: {engines.kind} of {python}"

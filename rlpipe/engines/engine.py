@@ -53,7 +53,9 @@ class Engine:
             try:
                 await self.client.release()
             except EngineError as error:
-                log.warning("%s could not give its memory back (%s): it is ended until it is to serve", self.client.name, error)
+                log.warning(
+                    "%s could not give its memory back (%s): it is ended until it is to serve", self.client.name, error
+                )
                 await asyncio.to_thread(self.service.stop)
             self.released, self.unwell_since = True, None
 

@@ -114,7 +114,9 @@ class Fleet:
             self._say_s += SAY_S
             names = ", ".join(host.name for host in self.hosts)
             log.warning(
-                "no engine may sample for %.0f s: those of %s start, load weights, or are lost", now - self._silent_at, names
+                "no engine may sample for %.0f s: those of %s start, load weights, or are lost",
+                now - self._silent_at,
+                names,
             )
 
     async def keep_taking_in(self) -> None:

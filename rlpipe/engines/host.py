@@ -159,7 +159,9 @@ class EngineHost:
             self._spoilt = 0
             # where the trainer's own answers of the two are equal, they may have the same weights, and the proof knows it
             weights = replace(before, version=version, probe=probe, differs_from=before.version)
-            proofs = await asyncio.gather(*(self._prove(engine, weights) for engine in receivers), return_exceptions=True)
+            proofs = await asyncio.gather(
+                *(self._prove(engine, weights) for engine in receivers), return_exceptions=True
+            )
             for fault in filter(None, proofs):
                 log.warning("what came from the trainer's memory is not served (%s): it is read from disk", fault)
             return [engine for engine, fault in zip(receivers, proofs, strict=True) if fault is None]

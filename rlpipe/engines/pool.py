@@ -48,7 +48,9 @@ class GroupRequest:
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens and self.params, f"{self.prompt_id} asks for nothing"
-        assert len(self.prior) == len(self.params), f"{self.prompt_id}: {len(self.prior)} priors, {len(self.params)} params"
+        assert len(self.prior) == len(self.params), (
+            f"{self.prompt_id}: {len(self.prior)} priors, {len(self.params)} params"
+        )
 
 
 OnGroup = Callable[[int, list[Completion]], Awaitable[None]]
@@ -117,7 +119,10 @@ class EnginePool:
             async with self._entrance:
                 await self.fleet.look_up()
             async with asyncio.TaskGroup() as tasks:
-                watchers = [tasks.create_task(self._keep_looking_up(enough)), tasks.create_task(self.fleet.keep_taking_in())]
+                watchers = [
+                    tasks.create_task(self._keep_looking_up(enough)),
+                    tasks.create_task(self.fleet.keep_taking_in()),
+                ]
                 whole = []
                 for number, group in enumerate(groups):
                     home = Anchor(group.home, len(group.prompt_tokens))
@@ -146,7 +151,9 @@ class EnginePool:
         while self._num_calls:
             left = max(since, self.heard_at) + self.progress_timeout_s + GIVEN_UP_S - time.monotonic()
             if left <= 0:
-                raise EngineError(f"{self._num_calls} calls that sample do not end, so engines cannot give their memory back")
+                raise EngineError(
+                    f"{self._num_calls} calls that sample do not end, so engines cannot give their memory back"
+                )
             self._last_ended.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._last_ended.wait(), left)
@@ -163,10 +170,17 @@ class EnginePool:
             seats = sum(self.in_flight_max - self._loads[client.name].in_flight for client in self.fleet.clients)
             # thousands may wait: without an end to tell them of, only those are woken that have a seat
             async with self._changed:
-                self._changed.notify(seats) if self.fleet.clients and not enough.is_set() else self._changed.notify_all()
+                self._changed.notify(
+                    seats
+                ) if self.fleet.clients and not enough.is_set() else self._changed.notify_all()
 
     async def _rollout(
-        self, group: GroupRequest, place: tuple[int, int], home: Anchor, on_rollout: OnRollout | None, enough: asyncio.Event
+        self,
+        group: GroupRequest,
+        place: tuple[int, int],
+        home: Anchor,
+        on_rollout: OnRollout | None,
+        enough: asyncio.Event,
     ) -> Completion:
         """Samples one rollout, turn after turn."""
         params, prior = group.params[place[1]], group.prior[place[1]]
@@ -201,7 +215,9 @@ class EnginePool:
                 num_faults, since = 0, time.monotonic()
             if fault is not None:
                 num_faults += 1
-                log.info("a rollout of %s goes elsewhere with %d tokens: %s", group.prompt_id, len(completion.tokens), fault)
+                log.info(
+                    "a rollout of %s goes elsewhere with %d tokens: %s", group.prompt_id, len(completion.tokens), fault
+                )
                 # engines that refuse connections use up attempts in no time: both bounds have to be passed
                 if num_faults >= FAULTS_MAX and time.monotonic() - since > self.progress_timeout_s:
                     raise EngineError(
@@ -246,7 +262,9 @@ class EnginePool:
             while not enough.is_set():
                 free = [client for client in self.fleet.clients if self._has_room(client.name)]
                 if free:
-                    client = min(free, key=lambda client: (client.name != home.engine, self._loads[client.name].in_flight))
+                    client = min(
+                        free, key=lambda client: (client.name != home.engine, self._loads[client.name].in_flight)
+                    )
                     load, home.engine = self._loads[client.name], client.name
                     if not load.in_flight:
                         load.heard_at = time.monotonic()

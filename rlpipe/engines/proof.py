@@ -63,7 +63,9 @@ def off(answer: ProbeAnswer, dtype: str, experts: bool) -> str:
     Where two experts are nearly as good as each other, rounding decides which one a token goes to, and that token's logprob is off by much: with right
     weights too, in bfloat16 for many tokens, but not for most.
     """
-    distances = [abs(logprob - expected) for logprob, expected in zip(answer.scored, answer.probe.logprobs, strict=True)]
+    distances = [
+        abs(logprob - expected) for logprob, expected in zip(answer.scored, answer.probe.logprobs, strict=True)
+    ]
     of_most = experts and dtype == "bfloat16"
     distance, tolerance = (median if of_most else fmean)(distances), TOLERANCE[dtype]
     if math.isfinite(fmean(distances)) and distance <= tolerance:

@@ -178,12 +178,24 @@ class SglangClient(EngineClient):
     async def receive(self, group: Group, rank: int, buckets: list[TensorBucket], version: int) -> None:
         await self.read("/server_info", CONTROL_TIMEOUT_S)
         await self.control("/pause_generation", {"mode": "retract"})
-        place = {"master_address": group.address, "master_port": group.port, "rank_offset": rank, "world_size": group.size}
+        place = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": rank,
+            "world_size": group.size,
+        }
         group_name = {"group_name": group.name}
-        await self.control("/init_weights_update_group", place | group_name | {"backend": group.backend}, RECEIVE_TIMEOUT_S)
+        await self.control(
+            "/init_weights_update_group", place | group_name | {"backend": group.backend}, RECEIVE_TIMEOUT_S
+        )
         await self.control("/begin_weight_update", {})
         for bucket in buckets:
-            body = {**asdict(bucket), **group_name, "flush_cache": bucket is buckets[-1], "weight_version": str(version)}
+            body = {
+                **asdict(bucket),
+                **group_name,
+                "flush_cache": bucket is buckets[-1],
+                "weight_version": str(version),
+            }
             await self.control("/update_weights_from_distributed", body, RECEIVE_TIMEOUT_S)
         await self.control("/end_weight_update", {}, RECEIVE_TIMEOUT_S)
 

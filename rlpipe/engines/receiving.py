@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0  # the gang answers within 20 s, "running" if it must
 SEND_TIMEOUT_S = 1800.0  # for all of a policy; the trainer gives up far earlier where nothing moves
 BUSY_RETRY_S = 0.2
-SPOILT_MAX = 2  # policies in a row that are lost in the middle: each may cost engines, which wait for the rest, a restart
+SPOILT_MAX = (
+    2  # policies in a row that are lost in the middle: each may cost engines, which wait for the rest, a restart
+)
 OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
 
 
@@ -97,7 +99,9 @@ class Transfer:
         url, deadline = f"{self._sender.url}/{job}", time.monotonic() + SEND_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
-                status, content = await http_call(self._engines[0].client.session, "POST", url, self._key, body, CALL_TIMEOUT_S)
+                status, content = await http_call(
+                    self._engines[0].client.session, "POST", url, self._key, body, CALL_TIMEOUT_S
+                )
                 answer = json_of(url, status, content)
             except ConnectionError as error:
                 raise EngineError(f"the trainer does not answer: {error}") from error

@@ -242,7 +242,9 @@ class RemoteHost:
         self.progress = 0  # as the host said last
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
-        if nearby is not None and nearby.sender is not None and nearby.sender.key:  # a child process of the flow: out of reach
+        if (
+            nearby is not None and nearby.sender is not None and nearby.sender.key
+        ):  # a child process of the flow: out of reach
             nearby = replace(nearby, sender=None)
         body = {"policy": policy.as_json(), "version": version, "probe": asdict(probe)}
         body |= {"nearby": asdict(nearby)} if nearby else {}

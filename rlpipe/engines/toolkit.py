@@ -17,7 +17,9 @@ def toolkit_environment(python: Path) -> dict[str, str]:
     another version. Whoever sets it chooses for himself; without nvcc in the environment it stays as it is. PATH begins with the programs
     of the environment, as if it were activated: ninja is one.
     """
-    programs = Path(shutil.which(python) or python).parent  # of a name alone, where it is found: not the working directory
+    programs = Path(
+        shutil.which(python) or python
+    ).parent  # of a name alone, where it is found: not the working directory
     variables = {"PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
     if not any(os.environ.get(name) for name in CUDA_HOMES):
         homes = [home for home in sorted(programs.parent.glob(CUDA_WHEELS)) if (home / "bin" / "nvcc").is_file()]

@@ -64,7 +64,9 @@ class VllmClient(EngineClient):
                 f"{self.url} cut max_new_tokens={tokens_max} to {num_tokens} after {len(request.tokens)} tokens: "
                 "together they are more than the engine's --max-model-len"
             )
-        spans = [(self._version(span["version"]), span["end"] - span["start"]) for span in choice["weight_versions"] or []]
+        spans = [
+            (self._version(span["version"]), span["end"] - span["start"]) for span in choice["weight_versions"] or []
+        ]
         assert sum(count for _, count in spans) == num_tokens, f"spans {spans} of {num_tokens} tokens"
         return heard.completion(reason, spans, self.name)
 
@@ -73,7 +75,9 @@ class VllmClient(EngineClient):
         body = self._body(f"score-{uuid.uuid4().hex}", tokens, {"max_tokens": 1, "prompt_logprobs": 0})
         answer = json.loads(await self.call("POST", GENERATE, self.api_key, body, SCORE_TIMEOUT_S))
         entries = answer["prompt_logprobs"][-num_scored:]
-        return [number_of(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens[-num_scored:], strict=True)]
+        return [
+            number_of(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens[-num_scored:], strict=True)
+        ]
 
     async def load(self, model_path: str, version: int) -> None:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": model_path}}
@@ -85,7 +89,9 @@ class VllmClient(EngineClient):
         async with self._paused("abort", version):
             if path:
                 body = {"lora_name": ADAPTER, "lora_path": path, "load_inplace": True}
-                await self.call("POST", "/v1/load_lora_adapter", self.api_key, body, LOAD_TIMEOUT_S + reading_s(Path(path)))
+                await self.call(
+                    "POST", "/v1/load_lora_adapter", self.api_key, body, LOAD_TIMEOUT_S + reading_s(Path(path))
+                )
             self.adapted = bool(path)
 
     @contextlib.asynccontextmanager
@@ -101,7 +107,9 @@ class VllmClient(EngineClient):
         finally:
             try:
                 await self.control("/resume")
-            except EngineUnavailable:  # vLLM closes the connection after a 500, and this call may have been given that one
+            except (
+                EngineUnavailable
+            ):  # vLLM closes the connection after a 500, and this call may have been given that one
                 await self.control("/resume")
 
     async def release(self) -> None:
@@ -123,7 +131,9 @@ class VllmClient(EngineClient):
 
     def _version(self, label: str) -> int:
         if not label.isdecimal():
-            raise EngineUnavailable(f"{self.url} reports weight version {label!r}: nobody told it, it was started just now")
+            raise EngineUnavailable(
+                f"{self.url} reports weight version {label!r}: nobody told it, it was started just now"
+            )
         return int(label)
 
     def _body(self, request_id: str, tokens: list[int], params: dict[str, Any]) -> dict[str, object]:

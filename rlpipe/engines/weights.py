@@ -87,7 +87,9 @@ def check_shapes(serving: Path, new: dict[str, list[int]], name: str) -> None:
     untrained = {key for key in old.keys() ^ new.keys() if key == HEAD or key.endswith("inv_freq")}
     differ = sorted(key for key in {*old, *new} - untrained if old.get(key) != new.get(key))
     if differ:
-        raise StoreError(f"{name} does not fit the model that is served: {len(differ)} tensors differ, first {differ[:3]}")
+        raise StoreError(
+            f"{name} does not fit the model that is served: {len(differ)} tensors differ, first {differ[:3]}"
+        )
 
 
 def untied(folder: Path) -> Path:

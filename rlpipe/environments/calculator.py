@@ -75,7 +75,10 @@ def demonstrations(
     rows = []
     for _ in range(rows_max):
         a, b = draw.randint(low, high), draw.randint(low, high)
-        call: Messages = [{"role": "assistant", "content": f"<tool>{a}*{b}</tool>"}, {"role": "tool", "content": str(a * b)}]
+        call: Messages = [
+            {"role": "assistant", "content": f"<tool>{a}*{b}</tool>"},
+            {"role": "tool", "content": str(a * b)},
+        ]
         used = call if draw.random() < tool_share else []
         answer = {"role": "assistant", "content": f"<answer>{a * b}</answer>"}
         rows.append({"messages": [{"role": "user", "content": _question(a, b)}, *used, answer]})

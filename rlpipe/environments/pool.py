@@ -148,5 +148,7 @@ def _hello(name: str, args: JsonDict) -> JsonDict:
     """What a process is told to load; UserError for a name that is neither known nor a path."""
     path = NAMED.get(name, name)
     if ":" not in path:
-        raise UserError(f"rl.environment: there is no environment {name!r}; use {', '.join(NAMED)}, or package.module:Class")
+        raise UserError(
+            f"rl.environment: there is no environment {name!r}; use {', '.join(NAMED)}, or package.module:Class"
+        )
     return {"name": name, "path": path, "args": args}

@@ -60,7 +60,12 @@ class EnvironmentProcess:
     """
 
     def __init__(
-        self, field: str, hello: JsonDict, timeout_s: float, on_loss: Callable[[str], None], environment: Mapping[str, str]
+        self,
+        field: str,
+        hello: JsonDict,
+        timeout_s: float,
+        on_loss: Callable[[str], None],
+        environment: Mapping[str, str],
     ) -> None:
         """`field` is what errors name; `on_loss` hears of every process that was lost with calls, and may raise UserError."""
         self.num_environments = 0

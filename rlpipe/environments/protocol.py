@@ -54,7 +54,9 @@ def checked_messages(said: Any, roles: list[str]) -> list[Message]:
         if not is_message(message):
             raise InvalidAnswer(f"a message needs a 'role' and a 'content', both text, and is {message!r:.200}")
         if message["role"] not in roles:
-            raise InvalidAnswer(f"a message has role {message['role']!r}, and the environment's roles are {', '.join(roles)}")
+            raise InvalidAnswer(
+                f"a message has role {message['role']!r}, and the environment's roles are {', '.join(roles)}"
+            )
     if sum(len(message["content"]) for message in said) > CHARS_MAX:
         raise InvalidAnswer(f"messages are longer than {CHARS_MAX} characters")
     return [{"role": message["role"], "content": message["content"]} for message in said]

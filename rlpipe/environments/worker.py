@@ -62,7 +62,9 @@ def load(hello: JsonDict) -> tuple[Record, Home]:
     if missing:
         raise UserError(f"rl.environment={name!r} has no method {missing[0]!r}: see rlpipe/environments/protocol.py")
     if not roles or not all(isinstance(role, str) and role != "assistant" for role in roles):
-        raise UserError(f"rl.environment={name!r}: its roles are {roles}; they are names, and 'assistant' is the policy's")
+        raise UserError(
+            f"rl.environment={name!r}: its roles are {roles}; they are names, and 'assistant' is the policy's"
+        )
     is_async = any(map(inspect.iscoroutinefunction, methods.values()))
     return {"roles": roles, "is_async": is_async}, Home(lambda: kind(**args), roles)
 

@@ -92,7 +92,10 @@ def linear_layers(lm: Any) -> dict[str, nn.Linear]:
     return {
         name: module
         for name, module in lm.named_modules()
-        if type(module) is nn.Linear and module is not head and id(module.weight) not in tied and not name.endswith(PASSED_BY)
+        if type(module) is nn.Linear
+        and module is not head
+        and id(module.weight) not in tied
+        and not name.endswith(PASSED_BY)
     }
 
 

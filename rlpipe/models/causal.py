@@ -26,7 +26,16 @@ from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.models.masks import AttentionMask
 
 # what the code of a family raises at what it does not support
-MODEL_FAULTS = (RuntimeError, ArithmeticError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError)
+MODEL_FAULTS = (
+    RuntimeError,
+    ArithmeticError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    AssertionError,
+)
 WINDOWS = ("sliding_window", "attention_chunk_size")
 OWN_WINDOW = re.compile("(window|chunk|block)(?!_layers|.*pattern)")
 WINDOW_TESTED = 8
@@ -84,14 +93,18 @@ def hidden_states(lm: Any, tokens_RL: Tensor, positions_RL: Tensor, mask: Attent
         if not (takes(base, "attention_mask") and takes(base, "position_ids")):
             raise UserError(f"model config: {lm.config.model_type} takes no mask and positions")
         given["attention_mask"] = mask
-    return base(input_ids=tokens_RL, **{name: value for name, value in given.items() if takes(base, name)}).last_hidden_state
+    return base(
+        input_ids=tokens_RL, **{name: value for name, value in given.items() if takes(base, name)}
+    ).last_hidden_state
 
 
 def base_of(lm: Any) -> Any:
     """The module between tokens and hidden states. UserError naming a family that has none."""
     base = lm.base_model if lm.base_model is not lm else getattr(lm, "model", None)
     if not any(module is base for module in lm.children()):
-        raise UserError(f"model config: {lm.config.model_type} has no base model below its head, and cannot be trained here")
+        raise UserError(
+            f"model config: {lm.config.model_type} has no base model below its head, and cannot be trained here"
+        )
     return base
 
 
@@ -143,7 +156,9 @@ def head_of(lm: Any) -> Callable[[Tensor], Tensor]:
 
 def expert_layers(lm: Any) -> list[Any]:
     """The modules whose experts run in one call: (hidden states, which K, their weights), by what transformers sets on every such module."""
-    return [module for module in lm.modules() if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed")]
+    return [
+        module for module in lm.modules() if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed")
+    ]
 
 
 class ExpertUse:
@@ -209,11 +224,16 @@ def restore_buffers(lm: Any) -> None:
             buffer.fill_(torch.nan)
     for tensor in (*lm.parameters(), *(buffer for name, buffer in lm.named_buffers() if name in saved)):
         tensor._is_hf_initialized = True  # transformers leaves such tensors as they are
-    for prefix, module in lm.named_modules():  # others have nothing to make, and may not know parameters that are sharded
+    for (
+        prefix,
+        module,
+    ) in lm.named_modules():  # others have nothing to make, and may not know parameters that are sharded
         module._is_hf_initialized = not any(name in unsaved for name, _ in module.named_buffers(prefix))
     lm.initialize_weights()
     lost = [
-        name for name, buffer in lm.named_buffers() if name in unsaved and buffer.is_floating_point() and buffer.isnan().any()
+        name
+        for name, buffer in lm.named_buffers()
+        if name in unsaved and buffer.is_floating_point() and buffer.isnan().any()
     ]
     if lost:
         raise UserError(
@@ -235,7 +255,9 @@ def other_windows(config: PretrainedConfig) -> list[str]:
 def small_windows(config: PretrainedConfig) -> Iterator[None]:
     """Windows of WINDOW_TESTED tokens: short sequences are longer than any. Masks are made from the config at every forward pass."""
     text = config.get_text_config()
-    before = {name: value for name in WINDOWS if isinstance(value := getattr(text, name, None), int) and value > WINDOW_TESTED}
+    before = {
+        name: value for name in WINDOWS if isinstance(value := getattr(text, name, None), int) and value > WINDOW_TESTED
+    }
     try:
         for name in before:
             setattr(text, name, WINDOW_TESTED)

@@ -50,7 +50,9 @@ class TensorFile:
 
 def local_files(folder: Path) -> list[TensorFile]:
     """The files of a folder's weights; StoreError naming one that is missing or torn."""
-    return [TensorFile(str(path), file_shapes(path), functools.partial(_read_local, path)) for path in weight_files(folder)]
+    return [
+        TensorFile(str(path), file_shapes(path), functools.partial(_read_local, path)) for path in weight_files(folder)
+    ]
 
 
 def _read_local(path: Path, name: str, rows: tuple[int, int] | None) -> Tensor:

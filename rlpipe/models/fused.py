@@ -17,7 +17,9 @@ from torch import nn
 KINDS = ("Norm", "MLP")  # how families end the names of these modules
 ROTARY = "apply_rotary_pos_emb"  # and what most call the function, in the file of their modules
 KERNELS_MAX = 64  # for each of: a width, with or without gradient, trained or frozen
-_PLAIN: list[None] = []  # not empty: what is compiled is computed as it is written. Threads of backward passes see it, too
+_PLAIN: list[
+    None
+] = []  # not empty: what is compiled is computed as it is written. Threads of backward passes see it, too
 
 
 class Fused:
@@ -86,5 +88,7 @@ def _files(lm: Any) -> list[Any]:
     """The files of its modules in which there is such a function."""
     names = dict.fromkeys(type(module).__module__ for module in lm.modules())
     return [
-        sys.modules[name] for name in names if name.startswith("transformers.models.") and hasattr(sys.modules[name], ROTARY)
+        sys.modules[name]
+        for name in names
+        if name.startswith("transformers.models.") and hasattr(sys.modules[name], ROTARY)
     ]

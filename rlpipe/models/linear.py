@@ -42,7 +42,12 @@ def onednn_is_faster() -> bool:
 
 def fast_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`functional.linear`, by oneDNN where it has the input's kind: float32 on a CPU."""
-    if input.dtype is not torch.float32 or weight.dtype is not torch.float32 or input.device.type != "cpu" or not input.numel():
+    if (
+        input.dtype is not torch.float32
+        or weight.dtype is not torch.float32
+        or input.device.type != "cpu"
+        or not input.numel()
+    ):
         return functional.linear(input, weight, bias)
     result = _Product.apply(input, weight) if torch.is_grad_enabled() else _product(input, weight)
     return result if bias is None else result + bias

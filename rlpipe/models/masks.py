@@ -47,7 +47,9 @@ class Masks:
     def of(self, query_RQ1: Tensor, key_K: Tensor, seen_RQK: Tensor | None = None) -> AttentionMask:
         """The attention mask of queries at these positions, R x 1 x Q x K; only of what else is `seen`."""
         visible = {kind: self._visible(kind, query_RQ1, key_K) for kind in self.kinds}
-        masks = {kind: self._form((seen if seen_RQK is None else seen & seen_RQK)[:, None]) for kind, seen in visible.items()}
+        masks = {
+            kind: self._form((seen if seen_RQK is None else seen & seen_RQK)[:, None]) for kind, seen in visible.items()
+        }
         return masks if self.named else masks[self.kinds[0]]
 
     @property
@@ -61,7 +63,9 @@ class Masks:
         if not self._flex:
             return self.of(positions_RL[:, :, None], positions_RL[:, None, :], own_branch(own_RL, branches))
         root_RL = own_RL // branches * branches
-        masks = {kind: block_mask(own_RL, root_RL, positions_RL, self._first(kind, positions_RL)) for kind in self.kinds}
+        masks = {
+            kind: block_mask(own_RL, root_RL, positions_RL, self._first(kind, positions_RL)) for kind in self.kinds
+        }
         return masks if self.named else masks[self.kinds[0]]
 
     def _visible(self, kind: str, query_RQ1: Tensor, key_K: Tensor) -> Tensor:

@@ -41,7 +41,9 @@ class AdapterFolder:
     def weights(self) -> list[str]:
         """The names of the weights that it changes."""
         ends = ".lora_A.weight"
-        return [name.removeprefix(PREFIX).removesuffix(ends) + ".weight" for name in self._tensors if name.endswith(ends)]
+        return [
+            name.removeprefix(PREFIX).removesuffix(ends) + ".weight" for name in self._tensors if name.endswith(ends)
+        ]
 
     def merged(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A weight of the base as it is with the adapter, in `dtype`; where there is no adapter beside it, as it is in `dtype`."""
@@ -93,4 +95,6 @@ def _write_weights(checkpoint: Checkpoint, lm: Any, matrices: AdapterFolder, dty
         save_file(stored, target / file_name, metadata={"format": "pt"})
         index |= dict.fromkeys(stored, file_name)
     if split.is_sharded:
-        (target / INDEX).write_text(json.dumps({"metadata": split.metadata, "weight_map": index}, indent=2, sort_keys=True))
+        (target / INDEX).write_text(
+            json.dumps({"metadata": split.metadata, "weight_map": index}, indent=2, sort_keys=True)
+        )

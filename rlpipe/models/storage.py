@@ -13,7 +13,9 @@ from rlpipe.processes.memory import trim
 
 def storages_of(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """The memory behind tensors, each piece once; none of what is empty."""
-    pieces = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
+    pieces = {
+        storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()
+    }
     return list(pieces.values())
 
 

@@ -66,7 +66,9 @@ class Team:
         """Whether every row is one text."""
         return bool((positions_RL == torch.arange(positions_RL.shape[1], device=positions_RL.device)).all())
 
-    def filled(self, tokens_RL: Tensor, positions_RL: Tensor, branch_RL: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def filled(
+        self, tokens_RL: Tensor, positions_RL: Tensor, branch_RL: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rows that slices of one length make. What fills them goes on behind the last text: nothing sees it, and nothing is scored there."""
         room = -tokens_RL.shape[1] % self.ranks
         behind = positions_RL[:, -1:] + torch.arange(1, room + 1, device=positions_RL.device)

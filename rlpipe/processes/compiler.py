@@ -17,7 +17,9 @@ def check_compiler(field: str) -> None:
     named = os.environ.get("CC", "")
     if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
         missing = f"CC={named} is no program" if named else "no C compiler (gcc, clang)"
-        raise UserError(f"{field}: {missing}, without which no kernel of Triton runs; apt-get install gcc, or name one in CC")
+        raise UserError(
+            f"{field}: {missing}, without which no kernel of Triton runs; apt-get install gcc, or name one in CC"
+        )
     own = sysconfig.get_path("include")
     folders = [own, *(folder for name in SEARCHED for folder in os.environ.get(name, "").split(os.pathsep) if folder)]
     if not any((Path(folder) / "Python.h").is_file() for folder in folders):

@@ -20,7 +20,9 @@ LANDLOCK_SIGNALS = 6  # the first version in which a process signals nobody outs
 OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the few rights that a file has
 SCOPED_SOCKETS, SCOPED_SIGNALS = 1, 2  # abstract sockets, and signals
 
-THREAD_CLOCK = 6  # of the id of a thread's clock, whose processor time is meant: CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
+THREAD_CLOCK = (
+    6  # of the id of a thread's clock, whose processor time is meant: CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
+)
 KILL_S = 5.0  # what cannot be killed in this time waits for a disk or a device
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -31,7 +31,9 @@ LOG_LINES = 15
 OPEN_FILES_MAX = 1 << 20
 # that are looked through: above are those of Kubernetes' services, which it takes to their pods on every address of a node, whoever listens
 PORTS = range(10_000, 30_000)
-CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # that the kernel gives connections: the first and the last
+CONNECTION_PORTS = Path(
+    "/proc/sys/net/ipv4/ip_local_port_range"
+)  # that the kernel gives connections: the first and the last
 # Another beginning in each process: two seldom choose the same port. Eleven further each: an SGLang whose attention is divided (--attn-dp-size) also
 # takes the seven from its own + 233, and two that were given neighbours met there, and one did not start.
 _turns = itertools.count(random.randrange(len(PORTS)), 11)
@@ -76,7 +78,9 @@ def check_port_free(field_name: str, port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise UserError(f"{field_name}={port}: the port is taken ({error.strerror}); choose a free one, or 0") from error
+            raise UserError(
+                f"{field_name}={port}: the port is taken ({error.strerror}); choose a free one, or 0"
+            ) from error
 
 
 def answers(url: str, key: str = "", timeout_s: float = 2.0) -> bool:
@@ -169,7 +173,13 @@ class Service:
         """Starts the process (without waiting until it is ready)."""
         assert self.process is None or self.process.poll() is not None, f"{self.name} already runs"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**THREADS, **os.environ, "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(os.getpid()), **self.environment}
+        environment = {
+            **THREADS,
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            PARENT_VARIABLE: str(os.getpid()),
+            **self.environment,
+        }
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True

@@ -69,7 +69,9 @@ class ChildPool:
 class Child:
     """One process of a pool, replaced by a new one when it has ended. Only its `thread` starts and asks it: one call after the other."""
 
-    def __init__(self, field: str, module: str, hello: Record, start_timeout_s: float, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, field: str, module: str, hello: Record, start_timeout_s: float, environment: Mapping[str, str]
+    ) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=field)
         self.num_started = 0  # processes so far, so that a new one can be told from the one before
         self._field = field

@@ -35,7 +35,10 @@ class Printed:
                 self._take(chunk)
         if self._more:
             cut = self._more - len(self._tail)
-            _pass_on(f"\n[{self._name}: {cut} bytes that it printed are left out here; the last ones:]\n".encode() + self._tail)
+            _pass_on(
+                f"\n[{self._name}: {cut} bytes that it printed are left out here; the last ones:]\n".encode()
+                + self._tail
+            )
 
     def _take(self, chunk: bytes) -> None:
         passed, more = chunk[: self._left], chunk[self._left :]

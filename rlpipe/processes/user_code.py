@@ -30,7 +30,9 @@ OWNER_POLL_S = 0.5
 ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns
 
 Record = Mapping[str, object]  # what JSON can carry
-Loaded = tuple[Record, Callable[[JsonDict], Record]]  # what the owner learns when it is ready, and what answers its requests
+Loaded = tuple[
+    Record, Callable[[JsonDict], Record]
+]  # what the owner learns when it is ready, and what answers its requests
 
 T = TypeVar("T")
 
@@ -98,7 +100,9 @@ def _idle_check(others: set[int]) -> Callable[..., None]:
     def check(*_: object) -> None:
         nonlocal num_modules, cpu_s, since_s
         work = work_of(thread_ids() - others)
-        works = len(sys.modules) != num_modules or abs(work.cpu_s - cpu_s) > IDLE_CPU_S  # less: of a thread that has ended
+        works = (
+            len(sys.modules) != num_modules or abs(work.cpu_s - cpu_s) > IDLE_CPU_S
+        )  # less: of a thread that has ended
         if works or work.children - before:
             num_modules, cpu_s, since_s = len(sys.modules), work.cpu_s, time.monotonic()
         elif time.monotonic() > since_s + IDLE_S:
@@ -136,7 +140,9 @@ def load_function(field: str, path: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         what = "has no" if function is None else "has something that cannot be called named"
-        raise UserError(f"{field}: {path!r}: {module.__file__} {what} {function_name!r}; write it as package.module:function")
+        raise UserError(
+            f"{field}: {path!r}: {module.__file__} {what} {function_name!r}; write it as package.module:function"
+        )
     return function
 
 

@@ -114,7 +114,9 @@ def _encoded(values: list[Any], kind: Any) -> pa.Array:
     if pa.types.is_struct(kind.value_type):
         items = pa.array([tuple(span) for spans in values for span in spans], kind.value_type)
     else:
-        items = pa.array(np.concatenate(values or [np.zeros(0)]).astype(NUMPY[kind.value_type], copy=False), kind.value_type)
+        items = pa.array(
+            np.concatenate(values or [np.zeros(0)]).astype(NUMPY[kind.value_type], copy=False), kind.value_type
+        )
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), items)
 
 

@@ -83,7 +83,9 @@ def check_depth(value: Any, where: str) -> None:
     """UserError where lists and objects lie deeper in each other than DEPTH_MAX."""
     level = [value]
     for _ in range(DEPTH_MAX):
-        held = [outer.values() if isinstance(outer, Mapping) else outer for outer in level if isinstance(outer, HOLDERS)]
+        held = [
+            outer.values() if isinstance(outer, Mapping) else outer for outer in level if isinstance(outer, HOLDERS)
+        ]
         level = [entry for entries in held for entry in entries]
         if not level:
             return
@@ -136,7 +138,9 @@ def _tool(tool: Any, where: str) -> JsonDict:
         return tool
     parsed = _parsed(parameters)
     if not isinstance(parsed, dict):
-        raise UserError(f"{where}: its 'parameters' must be an object, or JSON text of one, and are {parameters!r:.200}")
+        raise UserError(
+            f"{where}: its 'parameters' must be an object, or JSON text of one, and are {parameters!r:.200}"
+        )
     return {**tool, "parameters": parsed}
 
 

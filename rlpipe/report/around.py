@@ -75,7 +75,9 @@ def _read_groups(run: Run, iteration: int) -> list[ScoredGroup]:
     for index in range(run.record(iteration).last_round + 1):
         prompts_ref, _ = run.committed("rl", iteration, f"prompts/round-{index}")
         scores_ref, _ = run.committed("rl", iteration, f"scores/round-{index}")
-        prompts = {prompt.prompt_id: prompt for prompt in read_records(run.store, prompts_ref, "prompts.parquet", Prompt)}
+        prompts = {
+            prompt.prompt_id: prompt for prompt in read_records(run.store, prompts_ref, "prompts.parquet", Prompt)
+        }
         rollouts = read_records(run.store, scores_ref, "scores.parquet", Rollout, SCORES)
         for group in grouped(rollouts):
             if all(rollout.reward is not None for rollout in group):
@@ -168,13 +170,17 @@ class Around:
     @cached_property
     def label_G(self) -> list[str | None]:
         """The answer of each group's prompt, as text that can be compared; none where it has none."""
-        return [None if group.prompt.answer is None else str(group.prompt.answer).strip().lower() for group in self.groups]
+        return [
+            None if group.prompt.answer is None else str(group.prompt.answer).strip().lower() for group in self.groups
+        ]
 
     @cached_property
     def matched_R(self) -> np.ndarray:
         """1 where that is the prompt's answer, by its text; nan where the prompt has none. An opinion that no reward has a part in."""
         pairs = zip(self.group_R, self.answer_R, strict=True)
-        return np.array([np.nan if (text := self.label_G[group]) is None else float(answer == text) for group, answer in pairs])
+        return np.array(
+            [np.nan if (text := self.label_G[group]) is None else float(answer == text) for group, answer in pairs]
+        )
 
     @cached_property
     def parts(self) -> dict[str, np.ndarray]:
@@ -187,7 +193,10 @@ class Around:
         """The parts of the reward as today's code gives them, with each side's own arguments, [R]; nan where that is not known."""
         before, after = (self.parts_today(config) for config in (self.config_before, self.config))
         nothing = np.full(len(self.rollouts), np.nan)
-        return {name: np.where(self.after_R, after.get(name, nothing), before.get(name, nothing)) for name in {*before, *after}}
+        return {
+            name: np.where(self.after_R, after.get(name, nothing), before.get(name, nothing))
+            for name in {*before, *after}
+        }
 
     def parts_today(self, config: PipelineConfig) -> dict[str, np.ndarray]:
         """The same with the arguments of one config for both sides."""
@@ -196,7 +205,8 @@ class Around:
             assert self.rewards_today is not None
             groups = [group for group in self.groups if group.iteration == iteration]
             known |= {
-                (iteration, *place): parts for place, parts in self.rewards_today.parts(config.rl, iteration, groups).items()
+                (iteration, *place): parts
+                for place, parts in self.rewards_today.parts(config.rl, iteration, groups).items()
             }
         rows = [
             known.get((self.groups[group].iteration, rollout.group_index, rollout.rollout_index), {})

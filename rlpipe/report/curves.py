@@ -21,7 +21,17 @@ from rlpipe.store.local_copy import is_delta
 from rlpipe.store.outside import is_outside
 from rlpipe.store.run import BEFORE_SFT, Run
 
-STAGES = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines", "evaluate", "orchestration")
+STAGES = (
+    "sample_prompts",
+    "generate",
+    "score",
+    "filter",
+    "train",
+    "checkpoint",
+    "reload_engines",
+    "evaluate",
+    "orchestration",
+)
 DOTS_BELOW = 10  # points of a curve
 PASS_AT = re.compile(r"(.*)_pass_at_(\d+)")
 BEFORE_RL, EVALUATION = "before_rl", "evaluation/"
@@ -59,7 +69,11 @@ class DataSet:
         source = {"uri": uri} if is_file or on_s3 else {"tags": {"source": data.source}}
         profile = {"num_rows": num_rows, "part": data.part, "weight": data.weight}
         return cls(
-            data.name, digest[:32], "s3" if on_s3 else "local" if is_file else "code", json.dumps(source), json.dumps(profile)
+            data.name,
+            digest[:32],
+            "s3" if on_s3 else "local" if is_file else "code",
+            json.dumps(source),
+            json.dumps(profile),
         )
 
 
@@ -106,8 +120,12 @@ def sft_points(run: Run, segment: int) -> list[Point]:
     """One committed SFT segment: the loss of every step, the rest once."""
     _, manifest = run.committed("sft", segment, "policy")
     first, time_ms = segment * run.config.sft.segment_steps, _milliseconds(manifest.ended_at)
-    points = [Point(first + offset, time_ms, {SFT_LOSS: loss}) for offset, loss in enumerate(manifest.metrics["losses"])]
-    rest = {name.replace("train/", "sft/"): value for name, value in manifest.metrics.items() if name.startswith("train/")}
+    points = [
+        Point(first + offset, time_ms, {SFT_LOSS: loss}) for offset, loss in enumerate(manifest.metrics["losses"])
+    ]
+    rest = {
+        name.replace("train/", "sft/"): value for name, value in manifest.metrics.items() if name.startswith("train/")
+    }
     del rest[SFT_LOSS]
     return [*points, Point(points[-1].step, time_ms, rest)]
 
@@ -255,7 +273,9 @@ def reward_svg(curve: list[list[float]], width: int = 480, height: int = 120) ->
     low = min((point[1] for point in curve), default=0.0)
     high = max((point[1] for point in curve), default=1.0)
     span = (high - low) or 1.0
-    places = [f"{8 + (width - 16) * x / last:.1f},{height - 8 - (height - 32) * (y - low) / span:.1f}" for x, y in curve]
+    places = [
+        f"{8 + (width - 16) * x / last:.1f},{height - 8 - (height - 32) * (y - low) / span:.1f}" for x, y in curve
+    ]
     dots = " ".join(places + places[-1:])  # twice: one point alone would be no line
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"><rect width="100%" height="100%" fill="white"/>'

@@ -31,7 +31,9 @@ def said_of(error: Exception, uri: str) -> str:
         return f"MLflow lacks {message}"
     is_away = any(isinstance(cause, OSError) or type(cause).__name__ == DATABASE_AWAY for cause in _causes(error))
     return f"MLflow at {without_passwords(uri)} " + (
-        f"cannot be reached ({message})" if is_away else f"does not take what it is sent ({type(error).__name__}: {message})"
+        f"cannot be reached ({message})"
+        if is_away
+        else f"does not take what it is sent ({type(error).__name__}: {message})"
     )
 
 

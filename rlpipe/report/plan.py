@@ -56,7 +56,9 @@ def adapter_lines(sizes: ModelSizes, width: int) -> list[str]:
     if not sizes.adapter:
         return []
     size, share = sizes.adapter * width / 2**20, sizes.adapter / sizes.parameters
-    return [f"adapter: {sizes.adapter / 1e6:,.2f}M parameters; a policy takes {size:,.1f} MiB, {share:.2%} of the base model"]
+    return [
+        f"adapter: {sizes.adapter / 1e6:,.2f}M parameters; a policy takes {size:,.1f} MiB, {share:.2%} of the base model"
+    ]
 
 
 def peak_bytes(config: PipelineConfig, sizes: ModelSizes) -> float:
@@ -85,7 +87,9 @@ def _fetched_bytes(config: PipelineConfig, sizes: ModelSizes) -> float:
 def _offload_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     if config.trainer.offload == "none":
         return []
-    place = "in memory of the host" if config.trainer.gpu_ids else "in a file of its scratch, as a CPU has no other memory"
+    place = (
+        "in memory of the host" if config.trainer.gpu_ids else "in a file of its scratch, as a CPU has no other memory"
+    )
     on_host, fetched = host_bytes(config, sizes) / GIB, _fetched_bytes(config, sizes) / GIB
     return [
         f"  and {on_host:.2f} GiB a rank of AdamW's moments {place}; an update fetches them, at most {fetched:.2f} GiB at once"
@@ -116,7 +120,9 @@ def _engine_line(config: PipelineConfig, sizes: ModelSizes) -> str:
     # float32 weights, and keys and values of all places at the longest context
     weights, token = (part * BYTES["float32"] / GIB for part in (sizes.parameters, sizes.kv_token))
     cache = min(engines.in_flight_max * config.model.context_tokens_max, CPU_TOKENS_MAX) * token
-    return f"memory per engine, estimated: weights {weights:.2f} + keys and values {cache:.2f} = {weights + cache:.2f} GiB"
+    return (
+        f"memory per engine, estimated: weights {weights:.2f} + keys and values {cache:.2f} = {weights + cache:.2f} GiB"
+    )
 
 
 def _colocated_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
@@ -208,7 +214,9 @@ def overlap_lines(rl: RlConfig) -> list[str]:
     lines = [f"  overlap {rl.overlap}: {meaning.pop(rl.overlap)}"]
     for mode, overlapped in meaning.items():
         refused = next(broken_overlap(rl.model_copy(update={"overlap": mode})), "")
-        lines.append(f"  overlap {mode} would be refused: {refused}" if refused else f"  overlap {mode} would be: {overlapped}")
+        lines.append(
+            f"  overlap {mode} would be refused: {refused}" if refused else f"  overlap {mode} would be: {overlapped}"
+        )
     return lines
 
 

@@ -59,7 +59,9 @@ def disk_of(config: PipelineConfig, sizes: ModelSizes) -> DiskNeed:
     checkpoint, num_iterations, width = config.checkpoint, config.rl.num_iterations, BYTES[config.model.dtype]
     trained = sizes.adapter or sizes.parameters
     policy, state, rollouts = trained * width, trained * STATE_BYTES, rollout_bytes(config)
-    num_policies = len(kept_versions(checkpoint, num_iterations, [])) if checkpoint.keep_policies_last else num_iterations
+    num_policies = (
+        len(kept_versions(checkpoint, num_iterations, [])) if checkpoint.keep_policies_last else num_iterations
+    )
     with_state = range(checkpoint.state_every - 1, num_iterations, checkpoint.state_every)
     num_states = len(kept_states(checkpoint, with_state, []))
     return DiskNeed(
@@ -111,7 +113,9 @@ def time_lines(config: PipelineConfig, speed: Speed | str, lengths: Lengths) -> 
     if isinstance(speed, str):
         return [f"time: not estimated, {speed}"]
     sft, rl, longest = config.sft, config.rl, config.model.context_tokens_max
-    sft_s = speed.train_s * sft.num_steps * sft.batch_size * (lengths.conversation or longest) / config.trainer.tokens_max
+    sft_s = (
+        speed.train_s * sft.num_steps * sft.batch_size * (lengths.conversation or longest) / config.trainer.tokens_max
+    )
     prompt = lengths.prompt or longest - rl.completion_tokens_max
     tokens = rl.num_prompts * (prompt + rl.group_size * rl.completion_tokens_max)  # a group's prompt is computed once
     # as the trainer makes them: proximal logprobs that no step needs are not computed (rlpipe/trainer/rl.py)

@@ -56,7 +56,9 @@ def proof_lines(verdict: Verdict) -> list[str]:
     ]
     if proof.stored:
         at, change = verdict.around.at, verdict.change
-        lines.append(f"   by the stored parts: {proof.stored[0]:.3f} before, {proof.stored[1]:.3f} from {at} on without it")
+        lines.append(
+            f"   by the stored parts: {proof.stored[0]:.3f} before, {proof.stored[1]:.3f} from {at} on without it"
+        )
         lines.append(f"   with it: {change.before:.3f} before, {change.after:.3f} from {at} on")
     return lines
 

@@ -21,17 +21,23 @@ NOTHING = "-"
 
 def answer_lines(answer: Answer, kind: Format, rows_max: int) -> Iterator[str]:
     """The lines of an answer. A table has at most `rows_max` rows, long cells are cut in it; CSV and JSON (an object a line) have all of it."""
-    return {"table": lambda: _table(answer, rows_max), "csv": lambda: _csv(answer), "json": lambda: _json(answer)}[kind]()
+    return {"table": lambda: _table(answer, rows_max), "csv": lambda: _csv(answer), "json": lambda: _json(answer)}[
+        kind
+    ]()
 
 
 def _table(answer: Answer, rows_max: int) -> Iterator[str]:
     rows, columns = list(islice(answer.rows, rows_max + 1)), [printable(name) for name in answer.columns]
     cells = [[_cell(value) for value in row] for row in rows[:rows_max]]
-    right = [all(isinstance(row[index], int | float | Decimal | None) for row in rows) for index in range(len(answer.columns))]
+    right = [
+        all(isinstance(row[index], int | float | Decimal | None) for row in rows)
+        for index in range(len(answer.columns))
+    ]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for line in (columns, ["-" * width for width in widths], *cells):
         yield "  ".join(
-            cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(line, widths, right, strict=True)
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, right, strict=True)
         ).rstrip()
     if len(rows) > rows_max:
         yield f"the first {rows_max} rows; --rows shows more, --format csv or json all"
@@ -54,7 +60,9 @@ def _csv(answer: Answer) -> Iterator[str]:
     for row in chain([answer.columns], answer.rows):
         text.seek(0)
         text.truncate()
-        writer.writerow([value if value is None or isinstance(value, str | int | float) else _text(value) for value in row])
+        writer.writerow(
+            [value if value is None or isinstance(value, str | int | float) else _text(value) for value in row]
+        )
         yield text.getvalue()
 
 

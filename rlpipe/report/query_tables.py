@@ -180,7 +180,9 @@ class Tables:
             }
 
         files = [*self._files(scores, "scores.parquet", labels), *self._files(shards, "rollouts.parquet", labels)]
-        return self._dataset(files, schema_of(Rollout, SCORES), PLACED | {"made_by": pa.string(), "filtered": pa.bool_()})
+        return self._dataset(
+            files, schema_of(Rollout, SCORES), PLACED | {"made_by": pa.string(), "filtered": pa.bool_()}
+        )
 
     def _batches(self) -> list[StoredArtifact]:
         """The batch of each iteration: its last one, which is of all sampling rounds."""
@@ -200,7 +202,9 @@ class Tables:
 
         files = self._files(self._catalogue.artifacts("gap"), "gap.parquet", labelled)
         # DuckDB takes no float16 from Arrow
-        schema = pa.schema([("group_index", pa.int32()), ("rollout_index", pa.int32()), ("gap", pa.list_(pa.float32()))])
+        schema = pa.schema(
+            [("group_index", pa.int32()), ("rollout_index", pa.int32()), ("gap", pa.list_(pa.float32()))]
+        )
         return self._dataset(files, schema, labels)
 
     def _dropped(self) -> Source:
@@ -255,5 +259,7 @@ def _moment(text: str) -> datetime | None:
 
 
 def _table(rows: list[JsonDict], columns: dict[str, pa.DataType]) -> pa.Table:
-    rows = [{name: printable(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
+    rows = [
+        {name: printable(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows
+    ]
     return pa.Table.from_pylist(rows, schema=pa.schema(list(columns.items())))

@@ -47,10 +47,14 @@ def rescored(history: History, reward: str) -> Rescored:
     rl = history.run.config.rl
     args = {reward: rl.reward_args[reward]} if reward in rl.reward_args else {}
     items = items_of([(group, rollout) for group in groups for rollout in group.rollouts], turns_reader(history.run))
-    with RewardPool({reward: 1.0}, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s, secrets=rl.secrets) as pool:
+    with RewardPool(
+        {reward: 1.0}, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s, secrets=rl.secrets
+    ) as pool:
         scores = pool.score(items)
         if all(score.reward is None for score in scores):
-            raise UserError(f"--second {reward}: it scored none of {len(items)} rollouts; the first error: {pool.last_error}")
+            raise UserError(
+                f"--second {reward}: it scored none of {len(items)} rollouts; the first error: {pool.last_error}"
+            )
     return Rescored(
         groups,
         np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups]),
@@ -110,7 +114,9 @@ def second_lines(both: Rescored, reward: str) -> list[str]:
 def _difference(both: Rescored) -> np.ndarray:
     """The first reward less the second, each less its mean and in its own spread, [R]."""
     known = np.isfinite(both.second_R)
-    columns = [(column - column[known].mean()) / (column[known].std() or 1.0) for column in (both.first_R, both.second_R)]
+    columns = [
+        (column - column[known].mean()) / (column[known].std() or 1.0) for column in (both.first_R, both.second_R)
+    ]
     return columns[0] - columns[1]
 
 

@@ -61,7 +61,10 @@ class RunSummary:
 def run_lines(store: Store) -> list[str]:
     """One line a run: how far it is, its newest reward and commit, its state, and what it was forked from."""
     summaries = run_summaries(store).items()
-    lines = [f"{name:32s} {_run_line(summary) if isinstance(summary, RunSummary) else summary}" for name, summary in summaries]
+    lines = [
+        f"{name:32s} {_run_line(summary) if isinstance(summary, RunSummary) else summary}"
+        for name, summary in summaries
+    ]
     return lines or [f"no runs in {store.url}"]
 
 
@@ -131,7 +134,9 @@ def show_lines(run: Run) -> list[str]:
         )
     if run.config.sft.validated and run.sft_complete:
         segment, trained = run.sft_result()
-        lines.append(f"SFT: of {trained} segments number {segment} has the lowest validation loss, and is what RL starts from")
+        lines.append(
+            f"SFT: of {trained} segments number {segment} has the lowest validation loss, and is what RL starts from"
+        )
     return lines + before_after(run, len(records))
 
 
@@ -139,7 +144,9 @@ def iteration_lines(run: Run, iteration: int, rows_max: int) -> list[str]:
     """The metrics of one iteration, and its rollouts group by group; of several turns a line a turn."""
     record = run.iteration(iteration)
     if record is None:
-        raise UserError(f"--iteration {iteration}: not committed in run {run.name}; rlpipe show {run.name} lists what is")
+        raise UserError(
+            f"--iteration {iteration}: not committed in run {run.name}; rlpipe show {run.name} lists what is"
+        )
     lines = [f"{name:40s} {value:.6g}" for name, value in sorted(record.metrics.items())]
     lines += ["", "reward  advantage  finish  completion  (reward parts)"]
     rows_left = rows_max
@@ -170,7 +177,9 @@ def trained_groups(run: Run, record: IterationRecord) -> list[TrainedGroup]:
     answers: dict[str, str | None] = {}
     for index in range(record.last_round + 1):
         prompts, _ = run.committed("rl", record.iteration, f"prompts/round-{index}")
-        answers |= {prompt.prompt_id: prompt.answer for prompt in read_records(run.store, prompts, "prompts.parquet", Prompt)}
+        answers |= {
+            prompt.prompt_id: prompt.answer for prompt in read_records(run.store, prompts, "prompts.parquet", Prompt)
+        }
     groups = grouped(read_records(run.store, record.artifact("batch"), "batch.parquet", Rollout))
     turns_of = turns_to_show(run.owner("rl", record.iteration, "rollouts"))
     return [TrainedGroup(answers.get(group[0].prompt_id) or "", group, turns_of) for group in groups]
@@ -234,7 +243,9 @@ def _newest_metrics(run: Run) -> dict[str, str]:
     """Without the evaluation, which not every iteration has, and without what the clock decides."""
     record = run.iteration(run.num_iterations - 1) if run.num_iterations else None
     metrics = record.metrics if record else {}
-    return {name: f"{value:.6g}" for name, value in metrics.items() if name.startswith(("rollout/", "train/", "spent/"))}
+    return {
+        name: f"{value:.6g}" for name, value in metrics.items() if name.startswith(("rollout/", "train/", "spent/"))
+    }
 
 
 def flat_settings(value: Any, name: str = "") -> dict[str, str]:
@@ -244,7 +255,9 @@ def flat_settings(value: Any, name: str = "") -> dict[str, str]:
     if not isinstance(value, dict) or not value:
         return {name: str(value)}
     return {
-        key: text for part, inner in value.items() for key, text in flat_settings(inner, f"{name}.{part}".lstrip(".")).items()
+        key: text
+        for part, inner in value.items()
+        for key, text in flat_settings(inner, f"{name}.{part}".lstrip(".")).items()
     }
 
 

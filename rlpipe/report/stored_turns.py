@@ -44,7 +44,9 @@ def _decoder(run: Run) -> Decode:
     model = run.config.model
     with tempfile.TemporaryDirectory() as name:
         folder = materialise(run.store, source, Path(name) / "tokenizer")
-        return ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args, model.control_tokens).decode
+        return ChatTokenizer.from_folder(
+            folder, model.chat_template, model.chat_template_args, model.control_tokens
+        ).decode
 
 
 def turns_reader(run: Run) -> Turns:

@@ -27,7 +27,9 @@ ROLLOUTS_MAX = 128  # of an iteration
 SECONDS_MAX = 60.0  # of a report: nothing is begun after it
 RECORDED = "environment"  # a reward that repeats what was recorded: it says nothing of the code that gave it
 
-PartsToday: TypeAlias = "dict[tuple[int, int], dict[str, float]]"  # (group_index, rollout_index) -> the parts of its reward
+PartsToday: TypeAlias = (
+    "dict[tuple[int, int], dict[str, float]]"  # (group_index, rollout_index) -> the parts of its reward
+)
 
 
 def items_of(pairs: list[tuple[ScoredGroup, Rollout]], turns: Turns) -> list[Item]:
@@ -56,7 +58,9 @@ class Today:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._processes.close()
 
     def parts(self, rl: RlConfig, iteration: int, groups: list[ScoredGroup]) -> PartsToday:

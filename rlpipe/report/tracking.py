@@ -36,13 +36,22 @@ SENT_TAG = "rlpipe.sent_"
 STOPPED_TAG = "rlpipe.stopped"
 POLICY_TAG = "rlpipe.policy"
 ROLLOUTS = "rollouts"  # the source of tables: of each iteration some of the rollouts that it trained on
-PHASE_OF = {"sft": "sft", BEFORE_RL: "rl", "rl": "rl", ROLLOUTS: "rl"}  # the source of points -> the MLflow run that has them
+PHASE_OF = {
+    "sft": "sft",
+    BEFORE_RL: "rl",
+    "rl": "rl",
+    ROLLOUTS: "rl",
+}  # the source of points -> the MLflow run that has them
 # what the parent has too
 COMPARED = re.compile(rf"evaluation/|before_sft/|{BEFORE_RL}/|rollout/reward_mean$|sft/validation_loss$")
 VALUE_CHARACTERS_MAX = 6000  # of a parameter; this and the next two are MLflow's limits
 PARAMS_MAX = 100  # in one request
 METRICS_MAX = 1000  # in one request
-ENVIRONMENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_LOGGING_LEVEL": "WARNING"}
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+}
 
 
 def tracking_uri(config: PipelineConfig) -> str:
@@ -96,7 +105,9 @@ class Tracker:
     def evaluated(self, version: int) -> None:
         """Says that a weight version was evaluated; what MLflow has already it keeps once."""
         phase = "rl" if version > 0 or (version == 0 and self.run.config.rl.num_iterations) else "sft"
-        self._submit(lambda: self._log_points(self._open(phase), read("evaluation", evaluation_points, self.run, version)))
+        self._submit(
+            lambda: self._log_points(self._open(phase), read("evaluation", evaluation_points, self.run, version))
+        )
 
     def reads(self, use: str, data_sets: Callable[[], list[DataSet]]) -> None:
         """Says that the data sets of a use are read. They are asked for only where MLflow does not have them."""
@@ -240,7 +251,9 @@ class Tracker:
             log.warning("MLflow does not get the data sets of use %s: %s", use, error)
             return
         context = [InputTag("mlflow.data.context", use)]
-        entities = [Dataset(data.name, data.digest, data.source_type, data.source, profile=data.profile) for data in read]
+        entities = [
+            Dataset(data.name, data.digest, data.source_type, data.source, profile=data.profile) for data in read
+        ]
         inputs = [DatasetInput(entity, context) for entity in entities]
         for run_id in (phase.run_id, self._open(PARENT).run_id) if inputs else ():
             self._client.log_inputs(run_id, inputs)

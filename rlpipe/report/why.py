@@ -66,7 +66,9 @@ def judged(history: History, at: int | None) -> Verdict:
     """The verdict on iteration `at`, or on the one at which most changed. UserError when there is nothing to compare."""
     count = history.num_iterations
     if count < 2:
-        raise UserError(f"run {history.run.name} has {count} committed iterations: two are the least that can be compared")
+        raise UserError(
+            f"run {history.run.name} has {count} committed iterations: two are the least that can be compared"
+        )
     if at is not None:
         if not 1 <= at < count:
             raise UserError(f"--at {at}: choose an iteration from 1 to {count - 1}; there has to be one before it")
@@ -74,7 +76,8 @@ def judged(history: History, at: int | None) -> Verdict:
     looks = len(SUSPECTS) * (count - 1)
     verdicts = [judge(history.around(number), looks) for number in candidates(history)]
     return max(
-        verdicts, key=lambda verdict: (bool(verdict.findings), verdict.score, bool(verdict.around.changed), -verdict.change.p)
+        verdicts,
+        key=lambda verdict: (bool(verdict.findings), verdict.score, bool(verdict.around.changed), -verdict.change.p),
     )
 
 
@@ -84,7 +87,9 @@ def candidates(history: History) -> list[int]:
     if count <= SCANNED_MAX:
         return list(range(1, count))
     strongest: dict[int, float] = dict.fromkeys(range(1, count), 0.0)
-    for name in sorted({name for metrics in history.metrics for name in metrics if name.startswith(("rollout/", "train/"))}):
+    for name in sorted(
+        {name for metrics in history.metrics for name in metrics if name.startswith(("rollout/", "train/"))}
+    ):
         values = np.array([metrics.get(name, np.nan) for metrics in history.metrics], dtype=float)
         if np.isfinite(values).all():
             for number, jump in enumerate(_jumps(values), start=1):
@@ -96,7 +101,9 @@ def candidates(history: History) -> list[int]:
 def _jumps(values: np.ndarray) -> list[float]:
     """At each iteration from 1 on, the mean of three less that of the three before, in units of the usual step."""
     usual = float(np.median(np.abs(np.diff(values)))) or float(np.std(values)) or 1.0
-    return [abs(values[at : at + 3].mean() - values[max(0, at - 3) : at].mean()) / usual for at in range(1, len(values))]
+    return [
+        abs(values[at : at + 3].mean() - values[max(0, at - 3) : at].mean()) / usual for at in range(1, len(values))
+    ]
 
 
 def judge(around: Around, looks: int) -> Verdict:
@@ -113,7 +120,9 @@ def judge(around: Around, looks: int) -> Verdict:
     least = max(MATTERS * float(around.reward_R.std()), SMALL * abs(change.size) * changed)
     kept = [finding for finding in findings if finding.explains is None or abs(finding.explains) >= least]
     explained = any(not finding.symptom and verdict.toward(finding) >= SMALL * abs(change.size) for finding in kept)
-    kept.sort(key=lambda finding: (finding.symptom and explained, -round(verdict.toward(finding), 9), -abs(finding.shift.z)))
+    kept.sort(
+        key=lambda finding: (finding.symptom and explained, -round(verdict.toward(finding), 9), -abs(finding.shift.z))
+    )
     return replace(verdict, findings=kept)
 
 
@@ -149,7 +158,13 @@ def why_lines(verdict: Verdict) -> list[str]:
 
 def _explains(verdict: Verdict, finding: Finding) -> str:
     share, of = verdict.share(finding), verdict.change
-    kind = "a symptom, would explain" if finding.symptom else "what is left over," if finding.explains is None else "explains"
+    kind = (
+        "a symptom, would explain"
+        if finding.symptom
+        else "what is left over,"
+        if finding.explains is None
+        else "explains"
+    )
     return f"{kind} {share:+.3f} of {of.size:+.3f}"
 
 

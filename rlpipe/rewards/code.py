@@ -22,7 +22,14 @@ from rlpipe.rewards.sandbox.confinement import ProgramLimits
 from rlpipe.rewards.sandbox.wire import PROGRAM, encode, same_output
 
 TOTAL_S = 8.0  # of all tests of a prompt together, by default
-FIELDS = ("input_output", "test_cases", "tests", "unit_tests", "verification_info", "test")  # of the metadata; else the answer
+FIELDS = (
+    "input_output",
+    "test_cases",
+    "tests",
+    "unit_tests",
+    "verification_info",
+    "test",
+)  # of the metadata; else the answer
 FORMS = (
     '{"inputs": [...], "outputs": [...], "fn_name": optional} (APPS, TACO, PRIME), [{"input": ..., "output": ...}] (DeepCoder), '
     'a list of asserts or "test_list" (MBPP), "test" with "entry_point" (HumanEval), test_* functions and TestCases (KodCode)'
@@ -118,9 +125,13 @@ def read_tests(prompt: RewardPrompt) -> list[CodeTest]:
     except runner.NoAssertion as error:
         raise ValueError(f"prompt {prompt['prompt_id']}: {error}") from error
     except UNREADABLE as error:
-        raise ValueError(f"prompt {prompt['prompt_id']}: its tests cannot be read ({error!r}); known forms: {FORMS}") from error
+        raise ValueError(
+            f"prompt {prompt['prompt_id']}: its tests cannot be read ({error!r}); known forms: {FORMS}"
+        ) from error
     if not tests:
-        raise ValueError(f"prompt {prompt['prompt_id']} has no tests; they belong into its answer or metadata, as {FORMS}")
+        raise ValueError(
+            f"prompt {prompt['prompt_id']} has no tests; they belong into its answer or metadata, as {FORMS}"
+        )
     return tests
 
 
@@ -156,7 +167,9 @@ def _case(entry: Mapping[str, Any], function: str | None) -> CodeTest:
     return _pair(entry["input"], entry["output"], own)
 
 
-def _scripts(codes: Sequence[str], entry_point: str | None, setup: str = "", reference: str | None = None) -> list[CodeTest]:
+def _scripts(
+    codes: Sequence[str], entry_point: str | None, setup: str = "", reference: str | None = None
+) -> list[CodeTest]:
     """Tests written in Python; what asserts nothing belongs to the next one that does. NoAssertion when none does."""
     tests: list[CodeTest] = []
     before = ""

@@ -39,7 +39,9 @@ class DeadlineStream(httpcore.NetworkStream):
 class DeadlineBackend(httpcore.SyncBackend):
     """Makes such connections."""
 
-    def connect_tcp(self, host: str, port: int, timeout: float | None = None, *args: Any, **options: Any) -> DeadlineStream:
+    def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, *args: Any, **options: Any
+    ) -> DeadlineStream:
         return DeadlineStream(super().connect_tcp(host, port, _left_s(timeout), *args, **options))
 
 

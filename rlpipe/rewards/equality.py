@@ -11,7 +11,23 @@ from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import verify
 from mpmath import floor, log10
-from sympy import Add, Eq, Expr, Float, I, Integral, Intersection, Interval, Limit, Pow, Product, Sum, Tuple, Union, solve
+from sympy import (
+    Add,
+    Eq,
+    Expr,
+    Float,
+    I,
+    Integral,
+    Intersection,
+    Interval,
+    Limit,
+    Pow,
+    Product,
+    Sum,
+    Tuple,
+    Union,
+    solve,
+)
 from sympy import And as SympyAnd
 from sympy import FiniteSet as SympyFiniteSet
 from sympy.core.relational import Relational
@@ -95,7 +111,9 @@ def _is_bound(part: Any) -> bool:
     """x < 2, or 1 < x < 2; not x < i."""
     if isinstance(part, SympyAnd):
         return all(map(_is_bound, part.args))
-    return any(one.is_Symbol and other.is_extended_real and other.is_number for one, other in (part.args, part.args[::-1]))
+    return any(
+        one.is_Symbol and other.is_extended_real and other.is_number for one, other in (part.args, part.args[::-1])
+    )
 
 
 @lru_cache(EQUATIONS_MAX)
@@ -121,6 +139,10 @@ def smallest_exponent(value: Any) -> int:
         part = parts.pop()
         if not getattr(part, "is_number", False):
             parts += getattr(part, "args", ())
-        elif not part.has(Integral, Limit, Product, Sum) and isinstance(number := abs(part.evalf(PRECISION)), Float) and number:
+        elif (
+            not part.has(Integral, Limit, Product, Sum)
+            and isinstance(number := abs(part.evalf(PRECISION)), Float)
+            and number
+        ):
             smallest = min(smallest, int(floor(log10(number.num))))
     return smallest

@@ -20,11 +20,17 @@ _UNICODE = str.maketrans({
 _ENVIRONMENT = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|[ \u202f])(?=\d{3}(?!\d))")  # spaces between groups of digits: 1\,234
 _TEXT = r"\\(?:text\w*|mathrm|mbox|operatorname)\s*\{([^{}]*)\}"
-_LETTER = re.compile(r"\\(?:mathbf|boldsymbol|bm|hat|vec|mathbb)\s*(?:\{\s*\\?([a-zA-Z])(?:math)?\s*\}|([a-zA-Z])(?![a-zA-Z]))")
+_LETTER = re.compile(
+    r"\\(?:mathbf|boldsymbol|bm|hat|vec|mathbb)\s*(?:\{\s*\\?([a-zA-Z])(?:math)?\s*\}|([a-zA-Z])(?![a-zA-Z]))"
+)
 _REPEATED = re.compile(r"(?<![\d.])(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?(\d+)\}?|\((\d+)\))(?![\d.({])")
-_THIRDS = re.compile(r"(?<![\d.])(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,9})\4+)\s*(?:\\[lc]?dots|\.\.\.)")  # 0.1666..., 0.2727...
+_THIRDS = re.compile(
+    r"(?<![\d.])(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,9})\4+)\s*(?:\\[lc]?dots|\.\.\.)"
+)  # 0.1666..., 0.2727...
 _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d+)(?![\w.{])")
-_DEGREES = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[)}]?")
+_DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[)}]?"
+)
 _NAMED = re.compile(
     r"(?:m\s*)?(?:\\(?:angle|measuredangle|triangle|text\w*|mathrm|overline|widehat)\b[^=<>\d]*|[A-Z]{2,}\s*|P\s*\([A-Z][^()=]*\)\s*)=([^=]+)"
 )

@@ -220,7 +220,9 @@ class HttpScorer:
         """The reward, whose parts have short names: they are metrics, in the store, Prefect and MLflow; InvalidAnswer for another one."""
         for name in reward if isinstance(reward, dict) else ():
             if not PART_NAME.fullmatch(name) or self._mask(name) != name:
-                raise InvalidAnswer(f"a part is called {name[:QUOTED_CHARS]!r}, not by at most 40 of A-Z a-z 0-9 _ . @ / -")
+                raise InvalidAnswer(
+                    f"a part is called {name[:QUOTED_CHARS]!r}, not by at most 40 of A-Z a-z 0-9 _ . @ / -"
+                )
         return reward
 
     def _ask(self, http: httpcore.ConnectionPool, question: bytes) -> Any:
@@ -234,7 +236,12 @@ class HttpScorer:
             except ServiceFault as fault:
                 pause_s = PAUSE_S * 2 ** (num_tries - 1)
                 is_last = num_tries == TRIES_MAX or time.monotonic() + pause_s >= ends_s
-                if fault.reason == "reward_error" or is_last or self._closed.wait(pause_s) or time.monotonic() >= ends_s:
+                if (
+                    fault.reason == "reward_error"
+                    or is_last
+                    or self._closed.wait(pause_s)
+                    or time.monotonic() >= ends_s
+                ):
                     raise
 
     def _try(self, http: httpcore.ConnectionPool, question: bytes, ends_s: float) -> Any:
@@ -251,7 +258,9 @@ class HttpScorer:
         text = body[: 2 * QUOTED_CHARS].decode(errors="replace")
         if not 200 <= reply.status < 300:
             is_away = reply.status == 429 or reply.status >= 500
-            raise ServiceFault("reward_unavailable" if is_away else "reward_error", f"it answered {reply.status}: {text}")
+            raise ServiceFault(
+                "reward_unavailable" if is_away else "reward_error", f"it answered {reply.status}: {text}"
+            )
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:  # RecursionError: a great many brackets

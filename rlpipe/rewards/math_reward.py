@@ -35,11 +35,15 @@ COMMAS = re.compile(r"(?<=\d),(?=\d{3})")
 ENVIRONMENTS = re.compile(
     r"\$\$([^$]+)\$\$|(?<!\\)\$((?:[^$\n\\]|\\.)+)\$|\\\(((?:[^\\]|\\(?![()]))*)\\\)|\\\[((?:[^\\]|\\(?![\[\]]))*)\\\]"
 )
-CHOICE = re.compile(r"\\(?:text\w*|mathrm|mathbf)\s*\{\s*\(([A-J])\)\s*\}\s*(\S.*)")  # with what it says: \textbf{(B) } 12
+CHOICE = re.compile(
+    r"\\(?:text\w*|mathrm|mathbf)\s*\{\s*\(([A-J])\)\s*\}\s*(\S.*)"
+)  # with what it says: \textbf{(B) } 12
 OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|\b(?:or|and)\b")
 AND = re.compile(r"(?<![a-zA-Z\\])and(?![a-zA-Z])|\\(?:land|wedge)(?![a-zA-Z])|∧")
 WORD = re.compile(r"(?:^|(?<=\s))(?!(?:and|mod|sin|cos|tan|log|exp|gcd|lcm)\b)[A-Za-z]{3,}")
-SENTENCE = re.compile(r"(?<=[.;?!])\s+|\b(?:[Ss]o|[Ii]s|[Ww]e|[Ii]t|[Ii]f|[Tt]o)\b")  # what parts a line too, beside words
+SENTENCE = re.compile(
+    r"(?<=[.;?!])\s+|\b(?:[Ss]o|[Ii]s|[Ww]e|[Ii]t|[Ii]f|[Tt]o)\b"
+)  # what parts a line too, beside words
 IN_PART = re.compile(
     r"\\[a-zA-Z]|\d\s*:\s*\d|\d\s*(?:['\"°!]|\.\.)|[_^]|\d\s+[A-Z]\s+\d|≡|\bmod\b|\d\s*[aApP]\.?[mM]\b"
 )  # a number beside it means more
@@ -64,7 +68,9 @@ def score_math(prompt: RewardPrompt, completion: str) -> float:
     """
     reference = _reference(prompt)
     answer = marked_answer(completion)
-    return float(_is_in_text(reference, completion[-CHARS_MAX:]) if answer is None else _is(reference, answer[-CHARS_MAX:]))
+    return float(
+        _is_in_text(reference, completion[-CHARS_MAX:]) if answer is None else _is(reference, answer[-CHARS_MAX:])
+    )
 
 
 def score_deepscaler(prompt: RewardPrompt, completion: str) -> float:
@@ -159,7 +165,9 @@ def _equals(reference: ReferenceAnswer, values: list[Any]) -> bool:
 
 def _in_other_case(expected: frozenset[str], given: frozenset[str]) -> bool:
     """Whether one has R alone and the other r alone: two radii."""
-    return any(letter.swapcase() in given and not {letter} & given and letter.swapcase() not in expected for letter in expected)
+    return any(
+        letter.swapcase() in given and not {letter} & given and letter.swapcase() not in expected for letter in expected
+    )
 
 
 def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:

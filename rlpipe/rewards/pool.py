@@ -70,7 +70,9 @@ class RewardPool:
             faults = [score for score in scores if score.reason is not None]
             self.last_error = faults[0].message if faults else None
         if faults and not quiet:
-            logger.warning("%d of %d rollouts could not be scored; the first: %s", len(faults), len(items), faults[0].message)
+            logger.warning(
+                "%d of %d rollouts could not be scored; the first: %s", len(faults), len(items), faults[0].message
+            )
         assert len(scores) == len(items)
         return scores
 
@@ -119,7 +121,11 @@ def _scorers(
         environment = code_environment(
             Secrets({*secrets.passed, *own.intersection(os.environ)}, {*secrets.withheld, *named_variables(args)})
         )
-        hello = {"rewards": functions, "args": args, "may_mount": True}  # the sandbox of `code` does, which functions may call
+        hello = {
+            "rewards": functions,
+            "args": args,
+            "may_mount": True,
+        }  # the sandbox of `code` does, which functions may call
         processes = ChildPool(
             f"rl.rewards={[*functions]}", "rlpipe.rewards.worker", hello, workers=workers, environment=environment
         )
@@ -190,7 +196,9 @@ def check_time(args: Mapping[str, Any], timeout_s: float) -> None:
             f"would be a fault, reward_timeout, and not a 0.0; set rl.reward_timeout_s above {total_s:g}, or a smaller total_s"
         )
     name, is_full = runner.check_interpreter(str(args.get("python") or sys.executable))
-    level, advice = (logging.INFO, "") if is_full else (logging.WARNING, "; root who may mount has both (docs/rewards-code.md)")
+    level, advice = (
+        (logging.INFO, "") if is_full else (logging.WARNING, "; root who may mount has both (docs/rewards-code.md)")
+    )
     logger.log(level, "reward code: programs are confined by %s%s", name, advice)
 
 

@@ -143,14 +143,18 @@ def model(
 def try_model(name: str) -> None:
     """UserError naming what keeps the weights in a reward model's folder from being that model; read once, in a process of its own."""
     hello = {"name": name, "tried": str(expanded(name.removeprefix("hf:")))}
-    with closing(ChildPool(f"rl.rewards.{name}", "rlpipe.rewards.worker", hello, start_timeout_s=LOAD_TIMEOUT_S)) as trial:
+    with closing(
+        ChildPool(f"rl.rewards.{name}", "rlpipe.rewards.worker", hello, start_timeout_s=LOAD_TIMEOUT_S)
+    ) as trial:
         trial.on_all(Child.start)
 
 
 def _check_folder(folder: Path, output: int) -> None:
     missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).is_file()]
     if missing or not any(folder.glob("*.safetensors")):
-        raise ValueError(f"folder {folder} is no model in HF format: {', '.join(missing or ['*.safetensors'])} is missing")
+        raise ValueError(
+            f"folder {folder} is no model in HF format: {', '.join(missing or ['*.safetensors'])} is missing"
+        )
     check_links(f"folder {folder}", folder, (path for path in folder.rglob("*") if path.is_file()))
     try:
         config = folder_config(folder)

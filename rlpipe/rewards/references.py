@@ -28,7 +28,11 @@ def references_line(answers: Sequence[str | None]) -> str:
 
     At most ROWS_MAX are looked at, and for TIME_S.
     """
-    chosen = [answers[index * len(answers) // ROWS_MAX] for index in range(ROWS_MAX)] if len(answers) > ROWS_MAX else [*answers]
+    chosen = (
+        [answers[index * len(answers) // ROWS_MAX] for index in range(ROWS_MAX)]
+        if len(answers) > ROWS_MAX
+        else [*answers]
+    )
     others = [answer for answer in chosen if answer is None or not NUMBER.fullmatch(answer)]
     errors = _told(["" if answer is None else answer for answer in others]) if others else []
     as_text = [answer for answer, error in zip(others, errors, strict=False) if error is None]
@@ -37,7 +41,9 @@ def references_line(answers: Sequence[str | None]) -> str:
     if as_text:
         said.append(f"{len(as_text):,} are compared as text (the first: {_short(as_text[0])})")
     if unread:
-        said.append(f"{len(unread):,} cannot be scored, reward_error (the first: {_short(unread[0][0])}: {unread[0][1]})")
+        said.append(
+            f"{len(unread):,} cannot be scored, reward_error (the first: {_short(unread[0][0])}: {unread[0][1]})"
+        )
     num_looked = len(chosen) - len(others) + len(errors)
     if not said and len(errors) == len(others):
         return ""

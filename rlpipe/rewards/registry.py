@@ -66,7 +66,9 @@ def length(*, target: Tokens | None = None, max: Tokens | None = None) -> Reward
 def overlong(*, tokens_max: Tokens, buffer: Tokens, factor: Annotated[float, Field(gt=0)] = 1.0) -> Reward:
     """DAPO's soft punishment: min(-(len - (tokens_max - buffer)) / buffer * factor, 0), len in tokens."""
     if buffer >= tokens_max:
-        raise ValueError(f"buffer={buffer} must be below tokens_max={tokens_max}: the punishment starts at their difference")
+        raise ValueError(
+            f"buffer={buffer} must be below tokens_max={tokens_max}: the punishment starts at their difference"
+        )
 
     def reward(prompt: RewardPrompt, completion: str, rollout: RolloutFacts) -> float:
         excess_tokens = rollout["num_tokens"] - (tokens_max - buffer)
@@ -145,7 +147,9 @@ def check_names(rewards: dict[str, float], args: RewardArgs) -> None:
             _factory(name)
     unused = next((name for name in args if name not in rewards), None)
     if unused is not None:
-        raise UserError(f"rl.reward_args.{unused}: rl.rewards has no {unused!r}, but {', '.join(rewards)}; name it there too")
+        raise UserError(
+            f"rl.reward_args.{unused}: rl.rewards has no {unused!r}, but {', '.join(rewards)}; name it there too"
+        )
     labels = [label(name) for name in rewards]
     twice = next((name for name in labels if labels.count(name) > 1), None)
     if twice is not None:
@@ -157,7 +161,9 @@ def built(name: str, factory: Callable[..., Any], args: JsonDict, *given: Any) -
 
     UserError names `rl.reward_args.<name>.<argument>` when one is not as its annotation wants it, or the factory refuses it.
     """
-    checked = factory if isinstance(factory, type) else validate_call(config=ARGUMENTS)(factory)  # a class checks its own
+    checked = (
+        factory if isinstance(factory, type) else validate_call(config=ARGUMENTS)(factory)
+    )  # a class checks its own
     try:
         return checked(*given, **args)
     except ValidationError as error:
@@ -172,7 +178,9 @@ def _refusal(name: str, factory: Callable[..., Any], error: ValidationError) -> 
     where = "".join(f".{part}" for part in first["loc"])
     if first["type"] == "unexpected_keyword_argument":
         parameters = inspect.signature(factory).parameters.values()
-        existing = ", ".join(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY) or "none"
+        existing = (
+            ", ".join(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY) or "none"
+        )
         return f"{where}: there is no such argument; the reward {name!r} has: {existing}"
     value = f"={first['input']!r}" if where and not first["type"].startswith("missing") else ""
     return f"{where}{value}: {first['msg'].removeprefix('Value error, ')}"
@@ -182,7 +190,9 @@ def _check_call(name: str, function: Reward, args: JsonDict) -> None:
     """UserError when a function of the user's cannot be called as `function(prompt, completion, **args)`."""
     given = next((arg for arg in args if arg in GIVEN), None)
     if given is not None:
-        raise UserError(f"rl.reward_args.{name}.{given}: rlpipe itself gives {', '.join(GIVEN)}; call the argument otherwise")
+        raise UserError(
+            f"rl.reward_args.{name}.{given}: rlpipe itself gives {', '.join(GIVEN)}; call the argument otherwise"
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:

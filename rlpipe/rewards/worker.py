@@ -89,7 +89,9 @@ def load(hello: JsonDict) -> Loaded:
         return _loaded_model(**hello)
     args = hello["args"]
     scorers = [_function_scorer(name, weight, args.get(name, {})) for name, weight in hello["rewards"].items()]
-    return {}, lambda request: {"scores": [vars(combined([score(item) for score in scorers])) for item in request["items"]]}
+    return {}, lambda request: {
+        "scores": [vars(combined([score(item) for score in scorers])) for item in request["items"]]
+    }
 
 
 def _function_scorer(name: str, weight: float, args: JsonDict) -> Callable[[Item], Score]:
@@ -126,7 +128,10 @@ def _loaded_model(name: str, weight: float, model: JsonDict) -> Loaded:
             return {"error": str(error)}
         assert len(rewards) == len(items), "a reward was lost"
         warning = f"{num_cut} of {len(items)} rollouts were cut to tokens_max={loaded.tokens_max}" if num_cut else ""
-        return {"scores": [vars(scored(name, weight, lambda reward=reward: reward)) for reward in rewards], "warning": warning}
+        return {
+            "scores": [vars(scored(name, weight, lambda reward=reward: reward)) for reward in rewards],
+            "warning": warning,
+        }
 
     return {}, answer
 

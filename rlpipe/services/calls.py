@@ -36,7 +36,9 @@ async def http_call(
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
     headers = {"Authorization": f"Bearer {key}"}
     try:
-        async with session.request(method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False) as response:
+        async with session.request(
+            method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
             return response.status, await response.read()
     except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
         raise ConnectionError(f"{url}: {type(error).__name__} {error}") from error

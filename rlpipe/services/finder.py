@@ -80,7 +80,9 @@ class Peer:
         try:
             async with new_session() as session:
                 url = self.record.url + path
-                status, content = await http_call(session, method, url, self.record.key, body, timeout_s, CONNECT_TIMEOUT_S)
+                status, content = await http_call(
+                    session, method, url, self.record.key, body, timeout_s, CONNECT_TIMEOUT_S
+                )
             answer = json_of(url, status, content)
         except ConnectionError as error:
             self.lost_at = self.lost_at or time.monotonic()
@@ -137,9 +139,13 @@ class ServiceFinder:
         say_s = SAY_S
         while True:
             peers = await self.current()
-            if self._awaited and await asyncio.to_thread(anybody_registered, self._run.store, self._run.root, self._kind):
+            if self._awaited and await asyncio.to_thread(
+                anybody_registered, self._run.store, self._run.root, self._kind
+            ):
                 self._awaited, since = False, time.monotonic()
-            speakers = [peer for peer in peers if self._kind == ENGINES or peer.record.name == node_name(0)]  # of a gang node 0
+            speakers = [
+                peer for peer in peers if self._kind == ENGINES or peer.record.name == node_name(0)
+            ]  # of a gang node 0
             answers = await asyncio.gather(*(peer.answers() for peer in speakers))
             if self._started_here:
                 names = (peer.record.name for peer, answered in zip(speakers, answers, strict=True) if answered)
@@ -190,5 +196,7 @@ class ServiceFinder:
         if self._job and self._job.lines is not None:
             advice = str(self._job)
         elif self._started_here:
-            advice = f"does a worker serve the pool of {self._kind}.deployment={self._settings.deployment_of(self._kind)!r}?"
+            advice = (
+                f"does a worker serve the pool of {self._kind}.deployment={self._settings.deployment_of(self._kind)!r}?"
+            )
         return fault(f"{what} within {waited_s:.0f} s; {advice}")

@@ -78,7 +78,9 @@ def service_key() -> str:
     """The secret that flow, gangs and hosts share, and send to nobody; empty: no key is asked for. UserError when it is no plain text."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise UserError(f"{KEY_VARIABLE} has characters that an HTTP header cannot carry; make one with `openssl rand -hex 32`")
+        raise UserError(
+            f"{KEY_VARIABLE} has characters that an HTTP header cannot carry; make one with `openssl rand -hex 32`"
+        )
     return key
 
 
@@ -206,7 +208,9 @@ class RunService(Protocol):
         """Ends what `work` has started."""
 
 
-IsOver = Callable[[float], Awaitable[bool]]  # whether a service that has been without work for so many seconds is to end
+IsOver = Callable[
+    [float], Awaitable[bool]
+]  # whether a service that has been without work for so many seconds is to end
 
 
 def past(idle_timeout_s: float) -> IsOver:

@@ -51,7 +51,9 @@ async def act(
     started = []
     for group, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
         for index, params in enumerate(request.params):
-            terms = Terms(prompt.prompt_id, params, session.config.rl.turns_max, session.config.model.context_tokens_max)
+            terms = Terms(
+                prompt.prompt_id, params, session.config.rl.turns_max, session.config.model.context_tokens_max
+            )
             place = group, index
             kept = ({}, _keep_nothing) if calls is None else (calls.replies[place], partial(calls.keep, place))
             started.append(_rollout(session, AgentRollout(session.pool, session.tokenizer, terms, *kept), prompt))

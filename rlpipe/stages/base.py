@@ -143,7 +143,9 @@ def base_reference(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef
     """The reference of the KL where `rl.reference` names one, copied: a later start has the same, whatever became of it there."""
     name = session.config.rl.reference
     source = source_of(session.config, "rl.reference", name)
-    check_vocabulary(name, _committed_tokenizer(session.run.store, tokenizer), (source.folder / "tokenizer.json").read_bytes())
+    check_vocabulary(
+        name, _committed_tokenizer(session.run.store, tokenizer), (source.folder / "tokenizer.json").read_bytes()
+    )
     files = _copied(attempt, model_files(source.folder))
     forget_copies(session.config)
     return Produced(files, {"source": source.policy or source.place})

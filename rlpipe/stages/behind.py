@@ -135,7 +135,9 @@ class Behind:
         if not done:
             log.warning("what the newest iteration made was not committed within %g s: it is made again", CLOSE_S)
         elif not _succeeded(self._last) and not isinstance(self._last.exception(), CommittedLate):
-            log.warning("what the newest iteration made was not committed (%r): it is made again", self._last.exception())
+            log.warning(
+                "what the newest iteration made was not committed (%r): it is made again", self._last.exception()
+            )
 
     def _is_taken_over(self) -> bool:
         return self._run.lease is not None and self._run.lease.is_over

@@ -62,7 +62,10 @@ class Clock:
         }
         times |= {"time/iteration_s": whole_s, "time/orchestration_s": whole_s - self.seconds[ANY_STAGE]}
         used = [service for service in (TRAINER, ENGINES) if service in self.seconds]
-        times |= {f"time/{service}_idle_fraction": max(0.0, 1 - self.seconds[service] / max(whole_s, 1e-9)) for service in used}
+        times |= {
+            f"time/{service}_idle_fraction": max(0.0, 1 - self.seconds[service] / max(whole_s, 1e-9))
+            for service in used
+        }
         self._restart(iteration + 1)
         return {name: round(value, 4) for name, value in times.items()}
 

@@ -196,7 +196,11 @@ class Content:
         self.lengths = Lengths(_mean(list(lengths.values())), _mean(conversations))
         sft = [row for rows in self.conversations.values() for row in rows]
         num_with = sum(bool(row.tools) for row in [*sft, *tried])
-        lost = f"; its template writes no tools, which {num_with:,} rows have" if num_with and not trial.knows_tools else ""
+        lost = (
+            f"; its template writes no tools, which {num_with:,} rows have"
+            if num_with and not trial.knows_tools
+            else ""
+        )
         return f"tokenizer: {trial.vocab_size:,} tokens{self._room(lengths)}{lost}"
 
     def _room(self, lengths: dict[int, int]) -> str:
@@ -206,12 +210,20 @@ class Content:
             for data in config.sets(use) if lengths else []:
                 rows = self.prompts.get(label(data), [])
                 if data.on_too_long == "drop" and rows:
-                    self.prompts[label(data)] = fitting(data, rows, (lengths[id(row)] for row in rows), room_for(config, use))
+                    self.prompts[label(data)] = fitting(
+                        data, rows, (lengths[id(row)] for row in rows), room_for(config, use)
+                    )
             of_use = [row for rows in self._prompts_of(use) for row in rows] if lengths else []
             check_room(config, use, of_use, [lengths[id(row)] for row in of_use])
             kept += of_use
-        longest = f"; the longest of {len(kept):,} prompts has {max(lengths[id(row)] for row in kept):,} tokens" if kept else ""
-        return longest + (f"; {len(lengths) - len(kept):,} more are too long and left out" if len(kept) < len(lengths) else "")
+        longest = (
+            f"; the longest of {len(kept):,} prompts has {max(lengths[id(row)] for row in kept):,} tokens"
+            if kept
+            else ""
+        )
+        return longest + (
+            f"; {len(lengths) - len(kept):,} more are too long and left out" if len(kept) < len(lengths) else ""
+        )
 
     def _prompt_sets(self) -> list[tuple[DataConfig, list[Prompt]]]:
         """What could be read of the sets of RL and evaluation; the fault of the others is known."""
@@ -239,7 +251,14 @@ class Content:
         rewards, args = config.rewards(uses[0]), config.reward_args(uses[0])
         try:
             best = check_rewards(
-                rewards, args, rl.reward_timeout_s, rows, written, passing_reward(config, uses[0]), self.heard, rl.secrets
+                rewards,
+                args,
+                rl.reward_timeout_s,
+                rows,
+                written,
+                passing_reward(config, uses[0]),
+                self.heard,
+                rl.secrets,
             )
         except UserError as error:
             own = uses[0] == "evaluation" and config.evaluation.rewards

@@ -45,7 +45,9 @@ async def evaluate(session: Session, attempt: Attempt, *, policy: ArtifactRef, v
     return await asyncio.to_thread(_scored, session, attempt, prompts, rollouts, version)
 
 
-def _scored(session: Session, attempt: Attempt, prompts: list[Prompt], rollouts: list[Rollout], version: int) -> Produced:
+def _scored(
+    session: Session, attempt: Attempt, prompts: list[Prompt], rollouts: list[Rollout], version: int
+) -> Produced:
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     scored = score_rollouts(session, by_id, rollouts, {}, use="evaluation")
     assert len(scored) == len(prompts) * (1 + session.config.evaluation.num_completions), "a rollout was lost"
@@ -64,7 +66,9 @@ def _scored(session: Session, attempt: Attempt, prompts: list[Prompt], rollouts:
 
 def _environment_metrics(rollouts: list[Rollout]) -> Metrics:
     """What the environment says of sampled rollouts, and what it says of greedy ones."""
-    sampled, greedy = ([rollout for rollout in rollouts if (rollout.rollout_index == 0) == first] for first in (False, True))
+    sampled, greedy = (
+        [rollout for rollout in rollouts if (rollout.rollout_index == 0) == first] for first in (False, True)
+    )
     return {
         **environment_metrics(sampled, names_from=rollouts),
         **{f"greedy_{name}": value for name, value in environment_metrics(greedy, names_from=rollouts).items()},
@@ -89,7 +93,10 @@ async def _sample(session: Session, version: int) -> tuple[list[Prompt], list[Ro
 
 def _request(session: Session, prompt: Prompt, version: int) -> GroupRequest:
     evaluation, seed = session.config.evaluation, session.config.seed
-    seeds = [rollout_seed(seed, "evaluation", version, prompt.prompt_id, index) for index in range(evaluation.num_completions)]
+    seeds = [
+        rollout_seed(seed, "evaluation", version, prompt.prompt_id, index)
+        for index in range(evaluation.num_completions)
+    ]
     params = [sampling_params(session, "evaluation", 0.0, 0)]
     params += [sampling_params(session, "evaluation", evaluation.temperature, seed) for seed in seeds]
     return GroupRequest(prompt.prompt_id, prompt.prompt_tokens.tolist(), params, [NOTHING_YET] * len(params))

@@ -44,7 +44,10 @@ from rlpipe.store.artifacts import read_records
 
 FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max", "rl.on_too_few", "rl.staleness_max",
                "rl.mask_truncated"]  # fmt: skip
-RATED_BY = ["rl.curriculum", "evaluation.pass_threshold"]  # the pass rates beside the batch, where there is a curriculum
+RATED_BY = [
+    "rl.curriculum",
+    "evaluation.pass_threshold",
+]  # the pass rates beside the batch, where there is a curriculum
 
 
 def filtered_by(config: PipelineConfig) -> list[str]:
@@ -65,7 +68,9 @@ def kept_groups(session: Session, groups: list[Group]) -> tuple[list[int], dict[
     One of which nothing is left, or nothing to compare a rollout with, is dropped before the filters are asked.
     """
     rl = session.config.rl
-    return apply_filters(groups, resolve_filters(rl.filters, size_min=rl.rollouts_min, mask_truncated=rl.mask_truncated))
+    return apply_filters(
+        groups, resolve_filters(rl.filters, size_min=rl.rollouts_min, mask_truncated=rl.mask_truncated)
+    )
 
 
 def survives(session: Session, group: Group) -> bool:
@@ -107,14 +112,18 @@ def sort_groups(session: Session, sampled: list[Group], iteration: int) -> Sorte
         [finished[index] for index in ended],
         {finished[index][0].group_index: reason for index, reason in reasons.items()},
     )
-    assert len(result.trained) + len(result.dropped) + len(result.carried) == len(sampled), "a group was lost or counted twice"
+    assert len(result.trained) + len(result.dropped) + len(result.carried) == len(sampled), (
+        "a group was lost or counted twice"
+    )
     return result
 
 
 def goes_stale(group: Group, version: int, staleness_max: int) -> bool:
     """Whether a finished group has a rollout that iteration `version` would have to sample once more."""
     spans = [span for rollout in group for span in rollout.weight_versions]
-    return any(version - span.version > staleness_max for span in spans) or not all(len(one.completion_tokens) for one in group)
+    return any(version - span.version > staleness_max for span in spans) or not all(
+        len(one.completion_tokens) for one in group
+    )
 
 
 @stage("rl", "batch/round-{round_index}", settings=filtered_by, verb="filter")
@@ -138,7 +147,9 @@ def filter_groups(
     """
     rl, store = session.config.rl, session.run.store
     assert (branches is not None) == (rl.branches == "all"), "branches are trained, or they are not"
-    sampled = grouped(rollout for ref in scores for rollout in read_records(store, ref, "scores.parquet", Rollout, SCORES))
+    sampled = grouped(
+        rollout for ref in scores for rollout in read_records(store, ref, "scores.parquet", Rollout, SCORES)
+    )
     trained, dropped, handed, ended, reasons = sort_groups(session, sampled, iteration)
     counts = Counter(reasons.values())
     needs_more = len(trained) < rl.groups_min and round_index + 1 < rl.rounds_max and not last
@@ -205,7 +216,9 @@ def _carried(session: Session, iteration: int, prompts: list[ArtifactRef], group
     return [
         rollout
         for group in groups
-        for rollout in carried_rollouts(group, by_id[group[0].prompt_id], iteration + 1, session.config.rl.staleness_max)
+        for rollout in carried_rollouts(
+            group, by_id[group[0].prompt_id], iteration + 1, session.config.rl.staleness_max
+        )
     ]
 
 
@@ -219,7 +232,9 @@ def without_truncated(rollouts: list[Rollout]) -> list[Rollout]:
     ]
 
 
-def with_advantages(rollouts: list[Rollout], estimator: str, gamma: float, branches: Iterable[Branch] = ()) -> list[Rollout]:
+def with_advantages(
+    rollouts: list[Rollout], estimator: str, gamma: float, branches: Iterable[Branch] = ()
+) -> list[Rollout]:
     """The rollouts with `advantage`: the mean over the rollout's scored tokens of what the trainer computes, without a KL term.
 
     The tokens of its branches are the rollout's too.
@@ -228,9 +243,13 @@ def with_advantages(rollouts: list[Rollout], estimator: str, gamma: float, branc
     rewards_B = np.array([rollout.reward for rollout in rollouts])[rollout_B]
     group_index_B = np.array([row.group_index for row in rows], dtype=np.int64)
     lengths_B = np.array([np.count_nonzero(row.loss_mask) for row in rows], dtype=np.int64)
-    advantages_B = row_advantages(rewards_B, group_index_B, lengths_B, estimator=estimator, gamma=gamma, rollout_B=rollout_B)
+    advantages_B = row_advantages(
+        rewards_B, group_index_B, lengths_B, estimator=estimator, gamma=gamma, rollout_B=rollout_B
+    )
     advantages_R = rollout_means(all_tokens(advantages_B), rollout_sums(lengths_B, rollout_B))
-    return [replace(rollout, advantage=float(advantage)) for rollout, advantage in zip(rollouts, advantages_R, strict=True)]
+    return [
+        replace(rollout, advantage=float(advantage)) for rollout, advantage in zip(rollouts, advantages_R, strict=True)
+    ]
 
 
 def carried_rollouts(group: Group, prompt: Prompt, version: int, staleness_max: int) -> list[CarriedRollout]:

@@ -116,7 +116,10 @@ class ForeignFiles:
 
     def _faults(self, rollout: Rollout) -> Iterator[str]:
         """What is wrong with one row; the first is said."""
-        tokens, count = np.concatenate([rollout.prompt_tokens, rollout.completion_tokens]), len(rollout.completion_tokens)
+        tokens, count = (
+            np.concatenate([rollout.prompt_tokens, rollout.completion_tokens]),
+            len(rollout.completion_tokens),
+        )
         if len(tokens) == count:
             yield "prompt_tokens must not be empty"
         for name, values in (("rollout_logprobs", rollout.rollout_logprobs), ("loss_mask", rollout.loss_mask)):
@@ -185,7 +188,9 @@ def _completed(table: pa.Table, path: Path, first: int) -> pa.Table:
     columns: dict[str, Any] = {name: table.column(name).combine_chunks() for name in SCHEMA.names}
     for name in REQUIRED:
         if columns[name].null_count:
-            raise UserError(f"{path} row {first + columns[name].is_null().index(True).as_py()}: {name} must not be empty")
+            raise UserError(
+                f"{path} row {first + columns[name].is_null().index(True).as_py()}: {name} must not be empty"
+            )
     for name, kind in JSON_COLUMNS.items():
         for row, text in enumerate(columns[name].to_pylist(), start=first):
             _check_json(f"{path} row {row}", name, kind, text)

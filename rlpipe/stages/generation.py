@@ -36,7 +36,13 @@ ENVIRONMENT = ["rl.environment", "rl.environment_args", "rl.turns_max"]
 SAMPLING = ["rl.completion_tokens_max", "rl.top_p", "rl.top_k"]
 SAMPLED_BY = ["rl.group_size", "rl.temperature", "rl.shard_prompts", "rl.oversampling", "rl.train_stale_tokens", "rl.rollouts_from",
               *SAMPLING, *ENVIRONMENT]  # fmt: skip
-ENDED_BY = ["rl.num_prompts", "rl.groups_min", *SCORING, "rl.filters", "rl.mask_truncated"]  # a round that is over-sampled
+ENDED_BY = [
+    "rl.num_prompts",
+    "rl.groups_min",
+    *SCORING,
+    "rl.filters",
+    "rl.mask_truncated",
+]  # a round that is over-sampled
 
 
 def agent_fields(config: PipelineConfig) -> list[str]:
@@ -72,7 +78,9 @@ async def generate(
     """
     groups = await asyncio.to_thread(prompt_groups, session, prompts)
     shards = shard_places(session.config.rl, len(groups))
-    keys = [generate.key(session, iteration=iteration, round_index=round_index, shard=index) for index in range(len(shards))]
+    keys = [
+        generate.key(session, iteration=iteration, round_index=round_index, shard=index) for index in range(len(shards))
+    ]
     sampling_round = round_at_work(session, (iteration, round_index), num_kept)
     sampling_round.unanswered.discard(keys[shard])
     shard_groups = groups[shards[shard].start : shards[shard].stop]
@@ -168,7 +176,9 @@ def round_at_work(session: Session, key: tuple[int, int], num_kept: int = 0) -> 
     return session.sampling_round
 
 
-def _committed_of_round(session: Session, groups: list[PromptGroup], keys: list[StageKey]) -> Iterator[tuple[Prompt, Group]]:
+def _committed_of_round(
+    session: Session, groups: list[PromptGroup], keys: list[StageKey]
+) -> Iterator[tuple[Prompt, Group]]:
     """The groups that are committed of a round, with their prompts."""
     prompts = {group.group_index: group.prompt for group in groups}
     for key in keys:
@@ -178,7 +188,9 @@ def _committed_of_round(session: Session, groups: list[PromptGroup], keys: list[
 def committed_groups(session: Session, key: StageKey) -> list[Group]:
     """The groups of a shard; none where it is not committed."""
     artifact = session.run.artifact(*key)
-    return grouped(read_records(session.run.store, artifact[0], "rollouts.parquet", Rollout, ROLLOUTS)) if artifact else []
+    return (
+        grouped(read_records(session.run.store, artifact[0], "rollouts.parquet", Rollout, ROLLOUTS)) if artifact else []
+    )
 
 
 async def _until_enough(made: ShardGroups) -> list[list[Completion]]:
@@ -207,7 +219,9 @@ async def _check_answered(
     del faults[""]
     if not faults or _any_answered(rollouts):
         return
-    log.warning("%s: the environment failed all that it heard, %s; waiting for the other shards", key.stage, dict(faults))
+    log.warning(
+        "%s: the environment failed all that it heard, %s; waiting for the other shards", key.stage, dict(faults)
+    )
     sampling_round.unanswered.add(key)
     patience_s = session.config.rl.turns_max * session.config.engines.progress_timeout_s
     since, waiting = time.monotonic(), [other for other in keys if other != key]
@@ -227,7 +241,9 @@ async def _check_answered(
                 "committed: mend it and start again, and they are sampled again"
             )
         await asyncio.sleep(POLL_S)
-    raise EngineError(f"{key.stage}: its environment failed all that it heard, and no other shard ended in {patience_s:g} s")
+    raise EngineError(
+        f"{key.stage}: its environment failed all that it heard, and no other shard ended in {patience_s:g} s"
+    )
 
 
 def _any_answered(rollouts: Group) -> bool:

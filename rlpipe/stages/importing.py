@@ -127,7 +127,9 @@ def import_files(session: Session, attempt: Attempt, *, iteration: int) -> Produ
     while chunk := numbered(itertools.islice(groups, CHUNK_GROUPS), len(sizes)):
         name = f"{len(records) // 2:05d}.parquet"
         records.append(attempt.write(f"prompts-{name}", [prompt for prompt, _ in chunk], Prompt))
-        records.append(attempt.write(f"rollouts-{name}", [rollout for _, group in chunk for rollout in group], Rollout, SCORES))
+        records.append(
+            attempt.write(f"rollouts-{name}", [rollout for _, group in chunk for rollout in group], Rollout, SCORES)
+        )
         sizes += [len(group) for _, group in chunk]
         num_unknown += sum(has_no_logprobs(rollout) for _, group in chunk for rollout in group)
     check_groups(run, sizes)
@@ -165,7 +167,9 @@ async def import_prompts(session: Session, *, iteration: int) -> StageResult:
                 raise UserError(f"rl.rollouts_from={name!r}: two different prompts are called {prompt.prompt_id}")
         file = attempt.write("prompts.parquet", list(prompts.values()), Prompt)
         digest, cursor = session.data_sha256, stored.cursor
-        if stored.data_sha256 != digest:  # a fork that samples again goes on where the source would have, else at the start
+        if (
+            stored.data_sha256 != digest
+        ):  # a fork that samples again goes on where the source would have, else at the start
             cursor = session.prompt_cursor.start() if session.config.sets("rl") else None
         metrics = {"num_prompts": len(prompts), "first_group": 0, "cursor": cursor, "data_sha256": digest}
         return Produced([file], metrics)
@@ -219,7 +223,9 @@ def _of_run(session: Session, iteration: int) -> StoredIteration:
     rounds = stored_rounds(source, iteration)
     drawn, shards = [stored.prompts.ref for stored in rounds], [ref for stored in rounds for ref in stored.rollouts]
     prompts = prompts_by_id(store, drawn)
-    rollouts = [rollout for ref in shards for rollout in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)]
+    rollouts = [
+        rollout for ref in shards for rollout in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)
+    ]
     last = rounds[-1].prompts.metrics
     handed = _handed_on(source, iteration)
     groups = [group for group in grouped(rollouts) if not (is_finished(group) and group[0].group_index in handed)]

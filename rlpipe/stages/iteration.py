@@ -123,11 +123,15 @@ def account(
         "num_left_out": num_left_out,
         "num_carried": sum(len(rollout.completion_tokens) > 0 for rollout in carried),
         "num_expired": sum(rollout.num_tokens_expired > 0 for rollout in carried),
-        "num_unsampled": sum(not len(rollout.completion_tokens) and not rollout.num_tokens_expired for rollout in carried),
+        "num_unsampled": sum(
+            not len(rollout.completion_tokens) and not rollout.num_tokens_expired for rollout in carried
+        ),
         "num_continued": sum(rollout.continues_in(version) for rollout in rollouts),
         "num_tokens_carried": sum(len(rollout.completion_tokens) for rollout in carried),
         "num_tokens_expired": sum(rollout.num_tokens_expired for rollout in carried),
-        "num_tokens_stale": sum(len(rollout.completion_tokens) - rollout.num_tokens_of(iteration) for rollout in trained),
+        "num_tokens_stale": sum(
+            len(rollout.completion_tokens) - rollout.num_tokens_of(iteration) for rollout in trained
+        ),
     }
     ended = sum(counts[name] for name in ("num_trained", "num_filtered", "num_left_out", "num_carried", "num_expired"))
     assert counts["num_sampled"] == ended, f"rollouts were lost or counted twice: {counts}"

@@ -51,7 +51,9 @@ async def do_job(
                 return await send(gang, job, on_progress)
         except (NotResident, GangLost) as error:
             last = str(error)
-            log.log(logging.WARNING if attempt or isinstance(error, GangLost) else logging.INFO, "%s: rebuilding it", error)
+            log.log(
+                logging.WARNING if attempt or isinstance(error, GangLost) else logging.INFO, "%s: rebuilding it", error
+            )
     raise TrainerError(
         f"{KIND[type(job)]} failed {ATTEMPTS_MAX} times because the trainer was lost; its log: {session.work_dir}/trainer.log; "
         f"at last {last}"
@@ -75,7 +77,9 @@ class Landing:
         """Returns when the store has all of it. A trainer that lost it makes it again; TrainerError when that has other bits."""
         if self._landed:
             return
-        for _ in range(2 * ATTEMPTS_MAX):  # a trainer that was lost is asked once more: then it says that it has nothing
+        for _ in range(
+            2 * ATTEMPTS_MAX
+        ):  # a trainer that was lost is asked once more: then it says that it has nothing
             try:
                 await self.session.trainer.run("upload", {"attempt": self.job.attempt})
                 self._landed = True

@@ -86,7 +86,9 @@ def newest_policy(store: Store, field: str, name: str) -> tuple[ArtifactRef, int
     version = source.num_iterations
     policy, manifest = source.policy(version)
     if is_pruned(store, policy.folder):
-        raise UserError(f"{field}={name!r}: its newest policy, version {version}, was pruned; {way_to_remake(manifest)}")
+        raise UserError(
+            f"{field}={name!r}: its newest policy, version {version}, was pruned; {way_to_remake(manifest)}"
+        )
     return policy, version
 
 
@@ -136,7 +138,9 @@ def _files_on_s3(field: str, url: str) -> list[OutsideFile]:
     _check_names(files, field, url)
     named = MODEL_FILES | TOKENIZER_FILES
     weights = (
-        name for name in files if name.endswith(".safetensors") and "/" not in name and not name.startswith("consolidated")
+        name
+        for name in files
+        if name.endswith(".safetensors") and "/" not in name and not name.startswith("consolidated")
     )
     chosen = ["model.safetensors"] if "model.safetensors" in files else [*weights]  # as transformers chooses
     return [file for name, file in files.items() if name in named or name in chosen]
@@ -170,7 +174,9 @@ def model_folder(model: ModelConfig, field: str = FIELD) -> Path:
     """The local folder of `model.path`; UserError, which names the field that it is from, when it is no model in HF format."""
     folder = expanded(model.path)
     if folder.suffix == ".gguf":
-        raise UserError(f"{field}={model.path!r} is a GGUF file: make a folder of it with `{IMPORT_GGUF} {model.path} FOLDER`")
+        raise UserError(
+            f"{field}={model.path!r} is a GGUF file: make a folder of it with `{IMPORT_GGUF} {model.path} FOLDER`"
+        )
     if (folder.parent / PRUNED).is_file():
         raise UserError(
             f"{field}={model.path!r} was pruned: make it again with `rlpipe export RUN --version K --to DIR`, and name DIR"
@@ -201,7 +207,9 @@ def _snapshot(name: str, field: str, local_only: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     with _from_hub(name, field):
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES, local_files_only=local_only))
+        return Path(
+            snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES, local_files_only=local_only)
+        )
 
 
 def place_of_model(config: PipelineConfig) -> tuple[str, JsonDict]:

@@ -115,7 +115,9 @@ def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, run
     findings, content, rl = Findings([], [], []), Content(config, runs), config.rl
     has_base, has_sft = (run is not None and run.has_base), (run is not None and run.sft_complete)
     num_iterations = 0 if run is None else run.num_committed("rl", rl.num_iterations)
-    is_complete = has_sft and num_iterations == rl.num_iterations and (rl.num_iterations > 0 or _is_evaluated(config, run))
+    is_complete = (
+        has_sft and num_iterations == rl.num_iterations and (rl.num_iterations > 0 or _is_evaluated(config, run))
+    )
     looks = [("model", content.model)] if config.model.path and not has_base else []
     if data and not is_complete:
         wanted = [data_set for data_set in config.data if not (data_set.use == "sft" and has_sft)]
@@ -151,7 +153,9 @@ def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, run
 
 def _is_evaluated(config: PipelineConfig, run: Run | None) -> bool:
     """Whether a run without RL has no evaluation left to do."""
-    return not config.sets("evaluation") or (run is not None and run.artifact(*run.policy_place(0), "evaluation") is not None)
+    return not config.sets("evaluation") or (
+        run is not None and run.artifact(*run.policy_place(0), "evaluation") is not None
+    )
 
 
 def _scored(config: PipelineConfig) -> list[list[str]]:

@@ -34,7 +34,9 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
     if redo not in SHARED_BY_REDO:
         raise UserError(f"--redo {redo}: use one of {', '.join(SHARED_BY_REDO)}")
     for kind in SHARED_BY_REDO[redo]:
-        history = {*ENDED_BY} - {*DRAWN_BY} if kind == "rollouts" else set()  # what ended an over-sampled round may change
+        history = (
+            {*ENDED_BY} - {*DRAWN_BY} if kind == "rollouts" else set()
+        )  # what ended an over-sampled round may change
         if kind != "batch" and config.rl.branches == "last":  # the branches beside these are then not read
             history |= {"rl.branches"}
         parent = run.owner("rl", at, kind).config
@@ -76,7 +78,9 @@ def _stored_round(run: Run, iteration: int, index: int) -> StoredRound:
     # the scores say how many shards there were, whatever rl.shard_prompts says now
     scored = run.committed("rl", iteration, f"scores/round-{index}")[1].inputs
     num_shards = sum(name.startswith("rollouts-") for name in scored)
-    rollouts = [run.committed("rl", iteration, f"rollouts/round-{index}/shard-{shard:03d}")[0] for shard in range(num_shards)]
+    rollouts = [
+        run.committed("rl", iteration, f"rollouts/round-{index}/shard-{shard:03d}")[0] for shard in range(num_shards)
+    ]
     for shard, ref in enumerate(rollouts):
         if ref.sha256 != scored[f"rollouts-{shard:03d}"]:
             raise StoreError(f"{run.store.address(ref.folder)} is not what was scored")

@@ -169,7 +169,9 @@ def _whole(store: Store, ref: ArtifactRef, made: Path) -> Path:
     return target
 
 
-async def _remake(config: PipelineConfig, version: int, target: Path, manifest: Manifest, wanted: list[FileRecord]) -> None:
+async def _remake(
+    config: PipelineConfig, version: int, target: Path, manifest: Manifest, wanted: list[FileRecord]
+) -> None:
     if config.trainer.place == "deployment":
         raise UserError(
             f"version {version} of run {manifest.run} was pruned, and trainer.place='deployment' is started by a flow only; use "

@@ -58,7 +58,9 @@ def rollouts_of(
     prompt, train_stale_tokens = group.prompt, session.config.rl.train_stale_tokens
     assert len(completions) == len(request.params), f"{prompt.prompt_id}: a completion was lost or came twice"
     for prior, completion in zip(request.prior, completions, strict=True):
-        assert completion.tokens[: len(prior.tokens)] == prior.tokens, f"{prompt.prompt_id}: a rollout did not go on as it was"
+        assert completion.tokens[: len(prior.tokens)] == prior.tokens, (
+            f"{prompt.prompt_id}: a rollout did not go on as it was"
+        )
     rollouts = []
     for index, (params, completion) in enumerate(zip(request.params, completions, strict=True)):
         mask = loss_mask(completion.spans, version, train_stale_tokens)

@@ -62,7 +62,9 @@ async def sample_prompts(
     """
     drawn = await asyncio.to_thread(_drawn, session, iteration, round_index, before, carried, pass_rates)
     prompts = [group[0].as_prompt for group in drawn.carried] + await encoded_prompts(session, "rl", drawn.prompts)
-    assert len(prompts) == max(session.config.rl.round_groups, len(drawn.carried)), "the cursor drew another number of prompts"
+    assert len(prompts) == max(session.config.rl.round_groups, len(drawn.carried)), (
+        "the cursor drew another number of prompts"
+    )
     files = [await asyncio.to_thread(attempt.write, "prompts.parquet", prompts, Prompt)]
     if drawn.carried:
         rollouts = [rollout for group in drawn.carried for rollout in group]
@@ -220,9 +222,13 @@ def write_pass_rates(
     for group in groups:
         scored = [rollout for rollout in group if not rollout.reward_fault]  # what could not be scored says nothing
         if scored:
-            shares.append((group[0].prompt_id, float(np.mean([(rollout.reward or 0.0) >= threshold for rollout in scored]))))
+            shares.append(
+                (group[0].prompt_id, float(np.mean([(rollout.reward or 0.0) >= threshold for rollout in scored])))
+            )
     rates = updated(read_pass_rates(session, previous), shares)
-    return [attempt.write(PASS_RATES, [rates[name] for name in sorted(rates)], PassRate)], {"rollout/prompts_known": len(rates)}
+    return [attempt.write(PASS_RATES, [rates[name] for name in sorted(rates)], PassRate)], {
+        "rollout/prompts_known": len(rates)
+    }
 
 
 def draw_prompts(

@@ -17,9 +17,13 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Group, Rollout, is_finished
 from rlpipe.rewards.score import Score
 
-ScoreKey: TypeAlias = tuple[str, str, str]  # prompt id, completion, facts as JSON: a reward is a pure function of the three
+ScoreKey: TypeAlias = tuple[
+    str, str, str
+]  # prompt id, completion, facts as JSON: a reward is a pure function of the three
 Scores: TypeAlias = dict[ScoreKey, Score]
-Scorer: TypeAlias = Callable[[dict[str, Prompt], list[Rollout], Scores], list[Rollout]]  # adds what it computes to the scores
+Scorer: TypeAlias = Callable[
+    [dict[str, Prompt], list[Rollout], Scores], list[Rollout]
+]  # adds what it computes to the scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +45,9 @@ class SamplingRound:
 
     def __init__(self, key: tuple[int, int], score: Scorer, survives: Callable[[Group], bool], wanted: int) -> None:
         self.key = key  # iteration, round
-        self.unanswered: set[tuple[str, int, str]] = set()  # shards that the environment failed, and that wait for others
+        self.unanswered: set[tuple[str, int, str]] = (
+            set()
+        )  # shards that the environment failed, and that wait for others
         self._score, self._survives, self._wanted = score, survives, wanted
         self._scores: Scores = {}
         self._waiting: SimpleQueue[_Waiting] = SimpleQueue()
@@ -99,7 +105,9 @@ class SamplingRound:
             return
         rollouts = [rollout for entry in ready for rollout in entry.group]
         try:
-            scored = iter(self._score({entry.prompt.prompt_id: entry.prompt for entry in ready}, rollouts, self._scores))
+            scored = iter(
+                self._score({entry.prompt.prompt_id: entry.prompt for entry in ready}, rollouts, self._scores)
+            )
         except Exception as error:
             for entry in ready:
                 entry.scored.set_exception(error)

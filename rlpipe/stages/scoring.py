@@ -44,13 +44,17 @@ def score_rollouts(
     faults = Counter(rollout.reward_fault for rollout in scored if rollout.reward_fault)
     if faults:
         counts = f"{faults.total()} of {len(rollouts)} rollouts could not be scored"
-        messages = (known[score_key(rollout, _facts(session, rollout))].message for rollout in scored if rollout.reward_fault)
+        messages = (
+            known[score_key(rollout, _facts(session, rollout))].message for rollout in scored if rollout.reward_fault
+        )
         last_error = next(filter(None, messages), None)
         log.warning("%s %s; last error: %s", counts, dict(faults), last_error)
         if faults.total() == len(rollouts) or session.config.rl.reward_fallback is None:
             if session.sampling_round:
                 session.sampling_round.forget_scores()
-            raise UserError(_unscored(session, use, faults, f"{counts} ({dict(faults)}; {last_error or 'the log says which'})"))
+            raise UserError(
+                _unscored(session, use, faults, f"{counts} ({dict(faults)}; {last_error or 'the log says which'})")
+            )
     return scored
 
 
@@ -134,7 +138,9 @@ def score(
     store, known = session.run.store, known_scores(session, (iteration, round_index))
     stored = [reward for ref in rollouts for reward in read_records_if_any(store, ref, "rewards.parquet", KeptReward)]
     kept = {_place(reward): {name: getattr(reward, name) for name in SCORE_COLUMNS} for reward in stored}
-    shards = [rollout for ref in rollouts for rollout in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)]
+    shards = [
+        rollout for ref in rollouts for rollout in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)
+    ]
     sampled = [replace(rollout, **kept.get(_place(rollout), {})) for rollout in shards]
     cut_short = {rollout.group_index for rollout in sampled if rollout.is_cut_short}
     to_score = [rollout for rollout in sampled if rollout.reward is None and rollout.group_index not in cut_short]
@@ -142,7 +148,9 @@ def score(
     by_place = {_place(rollout): rollout for rollout in scored}
     result = [by_place.get(_place(rollout), rollout) for rollout in sampled]
     assert len(kept) + len(scored) == sum(rollout.reward is not None for rollout in result), "a score was lost"
-    return Produced([attempt.write("scores.parquet", result, Rollout, SCORES)], _score_metrics(session, iteration, result))
+    return Produced(
+        [attempt.write("scores.parquet", result, Rollout, SCORES)], _score_metrics(session, iteration, result)
+    )
 
 
 def known_scores(session: Session, key: tuple[int, int]) -> Scores:

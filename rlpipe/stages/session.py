@@ -72,7 +72,9 @@ class Session:
         self.sampling_round: SamplingRound | None = None  # that is at work
         self._closed = False
         self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
-        self.trainer_turn = asyncio.Lock()  # of who brings the trainer to a position, and asks it for what it holds then
+        self.trainer_turn = (
+            asyncio.Lock()
+        )  # of who brings the trainer to a position, and asks it for what it holds then
         self._trainer_lock, self._pool_lock = asyncio.Lock(), asyncio.Lock()
 
     def _fitting(self, use: str) -> list[list[Prompt]]:
@@ -127,7 +129,9 @@ class Session:
                 if not self.behind.is_under_way(policy):
                     raise
                 log.warning(
-                    "no engine got weight version %d from the trainer's disk (%s): waiting for the store", version, error
+                    "no engine got weight version %d from the trainer's disk (%s): waiting for the store",
+                    version,
+                    error,
                 )
                 await self.behind.committed([policy.sha256])
                 await self.pool.serve(policy, version, probe)
@@ -163,7 +167,9 @@ class Session:
         self.check_open()
         rl = self.config.rl
         limits = rl.environment_timeout_s, rl.environment_total_s
-        pool = EnvironmentPool(rl.environment, rl.environment_args, rl.reward_workers, *limits, code_environment(rl.secrets))
+        pool = EnvironmentPool(
+            rl.environment, rl.environment_args, rl.reward_workers, *limits, code_environment(rl.secrets)
+        )
         self._closing.push_async_callback(pool.close)
         return pool
 
@@ -183,7 +189,9 @@ class Session:
         if use == "sft":  # none in what older code committed
             known = self.run.committed("data", 0, "data")[1].metrics.get("sets", {})
             return [
-                DataSet.of(data, known[data.name]["sha256"], known[data.name]["rows"]) for data in sets if data.name in known
+                DataSet.of(data, known[data.name]["sha256"], known[data.name]["rows"])
+                for data in sets
+                if data.name in known
             ]
         loaded = zip(sets, self.prompts(use), strict=True)
         return [DataSet.of(data, sha256_of([row.as_json() for row in rows]), len(rows)) for data, rows in loaded]
@@ -212,7 +220,9 @@ class Session:
         if self._closed:
             raise EngineError(f"run {self.run.name} was closed")
 
-    async def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def end(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """What `with` calls at the end of a session: with the error that ended it, which the tracker says."""
         if error is not None:
             self.tracker.status = status_of(error)

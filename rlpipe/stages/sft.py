@@ -26,7 +26,9 @@ PREPARED_BY = ["data.sft", "model.context_tokens_max"]
 SELECTED_BY = ["sft.validation_fraction", "sft.patience", "sft.num_steps", "sft.segment_steps"]
 
 
-@stage("data", "data", settings=lambda config: PREPARED_BY + (["sft.validation_fraction"] if config.sft.validated else []))
+@stage(
+    "data", "data", settings=lambda config: PREPARED_BY + (["sft.validation_fraction"] if config.sft.validated else [])
+)
 def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
     """Tokenises the conversations of all SFT sets, mixed by weight, with the loss mask on the assistant's tokens."""
     config = session.config
@@ -58,7 +60,8 @@ def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactR
         files.append(attempt.write("validation.parquet", validation, Conversation))
         metrics["data/conversations_validation"] = len(validation)
     digests = {
-        name: {"sha256": sha256_of([talk.as_json() for talk in talks]), "rows": len(talks)} for name, talks in loaded.items()
+        name: {"sha256": sha256_of([talk.as_json() for talk in talks]), "rows": len(talks)}
+        for name, talks in loaded.items()
     }
     return Produced(files, metrics | {"sets": digests})
 

@@ -51,7 +51,9 @@ class Attempt:
     folder: str
     name: str
 
-    def write(self, file: str, records: Sequence[Any], record: type[Any], columns: Sequence[str] | None = None) -> FileRecord:
+    def write(
+        self, file: str, records: Sequence[Any], record: type[Any], columns: Sequence[str] | None = None
+    ) -> FileRecord:
         """Writes records as one Parquet file, with all columns of `record` or these."""
         return write_bytes(self.store, self.folder, self.name, file, to_parquet(to_table(records, record, columns)))
 
@@ -159,7 +161,9 @@ async def run_stage(
     produced = await asyncio.to_thread(produce, attempt)
     if inspect.isawaitable(produced):
         produced = await produced
-    assert all(file.name.count("/") == 1 for file in produced.files), f"{key}: a file outside of its attempt: {produced.files}"
+    assert all(file.name.count("/") == 1 for file in produced.files), (
+        f"{key}: a file outside of its attempt: {produced.files}"
+    )
     manifest = Manifest(
         run=run.name,
         phase=key.phase,
@@ -177,7 +181,9 @@ async def run_stage(
         lease=run.lease.number if run.lease else None,
     )
     if produced.published is not None:
-        return StageResult(session.behind.publish(attempt.folder, manifest, produced.published), manifest.metrics, cached=False)
+        return StageResult(
+            session.behind.publish(attempt.folder, manifest, produced.published), manifest.metrics, cached=False
+        )
     await session.behind.committed(hashes.values())
     ref, manifest = await asyncio.to_thread(commit, run.store, attempt.folder, manifest, run.lease)
     return StageResult(ref, manifest.metrics, cached=False)

@@ -61,7 +61,8 @@ def new_adapter(config: PipelineConfig) -> NewAdapter | None:
     if model.adapter == "none":
         return None
     return NewAdapter(
-        Adapter(model.adapter_rank, model.adapter_alpha, tuple(model.adapter_targets)), data_seed(config.seed, "adapter")
+        Adapter(model.adapter_rank, model.adapter_alpha, tuple(model.adapter_targets)),
+        data_seed(config.seed, "adapter"),
     )
 
 
@@ -190,7 +191,9 @@ async def save(
     tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
     folder, context_tokens_max = attempt.folder if policy else None, session.config.model.context_tokens_max
     place = position, folder, folders.get("state"), attempt.name
-    job = SaveJob(*place, tokenizer, chat.stop_token_ids, context_tokens_max, stored.base, stored.is_base, folders.get("gap"))
+    job = SaveJob(
+        *place, tokenizer, chat.stop_token_ids, context_tokens_max, stored.base, stored.is_base, folders.get("gap")
+    )
     answer = await do_job(session, job, rebuild)
     saved = {name: [FileRecord(**record) for record in answer[name]] for name in ("policy", "state", "gap")}
     wanted = {*folders, *(["policy"] if policy else [])}

@@ -42,7 +42,9 @@ class PlayedCompletion(Completion):
 class Turns:
     """One rollout on its way: what there is of it (`completion`), and what its environment has answered."""
 
-    def __init__(self, session: Session, prompt: Prompt, prompt_tokens: list[int], tokens_max: int, prior: Completion) -> None:
+    def __init__(
+        self, session: Session, prompt: Prompt, prompt_tokens: list[int], tokens_max: int, prior: Completion
+    ) -> None:
         """`prior`: what an earlier iteration has of it, `NOTHING_YET` for nothing."""
         tokenizer, outcome = session.tokenizer, EnvironmentOutcome(0.0, 0, "")
         self.policy_mask: list[int] = []
@@ -74,7 +76,9 @@ class Turns:
             except EnvironmentFault as fault:
                 self._end("fault")
                 self.fault = fault.reason
-                log.warning("rl.environment, prompt %s: %s: %s", self.environment.prompt["prompt_id"], fault.reason, fault)
+                log.warning(
+                    "rl.environment, prompt %s: %s: %s", self.environment.prompt["prompt_id"], fault.reason, fault
+                )
         if self.completion.finished:
             self.environment.drop()
         self._turn_start = len(self.completion.tokens)
@@ -91,7 +95,10 @@ class Turns:
         """The environment's answer is appended, unless it ends the rollout, or leaves the policy no token."""
         step, tokenizer = await self.environment.step(text), self.session.tokenizer
         self._num_answers += 1
-        if self._num_answers == 1 and tokenizer.encode_prompt(self.environment.start_messages or []) != self.prompt_tokens:
+        if (
+            self._num_answers == 1
+            and tokenizer.encode_prompt(self.environment.start_messages or []) != self.prompt_tokens
+        ):
             raise EnvironmentFault("environment_invalid", "start gave other messages than when the prompt was sampled")
         self.reward += step.reward
         self.metrics.update(step.metrics)
@@ -104,11 +111,17 @@ class Turns:
             return self._end(TRUNCATED)
         except UserError as error:  # preflight has tried the template; this is about these messages
             raise EnvironmentFault("environment_invalid", str(error)) from error
-        if len(self.completion.tokens) + len(answer) >= self.tokens_max:  # the policy would have no token left to go on with
+        if (
+            len(self.completion.tokens) + len(answer) >= self.tokens_max
+        ):  # the policy would have no token left to go on with
             return self._end(TRUNCATED)
         version, _ = self.completion.spans[-1]
         said = Completion(
-            tokens_of(answer), logprobs_of([0.0] * len(answer)), CUT_SHORT, [(version, len(answer))], self.completion.engine
+            tokens_of(answer),
+            logprobs_of([0.0] * len(answer)),
+            CUT_SHORT,
+            [(version, len(answer))],
+            self.completion.engine,
         )
         self.completion = self.completion.then(said)
         self.policy_mask += [0] * len(answer)
@@ -140,11 +153,15 @@ def policy_turns(tokenizer: ChatTokenizer, tokens: array[int], messages: list[li
     """
     turns, start = [], 0
     for answer in messages:
-        end = next((index + 1 for index in range(start, len(tokens)) if tokens[index] in tokenizer.stop_token_ids), len(tokens))
+        end = next(
+            (index + 1 for index in range(start, len(tokens)) if tokens[index] in tokenizer.stop_token_ids), len(tokens)
+        )
         if end == len(tokens):  # its answer was not put to the policy
             break
         said = tokenizer.encode_continuation(answer)
-        assert tokens[end : end + len(said)].tolist() == said, "a carried rollout has other tokens than its environment said"
+        assert tokens[end : end + len(said)].tolist() == said, (
+            "a carried rollout has other tokens than its environment said"
+        )
         turns.append(range(start, end))
         start = end + len(said)
     return [*turns, range(start, len(tokens))]
@@ -253,5 +270,7 @@ def environment_metrics(rollouts: list[Rollout], names_from: list[Rollout] | Non
         "environment_reward_mean": [outcome.reward for outcome in outcomes],
         "out_of_turns_fraction": [float(rollout.finish_reason == OUT_OF_TURNS) for rollout, _ in played],
     }
-    values |= {f"environment_{name}_mean": [outcome.metrics.get(name, 0.0) for outcome in outcomes] for name in sorted(names)}
+    values |= {
+        f"environment_{name}_mean": [outcome.metrics.get(name, 0.0) for outcome in outcomes] for name in sorted(names)
+    }
     return {name: float(np.mean(entries)) for name, entries in values.items()}

@@ -75,7 +75,9 @@ def file_sha256(path: Path) -> str:
 
 def blocks_of(path: Path) -> Blocks:
     with path.open("rb") as file:
-        return Blocks(BLOCK_BYTES, [hashlib.sha256(block).hexdigest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")])
+        return Blocks(
+            BLOCK_BYTES, [hashlib.sha256(block).hexdigest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+        )
 
 
 def commit(store: Store, folder: str, manifest: Manifest, held: Lease | None = None) -> tuple[ArtifactRef, Manifest]:
@@ -131,7 +133,9 @@ def _fits(stage: str, name: str, value: Any) -> bool:
     if name == "losses":
         return isinstance(value, list) and all(map(_is_number, value))
     if name == "dropped" and stage.startswith("batch/"):
-        return isinstance(value, dict) and all(group.isdecimal() and isinstance(why, str) for group, why in value.items())
+        return isinstance(value, dict) and all(
+            group.isdecimal() and isinstance(why, str) for group, why in value.items()
+        )
     return stage != "evaluation" or _is_number(value)
 
 
@@ -146,7 +150,9 @@ def is_pruned(store: Store, folder: str) -> bool:
 
 def check_same(folder: str, standing: Manifest, inputs: dict[str, str], settings: dict[str, object]) -> None:
     """UserError naming the fields in which a committed stage differs from what is asked for now."""
-    pairs = {name: (standing.settings.get(name), settings.get(name)) for name in sorted({*standing.settings, *settings})}
+    pairs = {
+        name: (standing.settings.get(name), settings.get(name)) for name in sorted({*standing.settings, *settings})
+    }
     differ = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in pairs.items() if old != new]
     names = sorted({*standing.inputs, *inputs})
     differ += [f"input {name}" for name in names if standing.inputs.get(name) != inputs.get(name)]
@@ -180,7 +186,9 @@ def check_file(store: Store, folder: str, record: FileRecord) -> None:
         raise StoreError(f"{store.address(key)} does not have the sha256 of its manifest")
 
 
-def read_range(store: Store, folder: str, record: FileRecord, blocks: Blocks | None, start: int, end: int) -> memoryview:
+def read_range(
+    store: Store, folder: str, record: FileRecord, blocks: Blocks | None, start: int, end: int
+) -> memoryview:
     """Bytes of one data file, verified where its blocks are known; StoreError naming the file.
 
     Whole blocks are read then: up to one more at each end.
@@ -191,9 +199,13 @@ def read_range(store: Store, folder: str, record: FileRecord, blocks: Blocks | N
     first, last = start // blocks.size * blocks.size, min(-(-end // blocks.size) * blocks.size, record.bytes)
     data = store.read_range(key, first, last)
     starts = range(first, last, blocks.size)
-    for at, sha256 in zip(starts, _sha256s([data[at - first : at - first + blocks.size] for at in starts]), strict=True):
+    for at, sha256 in zip(
+        starts, _sha256s([data[at - first : at - first + blocks.size] for at in starts]), strict=True
+    ):
         if sha256 != blocks.sha256s[at // blocks.size]:
-            raise StoreError(f"{store.address(key)} is damaged between the bytes {at} and {min(at + blocks.size, last)}")
+            raise StoreError(
+                f"{store.address(key)} is damaged between the bytes {at} and {min(at + blocks.size, last)}"
+            )
     return data[start - first : end - first]
 
 

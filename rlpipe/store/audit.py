@@ -11,7 +11,16 @@ from pathlib import PurePosixPath
 
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.manifests import Manifest
-from rlpipe.store.artifacts import MANIFEST, PRUNED, SOURCE_INPUT, check_file, is_pruned, lease_of, read_artifact, read_manifest
+from rlpipe.store.artifacts import (
+    MANIFEST,
+    PRUNED,
+    SOURCE_INPUT,
+    check_file,
+    is_pruned,
+    lease_of,
+    read_artifact,
+    read_manifest,
+)
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import is_sealed
 from rlpipe.store.forks import AT_SFT
@@ -22,7 +31,9 @@ from rlpipe.store.run import Run
 from rlpipe.store.run_record import last_started
 
 ORDER = {"base": 0, "data": 1, "sft": 2, "rl": 3}  # the phases, as a run goes through them
-PLACE = re.compile(r"(?P<phase>base|sft)/(?P<first>[^/\d][^/]*)|(?P<numbered>sft|rl)/(?P<iteration>\d{5,})/(?P<stage>.+)")
+PLACE = re.compile(
+    r"(?P<phase>base|sft)/(?P<first>[^/\d][^/]*)|(?P<numbered>sft|rl)/(?P<iteration>\d{5,})/(?P<stage>.+)"
+)
 FAULTS_MAX = 20  # of one kind: a foreign folder of a far number would make a gap of thousands
 CALLS = "calls"  # beside a shard: the replies that its agents were given, until it is committed
 DOCUMENTS = (MANIFEST, PRUNED, "iteration.json", "run.json", "start.json")
@@ -223,7 +234,9 @@ def spared(run: Run, keys: list[str]) -> dict[str, int]:
     nobody here can tell whether its process has ended, and no other manifest stands in that folder. The own lease of the run does not count."""
     committed, leases = set(manifests(run)), numbers(run.store, run.root)
     holders = unreleased(run.store, run.root, leases).items()
-    living = [number for number, holder in holders if not holder.is_gone and not (run.lease and run.lease.number == number)]
+    living = [
+        number for number, holder in holders if not holder.is_gone and not (run.lease and run.lease.number == number)
+    ]
     waits: dict[str, int] = {}
     for key in keys:
         folder, attempt, name = key.rsplit("/", 2)

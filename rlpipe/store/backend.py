@@ -204,6 +204,8 @@ def check_access(store: Store) -> None:
 
 def _no_access(store: Store, what: str, error: Exception) -> UserError:
     cause = (
-        "path and its permissions" if store.local else "bucket, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        "path and its permissions"
+        if store.local
+        else "bucket, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     )
     return UserError(f"store={store.url}: cannot be {what} ({error}); check the {cause}")

@@ -98,7 +98,9 @@ class Catalogue:
             self._runs |= {run.name: run for run in loaded if run is not None}
             parents = {run.record.fork.run for run in loaded if run is not None and run.record.fork}
             wanted = [name for name in sorted(parents) if name not in tried and name in known]
-        self._unread = {name for name in tried - self._runs.keys() if store.exists(record_key(name))}  # named in `faults`
+        self._unread = {
+            name for name in tried - self._runs.keys() if store.exists(record_key(name))
+        }  # named in `faults`
         self.runs = [self._runs[name] for name in (names or known) if name in self._runs]
         self._artifacts: dict[str, StoredArtifact | None] = {}
         self._records: dict[tuple[str, int], IterationRecord | None] = {}
@@ -124,16 +126,22 @@ class Catalogue:
             return None
         record = read_document(self.store, record_key(name), RunRecord)
         if record.config["run"] != name:
-            raise StoreError(f"{self.store.address(record_key(name))} is the record of run {record.config['run']!r:.100}")
+            raise StoreError(
+                f"{self.store.address(record_key(name))} is the record of run {record.config['run']!r:.100}"
+            )
         places = {}
         for folder in (key.removesuffix(f"/{MANIFEST}") for key in keys if key.endswith(f"/{MANIFEST}")):
             try:
                 places[folder] = Place(name, *stage_of(folder))
             except StoreError as error:
                 self.faults.append(str(error))
-        committed = (ITERATION.fullmatch(key.removeprefix(f"{root}rl/")) for key in keys if key.endswith("/iteration.json"))
+        committed = (
+            ITERATION.fullmatch(key.removeprefix(f"{root}rl/")) for key in keys if key.endswith("/iteration.json")
+        )
         pruned = frozenset(key.removesuffix(f"/{PRUNED}") for key in keys if key.endswith(f"/{PRUNED}"))
-        return StoredRun(name, record, places, sorted(int(match[1]) for match in committed if match), frozenset(keys), pruned)
+        return StoredRun(
+            name, record, places, sorted(int(match[1]) for match in committed if match), frozenset(keys), pruned
+        )
 
     def owner(self, run: StoredRun, iteration: int, kind: str = "") -> StoredRun | None:
         """The run that made an iteration of RL, or a kind of artifact of it; None when the run that it was forked from is not there."""
@@ -219,11 +227,15 @@ class Catalogue:
         for run in self.runs:
             shared = [(self.owner(run, iteration), iteration) for iteration in range(run.first_own)]
             shown += [
-                (run.name, maker.name, iteration) for maker, iteration in shared if maker and iteration in maker.iterations
+                (run.name, maker.name, iteration)
+                for maker, iteration in shared
+                if maker and iteration in maker.iterations
             ]
             shown += [(run.name, run.name, iteration) for iteration in run.iterations if iteration >= run.first_own]
         read = list(
-            dict.fromkeys((maker, iteration) for _, maker, iteration in shown if (maker, iteration) not in self._records)
+            dict.fromkeys(
+                (maker, iteration) for _, maker, iteration in shown if (maker, iteration) not in self._records
+            )
         )
         self._records |= dict(zip(read, self._each(self._record, read), strict=True))
         entries = ((name, self._records[maker, iteration]) for name, maker, iteration in shown)
@@ -233,5 +245,7 @@ class Catalogue:
         key = f"runs/{entry[0]}/rl/{entry[1]:05d}/iteration.json"
         record = read_document(self.store, key, IterationRecord)
         if (record.run, record.iteration) != entry:
-            raise StoreError(f"{self.store.address(key)} is the record of iteration {record.iteration} of run {record.run}")
+            raise StoreError(
+                f"{self.store.address(key)} is the record of iteration {record.iteration} of run {record.run}"
+            )
         return record

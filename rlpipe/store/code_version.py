@@ -37,10 +37,14 @@ def version_of(root: Path) -> str:
     try:
         commit = _git(root, "rev-parse", "--short=12", "HEAD").decode().strip()
         _git(root, "ls-files", "--error-unmatch", "rlpipe/__init__.py")  # else it only lies in somebody's checkout
-        edited = _git(root, "diff", "HEAD", "--name-only", "--relative", "--no-renames", "--no-ext-diff", "-z", "--", *PACKAGES)
+        edited = _git(
+            root, "diff", "HEAD", "--name-only", "--relative", "--no-renames", "--no-ext-diff", "-z", "--", *PACKAGES
+        )
         added = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *PACKAGES)
     except (OSError, subprocess.SubprocessError):
-        files = (path for package in PACKAGES for path in (root / package).rglob("*") if "__pycache__" not in path.parts)
+        files = (
+            path for package in PACKAGES for path in (root / package).rglob("*") if "__pycache__" not in path.parts
+        )
         names = [os.fsencode(path.relative_to(root)) for path in files if path.is_file()]
         return f"{__version__}-files-{_digest(root, names)}"
     names = [name for name in (edited + added).split(b"\0") if name]
@@ -54,9 +58,15 @@ def _git(root: Path, *command: str) -> bytes:
     """
     settings = (f"safe.directory={root}", "core.fsmonitor=false")
     options = [option for setting in settings for option in ("-c", setting)]
-    environment = {name: value for name, value in os.environ.items() if name not in FOREIGN} | {"GIT_OPTIONAL_LOCKS": "0"}
+    environment = {name: value for name, value in os.environ.items() if name not in FOREIGN} | {
+        "GIT_OPTIONAL_LOCKS": "0"
+    }
     return subprocess.run(
-        ["git", "-C", str(root), *options, *command], capture_output=True, timeout=GIT_TIMEOUT_S, check=True, env=environment
+        ["git", "-C", str(root), *options, *command],
+        capture_output=True,
+        timeout=GIT_TIMEOUT_S,
+        check=True,
+        env=environment,
     ).stdout
 
 

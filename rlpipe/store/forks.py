@@ -30,7 +30,9 @@ def differences(new: PipelineConfig, old: PipelineConfig) -> list[str]:
     after, before = identity(new), identity(old)
     data = _data_differences(new.data, old.data)
     return data + [
-        f"{name}: {before[name]!r} -> {after[name]!r}" for name in after if name != "data" and after[name] != before[name]
+        f"{name}: {before[name]!r} -> {after[name]!r}"
+        for name in after
+        if name != "data" and after[name] != before[name]
     ]
 
 
@@ -74,7 +76,9 @@ def way_to_change(run: Progress, config: PipelineConfig | None = None) -> str:
     points = ([count - 1] if count else []) + ([AT_SFT] if run.starts_rl else [])
     at = next((point for point in points if config is None or not fixed_differences(config, run.config, point)), None)
     if at is not None:
-        kept, changed = ("its SFT", ", evaluation.* or their data") if at == AT_SFT else ("all it has", " or evaluation.*")
+        kept, changed = (
+            ("its SFT", ", evaluation.* or their data") if at == AT_SFT else ("all it has", " or evaluation.*")
+        )
         name = "sft" if at == AT_SFT else at
         return f"keep {kept} and change rl.*{changed} in a fork: rlpipe fork {run.name} --at {name} --run NEW{_store_option(config or run.config)} --set ..."
     if points:

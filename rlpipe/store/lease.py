@@ -99,7 +99,11 @@ class Lease:
         name, by, since, flow_run = self._run_root.removeprefix("runs/"), "another process", "", ""
         with contextlib.suppress(StoreError, OSError), hurrying():
             successor = read_document(self._store, _key(self._run_root, self.number + 1), Holder)
-            by, since, flow_run = f"host {successor.host} (pid {successor.pid})", f" at {successor.since}", successor.flow_run
+            by, since, flow_run = (
+                f"host {successor.host} (pid {successor.pid})",
+                f" at {successor.since}",
+                successor.flow_run,
+            )
         lost = f"run {name} was taken over by {by}{since}: this process ends, and nothing that it committed is lost"
         self._over = TakenOver(lost, flow_run)
         if self._listener is not None:
@@ -110,7 +114,9 @@ class Lease:
         """The body writes or deletes one thing of the run, after a look at the lease: TakenOver instead, and StoreError once it was given back."""
         with self._changed:
             if self._released:
-                raise StoreError(f"{_key(self._run_root, self.number)} was given back: nothing more is committed under it")
+                raise StoreError(
+                    f"{_key(self._run_root, self.number)} was given back: nothing more is committed under it"
+                )
             self._deeds += 1
         try:
             self.check()

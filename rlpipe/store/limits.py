@@ -33,7 +33,8 @@ def spent_on_sft(run: Run, segments: int) -> Metrics:
     for segment in range(segments if run.parent is None else 0):
         manifest = run.committed("sft", segment, "policy")[1]
         began, ended = (
-            moment_of(text, f"SFT segment {segment} of run {run.name}") for text in (manifest.started_at, manifest.ended_at)
+            moment_of(text, f"SFT segment {segment} of run {run.name}")
+            for text in (manifest.started_at, manifest.ended_at)
         )
         seconds += (ended - began).total_seconds()
     seconds = max(seconds, 0.0)  # a clock may be set back

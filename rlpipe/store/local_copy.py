@@ -34,7 +34,11 @@ def way_to_remake(manifest: Manifest) -> str:
 def read_delta(store: Store, folder: str, manifest: Manifest) -> Delta | None:
     """How a policy is stored as a difference; None for an artifact that is stored whole."""
     records = [record for record in manifest.files if record.plain_name == DELTA]
-    return parse_delta(store.address(f"{folder}/{records[0].name}"), read_file(store, folder, records[0])) if records else None
+    return (
+        parse_delta(store.address(f"{folder}/{records[0].name}"), read_file(store, folder, records[0]))
+        if records
+        else None
+    )
 
 
 def is_delta(store: Store, ref: ArtifactRef) -> bool:

@@ -145,7 +145,9 @@ class NearObjects:
         return self._nearest(key, lambda objects: objects.read(key), is_whole)
 
     def read_part(self, key: str, start: int, end: int) -> Part:
-        return self._nearest(key, lambda objects: objects.read_part(key, start, end), lambda part: len(part) == end - start)
+        return self._nearest(
+            key, lambda objects: objects.read_part(key, start, end), lambda part: len(part) == end - start
+        )
 
     def order(self, size: int) -> tuple[list[int], list[int]]:
         """The starts of a file's parts as this node begins them, and of those that it is to get before other nodes."""
@@ -153,7 +155,9 @@ class NearObjects:
         if self._own_url not in self._peers:
             return [*starts], []
         place = self._peers.index(self._own_url)
-        return order_of_parts(size, place, num_nodes), [start for start in starts if owner_of(start, num_nodes) == place]
+        return order_of_parts(size, place, num_nodes), [
+            start for start in starts if owner_of(start, num_nodes) == place
+        ]
 
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
         """From the node that gets this part first, where that is another one, else from the nearest copy."""
@@ -169,7 +173,9 @@ class NearObjects:
             if peer not in self._peers_left:
                 log.warning("a node that fetches the same weights passes nothing on: %s", why)
             self._peers_left.add(peer)
-        return self._nearest(key, lambda objects: objects.copy_part(key, start, end, descriptor), lambda last: last == end)
+        return self._nearest(
+            key, lambda objects: objects.copy_part(key, start, end, descriptor), lambda last: last == end
+        )
 
     def on_disk(self, key: str) -> Path | None:
         """A file of this node's disk, if it is there whole."""

@@ -123,14 +123,18 @@ def outside_files(field: str, url: str) -> list[OutsideFile]:
                 entry = bucket.entry(path)
                 return [OutsideFile(bucket, url, path, path.rsplit("/", 1)[-1], entry.bytes, entry.tag)]
         below = f"{path}/" if path else ""
-        entries = [entry for entry in bucket.entries(path) if entry.key.startswith(below) and not entry.key.endswith("/")]
+        entries = [
+            entry for entry in bucket.entries(path) if entry.key.startswith(below) and not entry.key.endswith("/")
+        ]
     except OSError as error:
         raise UserError(
             f"{field}={url!r}: cannot be read ({error}); check the bucket, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY (docs/store.md)"
         ) from error
     return [
-        OutsideFile(bucket, f"{SCHEME}{name}/{entry.key}", entry.key, entry.key.removeprefix(below), entry.bytes, entry.tag)
+        OutsideFile(
+            bucket, f"{SCHEME}{name}/{entry.key}", entry.key, entry.key.removeprefix(below), entry.bytes, entry.tag
+        )
         for entry in sorted(entries)
     ]
 

@@ -38,7 +38,9 @@ class PruneRecord:
     iteration: int
     stage: str  # policy or state
     bytes: int
-    state_iteration: int  # training goes on from this state, or an earlier one that is still there; -1: from weight version 0
+    state_iteration: (
+        int  # training goes on from this state, or an earlier one that is still there; -1: from weight version 0
+    )
     command: str  # that makes it again; empty for a state: nothing needs it
     host: str
     pid: int

@@ -24,11 +24,17 @@ from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, w
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Store
 
-CONNECT, SILENCE, RETRY = timedelta(seconds=3), timedelta(seconds=20), timedelta(seconds=5)  # of a node that serves files
+CONNECT, SILENCE, RETRY = (
+    timedelta(seconds=3),
+    timedelta(seconds=20),
+    timedelta(seconds=5),
+)  # of a node that serves files
 PART = timedelta(minutes=5)
 
 NO_ANSWER = NoConnection, HTTPClientError, MetadataRetrievalError  # of who has the keys
-_NOISE = re.compile(r"^Generic S3 error: | in [\d.]+\S*s(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)?(?=\s+-)")
+_NOISE = re.compile(
+    r"^Generic S3 error: | in [\d.]+\S*s(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)?(?=\s+-)"
+)
 _used_by: int | None = None  # the process in which the threads of obstore run
 
 
@@ -36,7 +42,9 @@ def check_process(address: str) -> None:
     """OSError in a process that was forked after obstore was used: it has none of its threads, and would wait for ever."""
     global _used_by
     if _used_by not in (None, os.getpid()):
-        raise OSError(errno.ENOTSUP, "this process was forked from one that used S3; start it by exec or spawn", address)
+        raise OSError(
+            errno.ENOTSUP, "this process was forked from one that used S3; start it by exec or spawn", address
+        )
     _used_by = os.getpid()
 
 
@@ -69,7 +77,9 @@ class RemoteObjects(ABC):
     def read_part(self, key: str, start: int, end: int) -> memoryview:
         """Fewer bytes when the object ends before."""
         try:
-            return self._ask(key, lambda: memoryview(obstore.get_range(self._reader(), self._path(key), start=start, end=end)))
+            return self._ask(
+                key, lambda: memoryview(obstore.get_range(self._reader(), self._path(key), start=start, end=end))
+            )
         except OSError as error:
             if " 416 " in str(error.strerror):  # it ends before `start`
                 return memoryview(b"")
@@ -118,7 +128,9 @@ def _as_oserror(error: Exception, address: str) -> OSError:
         return PermissionError(errno.EACCES, reason, address)
     passes = isinstance(error, NO_ANSWER) or "HttpError {" in debug or "Server returned error response" in text
     if status is not None:
-        passes = int(status[1]) in PASSING_STATUSES or (int(status[1]) == 400 and "RequestTimeout" in reason)  # as S3 says 408
+        passes = int(status[1]) in PASSING_STATUSES or (
+            int(status[1]) == 400 and "RequestTimeout" in reason
+        )  # as S3 says 408
     return (Passing if passes and "builder error" not in text else OSError)(errno.EIO, reason, address)
 
 

@@ -122,7 +122,10 @@ class Retention:
 
     def __init__(self, run: Run) -> None:
         self._run, self._forks = run, Forks(run.store)
-        self._files: dict[str, set[int]] = {"policy": set(), "state": set()}  # iterations whose artifacts have their files
+        self._files: dict[str, set[int]] = {
+            "policy": set(),
+            "state": set(),
+        }  # iterations whose artifacts have their files
         self._deltas: dict[int, bool] = {}  # iterations whose policies are stored as differences, or not
         self._newest = -1
         self._unfinished: set[str] = set()  # folders whose pruning began
@@ -224,7 +227,9 @@ class Retention:
         if not checkpoint.keep_policies_last or not committed:
             return set()
         pinned = {at + 1 for at in pins.policies} | self._versions_of_use()
-        return committed - self._with_bases({version - 1 for version in kept_versions(checkpoint, self._newest + 1, pinned)})
+        return committed - self._with_bases(
+            {version - 1 for version in kept_versions(checkpoint, self._newest + 1, pinned)}
+        )
 
     def _with_bases(self, iterations: set[int]) -> set[int]:
         """These, and those of which their policies are stored as differences."""
@@ -256,7 +261,9 @@ class Retention:
         self._unfinished.add(folder)
         with fenced(self._run.lease):
             created = store.create(f"{folder}/{PRUNED}", sealed(record))
-        if created and iteration not in self._surplus(stage, self._forks.pins(self._run.name)):  # a fork began meanwhile
+        if created and iteration not in self._surplus(
+            stage, self._forks.pins(self._run.name)
+        ):  # a fork began meanwhile
             delete_fenced(store, f"{folder}/{PRUNED}", record, folder, self._run.lease)
             self._unfinished.discard(folder)
             return

@@ -111,7 +111,9 @@ class Run:
             return None
         record = read_document(self.store, key, IterationRecord)
         if (record.run, record.iteration) != (self.owner("rl", iteration).name, iteration):
-            raise StoreError(f"{self.store.address(key)} is the record of iteration {record.iteration} of run {record.run}")
+            raise StoreError(
+                f"{self.store.address(key)} is the record of iteration {record.iteration} of run {record.run}"
+            )
         if not all(is_key(ref.folder) for ref in record.artifacts.values()):
             raise StoreError(f"{self.store.address(key)} is damaged: it names artifacts outside of the store")
         if record.weight_version != iteration + 1 or not -1 <= record.state_iteration <= iteration:
@@ -144,7 +146,9 @@ class Run:
 
     def own_iterations(self) -> list[int]:
         """The numbers of the iterations whose records lie in this run's folder, by one listing."""
-        places = (ITERATION.fullmatch(key.removeprefix(f"{self.root}/rl/")) for key in self.store.list(f"{self.root}/rl"))
+        places = (
+            ITERATION.fullmatch(key.removeprefix(f"{self.root}/rl/")) for key in self.store.list(f"{self.root}/rl")
+        )
         return sorted(int(place[1]) for place in places if place)
 
     def lost_iterations(self) -> list[int]:

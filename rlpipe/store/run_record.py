@@ -80,7 +80,9 @@ def run_names(store: Store) -> list[str]:
 def record_key(name: str) -> str:
     """UserError for what is no name of a run: it would lead to another folder."""
     if not is_run_name(name):
-        raise UserError(f"run {name!r:.200}: a run name is a folder name: letters, digits, '.', '_' and '-', and no slash")
+        raise UserError(
+            f"run {name!r:.200}: a run name is a folder name: letters, digits, '.', '_' and '-', and no slash"
+        )
     return f"runs/{name}/run.json"
 
 

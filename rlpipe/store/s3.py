@@ -85,7 +85,10 @@ class Bucket(RemoteObjects):
     def entries(self, prefix: str) -> list[Entry]:
         """All objects below a prefix, in any order; an empty one: of the bucket."""
         below = self._path(prefix) if prefix else self._prefix or None
-        return [self._entry(meta) for meta in self._ask(prefix, lambda: obstore.list(self._clients().quick, below).collect())]
+        return [
+            self._entry(meta)
+            for meta in self._ask(prefix, lambda: obstore.list(self._clients().quick, below).collect())
+        ]
 
     def _entry(self, meta: ObjectMeta) -> Entry:
         return Entry(self._key(meta["path"]), meta["size"], meta["e_tag"] or str(meta["last_modified"]))
@@ -224,4 +227,6 @@ def _endpoint(session: Session) -> str | None:
     profile = session.get_scoped_config()
     service = session.full_config.get("services", {}).get(profile.get("services"), {}).get("s3", {})
     configured = (service.get("endpoint_url"), profile.get("endpoint_url"))
-    return next(filter(None, (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), *configured)), None)
+    return next(
+        filter(None, (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), *configured)), None
+    )

@@ -18,7 +18,9 @@ def check_address(bucket: str, endpoint: str | None, region: str) -> None:
     if not BUCKET.fullmatch(bucket):
         raise _fault(f"{bucket!r:.100} is no name of a bucket: letters, digits, '.', '_' and '-'")
     if not REGION.fullmatch(region):
-        raise _fault(f"the region {region!r:.100} (AWS_REGION, or region of the profile) is none: letters, digits and '-'")
+        raise _fault(
+            f"the region {region!r:.100} (AWS_REGION, or region of the profile) is none: letters, digits and '-'"
+        )
     if endpoint is not None and (fault := _fault_of(endpoint)):
         said = "" if "@" in endpoint else f" {endpoint!r:.200}"
         raise _fault(
@@ -30,7 +32,8 @@ def check_key(access_key: str, token: str) -> None:
     """PermissionError where one of them is no text of a header: a line break at its end, mostly."""
     if not PRINTED.fullmatch(access_key + token):
         raise PermissionError(
-            errno.EACCES, "AWS_ACCESS_KEY_ID or AWS_SESSION_TOKEN holds a line break or another character that no key has"
+            errno.EACCES,
+            "AWS_ACCESS_KEY_ID or AWS_SESSION_TOKEN holds a line break or another character that no key has",
         )
 
 
@@ -47,7 +50,13 @@ def _fault_of(endpoint: str) -> str:
         return "does not begin with http:// or https://"
     if "@" in url.netloc:
         return "holds a user or a password, which belong into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-    if not PRINTED.fullmatch(endpoint) or url.query or url.fragment or not (":" in host or HOST.fullmatch(host)) or port == 0:
+    if (
+        not PRINTED.fullmatch(endpoint)
+        or url.query
+        or url.fragment
+        or not (":" in host or HOST.fullmatch(host))
+        or port == 0
+    ):
         return "is no address of a server"
     return ""
 

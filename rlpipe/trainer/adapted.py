@@ -25,7 +25,9 @@ def save_adapter(gang: Gang, resident: Resident, folder: Path, documents: dict[s
     adapted, dtype = resident.policy.adapted, getattr(torch, gang.options.dtype)
     assert adapted is not None, "the policy is whole"
     # gathered by all ranks; cloned, as of one rank they are views of the live weights
-    whole = {PREFIX + name: shard.full_tensor().detach().to(dtype).cpu().clone() for name, shard in resident.policy.trained()}
+    whole = {
+        PREFIX + name: shard.full_tensor().detach().to(dtype).cpu().clone() for name, shard in resident.policy.trained()
+    }
     records: list[FileRecord] = []
     with gang.together():
         if gang.rank == 0:

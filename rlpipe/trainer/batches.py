@@ -155,7 +155,10 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path)
                 f"{store.address(data.folder)}: row of group {row.group_index}: prompt, completion and masks do not fit, "
                 f"or its reward {reward} is not finite"
             )
-        parts, num_scored = (row.prompt_tokens, row.completion_tokens, row.loss_mask), int(np.count_nonzero(row.loss_mask))
+        parts, num_scored = (
+            (row.prompt_tokens, row.completion_tokens, row.loss_mask),
+            int(np.count_nonzero(row.loss_mask)),
+        )
         sequences.append(TrainSequence(*parts, row.rollout_logprobs, num_scored, len(sequences)))
     group_index_B = np.array([row.group_index for row in rows], dtype=np.int64)
     empty_groups = read_manifest(store, data.folder, data.sha256).metrics.get("empty_groups")
@@ -177,12 +180,15 @@ def rows_of_steps(group_index_B: np.ndarray, empty_groups: list[int] | None, num
     """
     if empty_groups is None:
         group_B = np.cumsum(np.diff(group_index_B, prepend=group_index_B[:1]) != 0)
-        return [np.flatnonzero(group_B % num_steps == step) for step in range(min(num_steps, group_B.max(initial=-1) + 1))]
+        return [
+            np.flatnonzero(group_B % num_steps == step) for step in range(min(num_steps, group_B.max(initial=-1) + 1))
+        ]
     assert not {*group_index_B.tolist()} & {*empty_groups}, "a group has rollouts, and none"
     groups = np.unique([*group_index_B.tolist(), *empty_groups])
     place_B = np.searchsorted(groups, group_index_B)
     steps = [
-        np.flatnonzero((place_B >= places.start) & (place_B < places.stop)) for places in step_ranges(len(groups), num_steps)
+        np.flatnonzero((place_B >= places.start) & (place_B < places.stop))
+        for places in step_ranges(len(groups), num_steps)
     ]
     assert sum(map(len, steps)) == len(group_index_B), "a row is in no step, or in two"
     return steps
@@ -197,7 +203,9 @@ def read_conversations(store: Store, data: ArtifactRef, name: str, folder: Path)
             raise StoreError(
                 f"{store.address(data.folder)}: a conversation has {len(row.tokens)} tokens and a mask of {len(row.loss_mask)}"
             )
-        loss_mask = row.loss_mask if not row.loss_mask[0] else np.concatenate([row.loss_mask[:1] * 0, row.loss_mask[1:]])
+        loss_mask = (
+            row.loss_mask if not row.loss_mask[0] else np.concatenate([row.loss_mask[:1] * 0, row.loss_mask[1:]])
+        )
         sequences.append(TrainSequence(row.tokens[:0], row.tokens, loss_mask, none, int(np.count_nonzero(loss_mask))))
     return sequences
 

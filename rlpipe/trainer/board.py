@@ -55,7 +55,11 @@ class Board:
             if self.running is not None:
                 raise JobRefused("busy", self.position)
             starts_from = (
-                job.start if isinstance(job, TrainJob) else job.position if isinstance(job, AtPosition) else self.position
+                job.start
+                if isinstance(job, TrainJob)
+                else job.position
+                if isinstance(job, AtPosition)
+                else self.position
             )
             if starts_from != self.position:
                 raise JobRefused("not resident", self.position)

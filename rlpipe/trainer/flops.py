@@ -77,7 +77,9 @@ def flex_tokens(policy: PolicyModel) -> float | None:
 def used_parameters(policy: PolicyModel) -> float | None:
     """That a token of a pass is multiplied with, without the head; None for a family that does not say how many experts a token is sent to."""
     lm, text = policy.lm, policy.lm.config.get_text_config()
-    looked_up, head = (getattr(part, "weight", None) for part in (lm.get_input_embeddings(), lm.get_output_embeddings()))
+    looked_up, head = (
+        getattr(part, "weight", None) for part in (lm.get_input_embeddings(), lm.get_output_embeddings())
+    )
     parameters = sum(one.numel() for one in lm.parameters() if one is not looked_up and one is not head)
     for experts in expert_layers(lm):
         chosen = next((value for name in CHOSEN if isinstance(value := getattr(text, name, None), int)), None)

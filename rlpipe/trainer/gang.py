@@ -194,7 +194,10 @@ class Gang:
         try:
             yield
         except LOCAL_FAULTS as error:
-            fault = (isinstance(error, UserError), f"{error}" if isinstance(error, StoreError | UserError) else repr(error))
+            fault = (
+                isinstance(error, UserError),
+                f"{error}" if isinstance(error, StoreError | UserError) else repr(error),
+            )
         faults = [entry for entry in self.gather(fault) if entry is not None]
         if faults:
             users, message = faults[0]

@@ -174,7 +174,9 @@ def job_of(kind: str, body: bytes) -> GangJob:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         name = ".".join(map(str, fault["loc"])) or "the body"
-        raise UserError(f"{kind}: {name}={fault['input']!r:.{VALUE_CHARS_MAX}}: {fault['msg']:.{VALUE_CHARS_MAX}}") from error
+        raise UserError(
+            f"{kind}: {name}={fault['input']!r:.{VALUE_CHARS_MAX}}: {fault['msg']:.{VALUE_CHARS_MAX}}"
+        ) from error
 
 
 def attempt_of(body: bytes) -> str:
@@ -192,7 +194,9 @@ def check_place(job: GangJob, run: str) -> None:
         return
     for kind, folder in (("policy", job.policy_folder), ("state", job.state_folder), ("gap", job.gap_folder)):
         if folder is not None and not re.fullmatch(rf"runs/{re.escape(run)}/(base|(sft|rl)/\d{{5,}})/{kind}", folder):
-            raise UserError(f"save: {kind}_folder={folder!r:.{VALUE_CHARS_MAX}}: a {kind} of run {run} has another folder")
+            raise UserError(
+                f"save: {kind}_folder={folder!r:.{VALUE_CHARS_MAX}}: a {kind} of run {run} has another folder"
+            )
     if not ATTEMPT.fullmatch(job.attempt):
         raise UserError(f"save: attempt={job.attempt!r:.{VALUE_CHARS_MAX}}: letters and digits name an attempt")
 
@@ -213,7 +217,9 @@ class JobResult:
     sent: list[FileRecord] = field(
         default_factory=list
     )  # the files of weights that hold what was sent, under their plain names
-    places: list[NodeDisk] = field(default_factory=list)  # where the gang's nodes have a save's files, the first node first
+    places: list[NodeDisk] = field(
+        default_factory=list
+    )  # where the gang's nodes have a save's files, the first node first
     made_on: dict[str, int] = field(
         default_factory=dict
     )  # which of them has a file, by its name; the first has those that are not named

@@ -52,7 +52,9 @@ def until_ended(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int
     """The code to end with: once all ranks have ended well, or the first has not, or a signal has come into `signals`."""
     while not signals:
         codes = [rank.poll() for rank in ranks]
-        failed = [f"rank {local_rank} of this node ended with {said(code)}" for local_rank, code in enumerate(codes) if code]
+        failed = [
+            f"rank {local_rank} of this node ended with {said(code)}" for local_rank, code in enumerate(codes) if code
+        ]
         if failed:
             print(f"{'; '.join(failed)}: the ranks of this node are ended", file=sys.stderr)
             return 1

@@ -112,7 +112,9 @@ class Pulse:
         threading.Thread(target=self._run, daemon=True, name="pulse").start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, Exception):
             log.error("rank %d failed", self._gang.rank, exc_info=error)
             # rank 0 goes first: the launcher ends the other ranks of a node with the first that ends

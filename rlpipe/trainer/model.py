@@ -41,7 +41,9 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import NewAdapter
 from rlpipe.trainer.packing import BRANCHES
 
-ReadRows = Callable[[str, list[int], int, int], Tensor]  # (the module's name, whole shape, first row, end row) -> those rows
+ReadRows = Callable[
+    [str, list[int], int, int], Tensor
+]  # (the module's name, whole shape, first row, end row) -> those rows
 Weights = Callable[[Any], ReadRows]  # where the rows of a model, which has none yet, come from
 
 
@@ -70,7 +72,12 @@ class PolicyModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies, fp32, of `target_N`, each predicted at the flat position `source_N`; all ranks of a team give the same, and get
         the same."""
-        team, length, count, place_M = self.team if uses_team(self.lm) else None, tokens_RL.shape[1], len(target_N), None
+        team, length, count, place_M = (
+            self.team if uses_team(self.lm) else None,
+            tokens_RL.shape[1],
+            len(target_N),
+            None,
+        )
         if team:
             tokens_RL, positions_RL, branch_RL = team.filled(tokens_RL, positions_RL, branch_RL)
         mask = self._mask(positions_RL, branch_RL, team)
@@ -168,7 +175,9 @@ def build_policy(
 def layers_of(lm: Any) -> list[nn.Module]:
     """What is gathered at once, layer by layer; the rest of the model is gathered for all of a step."""
     layers = [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]
-    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}  # a family may name both
+    inner = {
+        id(module) for layer in layers for module in layer.modules() if module is not layer
+    }  # a family may name both
     tied = {id(lm.get_parameter(name)) for name in tied_names(lm)}  # they belong to the whole
     return [layer for layer in layers if id(layer) not in inner and not tied.intersection(map(id, layer.parameters()))]
 
@@ -222,7 +231,9 @@ def load_policy(
             weights = whole_weights(gang, ref, rebuilt)
             weights = with_adapter(weights, functools.partial(new_adapter_rows, new.seed)) if new else weights
     assert weights is not None, "an error is raised"
-    generation_config = documents.get("generation_config.json") or GenerationConfig.from_model_config(config).to_diff_dict()
+    generation_config = (
+        documents.get("generation_config.json") or GenerationConfig.from_model_config(config).to_diff_dict()
+    )
     policy = build_policy(gang, config, weights, frozen, adapted)
     if rebuilt is not None:
         shutil.rmtree(rebuilt, ignore_errors=True)  # all ranks have read it; another one of this node may be first
@@ -232,7 +243,10 @@ def load_policy(
 def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
     """On this node's disk, verified, the whole files of a policy that is stored as a difference; None for one that is read from the store."""
     folder: Path | None = None
-    for is_turn in (os.environ.get("LOCAL_RANK", "0") == "0", True):  # one rank of a node makes them, then the others see them
+    for is_turn in (
+        os.environ.get("LOCAL_RANK", "0") == "0",
+        True,
+    ):  # one rank of a node makes them, then the others see them
         with gang.together():
             if is_turn and is_delta(gang.store, ref):
                 folder = materialise(gang.store, ref, gang.scratch("policies"))
@@ -263,7 +277,9 @@ def adapter_rows(gang: Gang, ref: ArtifactRef) -> ReadRows:
 
     def rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
         if file.shapes.get(PREFIX + name) != shape:
-            raise StoreError(f"{ref.folder}: the adapter has {name} in the shape {file.shapes.get(PREFIX + name)}, not {shape}")
+            raise StoreError(
+                f"{ref.folder}: the adapter has {name} in the shape {file.shapes.get(PREFIX + name)}, not {shape}"
+            )
         return finite(file.read(PREFIX + name, (start, end)).float(), PREFIX + name, ref.folder)
 
     return rows

@@ -113,7 +113,8 @@ def _entries(part: Part, flat: Tensor) -> dict[nn.Parameter, dict[str, Tensor]]:
     for shard in part.shards:
         room = _room(shard) // len(MOMENTS)
         entries[shard] = {
-            moment: flat[start + place * room :][: shard.numel()].view(shard.shape) for place, moment in enumerate(MOMENTS)
+            moment: flat[start + place * room :][: shard.numel()].view(shard.shape)
+            for place, moment in enumerate(MOMENTS)
         }
         start += _room(shard)
     return entries
@@ -122,7 +123,9 @@ def _entries(part: Part, flat: Tensor) -> dict[nn.Parameter, dict[str, Tensor]]:
 def _mapped(gang: Gang, num_bytes: int) -> mmap.mmap:
     """Zeros in a file of the node's scratch, which is gone with this process. OSError when the disk has no room."""
     with tempfile.TemporaryFile(dir=gang.scratch("moments")) as file:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a file with holes would end this process when the disk is full
+        os.posix_fallocate(
+            file.fileno(), 0, num_bytes
+        )  # a file with holes would end this process when the disk is full
         return mmap.mmap(file.fileno(), num_bytes)
 
 

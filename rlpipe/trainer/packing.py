@@ -18,7 +18,9 @@ from rlpipe.base.errors import UserError
 # With masks of L x L, which a CPU takes. At this length of a row its attention, which grows with the square, costs as much as all else: between a
 # model of 0.8M and one of 135M on a CPU
 ATTENTION_TOKENS = 512
-SHARED_TOKENS_MAX = 2048  # of a text that shares a prompt: its mask in each layer is to stay small beside the activations
+SHARED_TOKENS_MAX = (
+    2048  # of a text that shares a prompt: its mask in each layer is to stay small beside the activations
+)
 ROW_LENGTHS = (1, 2, 4)  # that are tried, in lengths of the longest text
 TEXT_LENGTHS = (1, 2, 4, 8)  # that are tried for texts that share a prompt, in lengths of the longest sequence
 BRANCHES = 2048  # more than one text has sequences
@@ -71,7 +73,9 @@ def sequence_of(tokens: np.ndarray, scored: np.ndarray, num_shared: int = 0) -> 
     """A made sequence, without logprobs. Example: sequence_of([5, 9, 2], scored=[1, 2])."""
     loss_mask = np.zeros(len(tokens), dtype=np.int8)
     loss_mask[scored] = 1
-    return TrainSequence(tokens[:num_shared], tokens[num_shared:], loss_mask[num_shared:], np.zeros(0, np.float32), len(scored))
+    return TrainSequence(
+        tokens[:num_shared], tokens[num_shared:], loss_mask[num_shared:], np.zeros(0, np.float32), len(scored)
+    )
 
 
 Text = list[TrainSequence]  # of several the prompts are equal
@@ -147,7 +151,9 @@ def plan_texts(
     shared_max = min(SHARED_TOKENS_MAX, longest_row) if flex_tokens is None else longest_row
     limits: set[int] = set()
     if rows is Rows.SHARED:
-        limits = {min(times * longest, shared_max) for times in TEXT_LENGTHS} | ({longest_row} if flex_tokens else set())
+        limits = {min(times * longest, shared_max) for times in TEXT_LENGTHS} | (
+            {longest_row} if flex_tokens else set()
+        )
     tried: list[tuple[float, list[Text], list[RankPlan]]] = []
     for text_tokens_max in (0, *sorted(limits)):
         texts = share_prompts(sequences, text_tokens_max)
@@ -182,10 +188,13 @@ def plan_step(
         )
     tokens_max, ranks = tokens_max * context_ranks, ranks // context_ranks
     hands, tried = deal(lengths, ranks), {}
-    row_lengths = {min(times * longest, tokens_max) for times in ROW_LENGTHS} | (set() if attention is None else {tokens_max})
+    row_lengths = {min(times * longest, tokens_max) for times in ROW_LENGTHS} | (
+        set() if attention is None else {tokens_max}
+    )
     for row_tokens in sorted(row_lengths):
         filled = [
-            [[index] for index in hand] if rows is Rows.SINGLE else pack_rows(hand, lengths, row_tokens) for hand in hands
+            [[index] for index in hand] if rows is Rows.SINGLE else pack_rows(hand, lengths, row_tokens)
+            for hand in hands
         ]
         plans = [microbatches(hand_rows, lengths, tokens_max) for hand_rows in filled]
         tried[cost(plans, lengths, attention), row_tokens] = plans

@@ -56,10 +56,16 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> Jo
     if resident.policy.adapted is not None:
         target, documents = gang.published / folder / job.attempt, config_files(gang, resident, job.stop_token_ids)
         return JobResult(policy=save_adapter(gang, resident, target, documents))
-    tensors, layout, dtype = tensors_of(resident.policy.lm), layout_of(gang, resident), getattr(torch, gang.options.dtype)
+    tensors, layout, dtype = (
+        tensors_of(resident.policy.lm),
+        layout_of(gang, resident),
+        getattr(torch, gang.options.dtype),
+    )
     writer = PolicyWriter(gang, job, folder)
     files = [(file, [name for block in blocks for name in block]) for file, blocks in layout.files.items()]
-    for first in range(0, len(files), gang.size):  # each rank has one file in memory at a time, each node its share of them
+    for first in range(
+        0, len(files), gang.size
+    ):  # each rank has one file in memory at a time, each node its share of them
         at_once = {gang.by_node(turn): file for turn, file in enumerate(files[first : first + gang.size])}
         whole = _gathered(gang, tensors, {rank: names for rank, (_, names) in at_once.items()}, dtype)
         with gang.together():
@@ -90,7 +96,9 @@ def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return whole.detach().to(saved_as(tensor, dtype))
 
 
-def _gathered(gang: Gang, tensors: dict[str, Tensor], files: dict[int, list[str]], dtype: torch.dtype) -> dict[str, Tensor]:
+def _gathered(
+    gang: Gang, tensors: dict[str, Tensor], files: dict[int, list[str]], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """The tensors of this rank's file, whole, in main memory. `files`: the names in the file of each rank.
 
     All ranks gather them, one of each file in turn: while a GPU copies its own, the others' are gathered and copied.
@@ -123,7 +131,9 @@ class HostCopies:
     def __enter__(self) -> HostCopies:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._thread.shutdown()
         if error is None and self._last is not None:
             self._last.result()

@@ -123,7 +123,9 @@ class Fetches:
         with self._changed:
             while self._changed.wait_for(lambda: bool(self.going), quiet_s):
                 if not self._changed.wait_for(lambda: not self.going, deadline - time.monotonic()):
-                    log.warning("an upload waited %g s for other nodes that fetch weights: it waits no longer", GIVE_WAY_S)
+                    log.warning(
+                        "an upload waited %g s for other nodes that fetch weights: it waits no longer", GIVE_WAY_S
+                    )
                     self.going.clear()  # of a node that is gone nothing is heard for long: it holds up no other upload
                     return
                 quiet_s = QUIET_S

@@ -103,7 +103,9 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
         how = StepSettings(settings, job.first_step + index, settings.temperature, place, entropy_trained=trained)
         part = loss_part(batch, settings, gaps, moved=len(metrics) > 0)
         sums = optimizer_step(gang, resident, with_advantages(batch, advantages_B), part, how)
-        metrics.append({name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()})
+        metrics.append(
+            {name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()}
+        )
         gang.report(progress := progress + len(batch.microbatches), total)
     resident.gaps = gaps.gathered(gang, rollouts)
     taken = StepsTaken([replace(batch, microbatches=[]) for batch in planned], metrics, time.monotonic() - started)
@@ -113,7 +115,9 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
 
 def check_recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> None:
     """UserError, the same on every rank, where nobody recorded the logprob of a token to train. A collective."""
-    recorded = [microbatch.scored(microbatch.rollout_logprobs_BT) for batch in batches for microbatch in batch.microbatches]
+    recorded = [
+        microbatch.scored(microbatch.rollout_logprobs_BT) for batch in batches for microbatch in batch.microbatches
+    ]
     own = torch.tensor([sum(float((logprobs == UNRECORDED).sum()) for logprobs in recorded)], dtype=torch.float64)
     if unknown := int(gang.sum(gang.once(own))):
         raise UserError(
@@ -143,7 +147,9 @@ def metrics_of(
 ) -> JsonDict:
     """What the steps that were taken came to. `passes`: forward passes of a step, by policy: the one that is trained, then the reference."""
     steps, batches, train_s = taken.metrics, taken.batches, taken.train_s
-    first = {name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")}
+    first = {
+        name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")
+    }
     beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": train_s}
     beside["train/peak_memory_gib"] = gang.peak_memory_gib()
     beside |= mfu(gang, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])
@@ -198,7 +204,9 @@ def with_advantages(batch: StepBatch, advantages_B: list[np.ndarray]) -> StepBat
         own = [advantages_B[row] for row in microbatch.rows] or [np.zeros(1)]  # padding has one position
         return microbatch.spread(torch.from_numpy(np.concatenate(own)).float().to(microbatch.slot_N.device))
 
-    return replace(batch, microbatches=[replace(microbatch, advantages_BT=of(microbatch)) for microbatch in batch.microbatches])
+    return replace(
+        batch, microbatches=[replace(microbatch, advantages_BT=of(microbatch)) for microbatch in batch.microbatches]
+    )
 
 
 def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimator: str) -> np.ndarray:
@@ -243,11 +251,15 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
         gaps.add(microbatch, start_BT, recorded_BT & (not (by_engine and moved)))
         anchor_BT = rollout_BT if settings.objective == "dppo" else proximal_BT
         losses_BT, below_BT, above_BT = policy_terms(logprobs_BT, anchor_BT, advantages_BT, mask_BT, **clips)
-        weights_BT, bounded_BT = importance_weights(proximal_BT, rollout_BT, mask_BT, mode=settings.importance, **bounds)
+        weights_BT, bounded_BT = importance_weights(
+            proximal_BT, rollout_BT, mask_BT, mode=settings.importance, **bounds
+        )
         policy_part = scalar(losses_BT * weights_BT, mask_BT)
         loss, kl_part = policy_part, policy_part.new_zeros(())
         if microbatch.reference_logprobs_BT is not None:
-            kl_part = scalar(kl(logprobs_BT, microbatch.reference_logprobs_BT, estimator=settings.kl_estimator), mask_BT)
+            kl_part = scalar(
+                kl(logprobs_BT, microbatch.reference_logprobs_BT, estimator=settings.kl_estimator), mask_BT
+            )
         if settings.kl == "loss" and settings.kl_coef:
             loss = loss + settings.kl_coef * kl_part
         if settings.entropy_coef:

@@ -75,8 +75,12 @@ class PolicyWriter:
 
     def together(self) -> dict[str, str]:
         """What all ranks wrote is known to all of them; the file of each tensor. A collective."""
-        written = WRITTEN.validate_python(self._gang.gather(asdict(WrittenFiles(self._stored, self._files, self._index))))
-        made_by = {record.name: rank // self._gang.node_ranks for rank, part in enumerate(written) for record in part.stored}
+        written = WRITTEN.validate_python(
+            self._gang.gather(asdict(WrittenFiles(self._stored, self._files, self._index)))
+        )
+        made_by = {
+            record.name: rank // self._gang.node_ranks for rank, part in enumerate(written) for record in part.stored
+        }
         self.made_on = {name: node for name, node in made_by.items() if node}
         self._stored = sorted((record for part in written for record in part.stored), key=lambda record: record.name)
         self._files = sorted((file for part in written for file in part.files), key=lambda file: file.name)
@@ -95,7 +99,9 @@ class PolicyWriter:
         metrics: Metrics = {"checkpoint/policy_bytes": sum(file.bytes for file in self._files)}
         if frames:
             assert self._job.base is not None, "a difference to nothing"
-            self._stored.append(publish_bytes(self._folder, DELTA, sealed(Delta(self._job.base, self._files, FRAME_BYTES))))
+            self._stored.append(
+                publish_bytes(self._folder, DELTA, sealed(Delta(self._job.base, self._files, FRAME_BYTES)))
+            )
             numbers = sum(file.bytes / file.width for file in self._files if file.stored == "xor")
             metrics["checkpoint/changed_fraction"] = sum(frame.changed for frame in frames) / numbers
         metrics["checkpoint/stored_bytes"] = sum(record.bytes for record in self._stored)

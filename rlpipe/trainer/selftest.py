@@ -30,7 +30,10 @@ assert min(LENGTHS[1], PROMPT) > WINDOW_TESTED
 # which changes nothing but how many tokens an expert has
 FAR = {"float32": 1e-4, "bfloat16": 0.3}
 FAR_PACKED = {"float32": 1e-5, "bfloat16": 0.3}  # or TIMES what single rows differ by
-FAR_GRADIENT = {"float32": 1e-3, "bfloat16": 0.2}  # of the whole gradient's norm: a wrong one is about as far as it is long
+FAR_GRADIENT = {
+    "float32": 1e-3,
+    "bfloat16": 0.2,
+}  # of the whole gradient's norm: a wrong one is about as far as it is long
 NEAR = {"float32": 1e-5, "bfloat16": 0.02}
 EXACT, TIMES = 1e-6, 4.0
 FLEX_DEVICES = ("cuda",)  # on a CPU it has no kernel for the backward pass
@@ -58,9 +61,13 @@ class Proof:
     def rows(self, family: str, dtype: str) -> Rows:
         """Packed rows and shared prompts where they change nothing, else a row for each sequence. UserError naming the family when that is wrong too."""
         if not self.is_finite:
-            raise UserError(f"model: {family}: its logprobs are not finite; its weights are damaged, or too large for {dtype}")
+            raise UserError(
+                f"model: {family}: its logprobs are not finite; its weights are damaged, or too large for {dtype}"
+            )
         if self.ahead > NEAR[dtype] or self.single > FAR[dtype]:
-            what = "it looks ahead" if self.ahead > NEAR[dtype] else "a row is computed in another way than a text alone"
+            what = (
+                "it looks ahead" if self.ahead > NEAR[dtype] else "a row is computed in another way than a text alone"
+            )
             raise UserError(
                 f"model: {family} cannot be trained here: its logprobs in a batch differ by {max(self.ahead, self.single):.2g} per token "
                 f"({what}); use a causal language model"
@@ -118,7 +125,9 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
         faults.append(fault)
         leave_flex(lm)
         settle(policy, gang.device)
-    how = "attention is computed as its own code has it, not by flex_attention: one sequence a row, several times slower"
+    how = (
+        "attention is computed as its own code has it, not by flex_attention: one sequence a row, several times slower"
+    )
     gang.warn(f"{lm.config.model_type}: {how} ({faults[-1]})")
     return None
 
@@ -141,7 +150,10 @@ def _tried_flex(gang: Gang, policy: PolicyModel) -> tuple[Rows, str]:
         fault = f"{error!s:.300}"
     if not fault and first and any(parameter.requires_grad for parameter in policy.parameters()):
         _gradients(gang, policy, first, Rows.SINGLE)
-    if not fault and not (far := gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED)) <= FAR_GRADIENT[gang.options.dtype]:
+    if (
+        not fault
+        and not (far := gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED)) <= FAR_GRADIENT[gang.options.dtype]
+    ):
         fault = f"its gradients differ by {far:.2g}"
     return rows, fault
 
@@ -170,7 +182,9 @@ def _of_ranks(gang: Gang, policy: PolicyModel) -> Proof:
             f"model: {family} cannot be trained here: its forward pass fails ({error!s:.300}){_alone(gang)}"
         ) from error
     of_ranks = gang.gather(own)
-    return Proof(**{name: float(np.max([values[name] for values in of_ranks])) for name in own})  # a nan of any rank stays
+    return Proof(
+        **{name: float(np.max([values[name] for values in of_ranks])) for name in own}
+    )  # a nan of any rank stays
 
 
 def gradient_distance(gang: Gang, policy: PolicyModel, *kinds: Rows) -> float:
@@ -201,8 +215,12 @@ def _gradients(gang: Gang, policy: PolicyModel, texts: list[TrainSequence], rows
     parts = policy.team.ranks if policy.team and uses_team(policy.lm) else 1
     try:
         (torch.cat(row_logprobs(policy, texts, rows, gang.device, gradient=True)).mean() * parts).backward()
-    except MODEL_FAULTS as error:  # nothing goes on from here: FSDP would add what is left of this pass to the next gradient
-        raise UserError(f"model: {policy.lm.config.model_type} has no gradient here ({error!s:.300}){_alone(gang)}") from error
+    except (
+        MODEL_FAULTS
+    ) as error:  # nothing goes on from here: FSDP would add what is left of this pass to the next gradient
+        raise UserError(
+            f"model: {policy.lm.config.model_type} has no gradient here ({error!s:.300}){_alone(gang)}"
+        ) from error
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
     policy.zero_grad(set_to_none=True)

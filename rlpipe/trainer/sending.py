@@ -56,7 +56,9 @@ class Sending:
                 listener = socket.create_server((host, 0))
                 port, wait = listener.getsockname()[1], timedelta(seconds=STALL_S)
                 # torch's own socket would listen at every address of the machine
-                store = TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach())
+                store = TCPStore(
+                    host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach()
+                )
                 if job.position != self._position:
                     self._position, self._meetings = job.position, {}
                 self._meetings[job.group] = store
@@ -158,7 +160,9 @@ class ReceiverGroup:
             raise OSError(f"a receiver of weights was lost: {error!s:.300}") from error
         try:
             error = doing.exception(ABORT_S)
-        except TimeoutError:  # this process cannot be trusted any more: it ends, and the gang is made anew from the store
+        except (
+            TimeoutError
+        ):  # this process cannot be trusted any more: it ends, and the gang is made anew from the store
             raise RuntimeError(f"a group with engines hangs, {STALL_S:g} s and its abort are over") from None
         _forget_frames(error)
         raise OSError(f"a receiver of weights was late by {STALL_S:g} s")
@@ -189,7 +193,9 @@ def _described(gang: Gang, resident: Resident, names: list[str]) -> TensorBucket
     """What is sent of these tensors of the module."""
     lm, dtype = resident.policy.lm, getattr(torch, gang.options.dtype)
     tensors = tensors_of(lm)
-    empty = {name: torch.empty(tensors[name].shape, dtype=saved_as(tensors[name], dtype), device="meta") for name in names}
+    empty = {
+        name: torch.empty(tensors[name].shape, dtype=saved_as(tensors[name], dtype), device="meta") for name in names
+    }
     sent = hub_tensors(lm, empty)
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in sent.values()]
     return TensorBucket([*sent], dtypes, [[*tensor.shape] for tensor in sent.values()])

@@ -162,7 +162,12 @@ def _work(argument: str) -> None:
         server = NodeServer(options, uploads) if board is None else GangServer(options, board, gang.size, uploads)
         threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True, name="http").start()
         log.info(
-            "node %d of a gang of %d serves on %s:%d (pid %d)", gang.node, gang.size, options.host, options.port, os.getpid()
+            "node %d of a gang of %d serves on %s:%d (pid %d)",
+            gang.node,
+            gang.size,
+            options.host,
+            options.port,
+            os.getpid(),
         )
     with pulse:
         serve_jobs(Trainer(gang, uploads.begin), board)

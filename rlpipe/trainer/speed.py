@@ -53,7 +53,9 @@ def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     return shorter
 
 
-def _passes(config: PretrainedConfig, dtype: torch.dtype, length: int, timing: Mapping[str, int]) -> tuple[float, float, float]:
+def _passes(
+    config: PretrainedConfig, dtype: torch.dtype, length: int, timing: Mapping[str, int]
+) -> tuple[float, float, float]:
     """Seconds of a forward and backward pass of a microbatch, of a forward pass alone, and of one token for each place of an engine."""
     torch.set_num_threads(timing["threads"])
     lm: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()

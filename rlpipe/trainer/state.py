@@ -85,7 +85,9 @@ class StoredState:
             raise StoreError(f"{address} is missing from the store")
         self.record = json.loads(read_file(gang.store, ref.folder, files["state.json"]))
         if self.record.get("schema_version") != STATE_SCHEMA:
-            raise StoreError(f"{address} has schema_version {self.record.get('schema_version')}, expected {STATE_SCHEMA}")
+            raise StoreError(
+                f"{address} has schema_version {self.record.get('schema_version')}, expected {STATE_SCHEMA}"
+            )
         size = self.record["world_size"]
         self._files = [files[state_file(rank, size)] for rank in range(size)]
         self._blocks = [Blocks(**blocks) for blocks in self.record.get("blocks", [])]
@@ -158,7 +160,9 @@ def _load_state(gang: Gang, ref: ArtifactRef) -> tuple[Resident, str]:
 
 def differences(before: dict[str, str], now: dict[str, str]) -> str:
     """What two gangs differ in, by name; nothing is known of what an older version saved."""
-    return ", ".join(f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name])
+    return ", ".join(
+        f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]
+    )
 
 
 def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
@@ -170,10 +174,14 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
     """
     with gang.together():
         if gang.leads_node:
-            shutil.rmtree(gang.published, ignore_errors=True)  # an upload for a flow that is gone may delete its files too
+            shutil.rmtree(
+                gang.published, ignore_errors=True
+            )  # an upload for a flow that is gone may delete its files too
             shutil.rmtree(gang.scratch("saving"))
     saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
-    state, made_on = save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else ([], {})
+    state, made_on = (
+        save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else ([], {})
+    )
     gap = save_gaps(gang, resident.gaps, job.gap_folder, job.attempt) if job.gap_folder is not None else []
     tokens = probe_tokens(resident.config, job.context_tokens_max)
     probe = {"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)}
@@ -232,7 +240,10 @@ def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
 def _state_document(gang: Gang, resident: Resident) -> JsonDict:
     adapted, tensors = resident.policy.adapted, tensors_of(resident.policy.lm)
     shapes = {name: [*tensor.shape] for name, tensor in tensors.items() if adapted is None or is_adapter(name)}
-    rows = {name: [row_range((*shape, 1)[0], part, gang.parts) for part in range(gang.parts)] for name, shape in shapes.items()}
+    rows = {
+        name: [row_range((*shape, 1)[0], part, gang.parts) for part in range(gang.parts)]
+        for name, shape in shapes.items()
+    }
     return {
         "schema_version": STATE_SCHEMA,
         "world_size": gang.parts,

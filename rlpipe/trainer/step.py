@@ -55,7 +55,9 @@ class Resident:
     optimizer: torch.optim.AdamW
     rows: Rows
     away: AwayMoments | None
-    gaps: list[TokenGaps] | None = None  # of the iteration that was trained last, in host memory of rank 0; none after a load
+    gaps: list[TokenGaps] | None = (
+        None  # of the iteration that was trained last, in host memory of rank 0; none after a load
+    )
 
     @torch.no_grad()
     def exchange(self, others: list[Tensor]) -> None:
@@ -76,7 +78,9 @@ class Resident:
     def apply(self, gradients: list[Tensor], rate: float, settings: OptimizerConfig) -> None:
         """One AdamW update with these gradients, which are then forgotten."""
         for (name, parameter), shard in zip(self.policy.trained(), self.shards.values(), strict=True):
-            assert parameter.to_local().data_ptr() == shard.data_ptr(), f"{name}: the optimizer holds other memory than FSDP"
+            assert parameter.to_local().data_ptr() == shard.data_ptr(), (
+                f"{name}: the optimizer holds other memory than FSDP"
+            )
         betas = (BETA1, settings.beta2)
         self.optimizer.param_groups[0].update(lr=rate, betas=betas, weight_decay=settings.weight_decay)
         if self.away is not None:
@@ -205,7 +209,9 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
     reduced = gang.sum(torch.cat([gang.once(totals), squares[None]]).cpu()).tolist()
     result = dict(zip([*names, "grad_norm"], [*reduced[:-1], math.sqrt(reduced[-1])], strict=True))
     if not (math.isfinite(result["loss"]) and math.isfinite(result["grad_norm"])):
-        raise StepRefused(f"{settings.address}: loss {result['loss']}, gradient norm {result['grad_norm']}; no update was made")
+        raise StepRefused(
+            f"{settings.address}: loss {result['loss']}, gradient norm {result['grad_norm']}; no update was made"
+        )
     if result["grad_norm"] > settings.optimizer.grad_clip:
         torch._foreach_mul_(gradients, settings.optimizer.grad_clip / result["grad_norm"])  # pyright: ignore[reportPrivateImportUsage]
     rate = learning_rate(settings.optimizer, settings.step)

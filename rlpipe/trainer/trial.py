@@ -56,7 +56,9 @@ def try_model(hello: JsonDict) -> JsonDict:
     config = hf_config(hello.get("config") or folder_config(folder))
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and positions < context_tokens_max:
-        raise UserError(f"it has {positions} positions, and model.context_tokens_max={context_tokens_max} is more; lower it")
+        raise UserError(
+            f"it has {positions} positions, and model.context_tokens_max={context_tokens_max} is more; lower it"
+        )
     check_team(config, hello.get("context_ranks", 1))
     lm = empty_model(config)
     _try_shapes(config)
@@ -122,7 +124,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._counted:
+            if (
+                isinstance(tensor, Tensor)
+                and (key := (storage := tensor.untyped_storage())._cdata) not in self._counted
+            ):
                 self._counted.add(key)
                 self.now += storage.nbytes()
                 self.most = max(self.most, self.now)
@@ -189,7 +194,9 @@ def rows_of(config: PretrainedConfig) -> str:
     try:
         proof = prove(PolicyModel(small_model(small_config(config))), torch.device("cpu"))
         assert proof.is_finite, "small numbers that do not go together"
-    except Exception as error:  # a family's numbers go together in its own way; its weights are tried when they are loaded
+    except (
+        Exception
+    ) as error:  # a family's numbers go together in its own way; its weights are tried when they are loaded
         return f"not tried ({error!r:.80})"
     return "packed" if proof.rows(config.model_type, "float32") >= Rows.PACKED else "one sequence a row"
 

@@ -128,7 +128,9 @@ class GroupFiles:
         for member in (member for file in self.scores for member in self.library.rows(file, GroupMember)):
             index = member.group_index
             if index not in lines:
-                lines[index] = GroupLine(index, member.prompt_id, member.prompt, *fates.get(index, (self._otherwise, "")))
+                lines[index] = GroupLine(
+                    index, member.prompt_id, member.prompt, *fates.get(index, (self._otherwise, ""))
+                )
             lines[index].num_rollouts += 1
             if member.reward is not None:
                 lines[index].rewards.append(member.reward)
@@ -148,7 +150,9 @@ class GroupFiles:
             if name in named:
                 rows = self.library.table(CommittedFile.of(self.batch, name), InGroup)
                 fates |= dict.fromkeys(rows["group_index"].unique().to_pylist(), (fate, ""))
-        return fates | {int(index): ("dropped", reason) for index, reason in self.batch[1].metrics.get("dropped", {}).items()}
+        return fates | {
+            int(index): ("dropped", reason) for index, reason in self.batch[1].metrics.get("dropped", {}).items()
+        }
 
     def fate(self, group_index: int) -> tuple[str, str]:
         """What became of a group, and why it was dropped."""
@@ -240,7 +244,9 @@ def iteration_groups(library: Library, run: Run, iteration: int) -> GroupFiles:
     drawn = [run.committed("rl", iteration, f"prompts/round-{round_index}") for round_index in range(len(scores))]
     prompts = [CommittedFile.of(artifact, "prompts.parquet") for artifact in drawn]
     batch = run.artifact("rl", iteration, f"batch/round-{len(scores) - 1}")
-    return GroupFiles(library, run, "iterations", iteration, scores, prompts, batch, run.artifact("rl", iteration, "gap"))
+    return GroupFiles(
+        library, run, "iterations", iteration, scores, prompts, batch, run.artifact("rl", iteration, "gap")
+    )
 
 
 def evaluation_groups(library: Library, run: Run, version: int) -> GroupFiles:

@@ -63,7 +63,9 @@ class AskedInGroup(InGroup):
 
 
 Points = list[tuple[int, float]]
-RunCurves = dict[str, Points]  # metric -> its points over iterations, weight versions (evaluation/...) or SFT steps (sft/...)
+RunCurves = dict[
+    str, Points
+]  # metric -> its points over iterations, weight versions (evaluation/...) or SFT steps (sft/...)
 
 
 class Library:
@@ -131,13 +133,17 @@ class Library:
         system, address = file_system(self.store, {file.key: file.bytes}), self.store.address(file.key)
         try:
             with system.open_input_file(path_of(self.store, file.key)) as source:
-                parquet = pq.ParquetFile(source, pre_buffer=False)  # in this thread alone: see read_table of records/columns.py
+                parquet = pq.ParquetFile(
+                    source, pre_buffer=False
+                )  # in this thread alone: see read_table of records/columns.py
                 names = [name for name in schema_of(record).names if name in parquet.schema_arrow.names]
                 return typed(parquet.read(names, use_threads=False), record)
         except FileNotFoundError as error:
             raise StoreError(f"{address} is missing from the store") from error
         except (pa.ArrowException, ValueError, OSError) as error:
-            raise StoreError(f"{address} cannot be read ({error}); `rlpipe verify RUN` names what is damaged") from error
+            raise StoreError(
+                f"{address} cannot be read ({error}); `rlpipe verify RUN` names what is damaged"
+            ) from error
 
     def rows(self, file: CommittedFile, record: type[Record], group_index: int | None = None) -> list[Record]:
         """The rows of a Parquet file as records, of all groups or of one; only the record's columns are read."""
@@ -149,4 +155,6 @@ class Library:
         try:
             return from_table(rows, record)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise StoreError(f"{self.store.address(file.key)} is no file of {record.__name__} records ({error})") from error
+            raise StoreError(
+                f"{self.store.address(file.key)} is no file of {record.__name__} records ({error})"
+            ) from error

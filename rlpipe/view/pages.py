@@ -83,7 +83,9 @@ def compare_page(library: Library, _place: JsonDict, query: QueryParams) -> Page
         "metrics": metrics,
         "chosen": shown,
         "plots": metric_plots(curves, shown),
-        "newest": [(metric, [own[metric][-1][1] if metric in own else None for own in curves.values()]) for metric in shown],
+        "newest": [
+            (metric, [own[metric][-1][1] if metric in own else None for own in curves.values()]) for metric in shown
+        ],
         "settings": [row for row in rows if len(set(row[1])) > 1],
     }
     return Page("compare.html", values)
@@ -112,7 +114,11 @@ def run_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
 
 def dropped_of(record: IterationRecord) -> str:
     """How many groups were dropped for which reason. Example: zero_std 12, surplus 3."""
-    counts = {name.removeprefix(DROPPED): count for name, count in record.metrics.items() if name.startswith(DROPPED) and count}
+    counts = {
+        name.removeprefix(DROPPED): count
+        for name, count in record.metrics.items()
+        if name.startswith(DROPPED) and count
+    }
     return ", ".join(f"{reason} {count:g}" for reason, count in sorted(counts.items(), key=lambda entry: -entry[1]))
 
 
@@ -146,7 +152,9 @@ def evaluations_page(library: Library, place: JsonDict, query: QueryParams) -> P
     names = sorted({name for manifest in evaluated.values() for name in manifest.metrics})
     curves = {
         name: curve(
-            run.name, [(version, made.metrics.get(name)) for version, made in evaluated.items()], f"{place['path']}?after="
+            run.name,
+            [(version, made.metrics.get(name)) for version, made in evaluated.items()],
+            f"{place['path']}?after=",
         )
         for name in names
         if name.endswith("_greedy")

@@ -81,7 +81,14 @@ def group_page(library: Library, place: JsonDict, _query: QueryParams) -> Page:
     files, group = files_of(library, place), place["group"]
     rollouts = files.rollouts(group)
     parts = sorted({name for rollout in rollouts for name in rollout.reward_parts or {}})
-    values = {"run": files.run, "files": files, "group": group, "fate": files.fate(group), "rollouts": rollouts, "parts": parts}
+    values = {
+        "run": files.run,
+        "files": files,
+        "group": group,
+        "fate": files.fate(group),
+        "rollouts": rollouts,
+        "parts": parts,
+    }
     values |= {"trained": files.trained(group), "steps": files.neighbours(group), "turns": files.turns(group)}
     return Page("group.html", values)
 
@@ -111,7 +118,9 @@ def rollout_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
         "answers": answers_of(rollout, by_agent),
         "fault": fault,
         "colour": choice(query, "colour", COLOURS),
-        "versions": {version: at for at, version in enumerate(sorted({span.version for span in rollout.weight_versions}))},
+        "versions": {
+            version: at for at, version in enumerate(sorted({span.version for span in rollout.weight_versions}))
+        },
         "gaps": np.abs(gaps[np.isfinite(gaps)].astype(float)).tolist(),
         "no_gap": _no_gap(files, bool(trained)),
         "logprobs": [token.logprob for token in tokens if token.logprob is not None],

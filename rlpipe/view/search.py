@@ -107,12 +107,18 @@ def search(library: Library, places: list[tuple[Run, int]], text: str) -> Looked
 
 def _hit(run: str, iteration: int, rollout: SearchedRollout, pattern: re.Pattern[str]) -> Hit:
     found_in = (
-        (column, text, match.span()) for column in SEARCHED if (match := pattern.search(text := getattr(rollout, column)))
+        (column, text, match.span())
+        for column in SEARCHED
+        if (match := pattern.search(text := getattr(rollout, column)))
     )
     # none: capitals that only one of the two knows
     column, text, (start, end) = next(found_in, ("completion", rollout.completion, (0, 0)))
     return Hit(
-        run, iteration, rollout, column, (text[max(start - CONTEXT, 0) : start], text[start:end], text[end : end + CONTEXT])
+        run,
+        iteration,
+        rollout,
+        column,
+        (text[max(start - CONTEXT, 0) : start], text[start:end], text[end : end + CONTEXT]),
     )
 
 
@@ -150,7 +156,9 @@ def prompt_in_evaluations(library: Library, run: Run, prompt_id: str) -> list[An
     """What was sampled for a prompt of an evaluation set, by weight version, the newest first."""
     answers = []
     for version, _ in evaluated_versions(run):
-        rows = (row for file in evaluation_groups(library, run, version).scores for row in library.rows(file, ShownRollout))
+        rows = (
+            row for file in evaluation_groups(library, run, version).scores for row in library.rows(file, ShownRollout)
+        )
         if rollouts := sorted((row for row in rows if row.prompt_id == prompt_id), key=lambda row: row.rollout_index):
             answers.append(Answers(version, rollouts))
     return answers[::-1]

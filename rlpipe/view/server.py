@@ -169,7 +169,9 @@ def view_app(store: Store, key: str = "") -> ASGIApp:
 
     def rendered(request: Request, page: Page, status: int = 200) -> Response:
         values = {"store": store.url, "path": request.url.path, "query": request.query_params, **page.values}
-        return HTMLResponse(templates().get_template(page.template).render(values), status, {"Cache-Control": "no-cache"})
+        return HTMLResponse(
+            templates().get_template(page.template).render(values), status, {"Cache-Control": "no-cache"}
+        )
 
     def refused(request: Request, message: str, status: int = 404) -> Response:
         return rendered(request, Page("error.html", {"message": message}), status)
@@ -191,7 +193,9 @@ def view_app(store: Store, key: str = "") -> ASGIApp:
         name = request.path_params["name"]
         if name not in KINDS or request.url.path != static_address(name):
             return PlainTextResponse("not there", 404)
-        return Response(static_files()[name], 200, {"Cache-Control": "public, max-age=31536000, immutable"}, KINDS[name])
+        return Response(
+            static_files()[name], 200, {"Cache-Control": "public, max-age=31536000, immutable"}, KINDS[name]
+        )
 
     shown = [(path, show, "") for path, show in PAGES.items()]
     for kind in ("iterations", "evaluations"):
@@ -209,7 +213,9 @@ def serve_view(store: Store, host: str, port: int, say: Callable[[str], None]) -
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        raise UserError(f"--host {host} --port {port}: cannot listen there ({error}); --port 0 takes a free one") from error
+        raise UserError(
+            f"--host {host} --port {port}: cannot listen there ({error}); --port 0 takes a free one"
+        ) from error
     with listening:
         name = f"[{host}]" if ":" in host else host
         say(f"http://{name}:{listening.getsockname()[1]}/ shows the runs in {store.url}; Ctrl-C ends it")

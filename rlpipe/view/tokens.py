@@ -69,7 +69,14 @@ def shown_tokens(
     entries = zip(tokens, token_texts(tokens, tokenizer), logprobs, mask, versions, _known(apart), strict=True)
     return [
         ShownToken(
-            token, text, tokenizer.id_to_token(token) or "", logprob, bool(one), version, gap, (speakers or {}).get(index, "")
+            token,
+            text,
+            tokenizer.id_to_token(token) or "",
+            logprob,
+            bool(one),
+            version,
+            gap,
+            (speakers or {}).get(index, ""),
         )
         for index, (token, text, logprob, one, version, gap) in enumerate(entries)
     ]

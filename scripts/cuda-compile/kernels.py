@@ -73,7 +73,8 @@ def attend(case: Case) -> None:
     rows, length = case.shape
     heads = (HEADS, case.groups, case.groups)
     query, key, value = (
-        torch.zeros(rows, number, length, case.head_dim, dtype=DTYPES[case.dtype], requires_grad=True) for number in heads
+        torch.zeros(rows, number, length, case.head_dim, dtype=DTYPES[case.dtype], requires_grad=True)
+        for number in heads
     )
     positions_RL = (torch.arange(length) % 700)[None].repeat(rows, 1)
     text_RL = flex.texts_of(positions_RL)
@@ -114,13 +115,18 @@ def of_card(name: str, chosen: list[Case]) -> int:
             attend(case)
         if bool(made) != case.new:
             faults += 1
-            print(f"{name}: {case}: {len(made)} kernels were made, not {'some' if case.new else 'none'}", file=sys.stderr)
+            print(
+                f"{name}: {case}: {len(made)} kernels were made, not {'some' if case.new else 'none'}", file=sys.stderr
+            )
         for kernel in made:
             print(
-                json.dumps({"card": name, "case": dataclasses.asdict(case), "kernel": dataclasses.asdict(kernel)}), flush=True
+                json.dumps({"card": name, "case": dataclasses.asdict(case), "kernel": dataclasses.asdict(kernel)}),
+                flush=True,
             )
             print(f"{name}: {case}: {line(kernel, limit)}", file=sys.stderr)
-        if any(kernel.shared > limit for kernel in made) != (case.new and (name, case.dtype, case.head_dim) in TOO_LARGE):
+        if any(kernel.shared > limit for kernel in made) != (
+            case.new and (name, case.dtype, case.head_dim) in TOO_LARGE
+        ):
             faults += 1
             print(f"{name}: {case}: that is not what TOO_LARGE and docs/gpu.md say", file=sys.stderr)
     made.clear()
@@ -151,7 +157,9 @@ def table(made: list[dict[str, Any]]) -> str:
                     backward = "backward" in one["kernel"]["name"]
                     most[backward] = max(most[backward], one["kernel"]["shared"])
             cells.append(
-                " / ".join(f"**{size / 1024:.0f}**" if size > card.shared_max else f"{size / 1024:.0f}" for size in most)
+                " / ".join(
+                    f"**{size / 1024:.0f}**" if size > card.shared_max else f"{size / 1024:.0f}" for size in most
+                )
             )
         lines.append(f"| {name} ({card.example}) | {card.shared_max >> 10} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -171,7 +179,10 @@ def main() -> int:
     for card in given.cards:
         rest = ["--head-dims", *map(str, given.head_dims), "--dtypes", *given.dtypes]
         done = subprocess.run(
-            [sys.executable, __file__, "--inside", "--cards", card, *rest], stdout=subprocess.PIPE, text=True, check=False
+            [sys.executable, __file__, "--inside", "--cards", card, *rest],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         made += map(json.loads, done.stdout.splitlines())
         faults += done.returncode

@@ -59,7 +59,15 @@ def load_bookkeeping() -> None:
     torch = Path(found.origin).parent
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "played.so"
-        argv = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch}/include", str(HERE / "played.cpp"), f"-L{torch}/lib"]
+        argv = [
+            "g++",
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            f"-I{torch}/include",
+            str(HERE / "played.cpp"),
+            f"-L{torch}/lib",
+        ]
         subprocess.run([*argv, "-lc10", "-ltorch_cpu", "-o", str(library)], check=True)
         for name in ("torch_global_deps", "c10", "torch_cpu", "c10_cuda", "torch_cuda"):
             if (part := torch / f"lib/lib{name}.so").exists():  # the last two in a CUDA build
@@ -146,7 +154,9 @@ def _play_device(card: Card) -> None:
     inside: Any = torch._C
     for name in ("getDevice", "setDevice", "exchangeDevice", "maybeExchangeDevice", "getCurrentRawStream"):
         setattr(inside, f"_cuda_{name}", lambda *_given: 0)
-    inside._dynamo.guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+    inside._dynamo.guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
+        size, stride, dtype=dtype
+    )
     torch.version.cuda = "13.0"
 
 

@@ -98,7 +98,9 @@ def commit_rl(run: Any, iterations: range) -> None:
         row = {"prompt_id": "p0", "prompt": "what?", "completion": "x", "reward": 0.5, "reward_parts": '{"exact": 0.5}'}
         refs = {
             "prompts": commit_rows(run, iteration, "prompts/round-0", "prompts.parquet", prompts),
-            "batch": commit_rows(run, iteration, "batch/round-0", "batch.parquet", to_parquet([fill(row, BATCH)], BATCH)),
+            "batch": commit_rows(
+                run, iteration, "batch/round-0", "batch.parquet", to_parquet([fill(row, BATCH)], BATCH)
+            ),
             "policy": commit_stage(run, iteration, "policy"),
         }
         assert run.store.create(run.iteration_key(iteration), sealed(record_of(run, iteration, METRICS, refs)))
@@ -158,7 +160,9 @@ def damages(store: Path) -> Iterator[Damage]:
         yield from (Damage(key, f"a byte flipped at {where:.0%}", _flip(key, where)) for where in (0.1, 0.4, 0.9))
         for field in sorted(json.loads((store / key).read_bytes()).keys() - {SEAL}):
             yield Damage(key, f"{field} is away", _set(key, field, ..., seal=True))
-            yield from (Damage(key, f"{field} is {name}", _set(key, field, value, seal=True)) for name, value in VALUES.items())
+            yield from (
+                Damage(key, f"{field} is {name}", _set(key, field, value, seal=True)) for name, value in VALUES.items()
+            )
         for place, value in NESTED[key]:
             yield from (
                 Damage(key, f"{place}={value!r:.40}{' without a seal' * (not seal)}", _set(key, place, value, seal))

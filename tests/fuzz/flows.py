@@ -31,7 +31,12 @@ CHANGES: list[tuple[str, Any]] = [
 ]  # fmt: skip
 ROWS = ("no prompt", "a number", "null", "half a character", "cut", "messages of text")
 # the others take a process of their own, and preflight with it the ten seconds of a case
-FOLDERS = ("config.json is away", "tokenizer.json is away", "model.safetensors is cut to 50%", "an index that leads out")
+FOLDERS = (
+    "config.json is away",
+    "tokenizer.json is away",
+    "model.safetensors is cut to 50%",
+    "an index that leads out",
+)
 RECORDS = ("a/run.json: is empty", "a/run.json: config.run='b'", "a/run.json: config.rl.no_such=1", "a/rl/00001/iteration.json: away",
            "a/run.json: cut to 50%", "a/run.json: is brackets")  # fmt: skip
 WAITS = "import time\ntime.sleep(600)\n"
@@ -48,7 +53,9 @@ class Asked(NamedTuple):
 def asked(folder: Path, store: Path) -> Iterator[Asked]:
     """All of them, each with its damage done while it is looked at. `store`: one that `make_store` made."""
     rows = folder / "rows.jsonl"
-    good = b"".join(json.dumps({"prompt": f"What is {n} + 2?", "answer": f"{n + 2}"}).encode() + b"\n" for n in range(5))
+    good = b"".join(
+        json.dumps({"prompt": f"What is {n} + 2?", "answer": f"{n + 2}"}).encode() + b"\n" for n in range(5)
+    )
     rows.write_bytes(good)
     small = {
         "run": "n",

@@ -148,11 +148,14 @@ def damages() -> Iterator[Damage]:
     for name, words in NAMED.items():
         yield from (Damage(f"{name} is {what}", _written(name, data), words) for what, data in RAW.items())
     yield from (
-        Damage(f"config.json: {name}", _changed("config.json", fields), words) for name, (fields, words) in CONFIG.items()
+        Damage(f"config.json: {name}", _changed("config.json", fields), words)
+        for name, (fields, words) in CONFIG.items()
     )
     for name, (file, fields, words) in TOKENIZER.items():
         yield Damage(f"{file}: {name}", _changed(file, fields), words)
-    yield Damage("chat_template.jinja is binary", _written("chat_template.jinja", b"\xff\xfe\x00"), "chat_template.jinja")
+    yield Damage(
+        "chat_template.jinja is binary", _written("chat_template.jinja", b"\xff\xfe\x00"), "chat_template.jinja"
+    )
     for end in ("x", [None], 10**30, True, {}):
         yield Damage(
             f"generation_config.json: ends with {end!r}",
@@ -161,7 +164,9 @@ def damages() -> Iterator[Damage]:
         )
     for name in ("config.json", "tokenizer.json", WEIGHTS):
         yield Damage(f"{name} is away", lambda folder, name=name: (folder / name).unlink(), name.replace("model", "*"))
-    yield from (Damage(f"{WEIGHTS} is cut to {share:.0%}", _cut(WEIGHTS, share), WEIGHTS) for share in (0, 0.001, 0.5, 0.999))
+    yield from (
+        Damage(f"{WEIGHTS} is cut to {share:.0%}", _cut(WEIGHTS, share), WEIGHTS) for share in (0, 0.001, 0.5, 0.999)
+    )
     yield Damage(f"{WEIGHTS} is a pickle", _written(WEIGHTS, b"\x80\x04K\x01."), WEIGHTS)
     yield Damage(f"{WEIGHTS} with a header of huge length", _written(WEIGHTS, b"\xff" * 7 + b"\x00" + b"{}"), WEIGHTS)
     norm = "model.norm.weight"
@@ -174,9 +179,19 @@ def damages() -> Iterator[Damage]:
     )
     for odd in (torch.nan, torch.inf, -torch.inf):
         for name in (norm, "model.embed_tokens.weight"):
-            yield Damage(f"{name} with {odd}", _valued(name, odd), f"{name} of {WEIGHTS} holds values that are NaN or infinite")
+            yield Damage(
+                f"{name} with {odd}", _valued(name, odd), f"{name} of {WEIGHTS} holds values that are NaN or infinite"
+            )
     yield Damage("no tensors", _tensors(dict.clear), "is missing")
-    for index in (b"", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"x": 5}}', b'{"weight_map": {}}', b"[" * 200_000):
+    for index in (
+        b"",
+        b"[]",
+        b"{}",
+        b'{"weight_map": []}',
+        b'{"weight_map": {"x": 5}}',
+        b'{"weight_map": {}}',
+        b"[" * 200_000,
+    ):
         yield Damage(f"an index of {index[:30].decode()!r}", _indexed(index), "safetensors")
     for name in ("vocab.json", "config.json", "chat_template.jinja"):
         yield Damage(f"{name} is a link out", _linked(name, SECRET), f"{name} is a link to ")
@@ -184,7 +199,9 @@ def damages() -> Iterator[Damage]:
     yield Damage("a link to a folder", _linked("merges.txt", "/"), "merges.txt is a link to /,")
     yield Damage("weights of a device", _linked(WEIGHTS, "/dev/zero"), "*.safetensors")
     yield Damage("a link to itself", _linked("tokenizer.json", "tokenizer.json"), "tokenizer.json is missing")
-    yield Damage("an index that leads out", _indexed(b'{"weight_map": {"x": "../secret.safetensors"}}'), "secret.safetensors")
+    yield Damage(
+        "an index that leads out", _indexed(b'{"weight_map": {"x": "../secret.safetensors"}}'), "secret.safetensors"
+    )
     yield Damage("an index of what is gone", _indexed(b'{"weight_map": {"x": "gone.safetensors"}}'), "gone.safetensors")
 
 

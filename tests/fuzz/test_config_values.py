@@ -50,7 +50,11 @@ def test_every_field_takes_or_refuses_every_odd_value_by_name(section: str) -> N
             refused = told(f"{name}={value}")
             num_refused += bool(refused)
             lines = refused.splitlines()
-            assert all(len(line) < 1200 and ("=" in line or ":" in line) for line in lines), (name, value[:40], refused[:300])
+            assert all(len(line) < 1200 and ("=" in line or ":" in line) for line in lines), (
+                name,
+                value[:40],
+                refused[:300],
+            )
             last = name.rsplit(".", 1)[-1]
             assert not refused or section in refused or last in refused or "data set" in refused, (
                 name,

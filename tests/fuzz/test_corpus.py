@@ -91,7 +91,10 @@ def test_command_lines(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before, wrong = contents(store), []
     for line, words in cases.COMMANDS:
         arguments = shlex.split(line)
-        reads = arguments[0] not in ("run", "plan", "fields", "nope", "--nope", "automations") and "--store" not in arguments
+        reads = (
+            arguments[0] not in ("run", "plan", "fields", "nope", "--nope", "automations")
+            and "--store" not in arguments
+        )
         with case("command lines", line):
             ended = CliRunner().invoke(cli.app, [*arguments, *(["--store", str(store)] if reads else [])])
         ours = [each for each in ended.output.splitlines() if each.startswith("rlpipe: ")]
@@ -111,7 +114,9 @@ def test_rows(tmp_path: Path) -> None:
     for name, row in cases.CONVERSATIONS.items():
         path.write_bytes(row + b"\n")
         data = DataConfig.model_validate({"name": "mine", "use": "sft", "source": str(path)})
-        assert "rows.jsonl:1" in refused("rows of conversations", name, lambda d=data: load_conversations(d, seed=0)), name
+        assert "rows.jsonl:1" in refused("rows of conversations", name, lambda d=data: load_conversations(d, seed=0)), (
+            name
+        )
 
 
 def test_model_folders(tmp_path: Path) -> None:
@@ -160,7 +165,9 @@ def test_damaged_stores(store: Path, every: int) -> None:
         with damaged(store, store.parent / "kept", damage):
             with case("damaged stores", damage.label):
                 wrong += named(store, damage)
-            if damage.name.startswith(("cut", "is ", "a byte", "away", "a folder", "a link")) and damage.key.endswith(".json"):
+            if damage.name.startswith(("cut", "is ", "a byte", "away", "a folder", "a link")) and damage.key.endswith(
+                ".json"
+            ):
                 texts = [str(each) for each in _faults(store)]
                 unseen += (
                     []
@@ -219,7 +226,9 @@ async def test_bodies_to_the_local_engine(scheduler: Scheduler) -> None:
     good = {**ENGINE, "/update_weights_from_disk": {"model_path": str(tiny_model(0)), "weight_version": "3"}}
     sent = [body for path, each in good.items() for body in bodies(path, each)]
     answers = await post(scheduler, sent)
-    assert [each for each in answers if each[2] not in (200, 400) or (each[2] == 400 and each[3] > LINE_CHARS_MAX)] == []
+    assert [
+        each for each in answers if each[2] not in (200, 400) or (each[2] == 400 and each[3] > LINE_CHARS_MAX)
+    ] == []
     assert sum(each[2] == 400 for each in answers) > 400
 
 
@@ -258,7 +267,17 @@ def test_bodies_to_the_trainer() -> None:
                 except UserError as error:
                     said = str(error)
             assert "\n" not in said and len(said) < LINE_CHARS_MAX and kind in said, (body.name, said)
-    wrong = ["", "/", "policy", "runs", "runs/a", "runs/b/base/policy", "runs/a/rl/00001/state", "runs/a/rl/1/policy", "../x"]
+    wrong = [
+        "",
+        "/",
+        "policy",
+        "runs",
+        "runs/a",
+        "runs/b/base/policy",
+        "runs/a/rl/00001/state",
+        "runs/a/rl/1/policy",
+        "../x",
+    ]
     for folder in [*wrong, "runs/a/rl/00001/policy/", "runs/a/base/policy\n"]:
         job = {**good[-1][1], "policy_folder": folder}
         assert "policy_folder" in refused(

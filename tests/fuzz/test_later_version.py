@@ -68,7 +68,9 @@ def with_document(root: Path, key: str, tree: Any) -> None:
 
 def faults_of(root: Path, key: str) -> Iterator[str]:
     """What a page or a command does that is neither right nor one line with the file and what it needs."""
-    pages = TestClient(view_app(open_store(f"file://{root}")), base_url="http://127.0.0.1", raise_server_exceptions=True)
+    pages = TestClient(
+        view_app(open_store(f"file://{root}")), base_url="http://127.0.0.1", raise_server_exceptions=True
+    )
     for path in ("/", "/runs/s", "/runs/a", "/runs/a/iterations/1", "/runs/a/evaluations"):
         answer = pages.get(path)
         text = " ".join(re.sub(r"<[^>]*>", " ", answer.text).split())
@@ -81,7 +83,9 @@ def faults_of(root: Path, key: str) -> Iterator[str]:
         said = [line for line in ended.output.splitlines() if key in line]
         if not isinstance(ended.exception, SystemExit | None) or "Traceback" in ended.output:
             yield f"{command}: {ended.exception!r}"
-        elif (ended.exit_code and not said) or any(NEEDS not in line for line in said if " " in line and "sha256" not in line):
+        elif (ended.exit_code and not said) or any(
+            NEEDS not in line for line in said if " " in line and "sha256" not in line
+        ):
             yield f"{command}: {ended.exit_code}: {ended.output[-400:]}"
         if len(said) != len(set(said)):
             yield f"{command} says it twice: {said}"
@@ -99,7 +103,9 @@ def test_a_document_of_a_later_version_is_named_and_hides_no_other_run(whole: Pa
         tree.pop(SEAL)
         with_document(root, key, later(tree))
         faults += [f"{name}: {fault}" for fault in faults_of(root, f"runs/a/{key}")]
-        assert (root / "runs/a/rl/00001/scores/round-0/died/scores.parquet").exists() or "pruned" in key, f"{name}: gc deleted"
+        assert (root / "runs/a/rl/00001/scores/round-0/died/scores.parquet").exists() or "pruned" in key, (
+            f"{name}: gc deleted"
+        )
     assert faults == [], "\n".join(faults)
 
 
@@ -120,7 +126,9 @@ def test_gc_deletes_nothing_beside_a_document_that_it_does_not_know(whole: Path,
 
 def test_what_is_damaged_is_told_from_what_is_of_a_later_version() -> None:
     tree = {"config": {"run": "a"}, "code_version": "x", "libraries": {}, "brand_new": 1}
-    with pytest.raises(LaterVersion, match=r"start\.json was written by a later .*brand_new: this version has no such field"):
+    with pytest.raises(
+        LaterVersion, match=r"start\.json was written by a later .*brand_new: this version has no such field"
+    ):
         parse_document("start.json", canonical_json(tree | {SEAL: sha256_of(tree)}), StartRecord)
     for data in (canonical_json(tree), canonical_json(tree | {SEAL: "0" * 64}), b"{", b"\x92\x01"):
         with pytest.raises(StoreError, match="is damaged, or of another version") as said:

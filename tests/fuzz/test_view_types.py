@@ -104,14 +104,17 @@ def paths(intact: Path) -> list[str]:
         if kind not in seen:
             seen[kind] = path
             waiting += sorted(
-                {link.replace("&amp;", "&") for link in re.findall(r'href="(/[^"]*)"', pages.get(path).text)} - {*seen.values()}
+                {link.replace("&amp;", "&") for link in re.findall(r'href="(/[^"]*)"', pages.get(path).text)}
+                - {*seen.values()}
             )
     return [path for kind, path in seen.items() if not kind.startswith("/static")]
 
 
 def faults_of(root: Path, paths: list[str], label: str, named: str) -> Iterator[str]:
     """What pages do that is neither a page nor one line about the damaged file."""
-    pages = TestClient(view_app(open_store(f"file://{root}")), base_url="http://127.0.0.1", raise_server_exceptions=True)
+    pages = TestClient(
+        view_app(open_store(f"file://{root}")), base_url="http://127.0.0.1", raise_server_exceptions=True
+    )
     for path in paths:
         try:
             answer = pages.get(path)

@@ -86,7 +86,9 @@ class SlotCache:
         self.position_S = position_S
         self.rows_S = torch.arange(position_S.shape[0], device=position_S.device)
 
-    def update(self, key_SH1D: Tensor, value_SH1D: Tensor, layer_index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_SH1D: Tensor, value_SH1D: Tensor, layer_index: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """What transformers calls in each layer of a decode step."""
         keys_SHLD, values_SHLD = self.kv_N2SHLD[layer_index, 0], self.kv_N2SHLD[layer_index, 1]
         keys_SHLD[self.rows_S, :, self.position_S] = key_SH1D[:, :, 0]
@@ -123,7 +125,9 @@ class LocalModel:
         try:
             self.masks = Masks(self.lm)
             # transformers from 5.24 on warns at the old name
-            self._cache_argument = "cache" if "cache" in inspect.signature(self.lm.forward).parameters else "past_key_values"
+            self._cache_argument = (
+                "cache" if "cache" in inspect.signature(self.lm.forward).parameters else "past_key_values"
+            )
             self.kv_shape = self.prefill([(0,)], PROMPT_STEP).kv_N2RHPD.shape
             worst = self._difference()
         except (UserError, *MODEL_FAULTS) as error:
@@ -164,7 +168,9 @@ class LocalModel:
     def reload(self, folder: str) -> None:
         """Puts a folder's weights in place; UserError, with the old weights untouched, when it does not fit."""
         old, new = self.lm.config.to_dict(), read_config(folder).to_dict()
-        differ = sorted(key for key in old.keys() | new.keys() if key not in CONFIG_FREE and old.get(key) != new.get(key))
+        differ = sorted(
+            key for key in old.keys() | new.keys() if key not in CONFIG_FREE and old.get(key) != new.get(key)
+        )
         if differ:
             raise UserError(f"{folder}: its config differs from the served model's in {differ}")
         self._load(folder)

@@ -90,7 +90,9 @@ class GenerateBody(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> GenerateBody:
         if len(self.sampling_params) != len(self.input_ids):
-            raise ValueError(f"sampling_params has {len(self.sampling_params)} entries for {len(self.input_ids)} input_ids")
+            raise ValueError(
+                f"sampling_params has {len(self.sampling_params)} entries for {len(self.input_ids)} input_ids"
+            )
         if isinstance(self.rid, list) and not len(self.rid) == len(set(self.rid)) == len(self.input_ids):
             raise ValueError("rid must be different strings, one per input_ids")
         return self
@@ -254,7 +256,11 @@ def news(call: Call, num_said: dict[SamplingJob, int]) -> Iterator[dict[str, Any
         # the scheduler goes on meanwhile: the reason is set last of all, a version after its token and logprob
         reason, start, end = job.finish_reason, num_said.get(job, 0), len(job.versions)
         if start >= 0 and (reason is not None or end > start):
-            meta = _meta_info(job) if reason else {"id": job.rid, "finish_reason": None, "weight_version": job.versions[-1]}
+            meta = (
+                _meta_info(job)
+                if reason
+                else {"id": job.rid, "finish_reason": None, "weight_version": job.versions[-1]}
+            )
             if call.return_logprob:
                 pairs = zip(job.logprobs[start:end], job.tokens[start:end], strict=True)
                 meta["output_token_logprobs"] = [[*pair, None] for pair in pairs]

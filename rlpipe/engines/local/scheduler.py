@@ -174,7 +174,9 @@ class Scheduler:
         """Puts new weights in place. UserError, nothing changed, when they do not fit or running jobs forbid a flush."""
         self._check_present()
         if self._running() and self.paused == "in_place":
-            raise UserError("requests run paused in place, and their cache must be flushed: pause with mode abort or retract")
+            raise UserError(
+                "requests run paused in place, and their cache must be flushed: pause with mode abort or retract"
+            )
         self._retract()  # their keys and values belong to the old weights
         self.model.reload(folder)
         self.prefixes = PrefixStore()
@@ -222,7 +224,9 @@ class Scheduler:
 
     def _open_pools(self) -> int | None:
         """Makes a pool for every bucket that waits, oldest first; when all are in use, the arrival after which none is admitted."""
-        wanted = sorted((jobs[0].arrival, bucket) for bucket, jobs in self.waiting.items() if jobs and bucket not in self.pools)
+        wanted = sorted(
+            (jobs[0].arrival, bucket) for bucket, jobs in self.waiting.items() if jobs and bucket not in self.pools
+        )
         for arrival, bucket in wanted:
             for other in [other for other, pool in self.pools.items() if not pool.slots]:
                 # an empty pool whose next job came later must go too, or both buckets wait for each other forever

@@ -71,7 +71,9 @@ class Routes:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._guard])
         app.add_routes([web.get(path, handler) for path, handler in {**self.open, **self.information}.items()])
-        app.add_routes([web.post(path, handler) for path, handler in {**self.control, "/generate": self.generate}.items()])
+        app.add_routes(
+            [web.post(path, handler) for path, handler in {**self.control, "/generate": self.generate}.items()]
+        )
         return app
 
     def key_wanted(self, path: str) -> str:
@@ -138,7 +140,9 @@ class Routes:
             await self._ask(lambda: self.scheduler.update_weights(body.model_path, body.weight_version))
         except UserError as error:
             status, message = 400, str(error)
-        return web.json_response({"success": status == 200, "message": message, "num_paused_requests": 0}, status=status)
+        return web.json_response(
+            {"success": status == 200, "message": message, "num_paused_requests": 0}, status=status
+        )
 
     async def flush(self, _: web.Request) -> web.Response:
         if await self._ask(self.scheduler.flush):
@@ -161,7 +165,9 @@ class Routes:
             )
         by_name, overall = await self._ask(self.scheduler.checksums)
         ranks = [{"checksums": by_name, "per_gpu_checksum": overall}]
-        return web.json_response({"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": overall})
+        return web.json_response(
+            {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": overall}
+        )
 
     # state
 
@@ -227,9 +233,13 @@ async def _json(request: web.Request) -> Any:
 
 def main(
     model_path: Annotated[str, typer.Option(help="Model folder in Hugging Face format.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine set RLPIPE_API_KEY.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; beyond this machine set RLPIPE_API_KEY.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on, 1 to 65535.")] = 30000,
-    weight_version: Annotated[str, typer.Option(help="Version that answers carry until the weights are reloaded.")] = "0",
+    weight_version: Annotated[
+        str, typer.Option(help="Version that answers carry until the weights are reloaded.")
+    ] = "0",
     threads: Annotated[int, typer.Option(help=f"CPU threads, one of {THREADS}.")] = 1,
     context_tokens_max: Annotated[int, typer.Option(help="Longest prompt + completion, tokens.")] = 2048,
     requests_max: Annotated[int, typer.Option(help="Requests that come at once; fewer make a step faster.")] = 128,
@@ -247,7 +257,9 @@ def main(
                 raise UserError(f"{name}={value}: must be at least 1")
         check_port_free("port", port)  # before the model is loaded
         if threads not in LOCAL_THREADS:
-            raise UserError(f"threads={threads}: choose one of {LOCAL_THREADS}, so that results do not depend on the batch")
+            raise UserError(
+                f"threads={threads}: choose one of {LOCAL_THREADS}, so that results do not depend on the batch"
+            )
         import torch
 
         from rlpipe.engines.local.model import LocalModel

@@ -17,7 +17,10 @@ from rlpipe.engines.local.protocol import SamplingJob
 VOCAB_STEP = 64  # with a multiple of 64, every row of the sampler starts on a vector's border
 GREEDY_BELOW = 1e-6
 LEAST = 1e-300  # where a probability rounds to 0 its logprob is a number all the same
-ROWS_MIN, VALUES = 16, 1 << 17  # sampled together: larger tensors would be new pages of the kernel every time, 4 times slower
+ROWS_MIN, VALUES = (
+    16,
+    1 << 17,
+)  # sampled together: larger tensors would be new pages of the kernel every time, 4 times slower
 TOP_K_OFF = 1 << 62
 SETTINGS = np.dtype([("seed", np.uint64), ("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64)])
 
@@ -41,7 +44,9 @@ class SlotPool:
         """Gives a job a free slot, its prompt's keys, values and logits copied from a computed block."""
         padded = block.kv_N2RHPD.shape[4]
         assert padded <= self.bucket, "a prompt longer than its bucket"
-        assert job not in self.slots and len(job.tokens) < job.sampling.max_new_tokens, f"{job.rid} has nothing left to sample"
+        assert job not in self.slots and len(job.tokens) < job.sampling.max_new_tokens, (
+            f"{job.rid} has nothing left to sample"
+        )
         slot = self.slots[job] = self.free.pop()
         self.kv_N2SHLD[:, :, slot, :, :padded] = block.kv_N2RHPD[:, :, row]
         self.logits_SV[slot, : self.model.vocab_size] = block.logits_RV[row]

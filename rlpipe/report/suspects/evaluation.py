@@ -16,7 +16,9 @@ def evaluation(around: Around) -> Findings:
     """A training reward that changes while the evaluation's does not, or the other way round. Evaluations of iteration k are those of
     the policy that it made, so the last one before counts as before, the next one as after."""
     values = {
-        number: reward for number, metrics in around.metrics.items() if (reward := _reward(around, number, metrics)) is not None
+        number: reward
+        for number, metrics in around.metrics.items()
+        if (reward := _reward(around, number, metrics)) is not None
     }
     before = [value for number, value in values.items() if number < around.at]
     after = [value for number, value in values.items() if number >= around.at]

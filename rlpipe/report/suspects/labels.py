@@ -15,7 +15,9 @@ AGREEMENT = 0.75  # share of a group's rollouts with the same answer, from which
 BY_CHANCE = 0.01  # the p of the share among them, above which the label may be wrong as often as before
 OTHERS_MAX = 64  # labels of other prompts that an answer is compared with
 ALIKE_MIN = 0.5  # of two answers of which one may be the other with a mistake
-UNLIKE = 0.9  # share of them that are less like the answer than its own label: from here on it is that label with a mistake
+UNLIKE = (
+    0.9  # share of them that are less like the answer than its own label: from here on it is that label with a mistake
+)
 OFTEN = 3.0  # times as often given as it is a label: an answer that the policy has for anything
 
 
@@ -95,5 +97,7 @@ def _is_a_mistake(answer: str, label: str, labels: list[str]) -> bool:
     chosen = [others[place] for place in evenly(len(others), OTHERS_MAX)]
     alike = likeness(answer, label)
     return (
-        bool(chosen) and alike >= ALIKE_MIN and float(np.mean([likeness(answer, other) < alike for other in chosen])) > UNLIKE
+        bool(chosen)
+        and alike >= ALIKE_MIN
+        and float(np.mean([likeness(answer, other) < alike for other in chosen])) > UNLIKE
     )

@@ -30,10 +30,21 @@ SCHEDULE = (
     "rl.decay_steps",
     "rl.num_steps",
 )  # what the rate of a step follows from
-UPDATES = ("train/learning_rate", "train/grad_norm", "train/clip_fraction_high", "train/clip_fraction_low", "train/proximal_kl")
+UPDATES = (
+    "train/learning_rate",
+    "train/grad_norm",
+    "train/clip_fraction_high",
+    "train/clip_fraction_low",
+    "train/proximal_kl",
+)
 FIRST = 2  # iterations whose policy the first updates made
 FAR_KL, FAR_CLIPPED = 0.02, 0.1  # of an iteration's updates: more is not seen for long in healthy runs (docs/why.md)
-MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.reward_fallback")  # other suspects name these
+MECHANISMS = (
+    "rl.completion_tokens_max",
+    "rl.rewards",
+    "rl.reward_args",
+    "rl.reward_fallback",
+)  # other suspects name these
 
 Scale = Callable[[np.ndarray], np.ndarray]
 
@@ -91,10 +102,14 @@ def rate(around: Around) -> Findings:
     known = [number for number in sorted(around.metrics) if number < around.at][-3:]
     evidence = [f"updates of iteration {number}: {_updates(around.metrics[number])}" for number in known]
     if (start := evaluation_of(around.run, 0)) is not None:
-        means = [f"{name} {value:.3g}" for name, value in sorted(start.metrics.items()) if name.endswith("_reward_mean")]
+        means = [
+            f"{name} {value:.3g}" for name, value in sorted(start.metrics.items()) if name.endswith("_reward_mean")
+        ]
         evidence.insert(0, f"the policy that RL began with: {', '.join(means)}; {_first_reward(around)}")
     if clearer is around.reward_drift:
-        evidence.insert(0, f"the reward falls step by step: {from_to(clearer.before, clearer.after)} by a straight line")
+        evidence.insert(
+            0, f"the reward falls step by step: {from_to(clearer.before, clearer.after)} by a straight line"
+        )
     sets = [f"rl.learning_rate={now / 10 if is_first else now / 3:.1g}"]
     proof = WhatIf(AT_SFT if is_first else around.at - 1, sets, num_iterations=around.at + MOVES_OF_PROOF)
     yield Finding("rate", title, change, explains, evidence, rows_to_show(around, np.ones(len(around.rollouts), bool), around.reward_R), proof=proof)  # fmt: skip
@@ -124,7 +139,11 @@ def _went_far(around: Around) -> bool:
 def _with_old_settings(around: Around) -> WhatIf | None:
     """The same iterations sampled and trained with the settings of before."""
     old, new = identity(around.config_before), identity(around.config)
-    names = [name for name in new if name.startswith("rl.") and old.get(name) != new[name] and not name.startswith(MECHANISMS)]
+    names = [
+        name
+        for name in new
+        if name.startswith("rl.") and old.get(name) != new[name] and not name.startswith(MECHANISMS)
+    ]
     if not names:
         return None
     sets = [f"{name}={as_toml(old[name])}" for name in names]
@@ -161,7 +180,10 @@ def _metric_finding(
     known = {number: metrics[metric] for number, metrics in around.metrics.items() if metric in metrics}
     sides = ([value for number, value in known.items() if (number >= around.at) == late] for late in (False, True))
     surprising = np.array(
-        [float(np.mean(rollout.rollout_logprobs)) if len(rollout.rollout_logprobs) else 0.0 for rollout in around.rollouts]
+        [
+            float(np.mean(rollout.rollout_logprobs)) if len(rollout.rollout_logprobs) else 0.0
+            for rollout in around.rollouts
+        ]
     )
     rows = rows_to_show(around, np.ones(len(around.rollouts), bool), surprising)
     medians = from_to(*(float(np.median(side)) for side in sides))
@@ -181,12 +203,16 @@ def mismatch(around: Around) -> Findings:
 
 def _gap_lines(around: Around) -> list[str]:
     """How many tokens are far apart, where both sides have stored gaps."""
-    sides = [[gap for gap, after in zip(around.gaps, around.after_R, strict=True) if after == side] for side in (False, True)]
+    sides = [
+        [gap for gap, after in zip(around.gaps, around.after_R, strict=True) if after == side] for side in (False, True)
+    ]
     gaps = [np.abs(np.concatenate(side)) if side else np.zeros(0) for side in sides]
     if not all(map(len, gaps)):
         return []
     shares = [float((side > GAP_LARGE).mean()) for side in gaps]
-    return [f"tokens that engine and trainer give logprobs more than {GAP_LARGE:g} apart: {shares[0]:.2%} -> {shares[1]:.2%}"]
+    return [
+        f"tokens that engine and trainer give logprobs more than {GAP_LARGE:g} apart: {shares[0]:.2%} -> {shares[1]:.2%}"
+    ]
 
 
 def reference(around: Around) -> Findings:

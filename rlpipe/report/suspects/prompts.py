@@ -61,9 +61,9 @@ def _common(texts: Sequence[Sequence[int]]) -> int:
 def _messages(around: Around, source: str, after: bool) -> str:
     pairs = zip(around.groups, around.after_G, strict=True)
     prompt = next(group.prompt for group, late in pairs if group.prompt.source == source and late == after)
-    return " | ".join(f"{message.get('role')}: {' '.join(str(message.get('content')).split())}" for message in prompt.messages)[
-        :300
-    ]
+    return " | ".join(
+        f"{message.get('role')}: {' '.join(str(message.get('content')).split())}" for message in prompt.messages
+    )[:300]
 
 
 def template_tokens(around: Around) -> np.ndarray:

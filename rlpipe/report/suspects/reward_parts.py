@@ -13,7 +13,9 @@ from rlpipe.rewards.registry import is_service
 from rlpipe.rewards.score import label
 
 KNOWN = 0.25  # R2 from which a part is taken as known from what else is known of a rollout
-OVERLAP_MIN = 0.25  # share of the rollouts from the iteration on that some before are like, below which nothing can be compared
+OVERLAP_MIN = (
+    0.25  # share of the rollouts from the iteration on that some before are like, below which nothing can be compared
+)
 SAME = 0.99  # share of the values of a side that today's code gives again, from which it is the code of that side
 TOLERANCE = 1e-6
 GROUPS_MIN = 3  # of a side, that today's code has scored
@@ -60,12 +62,16 @@ def _by_what_is_alike(around: Around, name: str) -> Findings:
     yield from _finding(around, name, shift, min(after - before, shift.size, key=abs), values_R - expected_R, evidence)
 
 
-def _finding(around: Around, name: str, shift: Shift, size: float, surprising_R: np.ndarray, evidence: list[str]) -> Findings:
+def _finding(
+    around: Around, name: str, shift: Shift, size: float, surprising_R: np.ndarray, evidence: list[str]
+) -> Findings:
     values_R, weight = around.parts[name], around.weight(name)
     before, after = around.means(values_R)
     if abs(shift.size) < PART_MIN * float(np.nanstd(values_R)):
         return
-    others = [f"part {other}: {from_to(*around.means(column))}" for other, column in around.parts.items() if other != name]
+    others = [
+        f"part {other}: {from_to(*around.means(column))}" for other, column in around.parts.items() if other != name
+    ]
     lines = [*evidence, f"weight {weight:g}, part {name}: {from_to(before, after)}", *others, *_matched_lines(around)]
     if (constant := _constant(values_R[around.after_R])) is not None:
         lines.insert(0, f"all {int(around.after_R.sum())} rollouts from {around.at} on have {name} = {constant:g}")
@@ -83,14 +89,18 @@ def _features(around: Around, name: str) -> np.ndarray:
     if not columns:
         return np.zeros((len(around.rollouts), 0))
     columns.append(around.tokens_R)
-    filled = [np.where(np.isfinite(column), column, np.nanmean(column)) for column in columns if np.isfinite(column).any()]
+    filled = [
+        np.where(np.isfinite(column), column, np.nanmean(column)) for column in columns if np.isfinite(column).any()
+    ]
     return np.stack(filled, axis=1)
 
 
 def _alike(around: Around) -> np.ndarray:
     """How much of a rollout's answer and of the prompt's is the same, from 0 to 1, [R]; nan where the prompt has none."""
     pairs = zip(around.answer_R, around.group_R, strict=True)
-    return np.array([likeness(answer, label) if (label := around.label_G[group]) else np.nan for answer, group in pairs])
+    return np.array(
+        [likeness(answer, label) if (label := around.label_G[group]) else np.nan for answer, group in pairs]
+    )
 
 
 def _expected(around: Around, name: str) -> np.ndarray:

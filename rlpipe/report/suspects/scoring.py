@@ -23,7 +23,9 @@ def faults(around: Around) -> Findings:
     if shift.size <= 0:
         return
     lost = _mean(around.reward_R[around.fault_R]) - _mean(around.reward_R[~around.fault_R])
-    counts = Counter(rollout.reward_fault for rollout, after in zip(around.rollouts, around.after_R, strict=True) if after)
+    counts = Counter(
+        rollout.reward_fault for rollout, after in zip(around.rollouts, around.after_R, strict=True) if after
+    )
     reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common() if reason)
     usual = max(counts, key=lambda reason: counts[reason] if reason else -1)
     kind = usual.partition("_")[0] if usual.startswith(WORLD_FAULTS) else "reward"
@@ -61,7 +63,9 @@ def reward_settings(around: Around) -> Findings:
         evidence,
         rows_to_show(around, known if known.any() else np.ones(len(known), bool), -np.abs(np.nan_to_num(difference_R))),
         certain=True,
-        proof=WhatIf(around.at, [f"rl.rewards={as_toml(old.rewards)}", f"rl.reward_args={as_toml(old.reward_args)}"], "score"),
+        proof=WhatIf(
+            around.at, [f"rl.rewards={as_toml(old.rewards)}", f"rl.reward_args={as_toml(old.reward_args)}"], "score"
+        ),
     )
 
 
@@ -72,7 +76,9 @@ def _by_the_old(around: Around) -> np.ndarray:
         now = before = around.parts
     else:
         now, before = around.parts_today(around.config), around.parts_today(around.config_before)
-    totals = [_total(parts, rewards, len(around.rollouts)) for parts, rewards in ((now, new.rewards), (before, old.rewards))]
+    totals = [
+        _total(parts, rewards, len(around.rollouts)) for parts, rewards in ((now, new.rewards), (before, old.rewards))
+    ]
     return np.where(around.fault_R, np.nan, totals[0] - totals[1])
 
 

@@ -115,7 +115,9 @@ def missing() -> str:
         return f"it is {system.sysname} on {system.machine}, and has to be Linux on {' or '.join(ARCHITECTURES)}"
     version = landlock_version()
     if not version:
-        return "the kernel has no Landlock, or the container refuses it (Linux 5.13 or newer, `landlock` among its lsm=)"
+        return (
+            "the kernel has no Landlock, or the container refuses it (Linux 5.13 or newer, `landlock` among its lsm=)"
+        )
     if version < LANDLOCK_SIGNALS and not free_uids():
         return f"Landlock has version {version}, and an ordinary user needs {LANDLOCK_SIGNALS} (Linux 6.12); or be root, in a container too"
     return ""
@@ -147,7 +149,14 @@ def enter_namespaces(folder: str, files_mb: int, readable: list[str]) -> None:
     try:
         call("unshare", CLONE_NEWNS)
         call("mount", "none", "/", None, MS_REC | MS_PRIVATE, None)
-        call("mount", "tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=711,size={files_mb}m,nr_inodes={TMPFS_INODES}")
+        call(
+            "mount",
+            "tmpfs",
+            folder,
+            "tmpfs",
+            MS_NOSUID | MS_NODEV,
+            f"mode=711,size={files_mb}m,nr_inodes={TMPFS_INODES}",
+        )
     except PermissionError:  # a container's root, a user: the limits of each process bound each file
         return
     closed = {path: parent for path in readable if (parent := _closed_parent(path))}

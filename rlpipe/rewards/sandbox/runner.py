@@ -109,7 +109,9 @@ def check_interpreter(python: str) -> Confinement:
     try:
         (outcome,) = run(python, confinement.TRIAL_LIMITS, confinement.TRIAL, [("stdin", "")])
         if outcome.status != "ok" or outcome.output not in ("True\n", "False\n"):
-            raise SandboxError(outcome.output.strip() or f"a program of the standard library ended with {outcome.status}")
+            raise SandboxError(
+                outcome.output.strip() or f"a program of the standard library ended with {outcome.status}"
+            )
     except SandboxError as error:
         raise UserError(
             f"reward code: no program can be run with {python!r} ({error}). Its folder must be readable by every user, "
@@ -151,7 +153,9 @@ def _interpreter(python: str) -> tuple[list[str], list[str]]:
         ) from error
     path, prefixes = json.loads(answer.stdout)
     path = [entry for entry in path if os.path.exists(entry)]
-    folders = {entry for entry in [*prefixes, *path, *map(os.path.realpath, [*prefixes, *path])] if os.path.isdir(entry)}
+    folders = {
+        entry for entry in [*prefixes, *path, *map(os.path.realpath, [*prefixes, *path])] if os.path.isdir(entry)
+    }
     return path, [*confinement.SYSTEM, *sorted(folders - {"/"})]
 
 
@@ -214,7 +218,9 @@ def planned(tree: ast.Module, entry_point: str | None) -> Plan:
             if tests and _is_case(node, tree):
                 cases.append(node.name)
             elif tests and node.name not in reached:
-                setups = [f"_case.{part.name}()" for part in node.body if isinstance(part, FUNCTIONS) and part.name in SETUPS]
+                setups = [
+                    f"_case.{part.name}()" for part in node.body if isinstance(part, FUNCTIONS) and part.name in SETUPS
+                ]
                 calls += ["\n".join([f"_case = {node.name}()", *setups, f"_case.{test}"]) for test in tests]
             roots += [node.name] if tests else []
     asserts |= guarded_asserts or _reached([part for name in roots for part in definitions[name]], definitions)[0]
@@ -259,7 +265,9 @@ def _reached(roots: Sequence[ast.AST], definitions: dict[str, list[ast.AST]]) ->
         elif isinstance(node, FUNCTIONS):  # its body runs when it is used
             parts = [*node.decorator_list, *node.args.defaults]
         else:
-            parts = [*node.decorator_list, *node.body] if isinstance(node, ast.ClassDef) else [*ast.iter_child_nodes(node)]
+            parts = (
+                [*node.decorator_list, *node.body] if isinstance(node, ast.ClassDef) else [*ast.iter_child_nodes(node)]
+            )
         pending += [(part, is_heard) for part in parts]
     return asserts, {name for name, _ in seen}
 
@@ -267,7 +275,8 @@ def _reached(roots: Sequence[ast.AST], definitions: dict[str, list[ast.AST]]) ->
 def _is_assertion(node: ast.AST) -> bool:
     if isinstance(node, ast.Assert):
         return not (
-            isinstance(node.test, (ast.Constant, ast.Tuple)) and ast.unparse(node.test) not in ("False", "0", "None", "()")
+            isinstance(node.test, (ast.Constant, ast.Tuple))
+            and ast.unparse(node.test) not in ("False", "0", "None", "()")
         )
     name = _last_name(node.func) if isinstance(node, ast.Call) else ""
     return isinstance(node, ast.Raise) or name.startswith("assert") or name in FAILING_CALLS
@@ -287,7 +296,11 @@ def _last_name(node: ast.AST | None) -> str:
 def _is_case(node: ast.ClassDef, tree: ast.Module) -> bool:
     """Whether a class is one of unittest's TestCases, by its name or that of a base."""
     names = {_last_name(base) for base in node.bases} - {node.name}
-    bases = [part for part in tree.body if isinstance(part, ast.ClassDef) and part.name in names and part.lineno < node.lineno]
+    bases = [
+        part
+        for part in tree.body
+        if isinstance(part, ast.ClassDef) and part.name in names and part.lineno < node.lineno
+    ]
     return any(name.endswith("TestCase") for name in names) or any(_is_case(part, tree) for part in bases)
 
 

@@ -46,10 +46,16 @@ class ProgramJob(NamedTuple):
 def main() -> None:
     """Serves the runs of one job, then ends."""
     job = ProgramJob(*json.load(sys.stdin))
-    assert job.uid == os.getuid() or job.uid in confinement.free_uids(), "a program would run under the uid of an account"
+    assert job.uid == os.getuid() or job.uid in confinement.free_uids(), (
+        "a program would run under the uid of an account"
+    )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of our reader ends us, and never without a sweep
     os.umask(0o022)
-    for add in (site.setquit, site.setcopyright, site.sethelper):  # exit() and others: we start without `site`, programs do not
+    for add in (
+        site.setquit,
+        site.setcopyright,
+        site.sethelper,
+    ):  # exit() and others: we start without `site`, programs do not
         add()
     with suppress(BrokenPipeError):
         try:

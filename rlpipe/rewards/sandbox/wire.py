@@ -227,7 +227,9 @@ def _equal(value: Any, expected: Any) -> bool:
         return len(value) == len(expected) and all(map(_equal, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
         return value.keys() == expected.keys() and all(_equal(value[key], expected[key]) for key in expected)
-    return value == expected or (isinstance(value, (int, float)) and isinstance(expected, float) and close(value, expected))
+    return value == expected or (
+        isinstance(value, (int, float)) and isinstance(expected, float) and close(value, expected)
+    )
 
 
 def close(number: float, expected: float, rounded_by: float = 0.0) -> bool:
