@@ -6,6 +6,8 @@ trap 'exit 130' INT
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/pyright
+# the processes that tests start read it, also where PYTHONDONTWRITEBYTECODE keeps each from writing it
+.venv/bin/python -m compileall -q rlpipe flows tasks tests
 failed=()
 # what hangs where no signal is heard, in C, is ended after pytest-timeout had its time; the other processes take over the rest
 late_s=$(.venv/bin/python -c "from tests.deadlines import DEADLINE_S; print(4 * DEADLINE_S)")
