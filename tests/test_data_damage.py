@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpipe.base.errors import UserError
-from rlpipe.config.pipeline import DataConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.data import rows
 from rlpipe.data.sources import load_conversations, load_prompts
 from rlpipe.processes import user_code
@@ -281,7 +281,7 @@ def test_a_function_that_goes_wrong_is_named(name: str, said: str, monkeypatch: 
 
 OWNER = """
 import os, sys
-from rlpipe.config.pipeline import DataConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.data.sources import load_prompts
 load_prompts(DataConfig(name="mine", use="rl", source="dying:rows"), 0)
 """

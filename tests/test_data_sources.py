@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import canonical_json
 from rlpipe.base.values import plain_json
-from rlpipe.config.pipeline import DataConfig, PipelineConfig
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.data.sources import in_part, load_conversations, load_prompts, split_point
 from rlpipe.records.prompt import Prompt
 from rlpipe.store.backend import open_store

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlpipe.base.errors import UserError
-from rlpipe.config.pipeline import DataConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.conversations import encode_asked, encode_talk, tokenise_conversations
 from rlpipe.data.sources import load_conversations, load_prompts

@@ -17,7 +17,7 @@ from flows.cli import app
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.manifests import BestReward, IterationRecord, Manifest
 from rlpipe.base.references import ArtifactRef
-from rlpipe.config.pipeline import CheckpointConfig
+from rlpipe.config.sections import CheckpointConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.report.show import show_lines
 from rlpipe.stages.model_source import model_folder

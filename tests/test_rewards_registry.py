@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlpipe.base.errors import UserError
-from rlpipe.config.pipeline import DataConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.data.sources import load_prompts
 from rlpipe.rewards.registry import check_names, resolve
 

@@ -9,7 +9,7 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from rlpipe.config.pipeline import DataConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.data.sources import load_prompts
 from rlpipe.rewards.verifier import EVALUATED, score_answer
 

@@ -13,7 +13,8 @@ from mlflow import MlflowClient
 from mlflow.data import get_source
 
 from rlpipe.base.errors import RunWaits, UserError
-from rlpipe.config.pipeline import DataConfig, identity
+from rlpipe.config.pipeline import identity
+from rlpipe.config.sections import DataConfig
 from rlpipe.config.source import read_config
 from rlpipe.processes.launch import free_port
 from rlpipe.report import tracking

@@ -6,10 +6,8 @@ The figures are of one process on one GPU, GiB. They are estimates: none was mea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.sections import Sections
 
 CONTEXT_GIB = 0.7  # of CUDA and cuBLAS, which only the end of a process gives back
 NCCL_GIB = 0.6  # of a gang of several ranks
@@ -19,18 +17,18 @@ WORKING_SHARE = 0.12  # of a GPU, for what SGLang's fraction leaves out: activat
 GPU_GIB_SMALLEST = 24.0  # what a GPU is taken for that nobody knows
 
 
-def trainer_rest_gib(config: PipelineConfig) -> float:
+def trainer_rest_gib(config: Sections) -> float:
     """What a rank keeps of its GPU while its weights and moments are on the host."""
     return CONTEXT_GIB + (NCCL_GIB if config.trainer.ranks * config.trainer.nodes > 1 else 0.0)
 
 
-def engine_fraction(config: PipelineConfig, gpu_gib: float) -> float:
+def engine_fraction(config: Sections, gpu_gib: float) -> float:
     """The part of a GPU of `gpu_gib` that an engine is told to take: SGLang for weights and KV cache, vLLM for all."""
     left = 1 - (trainer_rest_gib(config) + SLACK_GIB) / gpu_gib
     return max(0.1, int(100 * (left - WORKING_SHARE if config.engines.kind == "sglang" else left)) / 100)
 
 
-def broken_colocation(config: PipelineConfig) -> Iterator[str]:
+def broken_colocation(config: Sections) -> Iterator[str]:
     """One line for each thing that keeps trainer and engines from sharing their GPUs."""
     trainer, engines, rl = config.trainer, config.engines, config.rl
     for name, part in (("trainer", trainer), ("engines", engines)):

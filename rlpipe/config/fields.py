@@ -36,7 +36,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticUndefined
 
 from rlpipe.base.errors import UserError
-from rlpipe.config.pipeline import OPERATIONAL, OPERATIONAL_FIELDS, DataConfig, PipelineConfig
+from rlpipe.config.pipeline import OPERATIONAL, OPERATIONAL_FIELDS, PipelineConfig
+from rlpipe.config.sections import DataConfig
 
 UNITS = {"s": "s", "h": "hours", "tokens": "tokens"}
 BOUNDS = {  # keys of a JSON schema -> words; a text that must not be empty is the only one with a minLength

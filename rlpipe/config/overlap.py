@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rlpipe.config.training import RlConfig
+from rlpipe.config.training import RlConfig
 
 
 def broken_overlap(rl: RlConfig) -> Iterator[str]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from rlpipe.config.pipeline import PipelineConfig
 
-if TYPE_CHECKING:
-    from rlpipe.config.pipeline import PipelineConfig
-
-PASSED_BEFORE = 1.0  # `evaluation.pass_threshold` of older runs that did not give it
 NEVER_POSITIVE = {"overlong"}  # rewards that only punish
 ROUNDING = 1e-9  # relative: weights add up in another order than rewards
 

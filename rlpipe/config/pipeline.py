@@ -14,18 +14,10 @@ from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
 from rlpipe.base.values import JsonDict, expanded
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.operational import (
-    STRICT,
-    TOKENS_MAX,
-    BudgetConfig,
-    EnginesConfig,
-    StopConfig,
-    TrackingConfig,
-    TrainerConfig,
-)
-from rlpipe.config.passing import PASSED_BEFORE
+from rlpipe.config.operational import STRICT, BudgetConfig, EnginesConfig, StopConfig, TrackingConfig, TrainerConfig
 from rlpipe.config.rules import broken_layout, broken_rules
 from rlpipe.config.secrecy import refuse_secrets
+from rlpipe.config.sections import CheckpointConfig, DataConfig, EvaluationConfig
 from rlpipe.config.training import BETA1, RlConfig, SftConfig
 
 OPERATIONAL = {"run", "store", "scratch", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
@@ -47,6 +39,7 @@ ADDED = {
     "model": {"control_tokens": "as_written"},
 }  # fields of newer versions, by section, with the value that older runs worked with
 ADAPTER_FIELDS = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
+PASSED_BEFORE = 1.0  # `evaluation.pass_threshold` of older runs that did not give it
 STORED = "stored"  # the context in which pydantic reads what is in a store
 # fields of older versions, by section, with the value that every run now works with
 RETIRED: dict[str, dict[str, float]] = {
@@ -55,95 +48,6 @@ RETIRED: dict[str, dict[str, float]] = {
     "trainer": {"port": 0, "job_timeout_s": 7200.0},
     "engines": {"port": 0, "restarts_max": 5, "request_timeout_s": 600.0},
 }
-
-
-class DataConfig(BaseModel, **STRICT):
-    """One data set and what it is used for."""
-
-    name: str = Field(description="Name in metrics and prompt ids", pattern=r"^[a-z0-9_]+$")
-    use: Literal["sft", "rl", "evaluation"] = Field(description="Which phase reads it")
-    source: str = Field(
-        description="reasoning_gym:NAME, datasets:PATH, package.module:function that gives rows, or a .jsonl or .parquet file or a folder of such, also on s3://",
-        min_length=1,
-    )
-    weight: float = Field(
-        default=1.0, gt=0, description="Share in the mixture, relative to the other sets of the same use"
-    )
-    rows_max: int = Field(
-        default=0, ge=0, le=10**9, description="Rows read (0: all); for a generator the number of items made"
-    )
-    part: Literal["all", "train", "heldout"] = Field(
-        default="all", description="Which side of the split by prompt hash"
-    )
-    heldout_fraction: float = Field(default=0.1, gt=0, lt=1, description="Share of prompts that are held out")
-    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of a generator, a function or `datasets`")
-    prompt_field: str = Field(default="prompt", description="Column of the prompt: text or messages")
-    answer_field: str = Field(default="answer", description="Column of the reference answer")
-    on_too_long: Literal["drop", "fail"] | None = Field(
-        default=None,
-        description="What becomes of rows that are longer than the context leaves room for; none: prompts fail, conversations of sft are truncated",
-    )
-    completion_template: str = Field(default="{answer}", description="SFT completion made from the answer")
-    system_prompt: str = Field(default="", description="System message put before every prompt; empty: none")
-
-
-class EvaluationConfig(BaseModel, **STRICT):
-    """When and how policies are evaluated."""
-
-    every: int = Field(
-        default=10, ge=0, le=100_000, description="Iterations between evaluations; 0: only at the start and at the end"
-    )
-    prompts_max: int = Field(default=200, ge=1, le=10**6, description="Prompts of each evaluation set")
-    num_completions: int = Field(
-        default=1, ge=1, le=64, description="Sampled completions per prompt, n: for pass@1, pass@k up to n, and maj@n"
-    )
-    completion_tokens_max: int | None = Field(
-        default=None, ge=1, le=TOKENS_MAX, description="Longest completion, tokens; none: rl.completion_tokens_max"
-    )
-    temperature: float = Field(
-        default=1.0,
-        ge=0.01,
-        le=2,
-        description="Temperature of the sampled completions; one more of each prompt is greedy",
-    )
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling; none: rl.top_p")
-    rewards: dict[str, float] = Field(
-        default_factory=dict,
-        description="Reward -> weight; empty: rl.rewards. Their arguments are in rl.reward_args too",
-    )
-    pass_threshold: float | None = Field(
-        default=None,
-        description="A rollout passes when its reward is at least this; none: the sum of the weights above 0, as of rewards whose best is 1",
-    )
-
-
-class CheckpointConfig(BaseModel, **STRICT):
-    """What is kept to go on from. What is pruned, and how it is made again: docs/store.md."""
-
-    state_every: int = Field(
-        default=5, ge=1, le=100_000, description="Iterations between training states: the most that resume replays"
-    )
-    keep_states: int = Field(
-        default=0,
-        ge=0,
-        le=100_000,
-        description="Training states of RL that stay, the newest; 0: all. A fork further back replays more",
-    )
-    keep_policies_last: int = Field(
-        default=0, ge=0, le=100_000, description="Policies of RL that stay, the newest; 0: all, and none is pruned"
-    )
-    keep_policies_every: int = Field(
-        default=0,
-        ge=0,
-        le=100_000,
-        description="Weight versions between policies that stay as well; 0: none stays for that",
-    )
-    full_every: int = Field(
-        default=1,
-        ge=1,
-        le=100,
-        description="Weight versions between policies that are stored whole; those between are stored as differences to the one before",
-    )
 
 
 class PipelineConfig(BaseModel, **STRICT):

@@ -11,18 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import date, time
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from rlpipe.config.colocation import broken_colocation
-from rlpipe.config.operational import LOCAL_THREADS, broken_environment
+from rlpipe.config.model import ModelConfig
+from rlpipe.config.operational import LOCAL_THREADS, EnginesConfig, broken_environment
 from rlpipe.config.overlap import broken_overlap
+from rlpipe.config.sections import Sections
+from rlpipe.config.training import RlConfig
 from rlpipe.config.transport import PARALLEL_FLAGS, broken_transport
-
-if TYPE_CHECKING:
-    from rlpipe.config.model import ModelConfig
-    from rlpipe.config.operational import EnginesConfig
-    from rlpipe.config.pipeline import PipelineConfig
-    from rlpipe.config.training import RlConfig
 
 NUMBER_MAX, FLOAT_MAX = 1 << 53, 1e30
 
@@ -32,7 +28,7 @@ def is_run_name(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None
 
 
-def broken_rules(config: PipelineConfig) -> Iterator[str]:
+def broken_rules(config: Sections) -> Iterator[str]:
     """One line for each rule that the config breaks. Example: "rl.group_size=1: the filter nonzero_std drops ..."."""
     yield from _of_values("", config.model_dump())
     yield from _of_model(config.model)
@@ -82,7 +78,7 @@ def _of_model(model: ModelConfig) -> Iterator[str]:
         yield f"{model.num_heads=}: are not shared evenly by {model.num_kv_heads=} key-value heads; use a multiple of {model.num_kv_heads}"
 
 
-def _of_data(config: PipelineConfig) -> Iterator[str]:
+def _of_data(config: Sections) -> Iterator[str]:
     model, sft, rl, uses = config.model, config.sft, config.rl, {data.use for data in config.data}
     if config.run and not is_run_name(config.run):
         yield f"run={config.run!r}: a run name is a folder name: letters, digits, '.', '_' and '-', and no slash"
@@ -120,7 +116,7 @@ def _of_data(config: PipelineConfig) -> Iterator[str]:
         yield f"{sft.patience=}: waits for a better validation loss; set sft.validation_fraction above 0, to have one"
 
 
-def _of_sampling(config: PipelineConfig) -> Iterator[str]:
+def _of_sampling(config: Sections) -> Iterator[str]:
     rl = config.rl
     if rl.agent and rl.environment:
         yield f"{rl.agent=}: has a loop of its own, and {rl.environment=} would be another; leave one of them out"
@@ -191,7 +187,7 @@ def _of_losses(rl: RlConfig) -> Iterator[str]:
         )
 
 
-def _of_stored_rollouts(config: PipelineConfig) -> Iterator[str]:
+def _of_stored_rollouts(config: Sections) -> Iterator[str]:
     rl, source = config.rl, config.rl.rollouts_from
     if source == "run:" or "://" in source:
         yield f"{rl.rollouts_from=}: use run:NAME, or a local path of a Parquet file or folder"
@@ -213,7 +209,7 @@ def _of_stored_rollouts(config: PipelineConfig) -> Iterator[str]:
         yield "rl.rewards: evaluations sample, and 'environment' needs one; name an rl.environment for them, or drop them"
 
 
-def _of_places_and_limits(config: PipelineConfig) -> Iterator[str]:
+def _of_places_and_limits(config: Sections) -> Iterator[str]:
     trainer, engines, stop, budget = config.trainer, config.engines, config.stop, config.budget
     for name, part in (("trainer", trainer), ("engines", engines)):
         if part.nodes > 1 and part.place == "process":
@@ -226,7 +222,7 @@ def _of_places_and_limits(config: PipelineConfig) -> Iterator[str]:
         yield f"{budget.gpu_h=}: no GPU is in trainer.gpu_ids or engines.gpu_ids, so none is ever spent; use budget.wall_clock_h"
 
 
-def _of_what_is_kept(config: PipelineConfig) -> Iterator[str]:
+def _of_what_is_kept(config: Sections) -> Iterator[str]:
     checkpoint = config.checkpoint
     if config.rl.overlap == "iteration" and checkpoint.keep_policies_last == 1:
         yield f"{checkpoint.keep_policies_last=}: with rl.overlap='iteration' the version before the newest samples; use 2 or more, or 0 for all"
@@ -234,7 +230,7 @@ def _of_what_is_kept(config: PipelineConfig) -> Iterator[str]:
         yield f"{checkpoint.keep_policies_every=}: all policies stay with {checkpoint.keep_policies_last=}; set it to 1 or more, or leave this at 0"
 
 
-def broken_layout(config: PipelineConfig) -> Iterator[str]:
+def broken_layout(config: Sections) -> Iterator[str]:
     """One line for each way in which what is to run cannot run where it is put. A stored config is not asked: its run may be over, and
     the next start of it may put everything elsewhere."""
     model, trainer, engines, scratch = config.model, config.trainer, config.engines, config.scratch

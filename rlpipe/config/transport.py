@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.sections import Sections
 
 # flags of SGLang's and vLLM's servers by which one engine takes several GPUs: tensor, pipeline and data parallelism
 PARALLEL_FLAGS = (
@@ -16,7 +14,7 @@ PARALLEL_FLAGS = (
 )
 
 
-def broken_transport(config: PipelineConfig) -> Iterator[str]:
+def broken_transport(config: Sections) -> Iterator[str]:
     """A line for each thing for which engines cannot get weights from the trainer's memory."""
     engines, or_disk = config.engines, "or engines.transport = 'disk'"
     if engines.transport == "disk":

@@ -13,7 +13,7 @@ from rlpipe.data.links import check_links
 from rlpipe.processes.user_code import MESSAGE_CHARS_MAX, CodeRaised, user_code
 
 if TYPE_CHECKING:  # the process of a user's function starts in half the time without them
-    from rlpipe.config.pipeline import DataConfig
+    from rlpipe.config.sections import DataConfig
     from rlpipe.store.outside import OutsideFile
 
     DataFile = Path | OutsideFile

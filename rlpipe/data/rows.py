@@ -35,7 +35,7 @@ from rlpipe.processes.user_code import (
 )
 
 if TYPE_CHECKING:  # the process of a function starts in half the time without it
-    from rlpipe.config.pipeline import DataConfig
+    from rlpipe.config.sections import DataConfig
 
 GENERATOR = "reasoning_gym:"
 FUNCTION = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from rlpipe.base.errors import UserError
 from rlpipe.base.seeds import data_seed, fraction
 from rlpipe.base.values import JsonDict, plain_json
-from rlpipe.config.pipeline import DataConfig, PipelineConfig
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.data.rows import GENERATOR, Row, read_rows
 from rlpipe.records.messages import content_text, read_message, read_tools, without_nulls
 from rlpipe.records.prompt import Messages, Prompt, Talk, is_text

@@ -14,7 +14,7 @@ import numpy as np
 from rlpipe.base.errors import StoreError
 from rlpipe.base.manifests import Manifest, moment_of
 from rlpipe.base.values import Metrics, expanded
-from rlpipe.config.pipeline import DataConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.store.audit import by_number, manifests
 from rlpipe.store.code_version import code_version
 from rlpipe.store.local_copy import is_delta

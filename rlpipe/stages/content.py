@@ -15,7 +15,8 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.seeds import data_seed
 from rlpipe.base.values import JsonDict, expanded
 from rlpipe.config.passing import passing_reward, why_none_passes
-from rlpipe.config.pipeline import DataConfig, PipelineConfig
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.data.sources import fitting, load_conversations, load_prompts, question, room_for, split_validation
 from rlpipe.data.trial import TokenizerTrial
 from rlpipe.engines.commands import check_python

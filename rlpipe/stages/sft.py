@@ -8,7 +8,8 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.seeds import data_seed
-from rlpipe.config.pipeline import DataConfig, PipelineConfig
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.config.training import SftConfig
 from rlpipe.data.conversations import encode_talk, tokenise_conversations
 from rlpipe.data.cursor import PromptCursor

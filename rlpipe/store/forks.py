@@ -6,7 +6,8 @@ import shlex
 from typing import Protocol
 
 from rlpipe.base.errors import UserError
-from rlpipe.config.pipeline import DataConfig, PipelineConfig, identity
+from rlpipe.config.pipeline import PipelineConfig, identity
+from rlpipe.config.sections import DataConfig
 
 AT_SFT = -1  # where a fork branches off that shares the base model and SFT, and no RL iteration
 CHANGEABLE = ("rl.", "evaluation.")  # in a fork

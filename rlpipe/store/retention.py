@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.manifests import IterationRecord
-from rlpipe.config.pipeline import CheckpointConfig
 from rlpipe.config.rules import is_run_name
+from rlpipe.config.sections import CheckpointConfig
 from rlpipe.store.artifacts import PRUNED, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.deltas import DELTA

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from flows import cli, cli_start
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import ArtifactRef
-from rlpipe.config.pipeline import DataConfig
+from rlpipe.config.sections import DataConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.sources import load_conversations, load_prompts
 from rlpipe.engines.local import protocol
