@@ -47,17 +47,22 @@ async def bare_iteration(session: Session, iteration: int) -> IterationRecord:
     session.clock.begin(iteration)
     policy, _ = session.run.policy(iteration)
     before, carried = committed_before(session, iteration)
-    at = {"iteration": iteration, "round_index": 0}
     with session.clock.during("sample_prompts"):
-        prompts = await sample_prompts(session, before=before, carried=carried, **at)
+        prompts = await sample_prompts(session, iteration=iteration, round_index=0, before=before, carried=carried)
     shards = range(num_shards(session, prompts.metrics["num_prompts"]))
-    part = {"prompts": prompts.ref, "policy": policy, **at}
+    sampling = [
+        generate(session, iteration=iteration, round_index=0, shard=shard, prompts=prompts.ref, policy=policy)
+        for shard in shards
+    ]
     with session.clock.during("generate"):
-        rollouts = await asyncio.gather(*(generate(session, shard=shard, **part) for shard in shards))
+        rollouts = [shard.ref for shard in await asyncio.gather(*sampling)]
     with session.clock.during("score"):
-        scores = await score(session, prompts=prompts.ref, rollouts=[shard.ref for shard in rollouts], **at)
+        scores = await score(session, iteration=iteration, round_index=0, prompts=prompts.ref, rollouts=rollouts)
     with session.clock.during("filter"):
-        batch = (await filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], **at)).ref
+        filtered = await filter_groups(
+            session, iteration=iteration, round_index=0, prompts=[prompts.ref], scores=[scores.ref]
+        )
+    batch = filtered.ref
     with session.clock.during("train"):
         trained = await train(session, iteration=iteration, batch=batch)
     with session.clock.during("checkpoint"):

@@ -176,8 +176,7 @@ class World:
     async def _sample(self, session: Session, iteration: int, policy: ArtifactRef) -> float:
         """The rollouts of an iteration; when its sampling began."""
         before = await self._prompts(session, iteration)
-        part = {"iteration": iteration, "round_index": 0}
-        rollouts = await generate(session, shard=0, prompts=before, policy=policy, **part)
+        rollouts = await generate(session, iteration=iteration, round_index=0, shard=0, prompts=before, policy=policy)
         _, manifest = session.run.committed("rl", iteration, "rollouts/round-0/shard-000")
         assert rollouts.ref
         return moment_of(manifest.started_at, "rollouts").timestamp()
@@ -188,11 +187,12 @@ class World:
 
     async def _iteration(self, session: Session, iteration: int, previous: ArtifactRef, reload: Reload) -> ArtifactRef:
         """Samples, trains, saves and serves; the policy."""
-        part = {"iteration": iteration, "round_index": 0}
         prompts = await self._prompts(session, iteration)
-        rollouts = await generate(session, shard=0, prompts=prompts, policy=previous, **part)
-        scores = await score(session, prompts=prompts, rollouts=[rollouts.ref], **part)
-        batch = await filter_groups(session, prompts=[prompts], scores=[scores.ref], **part)
+        rollouts = await generate(
+            session, iteration=iteration, round_index=0, shard=0, prompts=prompts, policy=previous
+        )
+        scores = await score(session, iteration=iteration, round_index=0, prompts=prompts, rollouts=[rollouts.ref])
+        batch = await filter_groups(session, iteration=iteration, round_index=0, prompts=[prompts], scores=[scores.ref])
         trained = await train(session, iteration=iteration, batch=batch.ref)
         self.nodes["store"].throttle(1e6 * reload.mb_per_s)
         policy = await checkpoint(

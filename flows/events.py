@@ -29,9 +29,16 @@ def tell(run: str, event: Event, message: str, **facts: Any) -> None:
 
 def tell_iteration(record: IterationRecord) -> None:
     """The iteration's commit, and that its reward fell, where it did."""
-    at = {"iteration": record.iteration, "weight_version": record.weight_version}
-    tell(record.run, "iteration.committed", iteration_line(record), **at, metrics=record.metrics)
+    iteration, version = record.iteration, record.weight_version
+    committed = iteration_line(record)
+    tell(
+        record.run,
+        "iteration.committed",
+        committed,
+        iteration=iteration,
+        weight_version=version,
+        metrics=record.metrics,
+    )
     if message := fall(record.curve):
-        tell(
-            record.run, "reward.fell", f"{message}. What changed: rlpipe why {record.run} --at {record.iteration}", **at
-        )
+        message = f"{message}. What changed: rlpipe why {record.run} --at {iteration}"
+        tell(record.run, "reward.fell", message, iteration=iteration, weight_version=version)

@@ -77,36 +77,65 @@ async def sample_batch(session: Session, iteration: int, earlier: Before) -> Sam
     scores: list[StageResult] = []
     num_kept = 0
     while True:
-        at = {"iteration": iteration, "round_index": len(rounds)}
-        prompts = await stages.sample_prompts(session, before=before, carried=carried, pass_rates=pass_rates, **at)
+        index = len(rounds)
+        prompts = await stages.sample_prompts(
+            session, iteration=iteration, round_index=index, before=before, carried=carried, pass_rates=pass_rates
+        )
         rounds.append(prompts.ref)
         before, carried = prompts.ref, None
-        part = {"prompts": prompts.ref, "policy": policy, "num_kept": num_kept, **at}
-        count = num_shards(session, prompts.metrics["num_prompts"])
-        # one that fails lets the others come to their end: what they commit is kept, and nothing samples any more
-        sampled = await all_ended([stages.generate(session, shard=shard, **part) for shard in range(count)])
-        rollouts = [shard.ref for shard in sampled]
+        rollouts = await sample_shards(session, iteration, index, prompts, policy, num_kept)
         shards += rollouts
-        scores.append(await stages.score(session, prompts=prompts.ref, rollouts=rollouts, **at))
-        made_of = {"prompts": rounds, "scores": [scored.ref for scored in scores], "pass_rates": pass_rates}
-        branches = shards_with_branches(session.config, shards)
-        batch = await stages.filter_groups(session, branches=branches, **made_of, **at)
+        scored = await stages.score(
+            session, iteration=iteration, round_index=index, prompts=prompts.ref, rollouts=rollouts
+        )
+        scores.append(scored)
+        batch = await stages.filter_groups(
+            session,
+            iteration=iteration,
+            round_index=index,
+            branches=shards_with_branches(session.config, shards),
+            prompts=rounds,
+            scores=[scored.ref for scored in scores],
+            pass_rates=pass_rates,
+        )
         num_kept = batch.metrics["rollout/groups_kept"]
         if not batch.metrics["needs_more"]:
             return Sampled(prompts, scores, batch)
 
 
+async def sample_shards(
+    session: Session, iteration: int, round_index: int, prompts: StageResult, policy: ArtifactRef, num_kept: int
+) -> list[ArtifactRef]:
+    """The rollouts of one sampling round, a reference a shard.
+
+    A shard that fails lets the others come to their end: what they commit is kept, and nothing samples any more.
+    """
+    sampling = [
+        stages.generate(
+            session,
+            iteration=iteration,
+            round_index=round_index,
+            shard=shard,
+            prompts=prompts.ref,
+            policy=policy,
+            num_kept=num_kept,
+        )
+        for shard in range(num_shards(session, prompts.metrics["num_prompts"]))
+    ]
+    return [shard.ref for shard in await all_ended([*sampling])]
+
+
 async def import_batch(session: Session, iteration: int) -> Sampled:
     """One round of what another policy sampled, from `rl.rollouts_from`."""
-    at = {"iteration": iteration, "round_index": 0}
     prompts = await stages.import_prompts(session, iteration=iteration)
     rollouts = await stages.import_rollouts(session, iteration=iteration, prompts=prompts.ref)
-    scores = await stages.score(session, prompts=prompts.ref, rollouts=[rollouts.ref], **at)
-    return Sampled(
-        prompts,
-        [scores],
-        await stages.filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], last=True, **at),
+    scores = await stages.score(
+        session, iteration=iteration, round_index=0, prompts=prompts.ref, rollouts=[rollouts.ref]
     )
+    batch = await stages.filter_groups(
+        session, iteration=iteration, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True
+    )
+    return Sampled(prompts, [scores], batch)
 
 
 async def redo_batch(session: Session, iteration: int) -> Sampled:

@@ -6,8 +6,8 @@ And the task start_service: a node of the trainer gang, or of the engines, as a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, cast
 
 from prefect import get_client, task
 from prefect.cache_policies import NO_CACHE
@@ -32,7 +32,7 @@ FINAL = (UserError, StoreError, StepRefused, RequestRefused, AssertionError, Awa
 
 UNDER_WAY = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 
-StageFunction = Callable[..., Awaitable[StageResult]]
+P = ParamSpec("P")
 
 
 async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> bool:
@@ -40,12 +40,15 @@ async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> boo
     return not isinstance(raised, FINAL)
 
 
-def _task(stage: StageFunction, verb: str = "") -> StageFunction:
+def _task(
+    stage: Callable[Concatenate[Session, P], Awaitable[StageResult]], verb: str = ""
+) -> Callable[Concatenate[Session, P], Coroutine[Any, Any, StageResult]]:
     """The task of a stage; its run is named after the stage (or `verb`) and the numbers in its arguments."""
     function = getattr(
         stage, "function", stage
     )  # train and reload_engines commit nothing, and are declared by no `@stage`
     verb = verb or getattr(stage, "verb", function.__name__)
+    called = cast(Callable[..., Awaitable[StageResult]], stage)  # Prefect gives the arguments that `run` was given
 
     @task(
         name=verb,
@@ -60,10 +63,11 @@ def _task(stage: StageFunction, verb: str = "") -> StageFunction:
     )
     async def timed(session: Session, **arguments: Any) -> StageResult | State[StageResult]:
         with session.clock.during(verb, arguments.get("iteration")):
-            result = await stage(session, **arguments)
+            result = await called(session, **arguments)
         return Completed(name="Cached", data=result) if result.cached else result
 
-    async def run(session: Session, **arguments: Any) -> StageResult:
+    async def run(session: Session, *none: P.args, **arguments: P.kwargs) -> StageResult:
+        assert not none, "the arguments of a stage have names"
         state: State[StageResult] = await timed(session, **arguments, return_state=True)  # pyright: ignore[reportAssignmentType]
         return await state.aresult()
 

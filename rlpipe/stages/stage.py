@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import sha256_of
@@ -69,24 +69,26 @@ class Produced:
 
 
 Result = TypeVar("Result")
+P = ParamSpec("P")  # the named arguments of a stage: a flow that gives others is an error of pyright
 Produce = Callable[[Attempt], Produced | Awaitable[Produced]]
+Function = Callable[Concatenate[Session, Attempt, P], Produced | Awaitable[Produced]]
 Fields = Sequence[str] | Callable[[PipelineConfig], Sequence[str]]
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class Stage(Generic[P]):
     """A declared stage: called with the session and the function's other arguments, it answers with what is committed."""
 
-    function: Callable[..., Any]
+    function: Function[P]
     phase: str
     name: str
     fields: Fields
     verb: str  # in the UI and in time metrics
     numbered: str
 
-    async def __call__(self, session: Session, **arguments: Any) -> StageResult:
+    async def __call__(self, session: Session, *none: P.args, **arguments: P.kwargs) -> StageResult:
         def produce(attempt: Attempt) -> Produced | Awaitable[Produced]:
-            return self.function(session, attempt, **arguments)
+            return self.function(session, attempt, *none, **arguments)
 
         key, settings = self.key(session, **arguments), self.settings(session.config)
         return await run_stage(session, key, self._inputs(arguments), settings, produce)
@@ -103,7 +105,7 @@ class Stage:
         fields = self.fields(config) if callable(self.fields) else self.fields
         return stage_settings(config, fields)
 
-    def _inputs(self, arguments: dict[str, Any]) -> dict[str, ArtifactRef]:
+    def _inputs(self, arguments: Mapping[str, object]) -> dict[str, ArtifactRef]:
         inputs: dict[str, ArtifactRef] = {}
         for name, value in arguments.items():
             if isinstance(value, ArtifactRef):
@@ -115,10 +117,14 @@ class Stage:
 
 def stage(
     phase: str, name: str, *, settings: Fields = (), verb: str = "", numbered: str = "{name}-{index}"
-) -> Callable[[Callable[..., Any]], Stage]:
+) -> Callable[[Function[P]], Stage[P]]:
     """Declares a stage of a phase. An empty phase: beside the policy. `name`: its key, filled with the arguments; `settings`: the config fields that its result depends on;
     `verb`: its name for people, where it is not the function's; `numbered`: how the inputs of a list are called."""
-    return lambda function: Stage(function, phase, name, settings, verb or function.__name__, numbered)
+
+    def declared(function: Function[P]) -> Stage[P]:
+        return Stage(function, phase, name, settings, verb or function.__name__, numbered)
+
+    return declared
 
 
 def stage_settings(config: PipelineConfig, fields: Sequence[str]) -> JsonDict:
