@@ -33,7 +33,10 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What the adapter of a policy is, and which whole policy in the store it is beside. That one never changes."""
+    """The settings of a policy's adapter, and the whole policy in the store that it is of.
+
+    That whole policy never changes.
+    """
 
     settings: Adapter
     base: ArtifactRef
@@ -44,7 +47,7 @@ ADAPTER, ADAPTED = TypeAdapter(Adapter), TypeAdapter(Adapted)
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """What `base.json` says: `policy` is the whole policy that an adapter is of."""
+    """The content of `base.json`: `policy` is the whole policy that an adapter is of."""
 
     policy: ArtifactRef
     schema_version: Literal[1] = 1  # of another, the document is refused

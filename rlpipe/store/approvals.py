@@ -1,4 +1,7 @@
-"""Where a person has to agree before a run goes on (`approval` of the config), and that somebody did: a file in the store."""
+"""Gates at which a run waits until a person agrees (`approval` of the config).
+
+The agreement is a file in the store.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ BEFORE: dict[Gate, str] = {"rl": "RL starts", "register": "the policy is registe
 
 
 def is_awaited(run: Run, gate: Gate) -> bool:
-    """Whether the run may not go past a gate before somebody agrees."""
+    """True when the run must not pass a gate yet, because nobody has agreed."""
     return gate in run.config.approval and not run.store.exists(_key(run, gate))
 
 

@@ -129,7 +129,11 @@ def _check(manifest: Manifest) -> None:
 
 
 def _fits(stage: str, name: str, value: Any) -> bool:
-    """Whether a metric is what is read of it: the losses of a segment, why groups were dropped, the numbers of an evaluation."""
+    """True when a metric has the type that its readers expect; True for all that nobody reads.
+
+    `losses` is a list of numbers, `dropped` of a batch a reason for each group index, and each
+    metric of an evaluation a number.
+    """
     if name == "losses":
         return isinstance(value, list) and all(map(_is_number, value))
     if name == "dropped" and stage.startswith("batch/"):
@@ -144,7 +148,10 @@ def _is_number(value: Any) -> bool:
 
 
 def is_pruned(store: Store, folder: str) -> bool:
-    """Whether files of the committed artifact in `folder` may be missing because they were pruned (rlpipe/store/retention.py)."""
+    """True when files of the committed artifact in `folder` may be missing: they were pruned.
+
+    See rlpipe/store/retention.py.
+    """
     return store.exists(f"{folder}/{PRUNED}")
 
 
@@ -210,7 +217,7 @@ def read_range(
 
 
 def _sha256s(blocks: list[memoryview]) -> list[str]:
-    """Of each block; of many, by several threads."""
+    """The sha256 of each block; more than HASHERS blocks are hashed by several threads."""
     if len(blocks) <= HASHERS:
         return [hashlib.sha256(block).hexdigest() for block in blocks]
     with ThreadPoolExecutor(HASHERS, "hashing") as threads:

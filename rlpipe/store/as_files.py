@@ -12,7 +12,10 @@ from rlpipe.store.backend import Store
 
 
 def file_system(store: Store, sizes: dict[str, int]) -> FileSystem:
-    """What reads the files of a store; paths are `path_of`. `sizes`: bytes of each key that will be read."""
+    """The store as a pyarrow file system, to read from. Paths are those of `path_of`.
+
+    `sizes`: the bytes of each key that will be read.
+    """
     return LocalFileSystem() if store.local else PyFileSystem(FSSpecHandler(StoreFiles(store, sizes)))
 
 

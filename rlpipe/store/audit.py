@@ -1,4 +1,4 @@
-"""What a run has in the store: verify every hash, and sweep what no manifest names."""
+"""Audit of a run in the store: verifies every hash, and sweeps the files that no manifest names."""
 
 from __future__ import annotations
 
@@ -145,7 +145,10 @@ def _prune_faults(store: Store, folder: str, manifest: Manifest) -> Iterator[str
 
 
 def _lost_with(store: Store, damaged: set[str], folders: list[str]) -> Iterator[str]:
-    """Of these artifacts, whose own files are whole, those that are stored as a difference to what is damaged."""
+    """Yields a line for each artifact that is stored as a difference and cannot be rebuilt.
+
+    `folders`: artifacts whose own files are whole; `damaged`: the folders of those that are not.
+    """
     for folder in folders:
         try:
             bases = bases_of(store, read_artifact(store, folder)[0])
@@ -157,7 +160,10 @@ def _lost_with(store: Store, damaged: set[str], folders: list[str]) -> Iterator[
 
 
 def _missing(run: Run) -> Iterator[str]:
-    """What was committed before something that stands, and is not there: nothing names it, so no input misses it."""
+    """Yields a line for each manifest that is not there, though something committed after it is.
+
+    No manifest names these artifacts as inputs, so no check of inputs misses them.
+    """
     places = {stage_of(folder) for folder in manifests(run) if PLACE.fullmatch(_below_run(folder))}
     segments = sorted(iteration for phase, iteration, stage in places if (phase, stage) == ("sft", "policy"))
     wanted = [("sft", segment, stage) for segment in range(len(segments)) for stage in ("state", "policy")]
@@ -199,7 +205,10 @@ def _unknown(run: Run) -> Iterator[str]:
 
 
 def _start_faults(run: Run) -> Iterator[str]:
-    """Who holds the run, and how it was started last, can be read: else it cannot be continued."""
+    """Yields the faults of the documents that say who holds the run and how it was started last.
+
+    The run cannot be continued when these cannot be read.
+    """
     for read in (lambda: held_by(run.store, run.root), lambda: last_started(run.store, run.name)):
         try:
             read()
@@ -219,7 +228,10 @@ def unreferenced(run: Run) -> list[str]:
 
 
 def _of_attempts(run: Run, keys: list[str], committed: list[str]) -> Iterator[str]:
-    """Of these keys the files in the folders of attempts, and temporary ones. No artifact lies in the folder of an attempt, or below it."""
+    """Yields the keys of temporary files, and of files in the folders of attempts.
+
+    No artifact lies in the folder of an attempt, or below it.
+    """
     above = {*committed, *(str(parent) for folder in committed for parent in PurePosixPath(folder).parents)}
     others = tuple(f"{run.root}/{name}/" for name in UNCOMMITTED)
     for key in (key for key in keys if not key.startswith(others)):
@@ -230,8 +242,12 @@ def _of_attempts(run: Run, keys: list[str], committed: list[str]) -> Iterator[st
 
 
 def spared(run: Run, keys: list[str]) -> dict[str, int]:
-    """Of unreferenced keys those that a manifest may yet name, and the number of the lease whose holder may commit it: it was not given back,
-    nobody here can tell whether its process has ended, and no other manifest stands in that folder. The own lease of the run does not count."""
+    """Unreferenced keys that a manifest may yet name, each with the number of a lease.
+
+    The holder of that lease may still commit the key: the lease was not released, nobody here can
+    tell whether its process has ended, and the folder has no other manifest. The run's own lease
+    does not count.
+    """
     committed, leases = set(manifests(run)), numbers(run.store, run.root)
     holders = unreleased(run.store, run.root, leases).items()
     living = [
@@ -248,7 +264,7 @@ def spared(run: Run, keys: list[str]) -> dict[str, int]:
 
 
 def spared_lines(run: Run) -> list[str]:
-    """Which unreferenced files `sweep` leaves, why, and the way out: a line for each lease."""
+    """The unreferenced files that `sweep` leaves, why, and the way out: a line for each lease."""
     counts = Counter(spared(run, unreferenced(run)).values())
     holders = unreleased(run.store, run.root, sorted(counts))
     return [

@@ -17,7 +17,10 @@ from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_part
 
 
 class Objects(Protocol):
-    """What a kind of store does. Every fault is an OSError; FileNotFoundError for a key that is not there. Listings are in any order."""
+    """The operations of one kind of store. Listings are in any order.
+
+    Every fault is an OSError; FileNotFoundError for a key that is not there.
+    """
 
     @property
     def parts_at_once(self) -> int: ...
@@ -60,7 +63,10 @@ class Store:
             raise UserError(f"store={url!r}: unknown scheme {scheme!r}; use file:///path or s3://bucket/prefix")
 
     def address(self, key: str) -> str:
-        """Where a person finds `key`: a path, or an s3:// URL. UserError for what is no key: some come from other processes."""
+        """The path or s3:// URL at which a person finds `key`.
+
+        UserError when `key` is no key: some come from other processes.
+        """
         _check(key)
         return str(self.local / key) if self.local else f"{self.url}/{key}"
 

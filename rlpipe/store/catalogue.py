@@ -1,7 +1,8 @@
-"""What a store has, for queries over all its runs: the artifacts that manifests name, and whose rows they are.
+"""The artifacts of all runs of a store, for queries: each that a manifest names, and its run.
 
-Reads manifests and records only; no config is checked, so runs of other versions are listed too. What is damaged is named in `faults`, and
-left out. An iteration belongs to the run that committed it. The one that a fork redoes has, under the fork's name, also what the fork shares of it.
+Reads manifests and records only; no config is checked, so runs of other versions are listed too.
+What is damaged is named in `faults`, and left out. An iteration belongs to the run that committed
+it. An iteration that a fork redoes has, under the fork's name, also what the fork shares of it.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Catalogue:
         self._records: dict[tuple[str, int], IterationRecord | None] = {}
 
     def _each(self, read: Callable[[Entry], Value], entries: Iterable[Entry]) -> list[Value | None]:
-        """What is read of each; None for what is damaged, which is named in `faults`."""
+        """Returns `read(entry)` of each; None for a damaged one, which is named in `faults`."""
 
         def guarded(entry: Entry) -> Value | None:
             try:
@@ -179,7 +180,7 @@ class Catalogue:
         return [replace(artifact, run=name) for name, artifact in entries if artifact]
 
     def _shared(self, run: StoredRun, kinds: Sequence[str]) -> list[tuple[str, Place]]:
-        """What a fork shares of the iteration that it redoes."""
+        """The folders and places of what a fork shares of the iteration that it redoes."""
         if run.redone is None:
             return []
         fork, shared = run.record.fork, []
@@ -218,7 +219,7 @@ class Catalogue:
         return key, record.bytes
 
     def is_pruned(self, artifact: StoredArtifact) -> bool:
-        """Whether its files were deleted, or are about to be."""
+        """True when the artifact's files were deleted, or are about to be."""
         return artifact.folder in self._runs[artifact.place.run].pruned
 
     def iterations(self) -> list[tuple[str, IterationRecord]]:

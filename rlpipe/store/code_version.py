@@ -52,9 +52,10 @@ def version_of(root: Path) -> str:
 
 
 def _git(root: Path, *command: str) -> bytes:
-    """What git says of a folder; an error when there is none, it is no checkout, or has no commit.
+    """The output of a git command in a folder.
 
-    A checkout of another user's (a mounted one, in a container) is read all the same: its code runs already.
+    An error when there is no git, or when the folder is no checkout, or has no commit. A checkout
+    of another user's (a mounted one, in a container) is read all the same: its code runs already.
     """
     settings = (f"safe.directory={root}", "core.fsmonitor=false")
     options = [option for setting in settings for option in ("-c", setting)]

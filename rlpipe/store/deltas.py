@@ -60,7 +60,10 @@ class DeltaFile:
 
 @dataclass(frozen=True)
 class Delta:
-    """What `delta.json` says: the policy that this one is stored as a difference to, and all files of the whole policy."""
+    """The content of `delta.json`: `base` and `files` of a policy that is stored as a difference.
+
+    `base`: the policy that the difference is to; `files`: all files of the whole policy.
+    """
 
     base: ArtifactRef
     files: list[DeltaFile]
@@ -69,7 +72,10 @@ class Delta:
 
 
 def parse_delta(address: str, data: bytes) -> Delta:
-    """What the document at an address says; StoreError when it is damaged, or would lead to other folders."""
+    """The Delta in the document at an address.
+
+    StoreError when it is damaged, or would lead to other folders.
+    """
     delta = parse_document(address, data, Delta)
     for file in delta.files:
         if "/" in file.name or not is_key(file.name):
@@ -148,7 +154,7 @@ def _packed(before: bytes, after: bytes, width: int) -> tuple[bytes, int]:
 
 
 def _unpacked(before: bytes, frame: bytes, num_changed: int, width: int) -> bytes:
-    """What `_packed` was given as `after`."""
+    """The bytes that `_packed` was given as `after`."""
     numbers_N = _numbers(before, width).copy()
     num_bits_bytes = -(-len(numbers_N) // 8)
     size = num_bits_bytes + num_changed * width
@@ -165,7 +171,10 @@ def _numbers(data: bytes, width: int) -> npt.NDArray[np.unsignedinteger]:
 
 
 def _in_order(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """What `make` makes of the items, in their order, in THREADS threads that are at most twice as many items ahead."""
+    """Yields `make(item)` of each item, in the order of the items.
+
+    THREADS threads compute them, and are at most `2 * THREADS` items ahead.
+    """
     with ThreadPoolExecutor(THREADS) as pool:
         waiting: deque[Future[Made]] = deque()
         for item in items:

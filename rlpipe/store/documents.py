@@ -70,7 +70,7 @@ def parse_document(
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether this is a document that some version of rlpipe wrote, as it was written."""
+    """True when `data` is a document that some version of rlpipe wrote, unchanged since."""
     try:
         tree = json.loads(data)
         return isinstance(tree, dict) and tree.pop(SEAL, None) == sha256_of(tree)

@@ -1,4 +1,7 @@
-"""What two configs compute differently, and where a run can be forked, by what it has committed."""
+"""The differences of two configs, and the points at which a run can be forked.
+
+The points depend on what the run has committed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ CHANGEABLE = ("rl.", "evaluation.")  # in a fork
 
 
 class Progress(Protocol):
-    """How far a run has come: of `rlpipe.store.run.Run`, which imports this module."""
+    """The progress of a run: the part of `rlpipe.store.run.Run` that is needed here.
+
+    That module imports this one.
+    """
 
     @property
     def name(self) -> str: ...
@@ -27,7 +33,10 @@ class Progress(Protocol):
 
 
 def differences(new: PipelineConfig, old: PipelineConfig) -> list[str]:
-    """What two configs compute differently, one text a field: "rl.clip_high: 0.28 -> 0.4"."""
+    """The fields by which two configs compute differently, as text.
+
+    One text a field: "rl.clip_high: 0.28 -> 0.4".
+    """
     after, before = identity(new), identity(old)
     data = _data_differences(new.data, old.data)
     return data + [
@@ -38,9 +47,10 @@ def differences(new: PipelineConfig, old: PipelineConfig) -> list[str]:
 
 
 def fixed_differences(new: PipelineConfig, old: PipelineConfig, at: int) -> list[str]:
-    """Those of the differences that a fork at iteration `at` cannot have, because it shares what was computed with them.
+    """The differences that a fork at iteration `at` cannot have.
 
-    Before the first iteration (`at` is AT_SFT) no prompt of RL was drawn: its data may change, and that of evaluations.
+    The fork shares what was computed with the old settings. Before the first iteration (`at` is
+    AT_SFT) no prompt of RL was drawn: the data of RL and of evaluations may change.
     """
     if at == AT_SFT:
         new, old = (config.model_copy(update={"data": config.sets("sft")}) for config in (new, old))
@@ -66,13 +76,16 @@ def way_to_resume(config: PipelineConfig) -> str:
 
 
 def _store_option(config: PipelineConfig) -> str:
-    """How a command names the store, where that is not the default one."""
+    """The option with which a command names the store; empty for the default store."""
     default = PipelineConfig.model_fields["store"].default
     return "" if config.store == default else f" --store {shlex.quote(config.store)}"
 
 
 def way_to_change(run: Progress, config: PipelineConfig | None = None) -> str:
-    """How to go on from what a run has with other settings: the command, as far as `config` (None: any) can be had that way."""
+    """Tells a person how to go on from what a run has with other settings: by a fork, or a new run.
+
+    `config`: the settings that are wanted; None: any.
+    """
     count = run.num_iterations
     points = ([count - 1] if count else []) + ([AT_SFT] if run.starts_rl else [])
     at = next((point for point in points if config is None or not fixed_differences(config, run.config, point)), None)

@@ -31,7 +31,10 @@ END_S = 10.0  # a beat that is under way is waited for so long when the heartbea
 
 @dataclass(frozen=True)
 class Look:
-    """What the heartbeat says each time: when it looked at the store, by the clock that no process sets, and whether the fence stands."""
+    """A report of the heartbeat: when it looked at the store, and whether the fence stands.
+
+    `at`: by the monotonic clock, which no process sets.
+    """
 
     at: float
     beats: int
@@ -106,7 +109,7 @@ class Heartbeat:
 
 
 def _said(lines: Iterable[str]) -> Iterator[Look]:
-    """What a heartbeat said. What else stands there, a `sitecustomize` has printed."""
+    """Yields the reports of a heartbeat. Skips other lines, which a `sitecustomize` has printed."""
     for line in lines:
         with contextlib.suppress(ValueError, TypeError):
             yield Look(**json.loads(line))

@@ -1,4 +1,4 @@
-"""What a lease says of the process that holds a run, and whether that process lives."""
+"""The process that holds a run, as its lease names it, and whether that process lives."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ Seconds = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lease says of the process that holds it. `flow_run`: the id of Prefect's flow run that it works for; empty without one.
+    """The process that holds a lease, as the lease names it.
 
-    `machine`: boot and pid namespace, in which alone the pid means something; older leases have none. `since`: when it took the run.
+    `flow_run`: the id of the Prefect flow run that it works for; empty without one. `machine`: boot
+    and pid namespace, in which alone the pid means something; older leases have none. `since`: when
+    it took the run.
     """
 
     host: StrictStr
@@ -39,17 +41,23 @@ class Holder:
 
     @property
     def is_of_here(self) -> bool:
-        """Whether it is, or was, a process that this one can see: of this host, since it was booted, in this pid namespace."""
+        """True when the holder is, or was, a process that this one can see.
+
+        It is of this host, since it was booted, and in this pid namespace.
+        """
         return self.host == socket.gethostname() and self.machine in ("", this_machine())
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a process that this one can see, and lives; also where it is stopped."""
+        """True when this process can see the holder, and it lives; also when it is stopped."""
         return self.is_of_here and _start_time(self.pid) == self.process_started
 
     @property
     def is_gone(self) -> bool:
-        """Whether it can write nothing any more, as far as can be known here: it gave the run back, or was a process of here that has ended."""
+        """True when the holder can write nothing any more, as far as can be known here.
+
+        It has released the run, or was a process of here that has ended.
+        """
         return self.released or (self.is_of_here and not self.is_here)
 
     def __str__(self) -> str:

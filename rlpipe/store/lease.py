@@ -66,7 +66,7 @@ class Lease:
         self._heartbeat = Heartbeat(store, _key(run_root, number), holder, HEARTBEAT_S, fence, self._on_look)
 
     def _on_look(self, look: Look) -> None:
-        """Of the heartbeat."""
+        """Takes a report of the heartbeat, and tells when the run was taken over."""
         self._looked_at = max(self._looked_at, look.at)
         if look.is_fenced and self._over is None:
             self._tell()
@@ -86,7 +86,7 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known by now that the run was taken over. Asks nobody."""
+        """True when it is already known that the run was taken over. Asks nobody."""
         return self._over is not None
 
     def on_taken_over(self, act: Callable[[], object] | None) -> None:
@@ -192,8 +192,11 @@ def _withdraw_all() -> None:
 
 
 def pulse(store: Store, run_root: str) -> str:
-    """What a run's newest lease and its announcements say, by one look: another answer after HEARTBEAT_S where a process, of any host,
-    works on the run or prepares it; the same one where none does."""
+    """A hash of what a run's newest lease and its announcements say, by one look.
+
+    After HEARTBEAT_S it is another one when a process, of any host, works on the run or prepares
+    it; else the same.
+    """
     names = {key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")}
     held = [_key(run_root, number) for number in _numbers(names)[-1:]]
     said = hashlib.sha256()
@@ -245,7 +248,10 @@ def write_off(store: Store, run_root: str, number: int) -> None:
 
 
 def held_by(store: Store, run_root: str) -> str:
-    """Who works on a run, by one look: `working`, for another host `held on HOST` (which may be dead), or nothing."""
+    """Says who works on a run, by one look: `working`, `held on HOST`, or nothing.
+
+    `held on HOST` is said of another host, and its process may be dead.
+    """
     leases = numbers(store, run_root)[-1:]
     holder = unreleased(store, run_root, leases).get(leases[0]) if leases else None
     if holder is None:
@@ -260,7 +266,7 @@ def _numbers(names: set[str]) -> list[int]:
 
 
 def _read(store: Store, key: str) -> Holder | None:
-    """Who holds a lease; None where it was given back."""
+    """The holder of a lease; None when the lease was released."""
     try:
         holder = read_document(store, key, Holder)
     except StoreError as error:

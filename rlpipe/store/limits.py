@@ -28,7 +28,10 @@ def gpus_held(config: PipelineConfig, phase: str) -> int:
 
 
 def spent_on_sft(run: Run, segments: int) -> Metrics:
-    """What the first `segments` committed segments cost a run; nothing where they are a parent's."""
+    """The seconds, tokens and GPU seconds that the first `segments` committed segments cost a run.
+
+    All are 0 when the segments are a parent's.
+    """
     seconds = 0.0
     for segment in range(segments if run.parent is None else 0):
         manifest = run.committed("sft", segment, "policy")[1]
@@ -42,7 +45,7 @@ def spent_on_sft(run: Run, segments: int) -> Metrics:
 
 
 def spent_before(run: Run, iteration: int) -> Metrics:
-    """What the run spent before an RL iteration, by the record of the one before it."""
+    """The totals that the run spent before an RL iteration, by the record of the one before it."""
     previous = own_record(run, iteration - 1)
     if previous is None:
         return spent_on_sft(run, run.sft_result()[1])
@@ -50,7 +53,10 @@ def spent_before(run: Run, iteration: int) -> Metrics:
 
 
 def add_iteration(before: Metrics, metrics: Metrics, gpus: int) -> Metrics:
-    """What was spent once an iteration of these metrics is committed, on `gpus` GPUs. The start of RL's evaluation is not in it."""
+    """The totals spent once an iteration of these metrics is committed, on `gpus` GPUs.
+
+    The evaluation at the start of RL is not in them.
+    """
     seconds = metrics["time/iteration_s"]
     return {
         SECONDS: round(before[SECONDS] + seconds, 3),
@@ -72,7 +78,7 @@ class Untrained(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """Whether the policy is the one that the run started from."""
+        """True when the policy is still the one that the run started from."""
         return 0 < self.num == self.of
 
     def __str__(self) -> str:

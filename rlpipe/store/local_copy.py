@@ -23,7 +23,7 @@ FILES = 8  # that are fetched at the same time
 
 
 def way_to_remake(manifest: Manifest) -> str:
-    """How a policy of RL that was pruned can be had again."""
+    """The commands that make a pruned policy of RL again, as text."""
     run, iteration = manifest.run, manifest.iteration
     return (
         f"`rlpipe export {run} --version {iteration + 1} --to DIR` makes it again in a folder, "
@@ -32,7 +32,7 @@ def way_to_remake(manifest: Manifest) -> str:
 
 
 def read_delta(store: Store, folder: str, manifest: Manifest) -> Delta | None:
-    """How a policy is stored as a difference; None for an artifact that is stored whole."""
+    """The Delta of a policy that is stored as a difference; None for an artifact stored whole."""
     records = [record for record in manifest.files if record.plain_name == DELTA]
     return (
         parse_delta(store.address(f"{folder}/{records[0].name}"), read_file(store, folder, records[0]))
@@ -42,7 +42,7 @@ def read_delta(store: Store, folder: str, manifest: Manifest) -> Delta | None:
 
 
 def is_delta(store: Store, ref: ArtifactRef) -> bool:
-    """Whether an artifact is stored as a difference."""
+    """True when an artifact is stored as a difference."""
     return any(record.plain_name == DELTA for record in read_manifest(store, ref.folder, ref.sha256).files)
 
 

@@ -27,8 +27,11 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class NodeDisk:
-    """Where a node has the files that it made: in the folder `disk` of its own, under their keys of the store, and at `url`/key, empty without a
-    server."""
+    """The place where a node has the files that it made: its own folder `disk`, and its server.
+
+    A file has its key of the store: it is at `disk`/key and at `url`/key. `url` is empty without a
+    server.
+    """
 
     disk: str
     url: str
@@ -36,11 +39,13 @@ class NodeDisk:
 
 @dataclass(frozen=True)
 class Nearby:
-    """Where the files of an artifact are beside the store.
+    """The places of an artifact's files beside the store.
 
-    `folder`: of the artifact in the store; `manifest`: its document, as it is committed; `places`: of the nodes that made the files, `made_on`:
-    which of them has which, by its name there, and the first one has those that are not named; `peers`: the servers of the nodes that fetch them
-    at the same time, in the same order for all; `sender`: a gang that has the policy in its memory, and sends it; None where it travels as files alone.
+    `folder`: of the artifact in the store; `manifest`: its document, as it is committed; `places`:
+    of the nodes that made the files; `made_on`: the index in `places` of each file, by its name in
+    the artifact, and 0 for a file that is not in it; `peers`: the servers of the nodes that fetch
+    the files at the same time, in the same order for all; `sender`: trainer processes that have the
+    policy in their memory and send it; None when it travels as files alone.
     """
 
     folder: str
@@ -203,7 +208,11 @@ class NearObjects:
         return self._servers.get(url) or self._servers.setdefault(url, file_server(url, self._keys[url]))
 
     def _nearest(self, key: str, read: Callable[[Objects], Answer], is_whole: Callable[[Answer], bool]) -> Answer:
-        """What this node's disk answers, else the server of the node that made it, else the store."""
+        """Returns the answer of the nearest place that has the key.
+
+        The places are, in order: this node's disk, the server of the node that made the file, the
+        store.
+        """
         if key not in self.records:
             return read(self._store)
         place = self._place(key)

@@ -140,12 +140,12 @@ def outside_files(field: str, url: str) -> list[OutsideFile]:
 
 
 def files_text(files: Sequence[OutsideFile]) -> str:
-    """How many files, and how large together. Example: 3 files, 269.1 MB."""
+    """Text with the number of files and their total size. Example: 3 files, 269.1 MB."""
     return f"{len(files)} file{'s' * (len(files) != 1)}, {size_text(sum(file.bytes for file in files))}"
 
 
 def fetched_folder(url: str, files: Sequence[OutsideFile], below: Path) -> Path:
-    """Where `fetch_files` puts these files: a folder of its own for their names, sizes and tags."""
+    """The folder in which `fetch_files` puts these files: one for their names, sizes and tags."""
     digest = sha256_of([[file.name, file.bytes, file.tag] for file in files])
     return below / f"{url.rstrip('/').rsplit('/', 1)[-1]}-{digest[:12]}"
 

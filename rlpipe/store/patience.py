@@ -1,7 +1,9 @@
-"""How long a call of a store on a server is tried again: minutes where a process works for a run, seconds where a person waits for an answer.
+"""Retries of a call of a store on a server.
 
-What passes by itself (5xx, throttling, a reset, a refused connection, no answer) is tried again, whatever call it was; what another try
-answers alike (no such bucket, wrong keys) is not. One line says that the process waits, one that it is over.
+The call is tried again for minutes where a process works for a run, for seconds where a person
+waits for an answer. A fault that passes by itself (5xx, throttling, a reset, a refused connection,
+no answer) is tried again, whatever call it was; one that another try would meet again (no such
+bucket, wrong keys) is not. One line says that the process waits, one that the wait is over.
 """
 
 from __future__ import annotations
@@ -80,7 +82,10 @@ def hurrying() -> Iterator[None]:
 
 
 def is_hurried() -> bool:
-    """Whether whoever calls is to end soon: in `hurrying`, or in a task of an event loop that was cancelled."""
+    """True when the caller is to end soon: in `hurrying`, or in a task that was cancelled.
+
+    The task is that of an event loop.
+    """
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop in this thread
@@ -107,7 +112,7 @@ class Wait:
         return self.lasted_s >= self.bound_s()
 
     def next_pause_s(self) -> float:
-        """How long to wait for the next try. Says that it waits, once it has lasted."""
+        """Seconds until the next try. Logs that it waits, once that has lasted SAID_AFTER_S."""
         if not self._is_said and self.lasted_s >= SAID_AFTER_S:
             self._is_said = True
             with Wait._lock:
@@ -118,7 +123,7 @@ class Wait:
         return pause_s * random.uniform(0.5, 1.0)
 
     def given_up(self) -> str:
-        """What is said of a call that nobody answered."""
+        """The text of the fault of a call that nobody answered."""
         self._is_answered = False
         return f"{self._fault} (the first fault of {self.lasted_s:.0f} s of tries)"
 
@@ -136,7 +141,10 @@ class Wait:
 
 
 def persistently(address: str, ask: Callable[[], Answer]) -> Answer:
-    """What `ask` answers, asked again while it raises Passing; Away, with the first fault, when the time is up or the work has ended."""
+    """Returns `ask()`, asked again while it raises Passing.
+
+    Away, with the first fault, when the time is up or the work has ended.
+    """
     try:
         return ask()
     except Passing as fault:

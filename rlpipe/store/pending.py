@@ -1,4 +1,7 @@
-"""What a process has made and not committed yet: its run answers with it as if it were."""
+"""Artifacts and records that a process has made and not committed yet.
+
+Its run answers with them as if they were committed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from rlpipe.base.references import ArtifactRef
 
 @dataclass(frozen=True)
 class Pending:
-    """What this process has made and is about to commit: artifacts by their folders, and records of iterations by their keys."""
+    """Artifacts and records that this process has made and is about to commit.
+
+    `artifacts`: by their folders; `records`: of iterations, by their keys.
+    """
 
     artifacts: dict[str, tuple[ArtifactRef, Manifest]] = field(default_factory=dict)
     records: dict[str, IterationRecord] = field(default_factory=dict)

@@ -32,7 +32,7 @@ STAY = (DELTA, BASE)  # small documents by which who makes the others again know
 
 @dataclass(frozen=True)
 class PruneRecord:
-    """What `pruned.json` says: what is gone, who deletes it, and how it is made again."""
+    """The content of `pruned.json`: what is gone, who deletes it, and how it is made again."""
 
     run: str
     iteration: int
@@ -51,12 +51,12 @@ class PruneRecord:
 
 
 def is_prunable(folder: str) -> bool:
-    """Whether the artifact of a folder is of a kind that is pruned: a policy or a state of phase rl."""
+    """True when an artifact is of a kind that is pruned: a policy or a state of phase rl."""
     return FOLDER.fullmatch(folder) is not None
 
 
 def read_pruned(store: Store, folder: str) -> PruneRecord | None:
-    """What is known of the pruning of an artifact; None when it has all its files."""
+    """The record of an artifact's pruning; None when the artifact has all its files."""
     try:
         return read_document(store, f"{folder}/{PRUNED}", PruneRecord)
     except StoreError:
@@ -105,9 +105,10 @@ def delete_fenced(store: Store, key: str, record: PruneRecord, folder: str, held
 
 
 def wait_until_pruned(store: Store, folder: str) -> bool:
-    """Whether an artifact was pruned: False when it has all its files, True once they are gone and nobody deletes any more.
+    """Waits until nobody deletes files of an artifact any more; True when they are gone.
 
-    Finishes what a process began that died. StoreError after WAIT_S.
+    False when the artifact has all its files. Finishes what a process began that died. StoreError
+    after WAIT_S.
     """
     deadline, root = time.monotonic() + WAIT_S, "/".join(folder.split("/")[:2])
     while (record := read_pruned(store, folder)) is not None and not record.finished:

@@ -1,7 +1,8 @@
-"""What a node has of an artifact that several nodes fetch at once: each gets its own parts from where they were made, and the rest from the others.
+"""Relay of an artifact between the nodes that fetch it at once.
 
-So every cable carries about one copy, however many nodes there are. Nobody waits in a circle: a node waits for another only where that gets the
-part from nobody else.
+Each node gets its own parts from where they were made, and the rest from the other nodes. So every
+cable carries about one copy, however many nodes there are. Nobody waits in a circle: a node waits
+for another only where that one gets the part from no other node.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ POLL_S = 0.05
 
 
 def owner_of(start: int, num_nodes: int) -> int:
-    """Which of the nodes gets the part at `start` first."""
+    """The index of the node that gets the part at byte `start` first.
+
+    It is `start // PART_BYTES % num_nodes`.
+    """
     return start // PART_BYTES % num_nodes
 
 

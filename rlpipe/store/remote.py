@@ -97,7 +97,10 @@ class RemoteObjects(ABC):
         return self._ask(key, ask)
 
     def _ask(self, key: str, ask: Callable[[], Answer]) -> Answer:
-        """What a call of obstore answers: every call is made here. Passing for a fault that another try may not have."""
+        """Returns the answer of a call of obstore: every call is made here.
+
+        Passing for a fault that another try may not have.
+        """
         with self._faults(key):
             return ask()
 

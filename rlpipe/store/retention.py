@@ -1,24 +1,32 @@
-"""What a run keeps of its policies and training states, and when the others are pruned: their files go, their manifests stay.
+"""The policies and training states that a run keeps, and when the others are pruned.
 
-A pruned policy can be made again, to the same hashes: from the newest training state before it (or weight version 0) and the stored
-batches, which are always kept (rlpipe/stages/remaking.py). Only policies and states of phase `rl` are pruned, by the process that
-holds the run's lease, beside its work; SFT and what a run starts from stay. A forked run prunes its own iterations only.
+Pruning deletes the files of an artifact; its manifest stays.
 
-How it is safe. `pruned.json` stands beside the manifest from before the first file is deleted until every file is back; in it, `finished`
-says that no file is left and that nobody deletes any more. A file may be missing only beside it.
+A pruned policy can be made again, to the same hashes: from the newest training state before it (or
+weight version 0) and the stored batches, which are always kept (rlpipe/stages/remaking.py). Only
+policies and states of phase `rl` are pruned, by the process that holds the run's lease, beside its
+work; SFT and what a run starts from stay. A forked run prunes its own iterations only.
 
-- A fork begins while its parent prunes. The fork writes its run.json, then looks for pruned.json. The parent writes pruned.json, then looks
-  for forks, and takes pruned.json back when it sees one. Whoever came second saw the other: the policy stays, or the fork waits until
-  the pruning is `finished` and makes it again. Whoever looks once run.json is there leaves the policy alone.
-- Killed before the first deletion, between two, or before `finished`: the next holder of the run finishes it when its session begins; a fork
-  that waits does it itself when nobody holds the run, under the run's lease. Also for a version that forks share: they make it again.
-- Killed while a policy is made again: some files are back, under pruned.json, others are not. Who wants it makes it again, and puts the
-  same bytes.
-- Two make the same one: both replay, and put the same bytes under the same keys, each file as a whole. The second finds no pruned.json to
-  take away.
-- A holder that was taken for dead and wakes up: it looks at its lease before each deletion, so one at most comes late. It looks once more after
-  each, and where it was superseded writes pruned.json again, as `finished`: the file that it deleted may have been made again since, and
-  is known as pruned then. A late pruned.json stays: whoever holds the run may have pruned by it (docs/store.md).
+How it is safe. `pruned.json` stands beside the manifest from before the first file is deleted until
+every file is back; in it, `finished` says that no file is left and that nobody deletes any more. A
+file may be missing only beside it.
+
+- A fork begins while its parent prunes. The fork writes its run.json, then looks for pruned.json.
+  The parent writes pruned.json, then looks for forks, and takes pruned.json back when it sees one.
+  Whoever came second saw the other: the policy stays, or the fork waits until the pruning is
+  `finished` and makes it again. Whoever looks once run.json is there leaves the policy alone.
+- Killed before the first deletion, between two, or before `finished`: the next holder of the run
+  finishes it when its session begins; a fork that waits does it itself when nobody holds the run,
+  under the run's lease. Also for a version that forks share: they make it again.
+- Killed while a policy is made again: some files are back, under pruned.json, others are not. Who
+  wants it makes it again, and puts the same bytes.
+- Two make the same one: both replay, and put the same bytes under the same keys, each file as a
+  whole. The second finds no pruned.json to take away.
+- A holder that was taken for dead and wakes up: it looks at its lease before each deletion, so one
+  at most comes late. It looks once more after each, and where it was superseded writes pruned.json
+  again, as `finished`: the file that it deleted may have been made again since, and is known as
+  pruned then. A late pruned.json stays: whoever holds the run may have pruned by it
+  (docs/store.md).
 """
 
 from __future__ import annotations
@@ -61,7 +69,10 @@ def kept_versions(checkpoint: CheckpointConfig, newest: int, pinned: Collection[
 
 
 def kept_states(checkpoint: CheckpointConfig, states: Collection[int], pinned: Collection[int]) -> set[int]:
-    """Of the iterations with a training state those whose states stay: the newest, and what is `pinned`."""
+    """The iterations whose training states stay: the newest `keep_states` (0: all), and `pinned`.
+
+    `states`: the iterations that have a training state.
+    """
     newest = sorted(states)[-checkpoint.keep_states :]  # 0: all
     return {*newest, *pinned}.intersection(states)
 

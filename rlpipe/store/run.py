@@ -70,7 +70,7 @@ class Run:
         return iteration <= self.fork_at or redone_from
 
     def redoes(self, iteration: int) -> bool:
-        """Whether this is the iteration that is redone from what the parent stored of it."""
+        """True when this iteration is redone from what the parent stored of it."""
         return bool(self.redo) and iteration == self.fork_at + 1
 
     def sampled_by(self, iteration: int) -> int:
@@ -95,7 +95,7 @@ class Run:
         return self.pending.artifacts.get(folder) or read_artifact(self.store, folder)
 
     def manifest(self, ref: ArtifactRef) -> Manifest:
-        """What an artifact says of itself; StoreError when it is missing, or another."""
+        """The manifest of an artifact; StoreError when it is missing, or is another one."""
         pending = self.pending.artifacts.get(ref.folder)
         return pending[1] if pending and pending[0] == ref else read_manifest(self.store, ref.folder, ref.sha256)
 
@@ -103,7 +103,10 @@ class Run:
         return f"{self.owner('rl', iteration).root}/rl/{iteration:05d}/iteration.json"
 
     def iteration(self, iteration: int) -> IterationRecord | None:
-        """What the commit of an iteration says, or None when it is not committed."""
+        """The record of an iteration; None when the iteration is not committed.
+
+        StoreError when the record is damaged, or is that of another iteration or run.
+        """
         key = self.iteration_key(iteration)
         if pending := self.pending.records.get(key):
             return pending
@@ -133,15 +136,16 @@ class Run:
         return [self.record(iteration) for iteration in range(count)]
 
     def num_committed(self, phase: str, total: int) -> int:
-        """How many of the first `total` iterations (segments, for sft) are committed.
+        """The number of committed iterations (segments, for sft) among the first `total`.
 
-        Commits form a prefix, so bisection finds it: log2(total) look-ups, at iteration 1,000 as at iteration 10.
+        Commits form a prefix, so bisection finds it: log2(total) look-ups, at iteration 1,000 as at
+        iteration 10.
         """
         return bisect_left(range(total), True, key=lambda iteration: not self._is_committed(phase, iteration))
 
     @property
     def num_iterations(self) -> int:
-        """How many RL iterations are committed, also beyond those that the config plans."""
+        """The number of committed RL iterations, also beyond those that the config plans."""
         return self.num_committed("rl", 100_000)  # no run is longer
 
     def own_iterations(self) -> list[int]:
@@ -152,7 +156,10 @@ class Run:
         return sorted(int(place[1]) for place in places if place)
 
     def lost_iterations(self) -> list[int]:
-        """Those that are not committed though later ones are. A commit is the last thing of an iteration, so somebody lost them."""
+        """The iterations that are not committed though later ones are.
+
+        A commit is the last thing of an iteration, so somebody lost them.
+        """
         own = self.own_iterations()
         return sorted(set(range(self.fork_at + 1, own[-1] if own else 0)).difference(own))
 
@@ -169,30 +176,30 @@ class Run:
 
     @property
     def sft_complete(self) -> bool:
-        """Whether no segment is missing, and the choice among them is made where they are validated."""
+        """True when no segment is missing; where they are validated, when one of them is chosen."""
         if self.config.sft.validated:
             return self.artifact("data", 0, "selection") is not None
         return self.num_committed("sft", self.num_segments) == self.num_segments
 
     @property
     def starts_rl(self) -> bool:
-        """Whether all that RL starts from is committed."""
+        """True when all that RL starts from is committed."""
         return self.sft_complete and self.has_base and self.has_reference
 
     @property
     def has_reference(self) -> bool:
-        """Whether the reference of the KL is committed, where it is a model of its own."""
+        """True when the reference of the KL is committed, or is no model of its own."""
         return not self.config.rl.reference or self.artifact("base", 0, "reference") is not None
 
     @property
     def has_base(self) -> bool:
-        """Whether tokenizer and base model are committed, and the probe of a base model that was copied."""
+        """True when tokenizer and base model are committed, and a copied base model's probe."""
         last = "probe" if self.config.model.path else "policy"
         return self.artifact("base", 0, last) is not None
 
     @property
     def forked_from(self) -> str:
-        """What a fork shares. Examples: `a at 5`, `a at sft`, `a at 4, redoes train of 5`."""
+        """Names what a fork shares. Examples: `a at 5`, `a at sft`, `a at 4, redoes train of 5`."""
         assert self.parent is not None, "only of a fork"
         at = "sft" if self.fork_at < 0 else self.fork_at
         return f"{self.parent.name} at {at}" + (f", redoes {self.redo} of {self.fork_at + 1}" if self.redo else "")
@@ -270,7 +277,7 @@ def open_existing(store: Store, name: str, forks: tuple[str, ...] = ()) -> Run:
 
 
 def planned_fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:
-    """What `fork` would create, or continue; UserError when that cannot be. Writes nothing."""
+    """The run that `fork` would create or continue; UserError when it cannot. Writes nothing."""
     assert redo in ("", *SHARED_BY_REDO), redo
     check_committed(run, at, redo)
     planned = _fork_of(run, at, config, redo)

@@ -45,7 +45,10 @@ Config = Annotated[JsonDict, AfterValidator(_of_a_run)]
 
 @dataclass(frozen=True)
 class ForkRecord:
-    """What a fork shares: iterations 0..at of which run; with `redo` those before `at`, and of `at` what comes before that stage."""
+    """The part of `run` that a fork shares: its iterations 0 to `at`.
+
+    With `redo`: the iterations before `at`, and of `at` what comes before that stage.
+    """
 
     run: str
     at: Annotated[int, Field(ge=-1)]
@@ -54,7 +57,7 @@ class ForkRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What run.json says."""
+    """The content of run.json."""
 
     config: Config
     fork: ForkRecord | None
@@ -65,7 +68,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """What start.json says: of the settings that may change between two starts, those of the last one."""
+    """The content of start.json: the last start's values of the settings that a start may change."""
 
     config: Config
     code_version: str
@@ -117,7 +120,7 @@ def read_record(store: Store, name: str) -> tuple[PipelineConfig, ForkRecord | N
 
 
 def had_steps(store: Store, name: str) -> bool:
-    """Whether the run began with `rl.overlap = "steps"`, which reads as "none" today."""
+    """True when the run began with `rl.overlap = "steps"`, which reads as "none" today."""
     rl = read_document(store, record_key(name), RunRecord).config.get("rl")
     return isinstance(rl, dict) and rl.get("overlap") == "steps"
 

@@ -120,7 +120,10 @@ class Bucket(RemoteObjects):
                 raise
 
     def create(self, key: str, data: bytes) -> bool:
-        """Whether this call created `key`, or a try of it whose answer was lost: such a try loses against itself, so equal bytes are ours."""
+        """Creates `key`; True when this call created it, or a try of it whose answer was lost.
+
+        Such a try loses against itself, so equal bytes are ours.
+        """
 
         def ask() -> bool:
             try:
@@ -180,7 +183,7 @@ class Bucket(RemoteObjects):
 
 
 class _Keys:
-    """What obstore calls for keys: those that botocore found, and new ones before they end."""
+    """Gives obstore the keys that botocore found, and new ones before they end."""
 
     def __init__(self, session: Session) -> None:
         credentials = session.get_credentials()

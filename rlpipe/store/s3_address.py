@@ -1,4 +1,7 @@
-"""Where an S3 bucket is, looked at before obstore is given it: what is no address ends its code in a panic, which prints and is no Exception."""
+"""Checks of the address of an S3 bucket, before obstore is given it.
+
+Text that is no address ends obstore's code in a panic, which prints and is no Exception.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def check_key(access_key: str, token: str) -> None:
 
 
 def _fault_of(endpoint: str) -> str:
-    """What keeps an endpoint from being the address of a server; empty where nothing does."""
+    """The reason why an endpoint is no address of a server; empty when it is one."""
     try:
         url = urlsplit(endpoint)
         host, port = url.hostname or "", url.port

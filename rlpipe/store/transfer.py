@@ -1,4 +1,7 @@
-"""How the bytes of large files pass through memory: in parts of one size, a few at a time, hashed by a thread beside."""
+"""Transfer of large files through memory: in parts of one size, a few at a time.
+
+A thread hashes the parts meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ PIECE_BYTES = 256 * 1024  # of a part on its way from or to a file: larger ones 
 
 @dataclass(frozen=True)
 class FileContent:
-    """What a file holds: its bytes, and their sha256."""
+    """The size of a file in bytes, and its sha256."""
 
     bytes: int
     sha256: str
@@ -46,7 +49,7 @@ class Hashing:
             yield piece
 
     def content(self) -> FileContent:
-        """Of all that passed."""
+        """The size and the sha256 of all bytes that passed."""
         while self._pending:
             self._pending.popleft().result()
         return FileContent(self._bytes, self._sha256.hexdigest())
@@ -67,7 +70,7 @@ def write_at(descriptor: int, data: bytes, start: int) -> int:
 
 
 def pieces_of(file: io.BufferedIOBase) -> Iterator[bytes]:
-    """What is left of an open file."""
+    """Yields the rest of an open file, in pieces of at most PIECE_BYTES."""
     while piece := file.read(PIECE_BYTES):
         yield piece
 
@@ -96,9 +99,11 @@ def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int, at_
 def content_of_parts(
     file: io.FileIO, size: int, fetch_part: Callable[[int, int], None], at_once: int, order: Sequence[int] = ()
 ) -> FileContent:
-    """What `file` holds after `fetch_part(start, end)` wrote every part of its `size` bytes, some `at_once`: hashed as they land.
+    """Writes every part of `file` by `fetch_part(start, end)`; the content that the file then has.
 
-    `order`: the starts of the parts as they are to be begun; that of the file without it.
+    `size`: of the file in bytes; `at_once`: parts that are fetched at the same time. The parts are
+    hashed as they land. `order`: the starts of the parts as they are to be begun; that of the file
+    without it.
     """
     digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
     starts = range(0, size, PART_BYTES)
