@@ -86,7 +86,7 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """True when it is already known that the run was taken over. Asks nobody."""
+        """True when it is known by now that the run was taken over. Does not look at the store."""
         return self._over is not None
 
     def on_taken_over(self, act: Callable[[], object] | None) -> None:

@@ -55,7 +55,7 @@ def spent_before(run: Run, iteration: int) -> Metrics:
 def add_iteration(before: Metrics, metrics: Metrics, gpus: int) -> Metrics:
     """The totals spent once an iteration of these metrics is committed, on `gpus` GPUs.
 
-    The evaluation at the start of RL is not in them.
+    The evaluation of the policy that RL starts from is not in them.
     """
     seconds = metrics["time/iteration_s"]
     return {

@@ -82,10 +82,7 @@ def hurrying() -> Iterator[None]:
 
 
 def is_hurried() -> bool:
-    """True when the caller is to end soon: in `hurrying`, or in a task that was cancelled.
-
-    The task is that of an event loop.
-    """
+    """True when the caller is to end soon: in `hurrying`, or in a cancelled asyncio task."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop in this thread

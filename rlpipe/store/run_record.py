@@ -68,7 +68,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The content of start.json: the last start's values of the settings that a start may change."""
+    """The content of start.json: of the settings that a start may change, the last start's."""
 
     config: Config
     code_version: str
