@@ -1,4 +1,7 @@
-"""What everything starts from: the tokenizer and the base model, copied into the store so that a run is whole by itself."""
+"""The tokenizer and the base model that everything starts from, copied into the store.
+
+The copies make a run whole by itself.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ TOKENIZER_TEXTS_MAX = 2000
 
 @dataclass(frozen=True)
 class TriedModel:
-    """What is known of a model whose config and shapes were tried. `rows`: how sequences are put into rows; `speed`: or why there is none."""
+    """The facts of a model whose config and shapes were tried.
+
+    `rows`: how sequences are put into rows; `speed`: or text on why there is none.
+    """
 
     num_parameters: int
     rows: str
@@ -80,7 +86,7 @@ def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: boo
 
 
 def tried_adapter(config: PipelineConfig) -> dict[str, object]:
-    """What `try_model` is told besides of a model that gets an adapter."""
+    """The arguments of `try_model` on the adapter that a model gets; empty without an adapter."""
     adapter = new_adapter(config)
     return {"adapter": asdict(adapter.settings)} if adapter else {}
 
@@ -105,7 +111,10 @@ def _copied(attempt: Attempt, paths: Iterable[Path]) -> list[FileRecord]:
 
 
 def tokenizer_folder(config: PipelineConfig, prompts: PromptSets, scratch: Path) -> Path:
-    """Where the tokenizer of a new run is: in the model's folder, or in `scratch`, built of the prompts."""
+    """The folder with the tokenizer of a new run: the model's folder, or `scratch`.
+
+    In `scratch` a tokenizer is built from the prompts.
+    """
     if config.model.path:
         return source_of(config).folder
     uses = ("rl", "evaluation") if config.sets("rl") else ("evaluation",)

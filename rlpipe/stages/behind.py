@@ -1,7 +1,10 @@
-"""What is used before it is committed: the policy of an iteration, its state, and the iteration's record. They are committed in this order,
-behind what goes on: engines load the policy from the disk of the node that made it, and sample with it while the store gets its files.
+"""Use of an iteration's policy, state and record before they are committed.
 
-What was not committed has not happened. Who commits something that was made of a policy waits until the policy is committed.
+They are committed in this order, behind what goes on: engines load the policy from the disk of the
+node that made it, and sample with it while the store gets its files.
+
+What was not committed has not happened. Who commits something that was made of a policy waits until
+the policy is committed.
 """
 
 from __future__ import annotations
@@ -29,8 +32,11 @@ Act = Callable[[], Awaitable[object]]
 
 
 class CommittedLate(StoreError):
-    """What this process used before it was committed, the holder before it committed after all, with the same bits. Nothing is lost, and
-    nothing to mend; but all that was made here since names another manifest, so the run is started again."""
+    """Raised when the holder before this process committed after all what this one used already.
+
+    The bits are the same. Nothing is lost, and nothing to mend; but all that was made here since
+    names another manifest, so the run is started again.
+    """
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,11 @@ class Behind:
         return self._last
 
     def nearby(self, ref: ArtifactRef) -> Nearby | None:
-        """Where the files of an artifact are beside the store; None where only the store has them."""
+        """The places of an artifact's files beside the store; None when only the store has them."""
         return self._nearby.get(ref.sha256)
 
     def is_under_way(self, ref: ArtifactRef) -> bool:
-        """Whether an artifact is used already, and not committed."""
+        """True when an artifact is used already, and not committed yet."""
         commit_of = self._commits.get(ref.sha256)
         return commit_of is not None and not _succeeded(commit_of)
 
@@ -123,8 +129,11 @@ class Behind:
             await asyncio.shield(self._last)
 
     async def close(self) -> None:
-        """What is still under way gets CLOSE_S, and nothing once the run was taken over. What becomes of it is only logged: who closes before
-        it has landed has another fault to raise."""
+        """Waits CLOSE_S for the commits that are under way; not at all once the run was taken over.
+
+        Only logs what becomes of them: who closes before they have landed has another fault to
+        raise.
+        """
         if self._last is None:
             return
         done, _ = await asyncio.wait({self._last}, timeout=0 if self._is_taken_over() else CLOSE_S)
@@ -153,7 +162,7 @@ def commit_record(run: Run, key: str, record: IterationRecord) -> None:
 
 
 def _late(address: str, manifest: Manifest, committed: Manifest) -> StoreError:
-    """What ends a process whose artifact was committed by a holder before it."""
+    """The error that ends a process whose artifact was committed by a holder before it."""
     by = "somebody else" if committed.lease is None else f"the holder of lease {committed.lease}"
     said = f"{address} was committed late, by {by}, while this run used its own"
     ours, theirs = ({file.plain_name: file.sha256 for file in made.files} for made in (manifest, committed))

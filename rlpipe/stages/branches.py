@@ -60,7 +60,10 @@ def _without_last_reply(branch: Branch) -> Branch:
 
 
 def branch_metrics(branches: list[Branch], rl: RlConfig) -> Metrics:
-    """How many branches of a batch are trained beside its rollouts, and their tokens; nothing where none would be."""
+    """The number of branches that are trained beside a batch's rollouts, and of their tokens.
+
+    Empty unless `rl.branches` is "all". `branches`: those of the batch.
+    """
     if rl.branches != "all":
         return {}
     return {

@@ -1,4 +1,7 @@
-"""How long the stages of an iteration took, and how much of its time trainer, engines and stages had nothing to do."""
+"""The times of an iteration's stages, and the part of its time in which each service was idle.
+
+The services are trainer and engines. `time/orchestration_s` is the time in which no stage ran.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ class Clock:
                     self.seconds[hand] += time.monotonic() - self._since.pop(hand)
 
     def at_commit(self, iteration: int) -> Metrics:
-        """What an iteration came to; what comes next counts for the one after it. Nothing of a service that no stage used."""
+        """The times of an iteration in seconds, and the idle fraction of each service that it used.
+
+        Starts the times of the iteration after it.
+        """
         now = time.monotonic()
         for hand in (hand for hand in self._since if isinstance(hand, str)):
             self.seconds[hand] += now - self._since[hand]

@@ -1,4 +1,7 @@
-"""What a config names, looked at before a run depends on it: its model, data, tokenizer, rewards, filters, machine."""
+"""Looks at what a config names before a run depends on it.
+
+It names a model, data, a tokenizer, rewards, filters and a machine.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ BAR_DELAY_S = 2.0
 
 
 class Content:
-    """What a config names. Each method looks at one thing, and returns what it read as a line of text; UserError when it cannot be used."""
+    """The things that a config names. Each method looks at one, and returns a line on what it read.
+
+    UserError when it cannot be used.
+    """
 
     def __init__(self, config: PipelineConfig, runs: bool) -> None:
         self.config = config
@@ -77,7 +83,10 @@ class Content:
         return f"model: {_tried_line(folder, self.tried)}"
 
     def _tried(self, field: str, folder: Path, *, sized: bool, **named: object) -> TriedModel:
-        """What a model's folder holds, tried in a process of its own; `sized`: with what a plan counts."""
+        """The model of a folder, tried in a process of its own.
+
+        `sized`: with what a plan counts.
+        """
         return try_model(self.config, named | {"where": f"{field}={folder}", "folder": str(folder)}, sized=sized)
 
     def reference(self, run: Run | None) -> str:
@@ -95,8 +104,10 @@ class Content:
         return f"reference: {label}"
 
     def memory(self) -> str:
-        """What it takes of memory, disk and hours, by the model's shapes: of its folder, of its config.json, or of the config where neither
-        is here."""
+        """Lines on the memory, disk and hours that a run takes, by the model's shapes.
+
+        The shapes are of its folder, of its config.json, or of the config where neither is here.
+        """
         model = self.config.model
         stands_in = model.path and self.tried is None and self.model_config is None
         if stands_in and ("hidden_size" not in model.model_fields_set or expanded(model.path).is_dir()):
@@ -227,7 +238,10 @@ class Content:
         )
 
     def _prompt_sets(self) -> list[tuple[DataConfig, list[Prompt]]]:
-        """What could be read of the sets of RL and evaluation; the fault of the others is known."""
+        """The data sets of RL and evaluation that could be read, with their prompts.
+
+        The fault of each other one is known.
+        """
         return [(data, self.prompts[label(data)]) for data in self.config.data if label(data) in self.prompts]
 
     def _prompts_of(self, use: str) -> list[list[Prompt]]:
@@ -299,7 +313,10 @@ def label(data: DataConfig) -> str:
 
 
 def _stands_in_line(output_parameters: int) -> str:
-    """What a plan says of figures by a shape that stands in for the model's: nobody knows whether its embeddings are tied."""
+    """The line of a plan on figures by a shape that stands in for the model's.
+
+    Nobody knows whether the model's embeddings are tied.
+    """
     return (
         f"  (by the shape in [model], as the model itself is not here: with an output layer of {output_parameters / 1e6:,.1f}M parameters, which a "
         "model with tied embeddings has not)"

@@ -65,7 +65,7 @@ def _scored(
 
 
 def _environment_metrics(rollouts: list[Rollout]) -> Metrics:
-    """What the environment says of sampled rollouts, and what it says of greedy ones."""
+    """The environment's metrics of sampled rollouts, and, named `greedy_...`, of greedy ones."""
     sampled, greedy = (
         [rollout for rollout in rollouts if (rollout.rollout_index == 0) == first] for first in (False, True)
     )

@@ -74,13 +74,19 @@ def kept_groups(session: Session, groups: list[Group]) -> tuple[list[int], dict[
 
 
 def survives(session: Session, group: Group) -> bool:
-    """Whether a scored group is kept, by itself: filters may look at one group only."""
+    """True when a scored group is kept.
+
+    It is judged by itself: filters may look at one group only.
+    """
     kept = kept_groups(session, [trainable(group, session.config.rl)])[0]
     return all(rollout.reward is not None for rollout in group) and bool(kept)
 
 
 class Sorted(NamedTuple):
-    """Where the groups of an iteration go, in the order in which they come: each is in one list."""
+    """The groups of an iteration by where they go, in the order in which they come.
+
+    Each is in one of `trained`, `dropped` and `carried`.
+    """
 
     trained: list[Group]  # without what is left out of them, as the dropped ones are
     dropped: list[Group]
@@ -119,7 +125,10 @@ def sort_groups(session: Session, sampled: list[Group], iteration: int) -> Sorte
 
 
 def goes_stale(group: Group, version: int, staleness_max: int) -> bool:
-    """Whether a finished group has a rollout that iteration `version` would have to sample once more."""
+    """True when iteration `version` would have to sample a rollout of the group once more.
+
+    `group`: a finished one.
+    """
     spans = [span for rollout in group for span in rollout.weight_versions]
     return any(version - span.version > staleness_max for span in spans) or not all(
         len(one.completion_tokens) for one in group
@@ -187,12 +196,15 @@ def filter_groups(
 
 
 def empty_groups(reasons: dict[int, str]) -> list[int]:
-    """Of the dropped groups those of which nothing can be trained: they keep their place among the groups of a step."""
+    """The dropped groups of which nothing can be trained, by `group_index`.
+
+    They keep their place among the groups of a step.
+    """
     return sorted(index for index, reason in reasons.items() if reason in NOTHING_LEFT)
 
 
 class WrittenBatch(NamedTuple):
-    """What the trainer reads."""
+    """The batch that the trainer reads."""
 
     files: list[FileRecord]
     num_masked: int  # rollouts that carry no loss
@@ -200,7 +212,10 @@ class WrittenBatch(NamedTuple):
 
 
 def write_batch(attempt: Attempt, rollouts: Group, branches: list[Branch], rl: RlConfig) -> WrittenBatch:
-    """What is trained, with advantages. `branches`: of these rollouts, and of others, which are not trained."""
+    """Writes the rollouts that are trained, with advantages.
+
+    `branches`: of these rollouts, and of others, which are not trained.
+    """
     masked = without_truncated(rollouts) if rl.mask_truncated else rollouts
     num_masked = sum(new is not old for new, old in zip(masked, rollouts, strict=True))
     trained = branches_of(rollouts, branches, rl)
@@ -211,7 +226,7 @@ def write_batch(attempt: Attempt, rollouts: Group, branches: list[Branch], rl: R
 
 
 def _carried(session: Session, iteration: int, prompts: list[ArtifactRef], groups: list[Group]) -> list[CarriedRollout]:
-    """What the next iteration takes up."""
+    """The rollouts of these groups as the next iteration gets them."""
     by_id = prompts_by_id(session.run.store, prompts if groups else [])
     return [
         rollout

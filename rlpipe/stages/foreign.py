@@ -40,7 +40,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class OutcomeText(BaseModel):
-    """What is read of what an environment recorded of a rollout."""
+    """The fields that are read of what an environment recorded of a rollout."""
 
     reward: Finite
     num_turns: NonNegativeInt
@@ -115,7 +115,7 @@ class ForeignFiles:
             log.warning("rl.rollouts_from=%s: %d groups that were cut short are left out", self.name, num_unfinished)
 
     def _faults(self, rollout: Rollout) -> Iterator[str]:
-        """What is wrong with one row; the first is said."""
+        """Yields the faults of one row; the first is reported."""
         tokens, count = (
             np.concatenate([rollout.prompt_tokens, rollout.completion_tokens]),
             len(rollout.completion_tokens),
@@ -158,7 +158,7 @@ class ForeignFiles:
 
 
 def has_no_logprobs(rollout: Rollout) -> bool:
-    """Whether nobody recorded the logprobs of its completion."""
+    """True when nobody recorded the logprobs of the rollout's completion."""
     return len(rollout.rollout_logprobs) > 0 and bool((rollout.rollout_logprobs == UNRECORDED).all())
 
 

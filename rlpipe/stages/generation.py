@@ -46,7 +46,7 @@ ENDED_BY = [
 
 
 def agent_fields(config: PipelineConfig) -> list[str]:
-    """What samples, where that is an agent."""
+    """The config fields of the agent that samples; empty when none does."""
     return ["rl.agent"] if config.rl.agent else []
 
 
@@ -127,7 +127,11 @@ def prompt_groups(session: Session, prompts: ArtifactRef) -> list[PromptGroup]:
 
 
 def _request(session: Session, group: PromptGroup, iteration: int, round_index: int) -> GroupRequest:
-    """What the pool is given. A carried group keeps its size; a rollout that goes on does so with a seed of this iteration."""
+    """The request to the pool for one group.
+
+    A group that an earlier iteration began keeps its size. A partial rollout goes on with a seed of
+    this iteration.
+    """
     rl, prompt_id = session.config.rl, group.prompt.prompt_id
     priors = [prior(session, rollout) for rollout in group.carried] or [NOTHING_YET] * rl.group_size
     seeds = [
@@ -158,7 +162,7 @@ async def sample(
 
 
 def sampling_params(session: Session, use: str, temperature: float, seed: int) -> Sampling:
-    """How one completion of use rl or evaluation is sampled."""
+    """The sampling parameters of one completion of use rl or evaluation."""
     config, own = session.config, session.config.evaluation.top_p if use == "evaluation" else None
     top_p, stops = config.rl.top_p if own is None else own, tuple(session.tokenizer.stop_token_ids)
     return Sampling(config.completion_tokens_max(use), temperature, top_p, seed=seed, stop_token_ids=stops)
@@ -247,6 +251,9 @@ async def _check_answered(
 
 
 def _any_answered(rollouts: Group) -> bool:
-    """Whether the environment took part in one of these rollouts to its end: one that the policy did not end was never heard."""
+    """True when the environment took part in one of these rollouts to its end.
+
+    It never heard a rollout that the policy did not end.
+    """
     outcomes = (rollout.environment for rollout in rollouts if rollout.environment)
     return any(outcome.messages and not outcome.fault for outcome in outcomes)

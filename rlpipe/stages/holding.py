@@ -1,4 +1,7 @@
-"""What becomes of a session whose run another process has taken: it ends soon, whatever it waits for, and says that and nothing else."""
+"""The end of a session whose run another process has taken.
+
+It ends soon, whatever it waits for, and says that and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from rlpipe.store.lease import Lease, TakenOver
 
 @contextlib.asynccontextmanager
 async def told(held: Lease) -> AsyncIterator[None]:
-    """What ends the body after the run was taken over is TakenOver: its holder has other files, services and commits."""
+    """Raises TakenOver for any error that ends the body after the run was taken over.
+
+    The new holder has other files, services and commits.
+    """
     try:
         yield
     except (Exception, asyncio.CancelledError) as error:

@@ -39,7 +39,7 @@ StoredGroup = tuple[Prompt, Group]
 
 @dataclass(frozen=True)
 class StoredIteration:
-    """What is stored for one iteration. `inputs`: what it was read from, by name."""
+    """The groups that are stored for one iteration. `inputs`: what they were read from, by name."""
 
     groups: list[StoredGroup]
     inputs: dict[str, ArtifactRef] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class StoredIteration:
 
 
 def is_run(config_value: str) -> bool:
-    """Whether `rl.rollouts_from` names a run of the store."""
+    """True when `rl.rollouts_from` names a run of the store."""
     return config_value.startswith(RUN)
 
 

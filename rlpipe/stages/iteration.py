@@ -1,4 +1,7 @@
-"""What an iteration came to: where its rollouts went, and its commit, `iteration.json`, after which a resume starts with the next one."""
+"""The result of an iteration: where its rollouts went, and its commit, `iteration.json`.
+
+After this commit a resume starts with the next iteration.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ CURVE_NEWEST = 36  # points that are never thinned: whether a reward fell is tol
 
 
 class Before(NamedTuple):
-    """What the iteration before leaves to the next one: its last round of prompts, where the cursor goes on, and its batch."""
+    """The artifacts of an iteration that the next one needs: its last prompts, and its batch.
+
+    The last round of prompts says where the cursor goes on.
+    """
 
     prompts: ArtifactRef | None
     batch: ArtifactRef | None

@@ -1,6 +1,8 @@
-"""Who asks the trainer: a stage for its job, and beside it what is under way to the store, when the trainer that published it was lost.
+"""Requests to the trainer: a stage's job, and rebuilds for what is under way to the store.
 
-A position takes several jobs to reach, so a rebuild and the job that follows are one turn: two at once would take the trainer from each other.
+What is under way needs a rebuild when the trainer that published it was lost. A position takes
+several jobs to reach, so a rebuild and the job that follows are one turn: two at once would take
+the trainer from each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Where a model comes from: a folder, the hub, a folder on S3, or the newest policy of another run. All are a local folder in HF format."""
+"""The source of a model: a folder, the hub, a folder on S3, or the newest policy of another run.
+
+All become a local folder in HF format.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,10 @@ def write_trained_template(model: ModelConfig, folder: Path) -> None:
 
 
 def _copies(config: PipelineConfig) -> Path:
-    """Where policies of other runs are copied to while this run's own copy in the store is made."""
+    """The folder of copies of other runs' policies.
+
+    They are needed while this run's own copy in the store is made.
+    """
     return work_dir_of(config) / "source"
 
 
@@ -122,7 +128,7 @@ def forget_copies(config: PipelineConfig) -> None:
 
 
 def _models(config: PipelineConfig) -> Path:
-    """Where models of S3 are kept, for all runs of this machine."""
+    """The folder in which models of S3 are kept, for all runs of this machine."""
     return config.scratch_folder / "models"
 
 
@@ -213,7 +219,10 @@ def _snapshot(name: str, field: str, local_only: bool = False) -> Path:
 
 
 def place_of_model(config: PipelineConfig) -> tuple[str, JsonDict]:
-    """Where the model of `model.path` is, for a plan, and its config.json, which is all of it that is downloaded; UserError as `source_of`."""
+    """The place of the model of `model.path`, as text for a plan, and its config.json.
+
+    Nothing else of the model is downloaded. UserError as `source_of`.
+    """
     name = config.model.path
     if name.startswith(RUN):
         store = open_store(config.store)

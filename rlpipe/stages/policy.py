@@ -40,10 +40,13 @@ async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> Stag
 
 
 def first_step_faults(first: Metrics, iteration: int, anchored: bool, other_reference: bool = False) -> list[str]:
-    """What does not hold of a first step, which is taken with the weights that the proximal logprobs are of: a fault of ours. `anchored`: its
-    ratios are to the rollout's probabilities, which differ from the start.
+    """Lines on what is wrong with a first step: each is a fault of ours.
 
-    A warning, not an error: the importance of a drift depends on its size, and the run may be days old.
+    The step is taken with the weights that the proximal logprobs are of. `anchored`: its ratios are
+    to the rollout's probabilities, which differ from the start.
+
+    A warning, not an error: the importance of a drift depends on its size, and the run may be days
+    old.
     """
     faults = []
     if not first["onpolicy_abs"] < ONPOLICY_MAX:
@@ -109,7 +112,11 @@ async def checkpoint(
 
 
 def stored_as(config: PipelineConfig, version: int, previous: ArtifactRef) -> StoredAs:
-    """How a weight version is stored, and with it the next one, by `checkpoint.full_every`. What a run is planned to end with is whole."""
+    """The way in which a weight version is stored, by `checkpoint.full_every`.
+
+    It also says whether the next version is stored as a difference to this one. The version that a
+    run is planned to end with is whole.
+    """
     last, every = config.rl.num_iterations, config.checkpoint.full_every
     is_delta, is_base = (number % every != 0 and number < last for number in (version, version + 1))
     return StoredAs(previous if is_delta else None, is_base)

@@ -62,7 +62,10 @@ def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
 
 
 def passed_just_now(config: PipelineConfig) -> bool:
-    """Whether a config passed in this process, said once: the command line asks before its flow does."""
+    """True when a config passed in this process; True once only.
+
+    The command line asks before its flow does.
+    """
     digest = sha256_of(config.model_dump(mode="json"))
     passed = digest in _passed
     _passed.discard(digest)
@@ -70,7 +73,10 @@ def passed_just_now(config: PipelineConfig) -> bool:
 
 
 def _check_source(run: Run) -> None:
-    """What is stored is enough, and its tokens are those of the run's tokenizer: its own if it has one, else what it would be."""
+    """Checks that enough is stored, and that its tokens are those of the run's tokenizer.
+
+    That is the run's own tokenizer if it has one, else the one that it would get.
+    """
     config, prompts = run.config, cache(partial(load_sets, run.config))
     source = source_run(run) if is_run(config.rl.rollouts_from) else None
     imported = run.artifact("rl", imported_at(run), "imported") if source is None else None
@@ -95,7 +101,7 @@ def _check_source(run: Run) -> None:
 
 
 class Findings(NamedTuple):
-    """What was read, what will hardly be meant, and all that is wrong, as lines of text."""
+    """Lines of text: what was read, what will hardly be meant, and all that is wrong."""
 
     lines: list[str]
     warnings: list[str]
@@ -103,7 +109,10 @@ class Findings(NamedTuple):
 
 
 def look_at(config: PipelineConfig) -> Findings:
-    """What a config names, and all that is wrong with it, for a plan: downloads no model, asks no store, starts nothing that stays."""
+    """The findings on all that a config names, for a plan.
+
+    Downloads no model, asks no store, starts nothing that stays.
+    """
     return _examined(config, None, runs=False)
 
 
@@ -152,7 +161,7 @@ def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, run
 
 
 def _is_evaluated(config: PipelineConfig, run: Run | None) -> bool:
-    """Whether a run without RL has no evaluation left to do."""
+    """True when a run without RL has no evaluation left to do."""
     return not config.sets("evaluation") or (
         run is not None and run.artifact(*run.policy_place(0), "evaluation") is not None
     )

@@ -1,4 +1,7 @@
-"""What is stored of a committed iteration, and what-if: the iteration once more, with other settings. Generates nothing."""
+"""The stored rounds of a committed iteration, and what-if: its redo with other settings.
+
+Generates nothing.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ def rounds_to_redo(run: Run, iteration: int) -> list[StoredRound]:
 
 
 def changes(run: Run) -> list[str]:
-    """What the redone iteration came to, beside the parent's: one line a metric."""
+    """Lines that show the redone iteration's metrics beside the parent's, one line a metric."""
     iteration = run.fork_at + 1
     assert run.parent is not None and run.redoes(iteration), f"run {run.name} redoes nothing"
     records = [side.iteration(iteration) for side in (run.parent, run)]

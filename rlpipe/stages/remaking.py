@@ -42,7 +42,7 @@ def pruned_versions(run: Run, iteration: int) -> list[int]:
 
 
 def is_missing_to_evaluate(run: Run, version: int) -> bool:
-    """Whether a policy that this run has to evaluate was pruned."""
+    """True when a policy that this run has to evaluate was pruned."""
     place = run.policy_place(version)
     evaluated = run.owner(*place, "evaluation") is not run or run.artifact(*place, "evaluation") is not None
     return not evaluated and is_pruned(run.store, run.folder(*place, "policy"))

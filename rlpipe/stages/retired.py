@@ -1,4 +1,7 @@
-"""What an older version left in the middle: an iteration of `rl.overlap = "steps"`, which had other shards and a batch for each step."""
+"""Withdraws an iteration of `rl.overlap = "steps"` that an older version left in the middle.
+
+Such an iteration had other shards, and a batch for each step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of completions: the rollouts of a shard."""
+"""The rollouts of a shard, which are made of completions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class ShardGroups:
     finished: dict[int, Group] = field(default_factory=dict)
 
     async def rollouts(self, index: int, completions: list[Completion]) -> Group:
-        """Those of one group; in a thread, because millions of tokens to decode would keep other tokens waiting."""
+        """The rollouts of one group.
+
+        Made in a thread, because millions of tokens to decode would keep other tokens waiting.
+        """
         if index not in self.finished:
             group = self.groups[index], self.requests[index], completions
             self.finished[index] = await asyncio.to_thread(rollouts_of, self.session, *group, self.version)
@@ -98,7 +101,7 @@ def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bo
 
 
 def prior(session: Session, carried: CarriedRollout) -> Completion:
-    """What there is already of a carried rollout, with what its environment has said."""
+    """The completion of a partial rollout so far, with what its environment has said."""
     sampled = prior_of(carried, session.config.rl.completion_tokens_max)
     if carried.environment is None:
         return sampled
@@ -106,7 +109,10 @@ def prior(session: Session, carried: CarriedRollout) -> Completion:
 
 
 def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:
-    """What there is already of a carried rollout. One that has all its tokens is finished (a fork may allow fewer)."""
+    """The completion of a partial rollout so far.
+
+    One that has all its tokens is finished (a fork may allow fewer).
+    """
     tokens, reason = tokens_of(carried.completion_tokens), carried.finish_reason
     if reason == CUT_SHORT and len(tokens) >= tokens_max:
         reason = TRUNCATED

@@ -99,7 +99,10 @@ def _drawn(
 
 
 def _position(session: Session, round_index: int, before: ArtifactRef | None) -> tuple[CursorPosition, JsonDict]:
-    """Where the cursor goes on, and the metrics that count on from the rounds before. UserError when the data are not what they were."""
+    """The position where the cursor goes on, and the metrics that count on from the rounds before.
+
+    UserError when the data are not what they were.
+    """
     metrics: JsonDict = {"data_sha256": session.data_sha256, "first_group": 0}
     if before is None:
         check_lengths(session, "rl")
@@ -195,7 +198,10 @@ async def encoded_prompts(session: Session, use: str, prompts: list[Prompt]) -> 
 
 @dataclass(frozen=True)
 class PassRate:
-    """What is known of a prompt. Example: PassRate("words/17", 3, 0.375)."""
+    """The pass rate of a prompt, and how many groups it is known of.
+
+    Example: PassRate("words/17", 3, 0.375).
+    """
 
     prompt_id: Text
     num_groups: Int32

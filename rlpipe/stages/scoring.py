@@ -108,7 +108,7 @@ def _facts(session: Session, rollout: Rollout) -> RolloutFacts:
 
 
 def score_key(rollout: Rollout, facts: RolloutFacts) -> ScoreKey:
-    """What a score is known by. The text of one turn is in it already."""
+    """The key that a score is known by. The text of a single turn is in it already."""
     turns = facts["turns"] if len(facts["turns"]) > 1 else []
     return rollout.prompt_id, rollout.completion, json.dumps(facts | {"turns": turns}, sort_keys=True)
 
@@ -154,7 +154,10 @@ def score(
 
 
 def known_scores(session: Session, key: tuple[int, int]) -> Scores:
-    """What was scored of a round (iteration, round) while it was sampled, by this process."""
+    """The scores that this process computed of a round while the round was sampled.
+
+    `key`: (iteration, round).
+    """
     sampling_round = session.sampling_round
     return sampling_round.scores() if sampling_round is not None and sampling_round.key == key else {}
 

@@ -1,6 +1,7 @@
-"""What the stages of one process share: the run they hold, the pools, the scorers, and things loaded once.
+"""The session of a process: the run it holds, the pools, the scorers, and things loaded once.
 
-Nothing in it is needed after a crash: all of it is rebuilt from the store.
+All stages of the process share it. Nothing in it is needed after a crash: all of it is rebuilt from
+the store.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Session:
         return self.run.config
 
     def num_committed(self, phase: str) -> int:
-        """How many of the SFT segments, or RL iterations, of the run are committed now."""
+        """The number of SFT segments, or RL iterations, of the run that are committed now."""
         return self.run.num_committed(phase, self.run.num_segments if phase == "sft" else self.config.rl.num_iterations)
 
     async def _may_steer(self) -> None:
@@ -151,7 +152,7 @@ class Session:
 
     @cached_property
     def evaluation_rewards(self) -> RewardPool:
-        """What scores evaluations: rewards of their own, or those of RL."""
+        """The rewards that score evaluations: their own, or those of RL."""
         self.check_open()
         return self._reward_pool("evaluation") if self.config.evaluation.rewards else self.rewards
 
@@ -203,7 +204,7 @@ class Session:
 
     @cached_property
     def prompt_cursor(self) -> PromptCursor:
-        """What draws from the prompt sets of use rl, by their weights."""
+        """The cursor that draws from the prompt sets of use rl, by their weights."""
         sizes, weights = [len(rows) for rows in self.fitting("rl")], [data.weight for data in self.config.sets("rl")]
         return PromptCursor(sizes, weights, self.config.seed)
 
@@ -223,7 +224,7 @@ class Session:
     async def end(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What `with` calls at the end of a session: with the error that ended it, which the tracker says."""
+        """Closes the session at the end of its `with`; the tracker gets the status of `error`."""
         if error is not None:
             self.tracker.status = status_of(error)
         await self.close(failed=error is not None)
@@ -252,7 +253,7 @@ _open: dict[tuple[str, str], Session] = {}
 
 
 def is_open(config: PipelineConfig) -> bool:
-    """Whether this process has the run's session open."""
+    """True when this process has the run's session open."""
     return (config.store, config.run) in _open
 
 

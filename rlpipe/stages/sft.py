@@ -110,7 +110,7 @@ async def train_segment(
 
 
 def previous_policy(run: Run, segment: int) -> ArtifactRef:
-    """What a segment starts from."""
+    """The policy that a segment starts from."""
     return (run.committed("sft", segment - 1, "policy") if segment else run.committed("base", 0, "policy"))[0]
 
 
@@ -127,7 +127,7 @@ def best_segment(losses: list[float]) -> int:
 
 
 def out_of_patience(sft: SftConfig, losses: list[float]) -> bool:
-    """Whether the last `sft.patience` segments brought no loss below those before."""
+    """True when the last `sft.patience` segments brought no loss below those before."""
     return 0 < sft.patience <= len(losses) - 1 - best_segment(losses) if losses else False
 
 

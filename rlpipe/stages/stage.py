@@ -1,15 +1,16 @@
-"""How a stage becomes a fact: answer from its manifest, or compute, then commit.
+"""Stages that become facts: each answers from its manifest, or computes, then commits.
 
-A stage is one function, declared once. Its key, inputs, settings hash and commit, and its Prefect task (tasks/stages.py), follow from
-the declaration:
+A stage is one function, declared once. Its key, inputs, settings hash and commit, and its Prefect
+task (tasks/stages.py), follow from the declaration:
 
-    @stage("rl", "scores/round-{round_index}", settings=["rl.rewards", "rl.reward_args", "rl.reward_fallback"])
+    @stage("rl", "scores/round-{round_index}",
+           settings=["rl.rewards", "rl.reward_args", "rl.reward_fallback"])
     def score(session, attempt, *, iteration, round_index, prompts, rollouts) -> Produced: ...
 
     result = await score(session, iteration=12, round_index=0, prompts=..., rollouts=[...])
 
-Arguments that are references (or lists of them) are its inputs. An ordinary function runs in a thread; one that talks to engines or
-to the trainer is `async`.
+Arguments that are references (or lists of them) are its inputs. An ordinary function runs in a
+thread; one that talks to engines or to the trainer is `async`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from rlpipe.store.code_version import code_version
 
 
 class StageKey(NamedTuple):
-    """Which stage of which iteration. Example: StageKey("rl", 12, "rollouts/round-0/shard-003")."""
+    """The key of a stage of an iteration.
+
+    Example: StageKey("rl", 12, "rollouts/round-0/shard-003").
+    """
 
     phase: str  # "base", "data", "sft" or "rl"
     iteration: int
@@ -60,7 +64,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Produced:
-    """What a stage wrote, before it is committed. `published`: where it is on its way to the store from; else it is there."""
+    """The files that a stage wrote, and its metrics, before they are committed.
+
+    `published`: where the files are on their way to the store from; None when they are there.
+    """
 
     files: list[FileRecord]
     metrics: JsonDict = field(default_factory=dict)
@@ -101,7 +108,10 @@ class Stage(Generic[P]):
         return StageKey(self.phase, iteration, self.name.format(**arguments))
 
     def settings(self, config: PipelineConfig) -> JsonDict:
-        """What the result depends on, flat. Example: {"seed": 0, "rl.num_prompts": 64, ...}."""
+        """The settings that the result depends on, flat.
+
+        Example: {"seed": 0, "rl.num_prompts": 64, ...}.
+        """
         fields = self.fields(config) if callable(self.fields) else self.fields
         return stage_settings(config, fields)
 

@@ -56,7 +56,7 @@ def _first_policy(run: Run, phase: str) -> ArtifactRef:
 
 
 def new_adapter(config: PipelineConfig) -> NewAdapter | None:
-    """What training starts with beside a whole model; None where all of it is trained."""
+    """The adapter that training adds to a whole model; None when all of the model is trained."""
     model = config.model
     if model.adapter == "none":
         return None
@@ -106,7 +106,10 @@ def sft_job(run: Run, segment: int, data: ArtifactRef) -> SftJob:
 
 @dataclass(frozen=True)
 class StoredAs:
-    """How a policy is stored: as its difference to a base, or whole; and whether it is the base of the next one."""
+    """The way in which a policy is stored: as its difference to `base`, or whole (None).
+
+    `is_base`: True when it is the base of the next one.
+    """
 
     base: ArtifactRef | None
     is_base: bool
@@ -117,8 +120,12 @@ WHOLE = StoredAs(None, is_base=False)
 
 @dataclass(frozen=True)
 class Saved:
-    """What the trainer made. `probe`: what an engine with these weights must answer, as the manifest of the policy has it; `metrics`: of the policy's files;
-    `published`: where the files are, and how they get to the store."""
+    """The files that the trainer made.
+
+    `probe`: what an engine with these weights must answer, as the manifest of the policy has it;
+    `metrics`: of the policy's files; `published`: where the files are, and how they get to the
+    store.
+    """
 
     policy: list[FileRecord]
     state: list[FileRecord]
@@ -167,7 +174,10 @@ async def commit_saved(
 
 
 async def save_loaded(session: Session, load: LoadJob, attempt: Attempt, *, policy: bool = True) -> Saved:
-    """What the trainer makes of a job that loads, in the store: the policy, or only its probe."""
+    """Does a job that loads, and saves what the trainer makes of it: the policy, or only its probe.
+
+    Returns when the store has it.
+    """
     rebuild = functools.partial(send, job=load)
     await rebuild(await session.gang())
     saved = await save(session, load.position, attempt, rebuild, policy=policy)

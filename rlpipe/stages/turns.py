@@ -131,7 +131,7 @@ class Turns:
         self.completion = replace(self.completion, finish_reason=reason)
 
     def played(self) -> PlayedCompletion:
-        """What there is of the rollout."""
+        """The completion of the rollout so far, with the outcome of its environment."""
         done = self.completion
         outcome = EnvironmentOutcome(self.reward, self.num_turns, self.fault, dict(self.metrics), self.messages)
         return PlayedCompletion(
@@ -147,9 +147,11 @@ class Turns:
 
 
 def policy_turns(tokenizer: ChatTokenizer, tokens: array[int], messages: list[list[Message]]) -> list[range]:
-    """Where the policy's turns lie in a completion: each ends with its first stop token, and what the environment said follows.
+    """The ranges of the policy's turns in a completion.
 
-    The last one is the turn under way, perhaps empty; of a rollout that the environment ended it is the last one of all.
+    Each turn ends with its first stop token, and what the environment said follows. The last one is
+    the turn under way, perhaps empty; of a rollout that the environment ended it is the last one of
+    all.
     """
     turns, start = [], 0
     for answer in messages:
@@ -170,7 +172,7 @@ def policy_turns(tokenizer: ChatTokenizer, tokens: array[int], messages: list[li
 def played_before(
     tokenizer: ChatTokenizer, prompt_tokens: list[int], completion: Completion, outcome: EnvironmentOutcome
 ) -> PlayedCompletion:
-    """What an earlier iteration has of a rollout, with who wrote which token."""
+    """The completion that an earlier iteration has of a rollout, with who wrote which token."""
     policy_mask = [0] * len(completion.tokens)
     for turn in policy_turns(tokenizer, completion.tokens, outcome.messages):
         policy_mask[turn.start : turn.stop] = [1] * len(turn)
@@ -229,9 +231,9 @@ async def play(
 
 
 async def environment_prompts(session: Session, prompts: list[Prompt]) -> list[list[Message]]:
-    """What an environment asks the policy for each prompt; UserError naming the prompt it fails on.
+    """The messages by which an environment asks the policy, for each prompt.
 
-    A start that took too long is tried once more.
+    UserError naming the prompt it fails on. A start that took too long is tried once more.
     """
 
     async def start(prompt: Prompt, is_last: bool) -> list[Message]:
