@@ -32,7 +32,7 @@ Act = Callable[[], Awaitable[object]]
 
 
 class CommittedLate(StoreError):
-    """Raised when the holder before this process committed after all what this one used already.
+    """Raised when the run's previous holder committed after all what this process has used.
 
     The bits are the same. Nothing is lost, and nothing to mend; but all that was made here since
     names another manifest, so the run is started again.

@@ -240,7 +240,7 @@ class Content:
     def _prompt_sets(self) -> list[tuple[DataConfig, list[Prompt]]]:
         """The data sets of RL and evaluation that could be read, with their prompts.
 
-        The fault of each other one is known.
+        The faults of the others are known.
         """
         return [(data, self.prompts[label(data)]) for data in self.config.data if label(data) in self.prompts]
 

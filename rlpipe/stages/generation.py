@@ -253,7 +253,7 @@ async def _check_answered(
 def _any_answered(rollouts: Group) -> bool:
     """True when the environment took part in one of these rollouts to its end.
 
-    It never heard a rollout that the policy did not end.
+    It never hears a rollout that the policy did not end.
     """
     outcomes = (rollout.environment for rollout in rollouts if rollout.environment)
     return any(outcome.messages and not outcome.fault for outcome in outcomes)
