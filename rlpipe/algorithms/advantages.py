@@ -169,5 +169,5 @@ def _rows(lengths_B: np.ndarray) -> np.ndarray:
 
 
 def _starts(lengths_B: np.ndarray) -> np.ndarray:
-    """Where each rollout's tokens begin among the N."""
+    """The place among the N tokens at which each rollout's tokens begin, [B]."""
     return np.cumsum(lengths_B) - lengths_B

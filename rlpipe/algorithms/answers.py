@@ -1,6 +1,8 @@
-"""What completions answer: where in a text the answer stands, how many of an evaluation set pass, pass@k, the majority. Pure.
+"""Answers of completions: their place in a text, how many of an evaluation set pass, pass@k, the
+majority. Pure.
 
-An answer is looked for in one pass: a policy may write thousands of tags and braces that do not close.
+An answer is looked for in one pass: a policy may write thousands of tags and braces that do not
+close.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ LATEX_TEXT = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}")  # words insi
 
 
 def likeness(one: str, other: str) -> float:
-    """How much two answers have in common, from 0 to 1: Ratcliff's and Obershelp's share of characters, of the first COMPARED_CHARS of each."""
+    """The share of characters that two answers have in common, from 0 to 1, by Ratcliff and
+    Obershelp; of the first COMPARED_CHARS of each."""
     return SequenceMatcher(None, one[:COMPARED_CHARS], other[:COMPARED_CHARS], autojunk=False).ratio()
 
 
@@ -38,9 +41,11 @@ def last_answer(completion: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """What the last box holds: `\\boxed{...}` or `\\fbox{...}` whose braces close, or `\\boxed 42`; None when there is none.
+    """The content of the last box: `\\boxed{...}` or `\\fbox{...}` whose braces close, or `\\boxed
+    42`; None when there is none.
 
-    One that is empty, or not closed, is none. Boxes with only a comma, "and" or "or" between them are one answer, joined by commas.
+    A box that is empty, or not closed, is none. Boxes with only a comma, "and" or "or" between them
+    are one answer, joined by commas.
     """
     box = _boxes(text)
     return box[2] if box else None
@@ -69,7 +74,8 @@ def answer_text(completion: str) -> str:
 
 
 def is_value(line: str) -> bool:
-    """Whether a line is a number or formula and nothing else: no words outside of `\\text{}`, no number of a heading."""
+    """True when a line is a number or formula and nothing else: no words outside of `\\text{}`, no
+    number of a heading."""
     if _COUNTED.match(line) or sum(map(line.count, "([")) != sum(map(line.count, ")]")):
         return False
     bare = re.sub(r"\\[A-Za-z]+", "", LATEX_TEXT.sub("", line))
@@ -78,9 +84,11 @@ def is_value(line: str) -> bool:
 
 
 def _boxes(text: str) -> tuple[int, int, str] | None:
-    """Where the last box begins and ends, and what it holds; boxes that are one answer together are one.
+    """The begin and the end of the last box, and its content; None without a box. Boxes that are
+    one answer together are one.
 
-    Boxes may lie in one another thousands deep: what one holds is only read of those that lie side by side at the end.
+    Boxes may lie in one another thousands deep: the content is read only of those that lie side by
+    side at the end.
     """
     # begin and end of each, and of what it holds
     boxes = [(*bare.span(), *bare.span(1)) for bare in _BARE_BOX.finditer(text)]
@@ -117,7 +125,8 @@ def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
 
 
 def majority_passes(answers: list[str], passed: list[bool]) -> bool:
-    """Whether the most frequent answer is right: a completion that gave it passed. Of equally frequent ones the first counts."""
+    """True when a completion with the most frequent answer passed. Of equally frequent answers the
+    first counts."""
     assert len(answers) == len(passed) > 0
     chosen = Counter(answers).most_common(1)[0][0]  # equal counts: in the order of first appearance
     return any(right for answer, right in zip(answers, passed, strict=True) if answer == chosen)

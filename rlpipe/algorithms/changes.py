@@ -1,7 +1,9 @@
-"""Whether a series of iterations changed at one of them: pure statistics, for groups as small as they are.
+"""Tests whether a series of iterations changed at one of them: pure statistics, for groups as small
+as they are.
 
-Groups are the unit of independence: rollouts of one prompt are alike. What moves whole iterations (the policy learns) is noise between
-iterations, and is estimated beside the noise within them. Legend of the shapes: G groups, T iterations.
+Groups are the unit of independence: rollouts of one prompt are alike. What moves whole iterations
+(the policy learns) is noise between iterations, and is estimated beside the noise within them.
+Legend of the shapes: G groups, T iterations.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ TREND_MIN = 3  # iterations on the longer side, below which no trend can be told
 
 @dataclass(frozen=True)
 class Shift:
-    """What changed from the iterations before to those from `at` on. `size` is after less before, beyond a trend where one is fitted."""
+    """The change from the iterations before `at` to those from `at` on. `size` is after less
+    before, beyond a trend where one is fitted."""
 
     before: float
     after: float
@@ -167,9 +170,11 @@ def evenly(count: int, most: int) -> list[int]:
 def matched(
     features_NF: np.ndarray, values_N: np.ndarray, learnt_N: np.ndarray, group_N: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """What the rows `learnt_N` that are most like each row have for a value, [N], and how well that does on themselves, an R2.
+    """The mean value, [N], of the rows `learnt_N` that are most like each row, and how well this
+    predicts the values of `learnt_N` themselves, an R2.
 
-    Alike: every feature within CALIPER of its spread, and of another group. nan where fewer than ALIKE_MIN rows are: nothing is extrapolated.
+    Alike: every feature within CALIPER of its spread, and of another group. nan where fewer than
+    ALIKE_MIN rows are: nothing is extrapolated.
     """
     expected_N, learnt = np.full(len(values_N), np.nan), np.flatnonzero(learnt_N)
     if not len(learnt) or not features_NF.shape[1]:

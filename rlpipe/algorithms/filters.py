@@ -1,4 +1,5 @@
-"""Which groups are trained on. A filter keeps a group (None) or drops it with a reason, which becomes a metric. Pure.
+"""Filters choose the groups that are trained on. A filter keeps a group (None) or drops it with a
+reason, which becomes a metric. Pure.
 
 A user's filter gets the group as a list of dicts with the columns of the scores (docs/filters.md).
 """

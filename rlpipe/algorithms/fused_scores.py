@@ -62,7 +62,11 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Te
 def logprob_slopes(
     logits_CV: Tensor, targets_C: Tensor, normal_C: Tensor, by_logprob_C: Tensor, temperature: float
 ) -> Tensor:
-    """Of the loss by the logits, whose logprobs p alone are in it: d logprob / dz = [v is the target] - p_v."""
+    """The gradient of the loss by the logits, C x V, for a loss that depends on the logprobs alone.
+
+    With p the probabilities and z the logits over the temperature, it is made of d logprob / dz_v =
+    [v is the target] - p_v.
+    """
     logprobs_CV = logits_CV.float() / temperature - normal_C[:, None]
     places_1V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)[None]
     by_z_CV = by_logprob_C[:, None] * ((places_1V == targets_C[:, None]).float() - logprobs_CV.exp())

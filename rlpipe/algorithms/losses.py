@@ -35,7 +35,7 @@ def _difference(left_BT: Tensor, right_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What an objective is computed of. Where masked, logprobs and advantages are 0."""
+    """The inputs of an objective. Where masked, logprobs and advantages are 0."""
 
     logprobs_BT: Tensor
     anchor_BT: Tensor  # the logprobs that the ratio divides by
@@ -50,7 +50,8 @@ class _Tokens:
         return self.ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high)
 
     def outside(self, values_BT: Tensor, centre: int) -> tuple[Tensor, Tensor]:
-        """Where values are too low, and too high."""
+        """Two masks: of the values below `centre - clip_low`, and of those above `centre +
+        clip_high`."""
         return values_BT < centre - self.clip_low, values_BT > centre + self.clip_high
 
     def no_clip(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Which groups a step of an iteration trains: a function of their places alone, so that it is known before anything is sampled."""
+"""The groups that each step of an iteration trains: a function of their places alone, so that they
+are known before anything is sampled."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ class StageResult:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says. `inputs` maps a name to the sha256 of that input's manifest."""
+    """The content of `manifest.json`. `inputs` maps a name to the sha256 of that input's
+    manifest."""
 
     run: str
     phase: str
@@ -68,7 +69,7 @@ class BestReward:
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """What `iteration.json` says: the commit of a whole RL iteration."""
+    """The content of `iteration.json`: the commit of a whole RL iteration."""
 
     run: str
     iteration: int
@@ -85,7 +86,7 @@ class IterationRecord:
     lease: int | None = None  # as that of a manifest
 
     def artifact(self, name: str) -> ArtifactRef:
-        """What it names so; StoreError when it names none."""
+        """The artifact of that name; StoreError when the record names none."""
         if name not in self.artifacts:
             raise StoreError(f"the record of iteration {self.iteration} of run {self.run} names no {name}")
         return self.artifacts[name]

@@ -11,7 +11,7 @@ from rlpipe.base.hashing import SHA256
 
 
 def is_key(value: str) -> bool:
-    """Whether it can be the name of something in a store: a path that stays below where it starts."""
+    """True when `value` can name something in a store: a path that stays below where it starts."""
     return "\0" not in value and not {"", ".", ".."} & set(value.split("/"))
 
 

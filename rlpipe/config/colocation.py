@@ -18,7 +18,7 @@ GPU_GIB_SMALLEST = 24.0  # what a GPU is taken for that nobody knows
 
 
 def trainer_rest_gib(config: Sections) -> float:
-    """What a rank keeps of its GPU while its weights and moments are on the host."""
+    """GiB of its GPU that a rank keeps while its weights and moments are on the host."""
     return CONTEXT_GIB + (NCCL_GIB if config.trainer.ranks * config.trainer.nodes > 1 else 0.0)
 
 

@@ -55,7 +55,8 @@ Timeout = Annotated[float, Field(gt=0, le=10_000_000)]  # seconds; at most some 
 
 
 class BudgetConfig(BaseModel, **STRICT):
-    """What a run may spend. It ends at the first segment or iteration boundary at which a budget is used up."""
+    """The most that a run may spend. The run ends at the first segment or iteration boundary at
+    which a budget is used up."""
 
     wall_clock_h: Bound = Field(
         default=0.0, description="Hours of committed SFT segments and RL iterations; 0: no bound"
@@ -79,7 +80,8 @@ class StopConfig(BaseModel, **STRICT):
 
 
 class ServiceConfig(BaseModel, **STRICT):
-    """Where the trainer gang or the engines are; the parent of the two sections, which say how fast they are, too."""
+    """The place of the trainer processes or of the engines. The parent of the two sections, which
+    say also how fast they are."""
 
     place: Literal["process", "deployment", "elsewhere"] = Field(
         default="process",
@@ -149,7 +151,7 @@ class TrainerConfig(ServiceConfig):
 
     @property
     def copies(self) -> int:
-        """How often the gang holds the whole model."""
+        """The number of copies of the whole model that the trainer processes hold together."""
         return self.nodes if self.split_over == "node" else 1
 
 
@@ -183,7 +185,7 @@ class EnginesConfig(ServiceConfig):
 
 
 class TrackingConfig(BaseModel, **STRICT):
-    """Where metrics go."""
+    """The MLflow store that metrics go to, and the address of `rlpipe view` for links."""
 
     uri: str = Field(
         default="sqlite:///mlflow.db",

@@ -103,17 +103,17 @@ class PipelineConfig(BaseModel, **STRICT):
 
     @property
     def scratch_folder(self) -> Path:
-        """Of this machine, below the working directory unless it is absolute."""
+        """The scratch folder of this machine; below the working directory unless it is absolute."""
         return expanded(self.scratch).absolute()
 
     @property
     def engines_here(self) -> bool:
-        """Whether the engines are child processes of the flow."""
+        """True when the engines are child processes of the flow."""
         return self.engines.place == "process"
 
     @property
     def samples(self) -> bool:
-        """Whether the run needs an engine."""
+        """True when the run needs an engine, to sample rollouts or to evaluate."""
         return not self.rl.rollouts_from or bool(self.sets("evaluation"))
 
     def completion_tokens_max(self, use: str) -> int:
@@ -122,7 +122,7 @@ class PipelineConfig(BaseModel, **STRICT):
         return self.rl.completion_tokens_max if own is None else own
 
     def rewards(self, use: str) -> dict[str, float]:
-        """What scores a rollout of use rl or evaluation, with weights."""
+        """The rewards that score a rollout of use rl or evaluation, with their weights."""
         return (use == "evaluation" and self.evaluation.rewards) or self.rl.rewards
 
     def reward_args(self, use: str) -> dict[str, dict[str, Any]]:
@@ -135,7 +135,7 @@ class PipelineConfig(BaseModel, **STRICT):
         }
 
     def drops(self, use: str) -> bool:
-        """Whether rows of one use are left out when they are too long."""
+        """True when rows of one use are left out if they are too long."""
         return any(data.on_too_long == "drop" for data in self.sets(use))
 
     def sets(self, use: str) -> list[DataConfig]:

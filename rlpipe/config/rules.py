@@ -24,7 +24,7 @@ NUMBER_MAX, FLOAT_MAX = 1 << 53, 1e30
 
 
 def is_run_name(name: str) -> bool:
-    """Whether it can be the name of a run, which is the name of its folder."""
+    """True when `name` can be the name of a run, which is the name of its folder."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None
 
 
@@ -44,7 +44,8 @@ def broken_rules(config: Sections) -> Iterator[str]:
 
 
 def _of_values(name: str, value: object) -> Iterator[str]:
-    """What arguments hold: a run is kept as JSON, and its values are to be the same wherever they are read."""
+    """Yields a line for each value that no config can hold: a run is kept as JSON, and its values
+    must be the same wherever they are read."""
     if isinstance(value, date | time):  # TOML has them
         yield f"{name}={value}: is a date or a time, and a config holds text, numbers, lists and tables; write it in quotes"
     elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
@@ -282,7 +283,8 @@ def _of_engine_gpus(engines: EnginesConfig) -> Iterator[str]:
 
 
 def _gpus_taken(flags: list[str], share: int) -> int:
-    """How many GPUs an engine takes that is told to take `share` of them, and then these flags."""
+    """The number of GPUs that an engine takes when told to take `share` of them, then these
+    flags."""
     assert share > 0, "an engine without a GPU was refused before"
     words = [word for flag in flags for word in flag.split("=", 1)]
     tensor, pipeline, data = (

@@ -1,4 +1,5 @@
-"""How secrets are kept: out of configs, out of messages, and compared in constant time. docs/security.md says where they come from."""
+"""Secrets are kept out of configs and out of messages, and compared in constant time.
+docs/security.md says where they come from."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _QUERY_NAME = re.compile(r"key|sig|signature|x_amz_signature|x_amz_security_toke
 
 
 def key_fits(authorization: str, key: str) -> bool:
-    """Whether an Authorization header brings the key. How long this takes tells nothing of it; an empty key asks for none."""
+    """True when an Authorization header brings the key; an empty key asks for none. The time that
+    this takes tells nothing of the key."""
     given = authorization.encode(errors="surrogateescape")  # as headers are decoded: what is no UTF-8 is just wrong
     return not key or hmac.compare_digest(given, f"Bearer {key}".encode())
 
@@ -87,7 +89,8 @@ class Mask:
 
 
 def _forms(secret: str) -> set[str]:
-    """How others write a text, in lower case and without backslashes."""
+    """The forms in which others write a text: as it is, in URLs, HTML, JSON, hex and base64. In
+    lower case and without backslashes."""
     data = secret.encode(errors="surrogatepass")
     in_json = "".join(
         letter if letter.isalnum() else f"u{ord(letter):04x}" for letter in secret
@@ -134,8 +137,12 @@ def refuse_secrets(tree: Any, kept: Any = None) -> None:
 
 
 def is_secret_variable(name: str, value: str = "") -> bool:
-    """Whether an environment variable is taken for a secret: by its name (MY_TOKEN, OPENAI_KEY, DB_PASS, passphrase), or as a URL with a
-    password or a key. `PWD`, the working directory, is none, nor is a number of what the name says more of (TOKEN_RATIO)."""
+    """True when an environment variable is taken for a secret: by its name (MY_TOKEN, OPENAI_KEY,
+    DB_PASS, passphrase), or as a URL with a password or a key.
+
+    `PWD`, the working directory, is none, nor is a number whose name goes on behind such a word
+    (TOKEN_RATIO).
+    """
     words = _words(name)
     named = _VARIABLE.fullmatch(words) if words not in ("pwd", "oldpwd") else None
     return (named is not None and not (named["of"] and _NUMBER.fullmatch(value))) or _has_key(value)
@@ -164,12 +171,12 @@ def named_variables(args: Any) -> set[str]:
 
 
 def _is_secret(name: str) -> bool:
-    """Whether the field of a config that has this name is one."""
+    """True when the config field of this name is a secret."""
     return _FIELD.fullmatch(_words(name)) is not None
 
 
 def _has_key(value: str) -> bool:
-    """Whether a text is a URL with a password before its host, or a key in its query."""
+    """True when a text is a URL with a password before its host, or with a key in its query."""
     named = _QUERY.findall(value) if "://" in value else []
     return bool(_IN_URL.search(value)) or any(_is_secret(name) or _QUERY_NAME.fullmatch(_words(name)) for name in named)
 

@@ -72,7 +72,8 @@ class EvaluationConfig(BaseModel, **STRICT):
 
 
 class CheckpointConfig(BaseModel, **STRICT):
-    """What is kept to go on from. What is pruned, and how it is made again: docs/store.md."""
+    """The states and policies that are kept to go on from. docs/store.md says what is pruned, and
+    how it is made again."""
 
     state_every: int = Field(
         default=5, ge=1, le=100_000, description="Iterations between training states: the most that resume replays"

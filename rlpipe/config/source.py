@@ -34,7 +34,7 @@ def read_config(source: str, overrides: list[str], presets: Path) -> PipelineCon
 
 
 def _read(source: str, presets: Path) -> JsonDict:
-    """What the TOML file of a preset, or another one, says."""
+    """The content of a TOML file, a preset's or another one. UserError when it cannot be read."""
     path = Path(source) if source.endswith(".toml") else presets / f"{source}.toml"
     if not path.is_file() and path.parent != presets:
         raise UserError(f"{source}: there is no such file")

@@ -51,7 +51,7 @@ class SftConfig(OptimizerConfig):
 
     @property
     def validated(self) -> bool:
-        """Whether there is a validation split, and so a choice among the segments."""
+        """True when there is a validation split, and so a choice among the segments."""
         return self.num_steps > 0 and self.validation_fraction > 0
 
 
@@ -233,17 +233,19 @@ class RlConfig(OptimizerConfig):
 
     @property
     def secrets(self) -> Secrets:
-        """What agents, environments and reward functions see of the variables that are secret; those that services are called with are."""
+        """The secret variables that agents, environments and reward functions see. Variables that
+        services are called with count as secret."""
         return Secrets(self.pass_environment, named_variables(self.reward_args))
 
     @property
     def world(self) -> str:
-        """What a rollout of several turns is played with, as a user writes it."""
+        """The agent or environment that plays rollouts of several turns, as a user writes the
+        setting. Example: rl.agent='NAME'"""
         return f"rl.agent={self.agent!r}" if self.agent else f"rl.environment={self.environment!r}"
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a rollout with a fault is left out of its group and of the loss."""
+        """True when a rollout with a fault is left out of its group and of the loss."""
         return self.reward_fallback == "left_out"
 
     @property
@@ -253,7 +255,7 @@ class RlConfig(OptimizerConfig):
 
     @property
     def off_policy(self) -> bool:
-        """Whether tokens are trained that an older policy sampled."""
+        """True when tokens are trained that an older policy sampled."""
         return (
             bool(self.rollouts_from)
             or self.overlap == "iteration"
@@ -262,16 +264,19 @@ class RlConfig(OptimizerConfig):
 
     @property
     def anchored(self) -> bool:
-        """Whether the ratio is to the probabilities that were recorded while sampling, and corrects for what lies between."""
+        """True when the ratio divides by the probabilities that were recorded while sampling, and
+        so corrects for all that lies between."""
         return self.proximal == "engine" or self.objective == "dppo"
 
     @property
     def corrects_staleness(self) -> bool:
-        """Whether something corrects for tokens that an older policy sampled."""
+        """True when something corrects for tokens that an older policy sampled."""
         return self.importance != "none" or self.anchored
 
     def mismatch_counts(self, num_tokens_stale: float) -> bool:
-        """Whether the mismatch of an iteration is that of engine and trainer: with so many tokens of older policies it holds the policy's own change."""
+        """True when the mismatch of an iteration is that of engine and trainer alone. With
+        `num_tokens_stale` trained tokens of older policies it also holds the policy's own change.
+        """
         return not self.rollouts_from and not (num_tokens_stale and self.train_stale_tokens)
 
     def sampled_by(self, iteration: int) -> int:
@@ -290,7 +295,8 @@ class RlConfig(OptimizerConfig):
 
     @property
     def carries_surplus(self) -> bool:
-        """Whether kept groups beyond those can be trained in the next iteration, whose policy is not the one that sampled them."""
+        """True when kept groups beyond `batch_groups` can be trained in the next iteration, whose
+        policy is not the one that sampled them."""
         return self.oversampling > 1 and self.train_stale_tokens
 
     @property

@@ -1,4 +1,5 @@
-"""How weights get from the trainer to engines (`engines.transport`): what keeps them from coming out of its memory."""
+"""Rules of `engines.transport`, the way of weights from the trainer to engines: what keeps engines
+from getting them out of its memory."""
 
 from __future__ import annotations
 
