@@ -41,7 +41,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name is an adapter's."""
+    """True when the parameter of that name is an adapter's."""
     return OF_ADAPTER.fullmatch(name) is not None
 
 
@@ -81,7 +81,7 @@ def _adapt(layer: nn.Linear, adapter: Adapter) -> None:
 
 
 def _is_named(name: str, targets: tuple[str, ...]) -> bool:
-    """Whether a layer is one of the targets, as peft has it; every layer is where there are none."""
+    """True when a layer is one of the targets, as peft has it; without targets every layer is."""
     return not targets or any(name == target or name.endswith(f".{target}") for target in targets)
 
 

@@ -83,9 +83,10 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def hidden_states(lm: Any, tokens_RL: Tensor, positions_RL: Tensor, mask: AttentionMask | None = None) -> Tensor:
-    """What `lm` hands to its head, R x L x H. Without a mask a sequence begins wherever a position is not the one before plus 1.
+    """The hidden states that `lm` hands to its head, R x L x H. UserError when there is a mask and
+    the model takes none.
 
-    UserError when there is a mask and the model takes none.
+    Without a mask a sequence begins wherever a position is not the one before plus 1.
     """
     base = base_of(lm)
     given: dict[str, Any] = {"position_ids": positions_RL, "use_cache": False}
@@ -109,7 +110,7 @@ def base_of(lm: Any) -> Any:
 
 
 def takes(module: nn.Module, name: str) -> bool:
-    """Whether a module's forward has an argument of that name, or any."""
+    """True when a module's forward has an argument of that name, or takes any name."""
     parameters = inspect.signature(module.forward).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
@@ -162,7 +163,8 @@ def expert_layers(lm: Any) -> list[Any]:
 
 
 class ExpertUse:
-    """Where tokens went in the layers that have experts, added up over forward passes. Legend: N tokens, E experts, K chosen for a token."""
+    """Counts of the tokens that went to each expert, in the layers that have experts, added up over
+    forward passes. Legend: N tokens, E experts, K chosen for a token."""
 
     def __init__(self, lm: Any) -> None:
         self._layers = expert_layers(lm)
@@ -242,7 +244,8 @@ def restore_buffers(lm: Any) -> None:
 
 
 def other_windows(config: PretrainedConfig) -> list[str]:
-    """What bounds attention by the name of it, and is none of WINDOWS: a family's own code reads it, perhaps to count places in a row."""
+    """The config fields that bound attention, to judge by their names, and are none of WINDOWS: a
+    family's own code reads them, perhaps to count places in a row."""
     values = config.get_text_config().to_dict()
     return [
         name

@@ -86,7 +86,7 @@ def finite(rows: Tensor, name: str, folder: str) -> Tensor:
 
 @dataclass(frozen=True)
 class _Extent:
-    """Where a tensor is in a file, as its header says."""
+    """The type, shape and place of a tensor in a file, as the header of the file says."""
 
     dtype: str
     shape: list[int]
@@ -186,7 +186,8 @@ class Checkpoint:
             self.shapes[name], self._groups[name] = self.shapes[alias], self._groups[alias]
 
     def faults(self) -> list[str]:
-        """What keeps `lm` from being these weights, by tensor: missing, of another shape, or none of its own."""
+        """The reasons why these weights do not fit `lm`, one a tensor: it is missing, of another
+        shape, or unknown to `lm`."""
         wanted = {name: [*tensor.shape] for name, tensor in tensors_of(self._lm).items()}
         faults = [f"{name} is missing" for name in wanted.keys() - self.shapes.keys()]
         faults += [
@@ -224,7 +225,8 @@ class Checkpoint:
         return self._files[stored].read(stored, (start, end)).float()
 
     def _merged_rows(self, group: _Group, name: str, start: int, end: int) -> Tensor:
-        """Of a tensor that has a row for every stored one, experts: only the stored ones of these rows are read."""
+        """Rows `start` to `end`, fp32, of a tensor that has a row for each stored tensor (experts).
+        Only the stored tensors of these rows are read."""
         by_pattern: dict[str, list[tuple[str, str]]] = {}
         for pattern, stored in group.parts:
             by_pattern.setdefault(pattern, []).append((pattern, stored))
@@ -263,7 +265,8 @@ def _is_one_a_row(group: _Group) -> bool:
 
 
 def tensors_of(lm: Any) -> dict[str, Tensor]:
-    """What a checkpoint of `lm` has to hold: its parameters, tied ones once, and the buffers that are kept."""
+    """The tensors that a checkpoint of `lm` has to hold: its parameters, tied ones once, and the
+    buffers that are kept."""
     saved = lm.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in [*lm.named_parameters(), *lm.named_buffers()] if name in saved}
 

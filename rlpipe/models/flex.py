@@ -37,12 +37,12 @@ def use_flex(lm: Any) -> None:
 
 
 def supports_flex(lm: Any) -> bool:
-    """Whether its family's code does."""
+    """True when the family's code of `lm` supports flex_attention."""
     return lm._supports_flex_attn and lm._can_set_attn_implementation()
 
 
 def uses_flex(lm: Any) -> bool:
-    """Whether it does."""
+    """True when `lm` computes its attention by flex_attention."""
     return lm.config.get_text_config()._attn_implementation.endswith(FLEX)
 
 
@@ -98,11 +98,11 @@ def block_mask(own_RL: Tensor, root_RL: Tensor, positions_RL: Tensor, first_RL: 
     key, query = row[None, None, :], row[None, :, None]
 
     def meet(low_RB: Tensor, high_RB: Tensor) -> Tensor:
-        """Whether a key block has a branch between these of a query block, R x Q x K."""
+        """True where a key block has a branch from `low_RB` to `high_RB`, R x Q x K."""
         return (own_high[:, None, :] >= low_RB[:, :, None]) & (own_low[:, None, :] <= high_RB[:, :, None])
 
     def same(low_RB: Tensor, high_RB: Tensor) -> Tensor:
-        """Whether all of a key block and all of a query block are of one branch, R x Q x K."""
+        """True where all of a key block and all of a query block are of one branch, R x Q x K."""
         one = (own_low == own_high)[:, None, :] & (low_RB == high_RB)[:, :, None]
         return one & (own_low[:, None, :] == low_RB[:, :, None])
 
@@ -120,7 +120,8 @@ def _bounds(values_RP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(chosen_RQK: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks a query block has, R x 1 x Q, and which they are, those first, R x 1 x Q x K."""
+    """The number of chosen key blocks of each query block, R x 1 x Q, and the indices of the key
+    blocks, the chosen ones first, R x 1 x Q x K."""
     order = chosen_RQK.int().argsort(dim=-1, descending=True, stable=True)
     return chosen_RQK.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
 
@@ -176,9 +177,10 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer, R x L x A x D out. `s_aux`: of each head, a sink that takes attention and gives nothing.
+    """The function that transformers calls in every attention layer; it returns R x L x A x D.
+    ValueError for a layer that has no mask of blocks, or asks for more than such a mask.
 
-    ValueError for a layer that asks for more than such a mask.
+    `s_aux`: for each head, a sink that takes attention and gives nothing.
     """
     if not isinstance(attention_mask, BlockMask) or dropout or others.get("position_bias") is not None:
         raise ValueError("an attention layer takes no mask of blocks, or more than a mask")

@@ -35,7 +35,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """What a JSON file of a folder says; UserError when there is none, or it is no JSON object: anything may be in it."""
+    """The content of a JSON file of a folder; anything may be in it. UserError when there is no
+    such file, or it is no JSON object."""
     try:
         value = json.loads((folder / name).read_text())
     except FileNotFoundError as error:

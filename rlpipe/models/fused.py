@@ -61,7 +61,7 @@ def leave_fused(lm: Any) -> None:
 
 
 def uses_fused(lm: Any) -> bool:
-    """Whether it does."""
+    """True when `lm` computes its norms and MLPs by compiled kernels."""
     return any("forward" in vars(module) for module in _modules(lm))
 
 
@@ -76,7 +76,8 @@ def as_written() -> Iterator[None]:
 
 
 def _modules(lm: Any) -> list[nn.Module]:
-    """Of transformers' own: torch's have a kernel, and what was put in their place is not known."""
+    """The modules of KINDS that are transformers' own. Those of torch have a kernel, and what was
+    put in their place is not known."""
     return [
         module
         for module in lm.modules()

@@ -34,7 +34,7 @@ def use_fast_linears(lm: Any) -> None:
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether this is an AMD processor with AVX-512, and torch has MKL and oneDNN."""
+    """True on an AMD processor with AVX-512 where torch has MKL and oneDNN."""
     has_both = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     is_amd = CPU_FACTS.exists() and "AuthenticAMD" in CPU_FACTS.read_text()
     return has_both and is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512"

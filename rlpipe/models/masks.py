@@ -21,13 +21,17 @@ AttentionMask = Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask]  #
 
 
 def own_branch(branch_RL: Tensor, branches: int) -> Tensor:
-    """Which keys are of a query's own branch, or of the branch 0 of its text, R x L x L. A branch is `branches` times its text, and its number."""
+    """True where a key is of the query's own branch, or of branch 0 of its text, R x L x L.
+
+    `branch_RL` is `branches` times the text's number, plus the number of the branch in the text.
+    """
     key_R1L, query_RL1 = branch_RL[:, None, :], branch_RL[:, :, None]
     return (key_R1L == query_RL1) | (key_R1L == query_RL1 // branches * branches)
 
 
 class Masks:
-    """Which keys a query may see, by the kinds of a model's attention layers, in the form that its code takes.
+    """The masks of the keys that a query may see, by the kinds of a model's attention layers, in
+    the form that its code takes.
 
     Windows are read from the config at every call. Legend: R rows, Q queries, K keys.
     """
@@ -54,11 +58,12 @@ class Masks:
 
     @property
     def whole(self) -> bool:
-        """Whether all layers see all that comes before in a text: rows of one text each need no mask."""
+        """True when all layers see all that comes before: rows of one text each need no mask."""
         return self.kinds == [FULL]
 
     def of_rows(self, positions_RL: Tensor, branch_RL: Tensor | None, branches: int) -> AttentionMask:
-        """That of rows of texts. Where they branch, a token sees those before it in its own branch, and in the branch 0 of its text."""
+        """The attention mask of rows of texts. Where texts branch, a token sees those before it in
+        its own branch, and in branch 0 of its text."""
         own_RL = texts_of(positions_RL) * branches if branch_RL is None else branch_RL
         if not self._flex:
             return self.of(positions_RL[:, :, None], positions_RL[:, None, :], own_branch(own_RL, branches))

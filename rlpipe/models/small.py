@@ -78,10 +78,11 @@ def small_model(config: PretrainedConfig) -> Any:
 
 
 def _are_kinds(entries: list[Any]) -> bool:
-    """Whether a list says something of every layer; one of indices is as long where it names all."""
+    """True when a list says something of every layer. A list of layer indices that names all layers
+    is as long, and is not one."""
     return all(isinstance(entry, str | int | float) for entry in entries) and entries != list(range(len(entries)))
 
 
 def _first_of_all(kinds: list[Any]) -> int:
-    """How many layers from the first on show every kind."""
+    """The number of layers, from the first on, that show every kind."""
     return 1 + max(kinds.index(kind) for kind in set(kinds))

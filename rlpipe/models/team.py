@@ -30,7 +30,7 @@ OUT_TOKENS, OUT_HEADS = 1, 2  # and of what attention gives
 
 @dataclass(frozen=True)
 class Slice:
-    """What one rank has of a microbatch. `place_M`: where its scored positions are among all N."""
+    """One rank's slice of a microbatch. `place_M`: where its scored positions are among all N."""
 
     tokens_RS: Tensor
     positions_RS: Tensor
@@ -59,11 +59,11 @@ class Team:
         return values
 
     def own(self, slice_N: Tensor) -> Tensor:
-        """Which of the positions, given the slice of each, are in this rank's."""
+        """The indices of this rank's positions. `slice_N`: the slice that each position is in."""
         return (slice_N == self.rank).nonzero().squeeze(-1)
 
     def is_single(self, positions_RL: Tensor) -> bool:
-        """Whether every row is one text."""
+        """True when every row is one text."""
         return bool((positions_RL == torch.arange(positions_RL.shape[1], device=positions_RL.device)).all())
 
     def filled(
@@ -90,8 +90,12 @@ class Team:
         return Slice(*own, source_M, target_N.index_select(0, place_M), place_M)
 
     def joined(self, parts_M: tuple[Tensor, Tensor], place_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """What each rank has at its scored positions, on all ranks at all N. The gradient of each goes to the rank that it came from, and
-        is that of its own loss: all ranks of a team are to make the same loss of it, and their gradients are to be added."""
+        """The values of all ranks at their scored positions, on all ranks at all N.
+
+        The gradient of each value goes to the rank that it came from, where it is that of this
+        rank's loss: all ranks of a context-parallel group must make the same loss of the values, and their
+        gradients must be added.
+        """
         values_M2 = torch.stack(parts_M, -1)
         joined_N2 = _Sum.apply(values_M2.new_zeros(count, 2).index_put((place_M,), values_M2), self)
         return joined_N2[:, 0].clone(), joined_N2[:, 1].clone()  # FSDP hooks what a policy returns, and warns of views
@@ -136,7 +140,7 @@ def use_team(lm: Any, team: Team) -> None:
 
 
 def uses_team(lm: Any) -> bool:
-    """Whether they do."""
+    """True when the attention layers of `lm` exchange with a context-parallel group."""
     return lm.config.get_text_config()._attn_implementation.startswith(TEAM)
 
 
@@ -159,10 +163,11 @@ def attend(
     attention_mask: object,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer, R x S x A x D out; `attention_mask` is that of whole rows, `inner` the name of their
-    attention.
+    """The function that transformers calls in every attention layer; it returns R x S x A x D.
+    ValueError for a layer that no context-parallel group can share.
 
-    Heads of keys that are fewer than ranks, or not shared evenly, are repeated first. ValueError for a layer that no team can share.
+    `attention_mask` is that of whole rows, `inner` the name of their attention. Heads of keys that
+    are fewer than ranks, or not shared evenly, are repeated first.
     """
     team: Team = layer._team
     heads, kept = query_RASD.shape[HEADS], key_RASD.shape[HEADS]
