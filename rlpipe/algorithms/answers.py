@@ -41,8 +41,8 @@ def last_answer(completion: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The content of the last box: `\\boxed{...}` or `\\fbox{...}` whose braces close, or `\\boxed
-    42`; None when there is none.
+    """The content of the last box: `\\boxed{...}` or `\\fbox{...}` whose braces close, or
+    `\\boxed 42`; None when there is none.
 
     A box that is empty, or not closed, is none. Boxes with only a comma, "and" or "or" between them
     are one answer, joined by commas.

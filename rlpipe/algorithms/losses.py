@@ -50,8 +50,7 @@ class _Tokens:
         return self.ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high)
 
     def outside(self, values_BT: Tensor, centre: int) -> tuple[Tensor, Tensor]:
-        """Two masks: of the values below `centre - clip_low`, and of those above `centre +
-        clip_high`."""
+        """Two masks: values below `centre - clip_low`, and values above `centre + clip_high`."""
         return values_BT < centre - self.clip_low, values_BT > centre + self.clip_high
 
     def no_clip(self) -> tuple[Tensor, Tensor]:

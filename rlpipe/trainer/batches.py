@@ -25,7 +25,7 @@ from rlpipe.trainer.packing import BRANCHES, Row, Text, TrainSequence, fullest, 
 
 @dataclass(frozen=True, eq=False)
 class BatchRow:
-    """What of a rollout is trained on: the columns of `batch.parquet` that are read."""
+    """The columns of `batch.parquet` that training reads of a rollout."""
 
     prompt_tokens: Tokens
     completion_tokens: Tokens
@@ -53,10 +53,11 @@ class RlBatch:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass needs. `slot_N` places the N scored positions into the B x T of the losses; they are those of `rows` of the batch, in
-    this order.
+    """The inputs of one forward pass. `slot_N` places the N scored positions into the B x T of the
+    losses; the B sequences are those of `rows` of the batch, in this order.
 
-    Without sequences it has one row of padding and one scored position outside the mask: the same collectives, gradient 0.
+    Without sequences it has one row of padding and one scored position outside the mask: the same
+    collectives, gradient 0.
     """
 
     tokens_RL: Tensor

@@ -1,6 +1,8 @@
-"""What rank 0 knows of the jobs of its gang: which runs, which are done, and what is resident. Needs no torch.
+"""The jobs of the trainer processes, as rank 0 knows them: which runs, which are done, and what is
+resident. Needs no torch.
 
-A job asked twice is done once: jobs with equal fields are one job. The HTTP thread submits and waits; the main thread works.
+A job asked twice is done once: jobs with equal fields are one job. The HTTP thread submits and
+waits; the main thread works.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class Board:
             return None
 
     def progress(self, done: int, total: int) -> None:
-        """What the running job has done so far."""
+        """Notes that the running job has done `done` of `total`."""
         assert 0 <= done <= total, f"{done} of {total}"
         if self.running is not None:
             self.running.progress = {"done": done, "total": total}
@@ -109,7 +111,8 @@ class Board:
                 self._finished.remove(record)
 
     def status(self) -> dict[str, object]:
-        """What is resident, what runs and how far it is, and for how many seconds there was nothing to do."""
+        """The position that is resident, whether a job runs and how far it is, and the seconds for
+        which there was nothing to do."""
         running = self.running
         progress, idle_s = (running.progress, 0.0) if running else (None, time.monotonic() - self._worked)
         return {"position": self.position, "busy": running is not None, "progress": progress, "idle_s": idle_s}

@@ -48,11 +48,12 @@ class TrainerClient:
 
     @property
     def serves_files(self) -> bool:
-        """Whether other nodes get what this gang has published, by its keys; not from a gang of this process alone."""
+        """True when other nodes get what these trainer processes have published, by its keys; False
+        for child processes of this process alone."""
         return not isinstance(self.place, GangProcess)
 
     def sender(self, position: str) -> Sender:
-        """Who sends the policy at `position` to engines, while it is held."""
+        """The sender of the policy at `position` to engines, for as long as that policy is held."""
         return Sender(self.url, position, self.place.key if isinstance(self.place, GangProcess) else "")
 
     async def start(self) -> None:

@@ -42,7 +42,8 @@ TRAINED = 3  # forward passes that a forward and a backward pass are
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass over texts computes, on all ranks. `scored`: tokens whose logits are made. `pairs`: of tokens, as if each saw all of its sequence."""
+    """The work of a pass over texts, on all ranks. `scored`: tokens whose logits are made. `pairs`:
+    pairs of tokens, as if each saw all of its sequence."""
 
     tokens: int
     scored: int
@@ -56,7 +57,10 @@ def work_of(texts: list[Text]) -> Work:
 
 
 def forward_flops(policy: PolicyModel, work: Work) -> float | None:
-    """Of one forward pass; None for a family that does not say what its head is, or how many experts a token is sent to."""
+    """FLOPs of one forward pass: 2 x (parameters x tokens + head x scored) + pair_flops x pairs.
+
+    None for a family that does not say what its head is, or how many experts a token is sent to.
+    """
     head, parameters = getattr(policy.lm.get_output_embeddings(), "weight", None), used_parameters(policy)
     if head is None or parameters is None:
         return None
@@ -75,7 +79,8 @@ def flex_tokens(policy: PolicyModel) -> float | None:
 
 
 def used_parameters(policy: PolicyModel) -> float | None:
-    """That a token of a pass is multiplied with, without the head; None for a family that does not say how many experts a token is sent to."""
+    """The number of parameters that a token of a pass is multiplied with, without the head; None
+    for a family that does not say how many experts a token is sent to."""
     lm, text = policy.lm, policy.lm.config.get_text_config()
     looked_up, head = (
         getattr(part, "weight", None) for part in (lm.get_input_embeddings(), lm.get_output_embeddings())
@@ -91,7 +96,7 @@ def used_parameters(policy: PolicyModel) -> float | None:
 
 
 def pair_flops(policy: PolicyModel) -> float:
-    """Of attention for a token and one that it sees, in all layers."""
+    """FLOPs of attention for a token and one that it sees: 4 x layers x heads x head_dim."""
     text = policy.lm.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0  # no layer of some families has any
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)

@@ -61,17 +61,17 @@ class Gang:
 
     @property
     def part(self) -> int:
-        """Which of them this rank has."""
+        """The number of the part of the model that this rank has."""
         return self.rank % self.parts
 
     @property
     def copies(self) -> int:
-        """How many ranks have the same part, and do the same with it."""
+        """The number of ranks that have the same part, and do the same with it."""
         return self.size // self.parts
 
     @property
     def context_ranks(self) -> int:
-        """How many ranks share a row."""
+        """The number of ranks that share a row."""
         return self.team.ranks if self.team else 1
 
     def once(self, values: torch.Tensor) -> torch.Tensor:
@@ -86,17 +86,18 @@ class Gang:
 
     @property
     def published(self) -> Path:
-        """Where files of this node lie, under their keys in the store, before the store has them."""
+        """The folder of files of this node, under their store keys, before the store has them."""
         return self.scratch("published")
 
     @property
     def files_url(self) -> str:
-        """Where this node serves what is published here."""
+        """The address at which this node serves what is published here."""
         return f"http://{self.options.host}:{self.options.port}{FILES}"
 
     @property
     def node_ranks(self) -> int:
-        """How many ranks a node has: they share its disk, and the first of them serves and uploads what is published there."""
+        """The number of ranks of a node: they share its disk, and the first of them serves and
+        uploads what is published there."""
         return min(self.options.trainer.ranks, self.size)
 
     @property
@@ -105,7 +106,7 @@ class Gang:
 
     @property
     def node(self) -> int:
-        """Which of them this rank is on."""
+        """The number of the node that this rank is on."""
         return self.rank // self.node_ranks
 
     @property
@@ -153,7 +154,8 @@ class Gang:
         return of_ranks
 
     def fingerprint(self) -> dict[str, str]:
-        """What the bits of a result depend on, beside the code: equal on one kind of machine with equal libraries."""
+        """The facts that the bits of a result depend on, beside the code: equal on one kind of
+        machine with equal libraries."""
         if self.device.type == "cpu":
             device, library = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}", "none"
         else:
@@ -171,7 +173,7 @@ class Gang:
         self._warnings.append(text)
 
     def told_users(self) -> list[str]:
-        """What was warned of since the last call."""
+        """Returns the warnings since the last call, and forgets them."""
         warnings, self._warnings = self._warnings, []
         return warnings
 
@@ -204,8 +206,12 @@ class Gang:
             raise UserError(message) if users else StoreError(message)
 
     def in_turn(self, read: Callable[[Path], Found]) -> Found:
-        """What `read` finds, given a new folder of this node: one rank of the node goes first, the others then find there what it has put there. It is
-        deleted behind them. A collective; faults as in `together`."""
+        """Returns what `read` finds, given a new folder of this node. A collective; faults as in
+        `together`.
+
+        One rank of the node goes first; the others then find in the folder what it has put there.
+        The folder is deleted afterwards.
+        """
         first, folder, result = os.environ.get("LOCAL_RANK", "0") == "0", self.scratch("in-turn"), None
         for is_turn in (first, True):
             with self.together():

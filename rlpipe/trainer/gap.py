@@ -1,6 +1,8 @@
-"""How far engine and trainer are apart at every scored token of an iteration. The steps have it at hand, so it costs no forward pass.
+"""The distance of engine and trainer at every scored token of an iteration. The steps have it at
+hand, so it costs no forward pass.
 
-Legend: B sequences of a microbatch, or all rows of the batch (as `RlBatch`), T scored tokens of a sequence, N of the whole batch.
+Legend: B sequences of a microbatch, or all rows of the batch (as `RlBatch`), T scored tokens of a
+sequence, N of the whole batch.
 """
 
 from __future__ import annotations

@@ -203,8 +203,12 @@ def check_place(job: GangJob, run: str) -> None:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job came to. A training has `metrics`, a load `differs`, an offer `offer`, a send `sent`, a save the rest, and of a policy `metrics` too. `warnings`: what a user
-    should know of how it was done; the gang's own log is on another machine, or nobody looks there."""
+    """The result of a job. A training has `metrics`, a load `differs`, an offer `offer`, a send
+    `sent`, a save the rest, and for a policy `metrics` too.
+
+    `warnings`: what a user should know of how the job was done; the log of the trainer processes is
+    on another machine, or nobody looks there.
+    """
 
     metrics: JsonDict = field(default_factory=dict)  # as the manifest of the policy will have them
     differs: str = ""  # in what this gang is another than the one that saved the state

@@ -66,7 +66,7 @@ def until_ended(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int
 
 
 def said(code: int) -> str:
-    """How a process ended. Example: code 1, signal SIGKILL."""
+    """Says how a process ended. Example: code 1, signal SIGKILL."""
     return f"code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
 
 

@@ -1,4 +1,5 @@
-"""What the ranks of a gang tell each other at their meeting point, beside their collectives: that they live, and what became of uploads."""
+"""Messages of the ranks at their meeting point, beside their collectives: that they live, and what
+became of uploads."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def _meeting_point(timeout: timedelta = DATA_TIMEOUT, listener: int | None = Non
 
 
 def come_to_meet() -> TCPStore:
-    """Where the ranks meet, before anything else: the first rank has it, on the socket that its launcher bound, as long as it keeps this."""
+    """Returns the store where the ranks meet, before anything else. The first rank holds it, on the
+    socket that its launcher bound, for as long as it keeps this object."""
     if (listener := os.environ.pop(LISTENER_VARIABLE, None)) is not None:
         return _meeting_point(listener=int(listener))
     meeting = _meeting_point(START_TIMEOUT)
@@ -48,7 +50,8 @@ def come_to_meet() -> TCPStore:
 
 
 class Sent:
-    """How the upload of each save ended on each node: the first node knows when the store has all of it. Called once a save, on each node."""
+    """Messages of how the upload of each save ended on each node: so the first node knows when the
+    store has all of it. Called once a save, on each node."""
 
     def __init__(self, gang: Gang) -> None:
         self._nodes, self._node, self._saves = gang.nodes, gang.node, 0

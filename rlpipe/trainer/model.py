@@ -92,7 +92,8 @@ class PolicyModel(nn.Module):
         return parts if team is None or place_M is None else team.joined(parts, place_M, count)
 
     def _mask(self, positions_RL: Tensor, branch_RL: Tensor | None, team: Team | None) -> AttentionMask | None:
-        """What the model does not make itself: it makes none of whole rows where it has a slice of them."""
+        """The mask that the model does not make itself; None where it makes it, or needs none. It
+        makes none of whole rows where it has a slice of them."""
         if branch_RL is None and not team and not uses_flex(self.lm):
             return None
         masks = Masks(self.lm)
@@ -114,12 +115,14 @@ class PolicyModel(nn.Module):
             yield name.removeprefix("lm."), parameter
 
     def trained(self) -> Iterator[tuple[str, DTensor]]:
-        """Those of `shards` that have a gradient: some families keep numbers as parameters that are none, biases of experts; a model with an
-        adapter has them in it alone."""
+        """The entries of `shards` that have a gradient. Some families keep numbers as parameters
+        that have none (biases of experts); a model with an adapter has gradients in the adapter
+        alone."""
         return ((name, parameter) for name, parameter in self.shards() if parameter.requires_grad)
 
     def kept_buffers(self) -> dict[str, Tensor]:
-        """What is saved beside the parameters, and not trained: biases that balance experts. Whole on every rank."""
+        """The buffers that are saved beside the parameters, and not trained: biases that balance
+        experts. Whole on every rank."""
         parameters = dict(self.lm.named_parameters())
         return {name: tensor for name, tensor in tensors_of(self.lm).items() if name not in parameters}
 
@@ -173,7 +176,7 @@ def build_policy(
 
 
 def layers_of(lm: Any) -> list[nn.Module]:
-    """What is gathered at once, layer by layer; the rest of the model is gathered for all of a step."""
+    """The layers that are gathered one by one; the rest is gathered for the whole of a step."""
     layers = [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]
     inner = {
         id(module) for layer in layers for module in layer.modules() if module is not layer
@@ -254,7 +257,8 @@ def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
 
 
 def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> Weights:
-    """What reads the weights of a whole policy, from the store or from where it was rebuilt. All ranks ask for it: together they hash its files."""
+    """Returns the function that reads the weights of a whole policy, from the store or from where it
+    was rebuilt. All ranks call `whole_weights`: together they hash the policy's files."""
     files = [file for name, file in whole_files(gang.store, ref).items() if name.endswith(".safetensors")]
     if rebuilt is None:
         check_share(gang, ref.folder, files)
@@ -270,7 +274,8 @@ def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> 
 
 
 def adapter_rows(gang: Gang, ref: ArtifactRef) -> ReadRows:
-    """What reads the matrices of a stored adapter, fp32. All ranks ask for it, as for `whole_weights`."""
+    """Returns the function that reads the matrices of a stored adapter, fp32. All ranks call
+    `adapter_rows`, as they do `whole_weights`."""
     record = read_manifest(gang.store, ref.folder, ref.sha256).file(ADAPTER_WEIGHTS)
     check_share(gang, ref.folder, [record])
     file = stored_file(gang, ref.folder, record)
@@ -286,7 +291,8 @@ def adapter_rows(gang: Gang, ref: ArtifactRef) -> ReadRows:
 
 
 def with_adapter(weights: Weights, of_adapter: ReadRows) -> Weights:
-    """What reads the weights of a model that has an adapter, whose own come from elsewhere."""
+    """Returns the function that reads the weights of a model with an adapter, whose own weights
+    come from `weights`."""
 
     def rows(lm: Any) -> ReadRows:
         of_base = weights(lm)

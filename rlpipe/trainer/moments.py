@@ -32,7 +32,8 @@ class Part:
 
 
 class AwayMoments:
-    """Where the moments are, and the update that fetches them. UserError, on all ranks, where there is no room for them."""
+    """The moments kept off the device, and the update that fetches them. UserError, on all ranks,
+    where there is no room for them."""
 
     def __init__(self, gang: Gang, shards: Sequence[nn.Parameter]) -> None:
         self._device = gang.device
@@ -141,7 +142,7 @@ class _Way:
         return torch.cuda.current_stream(self._device).record_event() if self._stream is not None else None
 
     def wait(self, event: Event) -> None:
-        """What is computed from here on comes after it."""
+        """Makes all that is computed from here on wait for the event."""
         if self._stream is not None and event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 

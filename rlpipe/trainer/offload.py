@@ -1,7 +1,8 @@
-"""What a gang holds, moved off its device while engines have that (`engines.colocate`), and back again: the same tensors, to the bit.
+"""Moves what the trainer processes hold off their device while engines have it
+(`engines.colocate`), and back again: the same tensors, to the bit.
 
-From a GPU it goes to pinned memory of the host. A CPU has no other memory to go to: there it goes to a file in the node's scratch, which is
-slow, and for tests.
+From a GPU it goes to pinned memory of the host. A CPU has no other memory to go to: there it goes
+to a file in the node's scratch, which is slow, and for tests.
 """
 
 from __future__ import annotations

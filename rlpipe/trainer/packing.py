@@ -31,7 +31,7 @@ RankPlan = list[list[Row]]
 
 
 class Rows(IntEnum):
-    """How sequences may be put into rows; what allows one allows those before it."""
+    """The ways to put sequences into rows; one that is allowed allows those before it."""
 
     SINGLE = 0  # for models whose layers carry a state along a row: what stands behind a sequence would see it
     PACKED = 1  # side by side
@@ -65,7 +65,7 @@ class TrainSequence:
 
     @property
     def rollout_logprobs(self) -> np.ndarray:
-        """Of the scored tokens; empty for SFT."""
+        """The `rollout_logprobs` of the scored tokens; empty for SFT."""
         return self.logprobs[np.flatnonzero(self.loss_mask)] if len(self.logprobs) else self.logprobs
 
 
@@ -208,8 +208,11 @@ def plan_step(
 
 
 def cost(plans: list[RankPlan], lengths: Sequence[int], attention: Sequence[float] | None = None) -> float:
-    """Of a step for the rank that has most to do, in tokens of short rows. `attention`: what that of each text costs, whatever row it is in; without
-    it every token of a row costs as if it saw all of the row."""
+    """The cost of a step for the rank that has most to do, in tokens of short rows.
+
+    `attention`: the cost of each text's attention, whatever row it is in; without it every token of
+    a row costs as if it saw all of the row.
+    """
 
     def of(plan: RankPlan) -> float:
         if attention is None:

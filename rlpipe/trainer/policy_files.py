@@ -1,4 +1,5 @@
-"""How the policy leaves the ranks as files: gathered tensor by tensor, each file by another rank, whose GPU copies beside the others."""
+"""Writes the policy of the ranks as files: gathered tensor by tensor, each file by another rank, so
+that the GPUs copy side by side."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Layout:
 
 
 def layout_of(gang: Gang, resident: Resident) -> Layout:
-    """Which file each tensor of the resident policy is in: a block of layers is in one."""
+    """The file of each tensor of the resident policy; a block of layers is in one file."""
     dtype, tensors = getattr(torch, gang.options.dtype), tensors_of(resident.policy.lm)
     blocks: dict[str, list[str]] = {}
     for name in tensors:

@@ -26,7 +26,8 @@ def settle(policy: PolicyModel, device: torch.device) -> None:
 
 @torch.no_grad()
 def own_logprobs(policy: PolicyModel, sequences: Sequence[TrainSequence], device: torch.device) -> list[Tensor]:
-    """Of every token but the first, by the model's own forward pass of each sequence."""
+    """Logprobs of every token but the first, on the host, by the model's own forward pass of each
+    sequence."""
     logprobs = [policy.plain_logprobs(torch.from_numpy(sequence.tokens).to(device)).cpu() for sequence in sequences]
     _reshard(policy)
     return logprobs
@@ -40,7 +41,8 @@ def row_logprobs(
     padding: int = 0,
     gradient: bool = False,
 ) -> list[Tensor]:
-    """Of the scored tokens, on the host, by the policy's forward pass of rows, in which `padding` is the token behind the sequences."""
+    """Logprobs of the scored tokens, on the host, by the policy's forward pass of rows. `padding`:
+    the token that stands behind the sequences."""
     texts = [sequences] if rows is Rows.SHARED else [[sequence] for sequence in sequences]
     lengths = list(map(text_tokens, texts))
     planned = [[index] for index in range(len(texts))] if rows is Rows.SINGLE else [[*range(len(texts))]]

@@ -1,7 +1,9 @@
-"""Where a gang runs: child processes of this process (`GangProcess`), or services of the run on nodes of their own. Imports no torch.
+"""The places where trainer processes run: child processes of this process (`GangProcess`), or
+services of the run on nodes of their own. Imports no torch.
 
-`GangService` is one node of the latter (`rlpipe trainer`, the deployment serve-trainer), `RegisteredGang` is all of it as the flow
-sees it. Node 0 says in its record where the nodes meet, anew at each start: a gang that lost a node starts whole, or not at all.
+`GangService` is one node of the latter (`rlpipe trainer`, the deployment serve-trainer),
+`RegisteredGang` is all of it as the flow sees it. Node 0 says in its record where the nodes meet,
+anew at each start: trainer processes that lost a node start whole, or not at all.
 """
 
 from __future__ import annotations
@@ -276,7 +278,8 @@ class GangService:
             await self._gang.close()
 
     async def _meeting_point(self, before: str) -> str:
-        """Where the nodes meet: a new place on node 0, which says so; the others wait for one that they have not been to."""
+        """The place where the nodes meet: a new one on node 0, which says so; the others wait for
+        one that they have not been to."""
         if self._node == 0:
             met_at = f"{self._address}:{free_port()}"
             await self.registration.change(url="", rendezvous=met_at)

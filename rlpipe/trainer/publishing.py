@@ -1,4 +1,5 @@
-"""What a save leaves on this node's disk, under its keys in the store, and how that gets there: in the background, while others use it already."""
+"""Files that a save leaves on this node's disk, under their keys in the store, and their upload: in
+the background, while others use them already."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Publication:
 
 
 def publication(job: SaveJob, result: JobResult, node: int = 0) -> Publication:
-    """What a save published on a node, by its keys."""
+    """The files that a save published on a node, by their keys."""
 
     def made_here(folder: str | None, records: list[FileRecord]) -> dict[str, FileRecord]:
         return {f"{folder}/{record.name}": record for record in records if result.made_on.get(record.name, 0) == node}
@@ -93,9 +94,11 @@ def upload(store: Store, disk: Path, publication: Publication) -> None:
 
 
 class Fetches:
-    """What other nodes fetch from this one now. Uploads give way to it: both take the cable of this node, and engines wait for theirs.
+    """The fetches of other nodes from this one now. Uploads give way to them: both take the network
+    of this node, and engines wait for their files.
 
-    `begin_s`: how long after a save nobody may have begun yet. `going`: the files, or parts of them, that are being sent.
+    `begin_s`: seconds that other nodes may take after a save before they begin. `going`: the files,
+    or parts of them, that are being sent.
     """
 
     def __init__(self, begin_s: float) -> None:
@@ -161,7 +164,7 @@ class Uploads:
 
     @property
     def under_way(self) -> bool:
-        """Whether something that was published is not in the store yet, and may come there."""
+        """True when something that was published is not in the store yet, and may come there."""
         with self._lock:
             return self._newest is not None and not self._newest[1].done()
 

@@ -145,7 +145,8 @@ def exchanged(resident: Resident, others: list[Tensor]) -> Iterator[None]:
 def metrics_of(
     gang: Gang, resident: Resident, taken: StepsTaken, passes: list[tuple[PolicyModel, int]], settings: RlConfig
 ) -> JsonDict:
-    """What the steps that were taken came to. `passes`: forward passes of a step, by policy: the one that is trained, then the reference."""
+    """The metrics of the steps that were taken. `passes`: forward passes of a step, by policy: the
+    one that is trained, then the reference."""
     steps, batches, train_s = taken.metrics, taken.batches, taken.train_s
     first = {
         name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")
@@ -222,7 +223,8 @@ def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimato
 
 
 def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) -> LossPart:
-    """What a microbatch of this step adds to the loss: sums divided by counts of the whole step, on all ranks. And to `gaps`.
+    """Returns the function for what a microbatch of this step adds to the loss: sums divided by
+    counts of the whole step, on all ranks. The function also adds to `gaps`.
 
     `moved`: the policy has been updated since the iteration started.
     """
@@ -281,7 +283,7 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
 def _distances(
     microbatch: Microbatch, rollout_BT: Tensor, proximal_BT: Tensor, start_BT: Tensor, logprobs_BT: Tensor
 ) -> dict[str, Tensor]:
-    """How far the policies lie apart, per token."""
+    """The distances between the policies, per token, B x T."""
     reference_BT = logprobs_BT if microbatch.reference_logprobs_BT is None else microbatch.reference_logprobs_BT
     return {
         "proximal_kl": kl(proximal_BT, logprobs_BT, estimator="k3"),

@@ -1,4 +1,5 @@
-"""How the files of a policy are published: whole, or as differences to the policy before, whose files stay on this node for that."""
+"""Publishes the files of a policy: whole, or as differences to the policy before, whose files stay
+on this node for that."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ WEIGHTS = ".safetensors"
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What a rank wrote of a policy: the files as they are stored, the whole files, and in which of these its tensors are."""
+    """The files that a rank wrote of a policy: as they are stored, as whole files, and by tensor
+    the file that has it."""
 
     stored: list[FileRecord]
     files: list[DeltaFile]
@@ -74,7 +76,7 @@ class PolicyWriter:
             path.unlink()
 
     def together(self) -> dict[str, str]:
-        """What all ranks wrote is known to all of them; the file of each tensor. A collective."""
+        """Tells all ranks what each wrote; returns the file of each tensor. A collective."""
         written = WRITTEN.validate_python(
             self._gang.gather(asdict(WrittenFiles(self._stored, self._files, self._index)))
         )
@@ -108,7 +110,7 @@ class PolicyWriter:
         return JobResult(metrics, policy=self._stored, made_on=self.made_on)
 
     def weights_alone(self) -> JobResult:
-        """What a rank knows of that does not publish the small files."""
+        """The result for a rank that does not publish the small files: of the weights alone."""
         return JobResult(policy=self._stored, made_on=self.made_on)
 
     def _add(self, record: FileRecord) -> None:
@@ -128,7 +130,8 @@ class PolicyWriter:
         self._stored.append(published_file(target))
 
     def _base_folders(self, base: FileRecord, scratch: Path) -> Iterator[Path]:
-        """Where the base's file is: kept since it was saved, else out of the store."""
+        """Yields folders in which the base's file is: the one kept since it was saved, then one
+        filled out of the store."""
         kept = self._kept(self._base.values()) / base.plain_name
         if kept.is_file() and kept.stat().st_size == base.bytes:
             yield kept.parent
@@ -136,7 +139,8 @@ class PolicyWriter:
         yield materialise(self._gang.store, self._job.base, scratch)
 
     def _kept(self, files: Iterable[FileRecord | DeltaFile]) -> Path:
-        """Where the weights of a policy with these files are kept on this node: a folder that is named by what it holds."""
+        """The folder of this node in which the weights of a policy with these files are kept; it is
+        named by what it holds."""
         weights = [[file.name.rpartition("/")[2], file.sha256] for file in files if file.name.endswith(WEIGHTS)]
         return self._gang.scratch("kept") / sha256_of(sorted(weights))
 

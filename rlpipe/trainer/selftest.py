@@ -1,4 +1,5 @@
-"""Whether the policy's forward pass gives what the language model itself gives for each text alone: tried at every load, on the weights."""
+"""Tests that the policy's forward pass gives what the language model itself gives for each text
+alone: at every load, on the weights."""
 
 from __future__ import annotations
 
@@ -79,9 +80,11 @@ class Proof:
 
 
 def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
-    """How sequences may be put into rows, tried on the weights of a gang: all ranks try, and agree. UserError as `Proof.rows`.
+    """The way to put sequences into rows, tried on the weights: all ranks try, and agree. UserError
+    as `Proof.rows`.
 
-    On GPUs flex_attention is tried first; without it, and without a mask of L x L, each sequence has a row.
+    On GPUs flex_attention is tried first; without it, and without a mask of L x L, each sequence
+    has a row.
     """
     if gang.device.type in FLEX_DEVICES and (rows := flex_rows(gang, policy)) is not None:
         return rows
@@ -159,12 +162,13 @@ def _tried_flex(gang: Gang, policy: PolicyModel) -> tuple[Rows, str]:
 
 
 def _first_tokens(lm: Any) -> int:
-    """Of the text over which both passes go first, of one length for all runs: what torch makes for all lengths depends on it, and so would bits."""
+    """The tokens of the text over which both passes go first, as many in all runs: the kernels that
+    torch makes for all lengths depend on this number, and with them the bits."""
     return min(FIRST_TOKENS, getattr(lm.config.get_text_config(), "max_position_embeddings", None) or FIRST_TOKENS)
 
 
 def _alone(gang: Gang) -> str:
-    """What is to be tried where ranks share rows and it does not come to the same; with flex_attention, which no longer computes anything."""
+    """The advice for a fault where ranks share rows: `trainer.context_ranks = 1`. Else empty."""
     count = gang.context_ranks
     return f" where {count} ranks share each row; use trainer.context_ranks = 1" if count > 1 else ""
 
@@ -210,7 +214,7 @@ def _square(parts: list[Tensor]) -> Tensor:
 
 
 def _gradients(gang: Gang, policy: PolicyModel, texts: list[TrainSequence], rows: Rows) -> list[Tensor]:
-    """Of the mean logprob, this rank's rows of every parameter; zeros where it does not reach."""
+    """This rank's rows of the gradients of the mean logprob; zeros where it does not reach."""
     # FSDP takes the mean over ranks, and each of a team has a part of the gradient
     parts = policy.team.ranks if policy.team and uses_team(policy.lm) else 1
     try:

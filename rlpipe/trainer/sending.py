@@ -1,5 +1,8 @@
-"""How the resident policy leaves the ranks for engines: gathered bucket by bucket, broadcast by rank 0 to a group that it makes with them for this
-one policy. What was sent is hashed as the files that hold it, so that the policy has one name, however it travelled.
+"""Sends the resident policy from the ranks to engines: gathered bucket by bucket, broadcast by rank
+0 to a group that it makes with them for this one policy.
+
+What was sent is hashed as the files that hold it, so that the policy has one name, however it
+travelled.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ HASHERS = 4  # files that a rank hashes at a time
 
 
 class Sending:
-    """What a gang sends. Rank 0 is in the group with engines; every rank gathers, and hashes its files of what was sent."""
+    """Sends policies to engines. Rank 0 is in the group with engines; every rank gathers, and
+    hashes its files of what was sent."""
 
     def __init__(self, gang: Gang) -> None:
         self._gang = gang
@@ -48,7 +52,8 @@ class Sending:
         self._meetings: dict[str, TCPStore] = {}  # where the groups meet that it was offered to
 
     def offer(self, resident: Resident, job: OfferJob) -> JobResult:
-        """What `send` will send, and where the group meets: an address of this gang alone, open until another policy is offered."""
+        """The tensors that `send` will send, and the address where the group meets: of these
+        trainer processes alone, open until another policy is offered."""
         offer: Offer | None = None
         with self._gang.together():
             if self._gang.rank == 0:
@@ -169,7 +174,8 @@ class ReceiverGroup:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """What was under way in them holds gloo's connections: receivers would wait until it is collected, and hear of nothing before."""
+    """Frees the local variables in the frames of an error. They hold gloo's connections: receivers
+    would wait until they are collected, and hear of nothing before."""
     if error is not None:
         traceback.clear_frames(error.__traceback__)
 
@@ -190,7 +196,7 @@ def _plan(gang: Gang, resident: Resident) -> Iterator[tuple[str, list[list[str]]
 
 
 def _described(gang: Gang, resident: Resident, names: list[str]) -> TensorBucket:
-    """What is sent of these tensors of the module."""
+    """The names, dtypes and shapes of what is sent of these tensors of the module."""
     lm, dtype = resident.policy.lm, getattr(torch, gang.options.dtype)
     tensors = tensors_of(lm)
     empty = {

@@ -1,4 +1,5 @@
-"""How fast this machine's processor computes passes of a model, measured on its first layers before there are weights."""
+"""Measures how fast this machine's processor computes passes of a model, on its first layers,
+before there are weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""How what is resident, the policy and its optimizer, goes to the store and comes back, on any number of ranks.
+"""Saves the resident policy and its optimizer to the store and loads them, on any number of ranks.
 
-The policy is in HF format. The state is one safetensors a rank, with its rows of every tensor, and `state.json`.
+The policy is in HF format. The state is one safetensors a rank, with its rows of every tensor, and
+`state.json`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ STATE_SCHEMA = 1
 
 
 def load(gang: Gang, job: LoadJob) -> tuple[Resident, str]:
-    """What a job makes resident, and in what this gang is another than the one that saved it; empty when in nothing."""
+    """Makes resident what a job names. Returns it, and the differences of these trainer processes
+    from those that saved it; empty when there are none."""
     if job.new is not None:
         config = hf_config(job.new.config)
         policy = build_policy(gang, config, functools.partial(new_weights, config, job.new.seed))
@@ -103,7 +105,7 @@ class StoredState:
 
     @property
     def adapted(self) -> Adapted | None:
-        """What the adapter is that the state is of; None where it is of a whole model."""
+        """The adapter that the state is of; None where it is of a whole model."""
         return ADAPTED.validate_python(self.record["adapted"]) if "adapted" in self.record else None
 
     def weights(self, lm: Any) -> ReadRows:
@@ -113,7 +115,7 @@ class StoredState:
         return self.rows("param")
 
     def _tensor(self, name: str, shape: list[int]) -> dict[str, Any]:
-        """What the state says of a tensor."""
+        """The entry of a tensor in the state; StoreError when there is none of this shape."""
         tensor = self.record["tensors"].get(name)
         if tensor is None or tensor["shape"] != shape:
             raise StoreError(f"{self._folder}/state.json has no tensor {name} of shape {shape}")
@@ -159,7 +161,8 @@ def _load_state(gang: Gang, ref: ArtifactRef) -> tuple[Resident, str]:
 
 
 def differences(before: dict[str, str], now: dict[str, str]) -> str:
-    """What two gangs differ in, by name; nothing is known of what an older version saved."""
+    """The differences of two fingerprints, as text. A name that an older version did not save
+    counts as equal."""
     return ", ".join(
         f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]
     )
@@ -190,7 +193,8 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
 
 
 def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:
-    """Of the last PROBE_TOKENS. Every rank computes the same row: the forward pass of sharded weights is a collective."""
+    """Logprobs of the last PROBE_TOKENS tokens. Every rank computes the same row: the forward pass
+    of sharded weights is a collective."""
     scored = np.arange(max(1, len(tokens) - PROBE_TOKENS), len(tokens))
     microbatch = collate([[sequence_of(np.array(tokens), scored)]], [[0]]).to(gang.device)
     return frozen_logprobs(resident.policy, [microbatch], temperature=1.0)[0].flatten().tolist()

@@ -1,4 +1,5 @@
-"""What is resident, and one optimizer step of it: forward and backward of all microbatches, one reduction, clip, update, or a refusal that all ranks share.
+"""The resident policy with its optimizer, and one optimizer step of it: forward and backward of all
+microbatches, one reduction, clip, update, or a refusal that all ranks share.
 
 Legend: B sequences of a microbatch, T their scored tokens.
 """
@@ -93,7 +94,7 @@ class Resident:
         self.policy.zero_grad(set_to_none=True)
 
     def held(self) -> Iterator[Tensor]:
-        """What the optimizer holds of the device's memory."""
+        """The tensors that the optimizer keeps in the device's memory."""
         for entry in self.optimizer.state.values():
             yield from (tensor for name, tensor in entry.items() if self.away is None or name not in MOMENTS)
 

@@ -88,7 +88,7 @@ class Trainer:
             yield from self.resident.held()
 
     def _bring_back(self, job: GangJob) -> None:
-        """What was offloaded is on the device again; before a load, which needs none of it, it is dropped."""
+        """Restores what was offloaded; a load drops it, as it needs none of it."""
         offloaded, self._offloaded = self._offloaded, None
         if offloaded is None:
             return

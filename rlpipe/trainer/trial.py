@@ -50,8 +50,8 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 
 def try_model(hello: JsonDict) -> JsonDict:
-    """What the process answers. UserError when the config makes no model, its parts do not fit, it has too few positions, or its weights
-    are others."""
+    """The answer of the process. UserError when the config makes no model, its parts do not fit, it
+    has too few positions, or its weights are others."""
     folder, context_tokens_max = Path(hello.get("folder", "")), hello["context_tokens_max"]
     config = hf_config(hello.get("config") or folder_config(folder))
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -77,7 +77,7 @@ def try_model(hello: JsonDict) -> JsonDict:
 
 
 def _speed_of(config: PretrainedConfig, hello: JsonDict) -> Speed | str:
-    """What `measured_speed` says; why not, for a family whose first layers alone are no model."""
+    """The result of `measured_speed`, or why a family's first layers alone are no model."""
     dtype, timing = getattr(torch, hello["training"]["dtype"]), hello["timed"]
     try:
         return measured_speed(config, dtype, min(hello["context_tokens_max"], timing["tokens_max"]), timing)
@@ -141,7 +141,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def sizes_of(lm: Any, context_tokens_max: int, training: Mapping[str, Any]) -> ModelSizes:
-    """What a plan counts with, of a model without weights."""
+    """The sizes of a model without weights that a plan counts with."""
     text, layers = lm.config.get_text_config(), layers_of(lm)
     of_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     total = sum(parameter.numel() for parameter in lm.parameters())
@@ -190,7 +190,8 @@ def microbatch_bytes(
 
 
 def rows_of(config: PretrainedConfig) -> str:
-    """How the trainer will put sequences into rows, by a small model of the family; UserError when it will not train it at all."""
+    """Says how the trainer will put sequences into rows, by a small model of the family; UserError
+    when it will not train it at all."""
     try:
         proof = prove(PolicyModel(small_model(small_config(config))), torch.device("cpu"))
         assert proof.is_finite, "small numbers that do not go together"
@@ -202,7 +203,8 @@ def rows_of(config: PretrainedConfig) -> str:
 
 
 def load(hello: JsonDict) -> Loaded:
-    """What the process says once it has tried the model."""
+    """Tries the model; returns what the process answers, and the function for its requests.
+    UserError when the model is refused."""
     try:
         with user_code():
             answer = try_model(hello)
