@@ -283,8 +283,7 @@ def _of_engine_gpus(engines: EnginesConfig) -> Iterator[str]:
 
 
 def _gpus_taken(flags: list[str], share: int) -> int:
-    """The number of GPUs that an engine takes when told to take `share` of them, then these
-    flags."""
+    """The number of GPUs of an engine that is told to take `share`, and then gets these flags."""
     assert share > 0, "an engine without a GPU was refused before"
     words = [word for flag in flags for word in flag.split("=", 1)]
     tensor, pipeline, data = (

@@ -93,8 +93,8 @@ class Team:
         """The values of all ranks at their scored positions, on all ranks at all N.
 
         The gradient of each value goes to the rank that it came from, and is that of the loss on
-        that rank alone: all ranks of a context-parallel group must make the same loss of the values,
-        and their gradients must be added.
+        that rank alone: all ranks of a context-parallel group must make the same loss of the
+        values, and their gradients must be added.
         """
         values_M2 = torch.stack(parts_M, -1)
         joined_N2 = _Sum.apply(values_M2.new_zeros(count, 2).index_put((place_M,), values_M2), self)

@@ -257,8 +257,8 @@ def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
 
 
 def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> Weights:
-    """Returns the function that reads the weights of a whole policy, from the store or from where it
-    was rebuilt. All ranks call `whole_weights`: together they hash the policy's files."""
+    """Returns the function that reads the weights of a whole policy, from the store or from where
+    it was rebuilt. All ranks call `whole_weights`: together they hash the policy's files."""
     files = [file for name, file in whole_files(gang.store, ref).items() if name.endswith(".safetensors")]
     if rebuilt is None:
         check_share(gang, ref.folder, files)
