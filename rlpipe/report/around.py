@@ -1,4 +1,5 @@
-"""What a run stored around one of its iterations, as columns: what the suspects of `rlpipe why` look at. Reads the store only.
+"""The data that a run stored around one of its iterations, as columns, for the suspects of `rlpipe
+why`. Reads the store only.
 
 Legend of the shapes: R rollouts, G groups.
 """
@@ -41,11 +42,11 @@ class History:
 
     @cached_property
     def metrics(self) -> list[Metrics]:
-        """Of each iteration."""
+        """The metrics of each iteration."""
         return [record.metrics for record in self.run.iterations(self.num_iterations)]
 
     def groups(self, iteration: int) -> list[ScoredGroup]:
-        """Those of all sampling rounds, without what was cut short."""
+        """The groups of all sampling rounds of an iteration, without those that were cut short."""
         if iteration not in self._groups:
             self._groups[iteration] = list(_read_groups(self.run, iteration))
         return self._groups[iteration]
@@ -55,7 +56,8 @@ class History:
         return self.run.owner("rl", iteration).config
 
     def around(self, at: int) -> Around:
-        """What is before and from iteration `at` on, at most WINDOW iterations a side, and none that another fork point changed."""
+        """The groups and metrics before iteration `at` and from it on: at most WINDOW iterations a
+        side, and none beyond another fork point."""
         first = max([0, at - WINDOW, *(point for point in self.fork_points if point < at)])
         last = min([self.num_iterations, at + WINDOW, *(point for point in self.fork_points if point > at)])
         groups = [group for iteration in range(first, last) for group in self.groups(iteration)]
@@ -164,7 +166,7 @@ class Around:
 
     @cached_property
     def answer_R(self) -> list[str]:
-        """What each completion answers, as text that can be compared."""
+        """The answer in each completion, as text that can be compared."""
         return [answer_text(rollout.completion).lower() for rollout in self.rollouts]
 
     @cached_property
@@ -221,7 +223,8 @@ class Around:
         return self.rewards_today.why_not if self.rewards_today else ""
 
     def weight(self, part: str) -> float:
-        """What a part counts in the reward of iteration `at`; 0 where no reward of its config has it."""
+        """The weight of a part in the reward of iteration `at`; 0 where no reward of its config has
+        it."""
         named = [name for name in self.config.rl.rewards if gives(name, part)]
         return self.config.rl.rewards[max(named, key=lambda name: len(label(name)))] if named else 0.0
 
@@ -230,12 +233,13 @@ class Around:
         return group_means(values_R, self.group_R, len(self.groups))
 
     def shift_of(self, values_R: np.ndarray, *, trend: bool = False) -> Shift:
-        """How the groups' means of a column of rollouts shift."""
+        """The shift of the groups' means of a column of rollouts."""
         return shift(self.per_group(values_R.astype(float)), self.iteration_G, self.at, trend=trend)
 
     @cached_property
     def reward_change(self) -> Shift:
-        """How the reward changes: by a jump from its trend, or by falling below what it was, whichever is clearer."""
+        """The change of the reward: a jump from its trend, or a fall below its level of before,
+        whichever is clearer."""
         return self.reward_change_at(self.at)
 
     def reward_change_at(self, at: int) -> Shift:
@@ -247,7 +251,8 @@ class Around:
 
     @cached_property
     def reward_drift(self) -> Shift:
-        """How far the reward goes from the first iteration of both sides to the last, by a straight line."""
+        """The distance that the reward goes from the first iteration of both sides to the last, by
+        a straight line."""
         return drift(self.per_group(self.reward_R), self.iteration_G)
 
     def means(self, values_R: np.ndarray) -> tuple[float, float]:
@@ -255,11 +260,11 @@ class Around:
         return _mean(values_R[~self.after_R]), _mean(values_R[self.after_R])
 
     def texts(self) -> list[tuple[int, ...]]:
-        """What each group was asked, as tokens: the same prompt whatever its id."""
+        """The tokens of each group's prompt: the same for the same prompt, whatever its id."""
         return [tuple(group.prompt.prompt_tokens.tolist()) for group in self.groups]
 
     def repeats_G(self) -> np.ndarray:
-        """Whether another group of the same iteration was asked the same."""
+        """True for each group whose prompt another group of the same iteration has too, [G]."""
         pairs = list(zip(self.iteration_G.tolist(), self.texts(), strict=True))
         counts = Counter(pairs)
         return np.array([counts[pair] > 1 for pair in pairs])

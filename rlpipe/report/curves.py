@@ -1,4 +1,5 @@
-"""What a person looks at: the curves of a run as a PNG, the reward so far as a small SVG, and the summary at the end."""
+"""The pictures and the summary of a run for a person: its curves as a PNG, the reward so far as a
+small SVG, and the changes of the evaluations at the end."""
 
 from __future__ import annotations
 
@@ -90,8 +91,8 @@ def code_tags(run: Run) -> dict[str, str]:
 
 
 def policy_tags(run: Run, version: int) -> dict[str, str]:
-    """What a policy was made of, each as the sha256 of its manifest: the policy before it, the base model, SFT's data, the KL's reference;
-    the prompts of RL as the sha256 of their rows."""
+    """The origins of a policy, each as the sha256 of its manifest: the policy before it, the base
+    model, SFT's data, the KL's reference; the prompts of RL as the sha256 of their rows."""
     rl, (ref, manifest) = run.config.rl, run.policy(version)
     tags = {"rlpipe.version": str(version), "rlpipe.policy_sha256": ref.sha256}
     if "previous" in manifest.inputs:
@@ -110,7 +111,8 @@ def policy_tags(run: Run, version: int) -> dict[str, str]:
 
 
 def fetch_points(run: Run, source: str, unit: int) -> list[Point]:
-    """Of one unit of a source: an SFT segment, an RL iteration, or the evaluation before RL."""
+    """The points of one unit of a source: an SFT segment, an RL iteration, or the evaluation before
+    RL."""
     if source == BEFORE_RL:
         return evaluation_points(run, 0)
     return sft_points(run, unit) if source == "sft" else rl_points(run, unit)
@@ -244,7 +246,8 @@ def _draw_losses(axis: Any, run: Run) -> None:
 
 
 def _drawn(names: set[str]) -> list[str]:
-    """What is drawn of the evaluation: of pass@k the first and the last k, so that a set has a few lines and not ten."""
+    """The metrics of the evaluation that are drawn: of pass@k only the first and the last k, so
+    that a set has a few lines and not ten."""
     sets: dict[str, list[int]] = {}
     for name in names:
         if match := PASS_AT.fullmatch(name):
@@ -285,7 +288,8 @@ def reward_svg(curve: list[list[float]], width: int = 480, height: int = 120) ->
 
 
 def evaluation_changes(points: Evaluations) -> dict[str, str]:
-    """Of each metric of the evaluations: the first and the last value. Example: {"words_greedy": "0.250 -> 0.500"}."""
+    """The first and the last value of each metric of the evaluations. Example: {"words_greedy":
+    "0.250 -> 0.500"}."""
     before, after = (points[0][1], points[-1][1]) if points else ({}, {})
     return {name: f"{before[name]:.3f} -> {after[name]:.3f}" for name in sorted(before, key=by_number) if name in after}
 

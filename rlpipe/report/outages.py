@@ -1,4 +1,5 @@
-"""What is said where the tracking of a run failed: that MLflow is away only where it is, what our own store did not give, and else what it is."""
+"""The line that says why the tracking of a run failed: MLflow is away (said only where it is), our
+own store did not give something, or the error itself."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ Read = TypeVar("Read")
 
 
 class NotRead(Exception):
-    """What MLflow was to be told could not be read from the store, or made of it."""
+    """Raised when something for MLflow could not be read from the store, or made of it."""
 
 
 def read(what: str, reads: Callable[..., Read], *arguments: Any) -> Read:
-    """What `reads` answers; NotRead, which names it, when it fails."""
+    """Returns the result of `reads`; NotRead, which says `what` was read, when it fails."""
     try:
         return reads(*arguments)
     except Exception as error:

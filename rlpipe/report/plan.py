@@ -1,4 +1,5 @@
-"""What a config would start where, and what it would cost: derived sizes, of the config and of its model's shapes."""
+"""The processes that a config would start, their places, and their cost: sizes that follow from the
+config and from the shapes of its model."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ GATHERED_LAYERS = 2  # the one that computes and the one that comes next
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a model takes, counted on its shapes as transformers builds them. Example: ModelSizes(5_000, 1_000, 1_000, 512, 70_000)."""
+    """The sizes of a model, counted on its shapes as transformers builds them. Example:
+    ModelSizes(5_000, 1_000, 1_000, 512, 70_000)."""
 
     parameters: int
     layer: int  # parameters of the largest layer
@@ -52,7 +54,8 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
 
 
 def adapter_lines(sizes: ModelSizes, width: int) -> list[str]:
-    """What a policy takes in the store where it is an adapter; `width`: bytes of a number."""
+    """The line with the size of a policy in the store where it is an adapter; `width`: bytes of a
+    number."""
     if not sizes.adapter:
         return []
     size, share = sizes.adapter * width / 2**20, sizes.adapter / sizes.parameters
@@ -73,7 +76,7 @@ def share_of_rank(config: PipelineConfig) -> float:
 
 
 def host_bytes(config: PipelineConfig, sizes: ModelSizes) -> float:
-    """What `trainer.offload` keeps on the host for a rank."""
+    """Bytes that `trainer.offload` keeps on the host for a rank."""
     trained = sizes.adapter or sizes.parameters
     return trained * MOMENTS_BYTES * share_of_rank(config) if config.trainer.offload == "optimizer" else 0.0
 
@@ -97,7 +100,7 @@ def _offload_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
 
 
 def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, int, int]:
-    """What a training rank takes for its rows, for layers that are gathered, and for a microbatch."""
+    """Bytes that a training rank takes: for its rows, for gathered layers, and for a microbatch."""
     width = BYTES[config.model.dtype]
     # the reference is frozen, and of about the policy's size; with an adapter it is the policy itself, but where it is named
     reference = config.rl.kl != "none" and (not sizes.adapter or bool(config.rl.reference))
@@ -126,7 +129,8 @@ def _engine_line(config: PipelineConfig, sizes: ModelSizes) -> str:
 
 
 def _colocated_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
-    """What trainer and engines hold of what they share, each in its turn, and on which GPUs that fits."""
+    """The lines about the memory that trainer and engines share: what each holds in its turn, and
+    on which GPUs that fits."""
     trainer, engines, width = config.trainer, config.engines, BYTES[config.model.dtype]
     if not engines.colocate:
         return []
@@ -206,7 +210,8 @@ def plan_lines(config: PipelineConfig) -> list[str]:
 
 
 def overlap_lines(rl: RlConfig) -> list[str]:
-    """What runs side by side, and what would with another `rl.overlap`, or what forbids it."""
+    """The lines that say what runs side by side, and for each other `rl.overlap` what would, or
+    what forbids it."""
     meaning = {
         "none": "sampling and training take turns",
         "iteration": "iteration k + 1 is sampled while k is trained, by the policy that k starts from",
@@ -221,7 +226,7 @@ def overlap_lines(rl: RlConfig) -> list[str]:
 
 
 def warning_lines(config: PipelineConfig) -> list[str]:
-    """What is allowed and will hardly be meant."""
+    """Warnings about settings that are allowed but hardly meant."""
     samples_rewards = config.rl.num_iterations and not config.rl.rollouts_from
     if config.model.path or config.sft.num_steps or not samples_rewards:
         return []

@@ -1,4 +1,5 @@
-"""What a plan says of disk and hours: of the model's shapes, of what the config keeps, and of passes that were timed on this machine."""
+"""The disk and the hours of a plan, from the model's shapes, from what the config keeps, and from
+passes that were timed on this machine."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class DiskNeed:
 
 
 def disk_of(config: PipelineConfig, sizes: ModelSizes) -> DiskNeed:
-    """What policies, states and rollouts take, by the model's shapes and by what `[checkpoint]` keeps."""
+    """The bytes of policies, states and rollouts, by the model's shapes and by what `[checkpoint]`
+    keeps."""
     checkpoint, num_iterations, width = config.checkpoint, config.rl.num_iterations, BYTES[config.model.dtype]
     trained = sizes.adapter or sizes.parameters
     policy, state, rollouts = trained * width, trained * STATE_BYTES, rollout_bytes(config)
@@ -76,7 +78,8 @@ def disk_of(config: PipelineConfig, sizes: ModelSizes) -> DiskNeed:
 
 
 def disk_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
-    """What an iteration and the whole run leave in the store, at most, and what scratch takes meanwhile."""
+    """The lines that say how much an iteration and the whole run leave in the store, at most, and
+    how much scratch takes meanwhile."""
     disk, checkpoint = disk_of(config, sizes), config.checkpoint
     bounded = checkpoint.keep_policies_last or config.rl.num_iterations < 2
     lines = [
@@ -94,13 +97,13 @@ def disk_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
 
 
 def rollout_bytes(config: PipelineConfig) -> int:
-    """What an iteration's rollouts take at most: those of all rounds."""
+    """Bytes of an iteration's rollouts at most, those of all sampling rounds."""
     rl = config.rl
     return TOKEN_BYTES * rl.completion_tokens_max * rl.round_groups * rl.group_size * rl.rounds_max
 
 
 def _free_bytes(config: PipelineConfig) -> int | None:
-    """What is free on the disk of a store on this machine."""
+    """Free bytes of the disk of a store on this machine; None for a store elsewhere."""
     local = open_store(config.store).local if "://" not in config.store or config.store.startswith("file:") else None
     if local is None:
         return None
@@ -133,7 +136,8 @@ def time_lines(config: PipelineConfig, speed: Speed | str, lengths: Lengths) -> 
 
 
 def _evaluations_s(config: PipelineConfig, speed: Speed) -> float:
-    """Of all evaluations: at the start, every so many iterations and at the end."""
+    """Seconds of all evaluations: at the start, every `evaluation.every` iterations and at the
+    end."""
     evaluation, sets = config.evaluation, config.sets("evaluation")
     count = 1 + (math.ceil(config.rl.num_iterations / evaluation.every) if evaluation.every else 1)
     completions = evaluation.prompts_max * (1 + evaluation.num_completions) * len(sets)
@@ -141,11 +145,12 @@ def _evaluations_s(config: PipelineConfig, speed: Speed) -> float:
 
 
 def _sampling_s(config: PipelineConfig, speed: Speed, rollouts: int, tokens: int) -> float:
-    """Of rollouts that all have so many tokens: each engine samples as many at once as it has places."""
+    """Seconds to sample rollouts that all have `tokens` tokens: `decode_s * tokens * ceil(rollouts
+    / (engines * places))`, as each engine samples as many at once as it has places."""
     engines = config.engines.count * config.engines.nodes
     return speed.decode_s * tokens * math.ceil(rollouts / (engines * places(config)))
 
 
 def places(config: PipelineConfig) -> int:
-    """How many rollouts the local engine computes at once."""
+    """The number of rollouts that the local engine computes at once."""
     return min(max(config.engines.in_flight_max, PLACES[0]), PLACES[1])

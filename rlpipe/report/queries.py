@@ -90,7 +90,8 @@ class Queries:
     """The views of a store. `faults`: what is damaged of what was read, and was left out."""
 
     def __init__(self, store: Store, names: Sequence[str] = ()) -> None:
-        """Of all runs, or of those called `names`; UserError when there is none of that name."""
+        """Takes all runs of the store, or those called `names`; UserError when there is none of
+        that name."""
         self._store, self._catalogue = store, Catalogue(store, names)
         self._tables = Tables(self._catalogue)
 
@@ -122,7 +123,8 @@ class Queries:
         return Answer([entry[0] for entry in described], [str(entry[1]) for entry in described], self._rows(result))
 
     def _create_views(self, connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-        """Those that the query may speak of. By its words, not by its tables: a name in a text that is run as SQL counts too."""
+        """Creates the views that the query may speak of. They are found by its words, not by its
+        tables: a name in a text that is run as SQL counts too."""
         words = set(re.findall(r"\w+", sql.lower()))
         named = {name: view for name, view in VIEWS.items() if name in words or words & set(view.sources)} or VIEWS
         for source in dict.fromkeys(source for view in named.values() for source in view.sources):
@@ -141,7 +143,8 @@ class Queries:
 
 
 def _fault(error: duckdb.Error) -> UserError | StoreError:
-    """What DuckDB says, on one line, without the place in the query. StoreError where pyarrow could not read a file of the store."""
+    """The error with DuckDB's message on one line, without the place in the query. StoreError where
+    pyarrow could not read a file of the store."""
     text = " ".join(str(error).partition("\n\nLINE ")[0].split())
     if match := UNREADABLE.search(text):
         return StoreError(f"{match[1]}; `rlpipe verify RUN` names what is damaged, and --run leaves other runs out")

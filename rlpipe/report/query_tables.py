@@ -1,4 +1,5 @@
-"""What the views of `rlpipe sql` are made of: small tables of what documents say, and the Parquet files of a kind of artifact as one dataset.
+"""The sources of the views of `rlpipe sql`: small tables of what documents say, and the Parquet
+files of a kind of artifact as one dataset.
 
 A file carries labels (run, iteration, round): one whose labels a query rules out is not opened.
 """
@@ -160,7 +161,8 @@ class Tables:
         )
 
     def _rollouts(self) -> Source:
-        """Of each sampling round what was scored of it, or while it is not scored what was sampled."""
+        """The rollouts of each sampling round as they were scored, or as they were sampled while
+        the round is not scored."""
         catalogue = self._catalogue
         scores = catalogue.artifacts("scores")
         rounds = {(artifact.run, artifact.place.iteration, artifact.place.round_index) for artifact in scores}

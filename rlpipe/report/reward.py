@@ -1,4 +1,4 @@
-"""Whether the mean reward of a run fell, by the points of its curve."""
+"""The fall of a run's mean reward, found in the points of its curve."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ TIMES = 3.5  # what chance explains, in standard deviations of a point beside th
 
 
 def fall(curve: Sequence[Sequence[float]]) -> str:
-    """What fell, in words, at the point of the curve ([iteration, mean reward] each) where it is first seen; empty: nothing did.
+    """The fall, in words, at the point of the curve ([iteration, mean reward] each) where it is
+    first seen; empty when nothing fell.
 
-    Two points in a row have to lie below the mean of those before by more than chance explains: a single bad iteration is no fall. Chance is told by the
-    differences from one point to the next, so a reward that climbs is not taken for noise.
+    Two points in a row have to lie below the mean of those before by more than chance explains: a
+    single bad iteration is no fall. Chance is told by the differences from one point to the next,
+    so a reward that climbs is not taken for noise.
     """
     is_known = any(
         _fallen(curve[:-back]) for back in range(1, BEFORE + 1)

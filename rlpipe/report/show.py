@@ -42,7 +42,8 @@ TABLE_COLUMNS = [
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How far a run is. `newest`: the record of its newest iteration; `ended_at`: when that, or without RL a segment of SFT, was committed."""
+    """The progress of a run. `newest`: the record of its newest iteration; `ended_at`: when that,
+    or without RL a segment of SFT, was committed."""
 
     run: Run  # with the config of its last start, which may plan more than it was created with
     segments: int
@@ -69,7 +70,8 @@ def run_lines(store: Store) -> list[str]:
 
 
 def run_summaries(store: Store) -> dict[str, RunSummary | str]:
-    """How far each run of a store is; of one that is of another version, or damaged, why it cannot be read."""
+    """The progress of each run of a store, by name; for a run of another version, or a damaged one,
+    the reason why it cannot be read."""
 
     def summary(name: str) -> RunSummary | str:
         try:

@@ -1,4 +1,4 @@
-"""Who said what in stored rollouts: their tokens, and the run's own tokenizer."""
+"""The turns of stored rollouts, from their tokens and the run's own tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Turns = Callable[[Rollout], Messages]
 
 
 def stored_tokenizer(run: Run) -> Tokenizer:
-    """What turns the run's tokens into text; StoreError when it is missing."""
+    """The tokenizer that turns the run's tokens into text; StoreError when it is missing."""
     ref, manifest = run.committed("base", 0, "tokenizer")
     beside = [record for record in manifest.files if record.plain_name in BESIDE]
     data = read_file(run.store, ref.folder, manifest.file("tokenizer.json"))
@@ -39,7 +39,8 @@ def _tokenizer(data: bytes, beside: tuple[tuple[str, bytes], ...]) -> Tokenizer:
 
 
 def _decoder(run: Run) -> Decode:
-    """What the run's rewards read of tokens; StoreError when the tokenizer is missing."""
+    """The function by which the run's rewards read tokens as text; StoreError when the tokenizer is
+    missing."""
     source, _ = run.committed("base", 0, "tokenizer")
     model = run.config.model
     with tempfile.TemporaryDirectory() as name:
@@ -50,8 +51,8 @@ def _decoder(run: Run) -> Decode:
 
 
 def turns_reader(run: Run) -> Turns:
-    """What gives the turns of a run's rollouts, which a run with its `rl.agent` sampled. The tokenizer is read when a rollout of
-    several turns comes, once; StoreError when it is missing."""
+    """A function from a rollout of the run, sampled with its `rl.agent`, to the turns. It reads the
+    tokenizer once, at the first rollout of several turns; StoreError when it is missing."""
     decode = cache(lambda: _decoder(run))
 
     def turns(rollout: Rollout) -> Messages:

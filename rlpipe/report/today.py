@@ -33,7 +33,8 @@ PartsToday: TypeAlias = (
 
 
 def items_of(pairs: list[tuple[ScoredGroup, Rollout]], turns: Turns) -> list[Item]:
-    """What rewards get of stored rollouts; StoreError where their turns cannot be read."""
+    """The items that rewards get for stored rollouts; StoreError where their turns cannot be
+    read."""
     return [
         {
             "prompt": group.prompt.for_reward(),
@@ -64,8 +65,9 @@ class Today:
         self._processes.close()
 
     def parts(self, rl: RlConfig, iteration: int, groups: list[ScoredGroup]) -> PartsToday:
-        """What the functions of `rl.rewards` give completions of an iteration with the arguments of `rl`: of at most ROLLOUTS_MAX rollouts, in
-        whole groups, evenly over the iteration. Without those that have a fault, then or today."""
+        """The parts that the functions of `rl.rewards`, with the arguments of `rl`, give
+        completions of an iteration: at most ROLLOUTS_MAX rollouts, in whole groups, evenly over the
+        iteration. Without rollouts that have a fault, then or today."""
         names = sorted(name for name in rl.rewards if not is_service(name) and name != RECORDED)
         args = {name: rl.reward_args[name] for name in names if name in rl.reward_args}
         key = json.dumps([names, args], sort_keys=True)

@@ -55,13 +55,15 @@ ENVIRONMENT = {
 
 
 def tracking_uri(config: PipelineConfig) -> str:
-    """Where MLflow is. The environment's address may hold a password: show it only through `without_passwords`."""
+    """The address of MLflow. The one in the environment may hold a password: show it only through
+    `without_passwords`."""
     uri = config.tracking.uri
     return os.environ.get("MLFLOW_TRACKING_URI", uri) if uri == TrackingConfig().uri else uri
 
 
 def status_of(error: BaseException) -> str:
-    """What MLflow calls a run that this exception ended: FAILED; KILLED by a signal or a cancellation; SCHEDULED to go on later."""
+    """MLflow's status of a run that this exception ended: FAILED; KILLED by a signal or a
+    cancellation; SCHEDULED to go on later."""
     if isinstance(error, RunWaits):
         return "SCHEDULED"
     return "FAILED" if isinstance(error, Exception) else "KILLED"
@@ -286,7 +288,9 @@ class Tracker:
         on_registered()
 
     def _end(self) -> None:
-        """What is RUNNING ends, but for another process, where this one began no phase; one that waits for a person is between two phases."""
+        """Ends the MLflow runs that are RUNNING; where this process began no phase, only those that
+        it created, as another process may work on the others. A run that waits for a person is
+        between two phases: the phase is FINISHED, its parent SCHEDULED."""
         if self.stopped and self.status == "FINISHED" and PARENT in self._runs:
             self._client.set_tag(self._runs[PARENT].run_id, STOPPED_TAG, self.stopped)
         for phase, mlflow_run in self._runs.items():

@@ -36,7 +36,8 @@ SCANNED_MAX = 40  # iterations that are looked at with their rollouts; of more, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What changed at an iteration: findings in order, none where nothing is significant."""
+    """The findings about what changed at an iteration, in order; none where nothing is
+    significant."""
 
     around: Around
     change: Shift  # of the reward
@@ -46,16 +47,18 @@ class Verdict:
     direction: float  # of the reward's change; 0 where it is not significant
 
     def share(self, finding: Finding) -> float:
-        """How much of the reward's change a finding explains, in units of the reward."""
+        """The part of the reward's change that a finding explains, in units of the reward."""
         return self.rest if finding.explains is None else finding.explains
 
     def toward(self, finding: Finding) -> float:
-        """That share in the direction of the change; where the reward did not change, however it goes."""
+        """`share` in the direction of the change; its absolute value where the reward did not
+        change."""
         return self.share(finding) * self.direction if self.direction else abs(self.share(finding))
 
     @property
     def score(self) -> tuple[float, float]:
-        """How much the first finding explains, and how sure that is. A symptom counts half: another iteration may have the cause."""
+        """The share that the first finding explains toward the change, and how sure it is, `|z|`. A
+        symptom counts half: another iteration may have the cause."""
         if not self.findings:
             return 0.0, 0.0
         first = self.findings[0]
@@ -107,7 +110,8 @@ def _jumps(values: np.ndarray) -> list[float]:
 
 
 def judge(around: Around, looks: int) -> Verdict:
-    """What the suspects say of one iteration. A symptom counts only where the reward changed too: it is one of something."""
+    """The verdict of the suspects on one iteration. A symptom counts only where the reward changed
+    too: it is a symptom of something."""
     change = around.reward_change
     findings = [finding for suspect in SUSPECTS for finding in suspect(around)]
     findings = [finding for finding in findings if finding.shift.p * (CERTAIN if finding.certain else looks) < ALPHA]
@@ -127,7 +131,8 @@ def judge(around: Around, looks: int) -> Verdict:
 
 
 def _is_against(finding: Finding, change: Shift) -> bool:
-    """Whether a finding would explain the opposite of how the reward changed, by more than the change's own noise."""
+    """True when a finding would explain the opposite of the reward's change, where that is more
+    than its own noise."""
     return abs(change.z) > 1 and (finding.explains or 0.0) * change.size < 0 and not finding.certain
 
 

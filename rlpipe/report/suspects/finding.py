@@ -1,4 +1,5 @@
-"""What a suspect of `rlpipe why` says: a function of what is around an iteration, to its findings."""
+"""Findings of the suspects of `rlpipe why`. A suspect is a function from what is around an
+iteration to its findings."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def labels(around: Around) -> Findings:
 
 
 def _sure_and_wrong(around: Around) -> tuple[np.ndarray, np.ndarray]:
-    """Of each group whether its rollouts agree, and whether they agree on what is not the label while nothing speaks against the policy."""
+    """Two flags of each group, [G]: its rollouts agree; and they agree on an answer that is not the
+    label, while nothing speaks against the policy."""
     agreed = [_agreed(around, index) for index in range(len(around.groups))]
     own = [label or "" for label in around.label_G]
     wrong = np.array([bool(answer) and not is_right for answer, is_right in agreed])
@@ -68,7 +69,8 @@ def _agreed(around: Around, index: int) -> tuple[str, bool]:
 
 
 def _given_to_all(answers: list[str], own: list[str], after_G: np.ndarray) -> np.ndarray:
-    """Of each group whether its answer is one that the policy gives, on its side, OFTEN times as often as it is a label."""
+    """True for each group whose answer the policy gives, on the group's side, more than OFTEN times
+    as often as it is a label, [G]."""
     flags = np.zeros(len(answers), bool)
     for side in (False, True):
         groups = np.flatnonzero(after_G == side)
@@ -80,7 +82,8 @@ def _given_to_all(answers: list[str], own: list[str], after_G: np.ndarray) -> np
 
 
 def _right_before(around: Around, agreed: list[tuple[str, bool]]) -> np.ndarray:
-    """Of each group whether one before it, asked the same, agreed on the same label: then the label was not wrong."""
+    """True for each group after one with the same prompt and label whose rollouts agreed on that
+    label, [G]: then the label was not wrong."""
     right_before: set[tuple[tuple[int, ...], str | None]] = set()
     texts, flags = around.texts(), np.zeros(len(agreed), bool)
     for index in np.argsort(around.iteration_G, kind="stable"):
@@ -92,7 +95,7 @@ def _right_before(around: Around, agreed: list[tuple[str, bool]]) -> np.ndarray:
 
 
 def _is_a_mistake(answer: str, label: str, labels: list[str]) -> bool:
-    """Whether the answer is more like its label than like those of nearly all other prompts."""
+    """True when the answer is more like its label than like those of nearly all other prompts."""
     others = [other for other in dict.fromkeys(labels) if other not in (label, answer)]
     chosen = [others[place] for place in evenly(len(others), OTHERS_MAX)]
     alike = likeness(answer, label)

@@ -79,7 +79,7 @@ def settings(around: Around) -> Findings:
 
 
 def _is_warming(around: Around) -> bool:
-    """Whether the rate was still rising in the updates that made the policy of this iteration."""
+    """True when the rate was still rising in the updates that made the policy of this iteration."""
     return around.at * around.config.rl.num_steps <= around.config.rl.warmup_steps
 
 
@@ -127,7 +127,8 @@ def _first_reward(around: Around) -> str:
 
 
 def _went_far(around: Around) -> bool:
-    """Whether an update near the iteration moved the policy further than it should: by its KL, or by the share of tokens that the loss clipped."""
+    """True when an update near the iteration moved the policy further than it should: by its KL, or
+    by the share of tokens that the loss clipped."""
     near = [metrics for number, metrics in around.metrics.items() if -2 <= number - around.at <= 1]
     return any(
         metrics.get("train/proximal_kl", 0.0) >= FAR_KL
@@ -151,7 +152,8 @@ def _with_old_settings(around: Around) -> WhatIf | None:
 
 
 def _grown(around: Around, name: str, scale: Scale) -> Shift:
-    """How a metric jumps, on a scale where its noise is even; no shift where it does not grow by RATIO_MIN, from one iteration to the next."""
+    """The jump of a metric, on a scale where its noise is even; no shift where it does not grow by
+    RATIO_MIN, from one iteration to the next."""
     pairs = [(number, metrics[name]) for number, metrics in around.metrics.items() if name in metrics]
     known = dict(pairs)
     if len(pairs) < 4 or not {around.at, around.at - 1} <= known.keys():
@@ -165,7 +167,7 @@ def _grown(around: Around, name: str, scale: Scale) -> Shift:
 
 
 def _moved_lines(around: Around) -> list[str]:
-    """How far the updates of the iteration went, and those of the one before."""
+    """The lines that say how far the updates of the iteration went, and those of the one before."""
     last, first = around.metrics[around.at - 1], around.metrics[around.at]
     names = ("train/grad_norm", "train/proximal_kl", "train/clip_fraction_high")
     return [f"{name}: {from_to(last[name], first[name])}" for name in names if name in last and name in first]
@@ -202,7 +204,8 @@ def mismatch(around: Around) -> Findings:
 
 
 def _gap_lines(around: Around) -> list[str]:
-    """How many tokens are far apart, where both sides have stored gaps."""
+    """The line with the share of tokens whose gap is above GAP_LARGE, on each side; none where a
+    side has no stored gaps."""
     sides = [
         [gap for gap, after in zip(around.gaps, around.after_R, strict=True) if after == side] for side in (False, True)
     ]
@@ -222,8 +225,9 @@ def reference(around: Around) -> Findings:
 
 
 def _has_moved_as_far(around: Around) -> bool:
-    """Whether the iteration's own updates went as far as the KL to the reference grew. The root of a KL grows as a distance does; both are
-    measured on other tokens, so up to twice as far is as far."""
+    """True when the iteration's own updates went as far as the KL to the reference grew: `sqrt(kl)
+    - sqrt(kl before) <= 2 sqrt(proximal_kl)`. The root of a KL grows as a distance does; the factor
+    2 is there because both are measured on other tokens."""
     last, now = around.metrics[around.at - 1], around.metrics[around.at]
     way = math.sqrt(max(now.get("train/kl", 0.0), 0.0)) - math.sqrt(max(last.get("train/kl", 0.0), 0.0))
     return way <= 2 * math.sqrt(max(now.get("train/proximal_kl", 0.0), 0.0))

@@ -54,7 +54,7 @@ def _distinct(around: Around, source: str, after: bool) -> list[tuple[int, ...]]
 
 
 def _common(texts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all of them begin with."""
+    """The number of tokens that all of them begin with."""
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)))
 
 
@@ -67,7 +67,8 @@ def _messages(around: Around, source: str, after: bool) -> str:
 
 
 def template_tokens(around: Around) -> np.ndarray:
-    """How many tokens of each group's prompt all of its data set and side begin or end with, [G]."""
+    """The number of tokens of each group's prompt that all prompts of its data set and side begin
+    or end with, [G]."""
     tokens: dict[tuple[str, bool], int] = {}
     for source in {group.prompt.source for group in around.groups}:
         for after in (False, True):
@@ -112,7 +113,8 @@ def _outside(values_G: np.ndarray, after_G: np.ndarray) -> float:
 
 
 def _features(around: Around) -> dict[str, np.ndarray]:
-    """What is known of each group's prompt before it is answered, as numbers that vary, [G]."""
+    """Numbers about each group's prompt that are known before it is answered, by name, [G]; only
+    those that vary."""
     prompts = [group.prompt for group in around.groups]
     lengths_G = np.array([len(prompt.prompt_tokens) for prompt in prompts]) - template_tokens(around)
     columns = {"prompt tokens beside the template": lengths_G.astype(float)}

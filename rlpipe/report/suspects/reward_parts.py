@@ -34,7 +34,8 @@ def reward_parts(around: Around) -> Findings:
 
 
 def _same(around: Around, difference_R: np.ndarray) -> list[np.ndarray]:
-    """Of the rollouts of each side that today's code has scored, whether it gives the stored value; nothing where it has scored too few groups."""
+    """Flags of the rollouts of each side that today's code has scored: True where it gives the
+    stored value. Nothing where it has scored too few groups."""
     sides = [side & np.isfinite(difference_R) for side in (~around.after_R, around.after_R)]
     if min(len({*around.group_R[side].tolist()}) for side in sides) < GROUPS_MIN:
         return []
@@ -52,7 +53,8 @@ def _by_today(around: Around, name: str, difference_R: np.ndarray, same: list[np
 
 
 def _by_what_is_alike(around: Around, name: str) -> Findings:
-    """What rollouts from the iteration on have more than those before that are like them."""
+    """The finding that rollouts from the iteration on have more, or less, of a part than rollouts
+    before that are like them."""
     values_R, expected_R = around.parts[name], _expected(around, name)
     before, after = around.means(values_R)
     shift = _unexpected(around, name, expected_R)
@@ -82,7 +84,8 @@ def _finding(
 
 
 def _features(around: Around, name: str) -> np.ndarray:
-    """What is known of each rollout beside one part: the other parts, its length, how like the prompt's answer its own is. [R, F]"""
+    """Features of each rollout beside one part: the other parts, how like the prompt's answer its
+    own is, its length. [R, F]"""
     columns = [column for other, column in around.parts.items() if other != name]
     if np.isfinite(around.matched_R).any():
         columns += [around.matched_R, _alike(around)]
@@ -96,7 +99,8 @@ def _features(around: Around, name: str) -> np.ndarray:
 
 
 def _alike(around: Around) -> np.ndarray:
-    """How much of a rollout's answer and of the prompt's is the same, from 0 to 1, [R]; nan where the prompt has none."""
+    """The likeness of a rollout's answer and the prompt's, from 0 to 1, [R]; nan where the prompt
+    has none."""
     pairs = zip(around.answer_R, around.group_R, strict=True)
     return np.array(
         [likeness(answer, label) if (label := around.label_G[group]) else np.nan for answer, group in pairs]
@@ -104,7 +108,8 @@ def _alike(around: Around) -> np.ndarray:
 
 
 def _expected(around: Around, name: str) -> np.ndarray:
-    """What rollouts of other groups before, like each one, have of a part, [R]; nan where it cannot be known."""
+    """The value of a part that is expected of each rollout, by rollouts of other groups before that
+    are like it, [R]; nan where it cannot be known."""
     values_R = around.parts[name]
     learnt_R = np.isfinite(values_R) & ~around.after_R & ~around.fault_R
     expected_R, known = matched(_features(around, name), values_R, learnt_R, around.group_R)
@@ -113,7 +118,8 @@ def _expected(around: Around, name: str) -> np.ndarray:
 
 
 def _unexpected(around: Around, name: str, expected_R: np.ndarray) -> Shift:
-    """How a part shifts beyond what is expected of it. Of one of which nothing is known: only where it stops to vary at all."""
+    """The shift of a part beyond what is expected of it. Where nothing is known of a part, it
+    shifts only when it stops to vary at all."""
     values_R = around.parts[name]
     if np.isfinite(expected_R).any():
         return around.shift_of(values_R - expected_R, trend=True)
@@ -123,7 +129,8 @@ def _unexpected(around: Around, name: str, expected_R: np.ndarray) -> Shift:
 
 
 def _is_refuted(around: Around, name: str) -> bool:
-    """Whether the reward without the part falls or rises with it, by half of its share or more: then it is the completions that changed."""
+    """True when the reward without the part falls or rises with it, by half of its share or more:
+    then the completions changed."""
     proof = without(around, name)
     if proof is None or proof.stored is None:
         return False

@@ -70,7 +70,8 @@ def reward_settings(around: Around) -> Findings:
 
 
 def _by_the_old(around: Around) -> np.ndarray:
-    """How much more reward a rollout has by the settings of the iteration than by those of before, [R]; nan where that is not known."""
+    """The reward of each rollout by the settings of the iteration, minus its reward by those of
+    before, [R]; nan where that is not known."""
     old, new = around.config_before.rl, around.config.rl
     if old.reward_args == new.reward_args and new.rewards.keys() == old.rewards.keys():
         now = before = around.parts
