@@ -1,4 +1,5 @@
-"""Whether two values that math-verify has read are equal, where `verify` alone would say so of more, or of less."""
+"""The equality of two values that math-verify has read, where `verify` alone would call more values
+equal, or fewer."""
 
 from __future__ import annotations
 
@@ -41,9 +42,11 @@ EQUATIONS_MAX = 1024  # whose solutions are kept: a group of rollouts has one re
 
 
 def are_equal(reference: list[Any], values: list[Any], exponent: int) -> bool:
-    """Whether the values are equal; numbers to DIGITS significant digits, and from 1 on to as many decimals.
+    """True when the values are equal; numbers to DIGITS significant digits, and from 1 on to as
+    many decimals.
 
-    Both are as math-verify's `parse` gives them, (value, its text); `exponent` is the reference's `smallest_exponent`.
+    Both are as math-verify's `parse` gives them, (value, its text); `exponent` is the reference's
+    `smallest_exponent`.
     """
     if _is_side(reference[0], values[0]) or _is_set_of_list(reference, values) or _is_set_of_list(values, reference):
         return False
@@ -77,7 +80,8 @@ def _worked_out(value: Any) -> Any:
 
 
 def _is_set_of_list(one: list[Any], other: list[Any]) -> bool:
-    """Whether one is a set in braces, and the other a point or an interval, whose order counts, or 1 < x < 2."""
+    """True when one is a set in braces, and the other a point or an interval, whose order counts,
+    or 1 < x < 2."""
     return isinstance(one[0], SympyFiniteSet) and "\\{" in one[1] and isinstance(other[0], (Tuple, Interval, SympyAnd))
 
 
@@ -125,7 +129,8 @@ def _solutions(equation: Eq) -> list[Any]:
 
 
 def _is_side(expected: Any, value: Any) -> bool:
-    """Whether one is an equation as `y'' + y = 0` and the other is not: math-verify would compare with its right side alone."""
+    """True when one is an equation as `y'' + y = 0` and the other is not: math-verify would compare
+    with its right side alone."""
     if isinstance(expected, Eq):
         return isinstance(expected.lhs, Add) and not isinstance(value, (Relational, And))
     unsolved = isinstance(value, Eq) and isinstance(value.lhs, Add) and value.lhs.free_symbols
@@ -133,7 +138,8 @@ def _is_side(expected: Any, value: Any) -> bool:
 
 
 def smallest_exponent(value: Any) -> int:
-    """Of the smallest number in a value that is neither 0 nor above 1, so that 10 ** exponent is at most that number."""
+    """The exponent of the smallest number in a value that is neither 0 nor above 1: 10 ** exponent
+    is at most that number."""
     smallest, parts = 0, [value]
     while parts:
         part = parts.pop()

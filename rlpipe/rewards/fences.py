@@ -23,7 +23,8 @@ class Block(NamedTuple):
 
     @property
     def is_python(self) -> bool:
-        """Whether the first word of `info` is a name of Python 3: `python title="x"`, `{.python}`, `py`, `python3.11`, in any case."""
+        """True when the first word of `info` is a name of Python 3: `python title="x"`,
+        `{.python}`, `py`, `python3.11`, in any case."""
         return PYTHON.match(self.info) is not None
 
 

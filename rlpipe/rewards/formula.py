@@ -136,9 +136,11 @@ def letters(formula: str) -> frozenset[str]:
 
 
 def says_more(formula: str, read: str) -> bool:
-    """Whether a mended formula means more than math-verify's value of it, where `read` is the text that math-verify made of it.
+    """True when a mended formula means more than math-verify's value of it; `read` is the text that
+    math-verify made of it.
 
-    So it is where numbers or letters are missing there, and where signs are in it to which the grammar gives no meaning, or another.
+    So it is where numbers or letters are missing there, and where signs are in it to which the
+    grammar gives no meaning, or another.
     """
     words = _unwrapped(formula)
     if (_MORE.search(words) and not _RATIO.fullmatch(formula)) or MEASURES.search(words):

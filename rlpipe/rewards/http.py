@@ -58,7 +58,8 @@ class RewardService:
         self.key()
 
     def address(self) -> str:
-        """What is called: `url`, or what is in the environment variable NAME where that is `$NAME`; ValueError when it is no URL."""
+        """The address that is called: `url`, or the value of the environment variable NAME where
+        `url` is `$NAME`; ValueError when it is no URL."""
         address = _variable(f"url={self.url!r}", self.url[1:]) if self.hides_url() else self.url
         try:
             parts = urlsplit(address)
@@ -76,7 +77,8 @@ class RewardService:
         return address
 
     def hides_url(self) -> bool:
-        """Whether nobody may learn what is called: the config names only the environment variable."""
+        """True when nobody may learn the address: the config names only the environment
+        variable."""
         return self.url.startswith("$")
 
     def key(self) -> str:
@@ -89,7 +91,7 @@ class RewardService:
         return key
 
     def question(self, item: Item) -> Mapping[str, object]:
-        """What the service is sent."""
+        """The body of the request about a rollout."""
         return item
 
     def reading(self, answer: Any) -> Any:
@@ -143,7 +145,7 @@ def verdict(text: str, scale: float) -> float:
 
 
 def _variable(field: str, name: str) -> str:
-    """What an environment variable holds; ValueError when it is not set."""
+    """The value of an environment variable; ValueError when it is not set."""
     if not os.environ.get(name):
         raise ValueError(f"{field}: the environment variable {name} is not set")
     return os.environ[name]
@@ -186,7 +188,7 @@ class HttpScorer:
         """Nothing: the service runs elsewhere."""
 
     def close(self) -> None:
-        """What has not been asked yet is not asked any more."""
+        """Stops asking: items that have not been asked yet are not asked any more."""
         self._closed.set()
 
     def score(self, items: list[Item]) -> list[Score]:
@@ -267,6 +269,7 @@ class HttpScorer:
             raise InvalidAnswer(f"it answered no JSON ({type(error).__name__}): {text}") from error
 
     def _fault(self, reason: str, message: str) -> Score:
-        """What a service or a library said may be what it was asked: it is told without the key, and without a URL that the config hides."""
+        """The Score of a rollout that a service or a library failed on. The message may repeat what
+        it was asked: it is told without the key, and without a URL that the config hides."""
         said = self._mask(message[: 3 * QUOTED_CHARS])[:QUOTED_CHARS]
         return Score(None, {}, reason, f"reward {self._name!r} at {self._place}: {said}")

@@ -1,4 +1,5 @@
-"""How long a formula gets before sympy has worked it out: `9^{9^{9^9}}` has more digits than there is memory. Pure."""
+"""The size of a formula that sympy would work out: `9^{9^{9^9}}` has more digits than there is
+memory. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _CLOSING = {")", "]", "}"}
 
 
 def is_too_long(formula: str) -> bool:
-    """Whether it is longer than FORMULA_CHARS_MAX, has a number of more than DIGITS_MAX digits, or powers of sums with more than TERMS_MAX terms."""
+    """True when it is longer than FORMULA_CHARS_MAX, has a number of more than DIGITS_MAX digits,
+    or powers of sums with more than TERMS_MAX terms, or PRODUCT_MAX multiplied."""
     if len(formula) > FORMULA_CHARS_MAX:
         return True
     terms: list[float] = []
@@ -30,10 +32,11 @@ def is_too_long(formula: str) -> bool:
 
 
 def _of_group(tokens: deque[str], terms: list[float]) -> tuple[float, int]:
-    """How many digits the value of a group has at most, which ends at a closing bracket; and how many terms, if it is a sum with letters.
+    """The most digits that the value of a group has, which ends at a closing bracket; and the
+    number of its terms, if it is a sum with letters.
 
-    The digits are those of its longest part, and of that all factors'. The index of a sum, k=1, has no terms. `terms` gets those
-    of the powers within.
+    The digits are those of its longest part, and of that all factors'. The index of a sum, k=1, has
+    no terms. `terms` gets those of the powers within.
     """
     parts, seen, before = [0.0], {""}, [*tokens]
     while tokens and tokens[0] not in _CLOSING:

@@ -98,9 +98,11 @@ def _reference(prompt: RewardPrompt) -> ReferenceAnswer:
 
 @lru_cache(REFERENCES_MAX)
 def read_reference(answer: str) -> ReferenceAnswer:
-    """How the reference answer is compared: by value, or as text. ValueError where it cannot be, or says several things.
+    """Reads the reference answer as a value, or as text to compare. ValueError where it can be
+    neither, or says several things.
 
-    GSM8K's are a whole solution that ends in `#### 42`, others a formula, bare or in a box or in `$`.
+    GSM8K's are a whole solution that ends in `#### 42`, others a formula, bare or in a box or in
+    `$`.
     """
     text = answer.rpartition("####")[2].strip()
     text = bare(boxed_answer(text) or text)
@@ -136,7 +138,7 @@ def _of_prose(text: str) -> ReferenceAnswer:
 
 
 def _is(reference: ReferenceAnswer, answer: str) -> bool:
-    """Whether a text that is an answer and nothing else is the reference."""
+    """True when a text that is an answer and nothing else is the reference."""
     text = bare(answer)
     if _in_other_case(reference.letters, letters(text)):
         return False
@@ -164,14 +166,15 @@ def _equals(reference: ReferenceAnswer, values: list[Any]) -> bool:
 
 
 def _in_other_case(expected: frozenset[str], given: frozenset[str]) -> bool:
-    """Whether one has R alone and the other r alone: two radii."""
+    """True when one has R alone and the other r alone: two radii."""
     return any(
         letter.swapcase() in given and not {letter} & given and letter.swapcase() not in expected for letter in expected
     )
 
 
 def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:
-    """Whether what a text ends in is the reference, where no answer is marked: its last formula, or number."""
+    """True when a text ends in the reference, where no answer is marked: its last formula, or
+    number."""
     formulas = _formulas(text)
     if formulas and is_too_long(formulas[-1]):
         return reference.text == same_text(formulas[-1])
@@ -220,7 +223,8 @@ def _whole(formula: str) -> list[Any] | None:
 
 
 def _parsed(text: str) -> list[Any]:
-    """What math-verify finds in a text: the value, and the text of it (or of something else that it tried before)."""
+    """The reading of a text by math-verify: [the value, the text of it (or of something else that
+    it tried before)]; empty where it finds nothing, or a formula that is too long."""
     values = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     return [] if values and is_too_long(values[-1]) else values
 
@@ -237,7 +241,8 @@ def _is_one_number(text: str, values: list[Any]) -> bool:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether it holds words outside of formulas; what has its formulas marked is none."""
+    """True when it holds words outside of formulas; a text that has its formulas marked is no
+    prose."""
     words = WORD.search(LATEX_TEXT.sub("", text)) is not None and not re.fullmatch(r"[A-Z]+", text)
     return words and "$" not in text and "\\boxed" not in text
 

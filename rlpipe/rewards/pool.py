@@ -203,7 +203,8 @@ def check_time(args: Mapping[str, Any], timeout_s: float) -> None:
 
 
 def trial_completions(prompt: RewardPrompt, written: Sequence[str]) -> list[str]:
-    """What a policy is taken to say to a prompt before any has said something: the answer, the answer between tags, nothing, what SFT shows."""
+    """Completions for a trial of a reward before the policy has sampled any: the answer, the answer
+    between tags, nothing, and `written` (what SFT shows)."""
     answer = prompt["answer"]
     return [*([] if answer is None else [answer, f"<answer>{answer}</answer>"]), "", *written]
 

@@ -106,12 +106,12 @@ SERVICES = ("remote", "judge", "hf:<folder>")
 
 
 def is_service(name: str) -> bool:
-    """Whether a reward scores many rollouts at once, outside the worker processes."""
+    """True when a reward scores many rollouts at once, outside the worker processes."""
     return name in SERVICES or name.startswith("hf:")
 
 
 def can_be_refused(name: str, args: RewardArgs) -> bool:
-    """Whether loading a reward function may fail: one of the user's, or one with arguments."""
+    """True when loading a reward function may fail: one of the user's, or one with arguments."""
     return ":" in name or bool(args.get(name)) or bool(inspect.signature(_factory(name)).parameters)
 
 
@@ -129,7 +129,7 @@ def resolve(name: str, args: JsonDict | None = None) -> Reward:
 
 
 def wants_rollout(function: Reward) -> bool:
-    """Whether a reward function has a parameter `rollout`, for the facts about the rollout."""
+    """True when a reward function has a parameter `rollout`, for the facts about the rollout."""
     try:
         return "rollout" in inspect.signature(function).parameters
     except ValueError:  # a compiled function may tell no signature
@@ -157,9 +157,10 @@ def check_names(rewards: dict[str, float], args: RewardArgs) -> None:
 
 
 def built(name: str, factory: Callable[..., Any], args: JsonDict, *given: Any) -> Any:
-    """What the factory makes of its arguments, `given` before them.
+    """Returns the object that the factory makes of its arguments, `given` before them.
 
-    UserError names `rl.reward_args.<name>.<argument>` when one is not as its annotation wants it, or the factory refuses it.
+    UserError names `rl.reward_args.<name>.<argument>` when one is not as its annotation wants it,
+    or the factory refuses it.
     """
     checked = (
         factory if isinstance(factory, type) else validate_call(config=ARGUMENTS)(factory)

@@ -1,4 +1,4 @@
-"""What scoring a rollout comes to, and what anything that scores looks like to the pool."""
+"""The score of a rollout, and the interface of anything that scores, as the pool sees it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILURES_MAX = 32  # failures in a row, with nothing scored in between, after wh
 
 
 class RolloutFacts(TypedDict):
-    """What a reward gets of a rollout beside its text."""
+    """The facts that a reward gets of a rollout beside its text."""
 
     num_tokens: int  # of the completion
     finish_reason: str
@@ -34,7 +34,8 @@ class RolloutFacts(TypedDict):
 
 
 def facts_of(rollout: Rollout, turns: Messages) -> RolloutFacts:
-    """What a reward may know of a rollout beside its text. `turns`: see `rlpipe.records.turns.turns_of`."""
+    """The facts that a reward may know of a rollout beside its text. `turns`: see
+    `rlpipe.records.turns.turns_of`."""
     return {
         "num_tokens": len(rollout.completion_tokens),
         "finish_reason": rollout.finish_reason,
@@ -44,7 +45,7 @@ def facts_of(rollout: Rollout, turns: Messages) -> RolloutFacts:
 
 
 def unsampled_facts(completion: str) -> RolloutFacts:
-    """Those of a completion that no engine sampled."""
+    """The facts of a completion that no engine sampled."""
     return {
         "num_tokens": 0,
         "finish_reason": "stop",
@@ -54,7 +55,7 @@ def unsampled_facts(completion: str) -> RolloutFacts:
 
 
 class Item(TypedDict):
-    """What is scored, as a process or a service gets it."""
+    """A rollout to score, as a process or a service gets it."""
 
     prompt: RewardPrompt
     completion: str
@@ -80,13 +81,14 @@ class Score:
 
 
 def label(name: str) -> str:
-    """What the parts of a reward are called in metrics: its name, the function's name of a path, the folder of a model."""
+    """The name of a reward's parts in metrics: its own name, the function's name of a path, the
+    folder of a model."""
     kind, _, rest = name.rpartition(":")
     return rest.rstrip("/").rpartition("/")[2] if kind == "hf" else rest
 
 
 def gives(reward: str, part: str) -> bool:
-    """Whether a reward has this part: one that gives several has them under its own label."""
+    """True when a reward has this part: one that gives several has them under its own label."""
     return part == label(reward) or part.startswith(f"{label(reward)}_")
 
 

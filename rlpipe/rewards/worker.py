@@ -80,7 +80,8 @@ class RewardModel:
 
 
 def load(hello: JsonDict) -> Loaded:
-    """What answers with the scores of rollouts; UserError for a reward that cannot be loaded."""
+    """The function that answers with the scores of rollouts; UserError for a reward that cannot be
+    loaded."""
     if "tried" in hello:
         with _naming(hello["name"]):
             check_reward_model(hello["tried"])

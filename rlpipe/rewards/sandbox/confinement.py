@@ -78,7 +78,8 @@ NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 
 
 class ProgramLimits(NamedTuple):
-    """Of one program, with all the processes it starts except `memory_mb`, which is for each."""
+    """Limits of one program, with all the processes it starts except `memory_mb`, which is for
+    each."""
 
     time_s: float  # of one run
     total_s: float  # of all runs
@@ -109,7 +110,8 @@ def free_uids() -> range:
 
 
 def missing() -> str:
-    """What this system lacks for the confinement, and the way out; empty when nothing."""
+    """The first thing that this system lacks for the confinement, and the way out; empty when
+    nothing."""
     system = os.uname()
     if system.sysname != "Linux" or system.machine not in ARCHITECTURES:
         return f"it is {system.sysname} on {system.machine}, and has to be Linux on {' or '.join(ARCHITECTURES)}"
@@ -143,9 +145,10 @@ def enter_supervisor(parent: int, uid: int) -> None:
 
 
 def enter_namespaces(folder: str, files_mb: int, readable: list[str]) -> None:
-    """Where this process may mount: `folder` becomes a disk of `files_mb`, and of a folder that only its owner may enter (an
-    interpreter below /root) an empty one is seen, with what is `readable` in it. The next child is process 1 of a process
-    namespace. Elsewhere nothing is changed."""
+    """Mounts, where this process may: `folder` becomes a disk of `files_mb`, and a folder that only
+    its owner may enter (an interpreter below /root) is seen empty, with what is `readable` in it.
+    The next child is process 1 of a process namespace. Where it may not mount, nothing is
+    changed."""
     try:
         call("unshare", CLONE_NEWNS)
         call("mount", "none", "/", None, MS_REC | MS_PRIVATE, None)

@@ -1,6 +1,8 @@
-"""What runs inside the confinement: the program under test, and in a second process the tests that call it.
+"""The code that runs inside the confinement: the program under test, and in a second process the
+tests that call it.
 
-Calls cross over the wire as plain values only, so that a program cannot hand over an object whose `==` says yes.
+Calls cross over the wire as plain values only, so that a program cannot hand over an object whose
+`==` says yes.
 """
 
 from __future__ import annotations
@@ -139,7 +141,7 @@ def _run_cases(cases: list[Any]) -> None:
 
 
 class Program(types.ModuleType):
-    """What the tests import as `solution`."""
+    """The module that the tests import as `solution`."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__(PROGRAM)

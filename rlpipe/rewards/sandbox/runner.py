@@ -44,10 +44,10 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run ended, and what it wrote (a tests' run: what the tests have to say).
+    """The end of one run, and what it wrote (a tests' run: what the tests have to say).
 
-    `status`: "ok"; "error" (exit code not 0, or a signal; tests: one failed); "timeout"; "output" (wrote too much);
-    "unsupported" (the tests themselves are at fault).
+    `status`: "ok"; "error" (exit code not 0, or a signal; tests: one failed); "timeout"; "output"
+    (wrote too much); "unsupported" (the tests themselves are at fault).
     """
 
     status: str
@@ -55,7 +55,8 @@ class Outcome:
 
 
 class Confinement(NamedTuple):
-    """What programs are confined by: in words, and whether that is all there is."""
+    """The means that confine programs, in words; `is_full`: there is none that this system
+    lacks."""
 
     name: str
     is_full: bool
@@ -100,7 +101,8 @@ def run(python: str, limits: ProgramLimits, source: str, starts: list[tuple[str,
 
 @lru_cache(maxsize=8)
 def check_interpreter(python: str) -> Confinement:
-    """How a program was confined that was tried with this interpreter; UserError when it did not run, or was not confined."""
+    """Tries a program with this interpreter and returns its confinement; UserError when it did not
+    run, or was not confined."""
     if reason := confinement.missing():
         raise UserError(
             f"reward code: this system cannot confine programs: {reason}. Run where it can, or score with a service of yours: "
@@ -141,7 +143,8 @@ def _lines(fd: int, timeout_s: float, count: int) -> Iterator[bytes]:
 
 @lru_cache(maxsize=8)
 def _interpreter(python: str) -> tuple[list[str], list[str]]:
-    """Where programs import from, and what they may read: the system's libraries and the interpreter's folders."""
+    """The folders that programs import from, and those they may read: the system's libraries and
+    the interpreter's folders."""
     ask = "import json, sys; print(json.dumps([sys.path, [sys.prefix, sys.base_prefix]]))"
     try:
         answer = subprocess.run(
@@ -185,7 +188,8 @@ class NoAssertion(ValueError):
 
 
 class Plan(NamedTuple):
-    """What of tests written in Python runs: they are the module `name`; then check(entry_point), the calls, unittest's cases."""
+    """The parts of tests written in Python that run: the module `name`; then check(entry_point),
+    the calls, unittest's cases."""
 
     name: str
     entry_point: str
@@ -194,9 +198,11 @@ class Plan(NamedTuple):
 
 
 def planned(tree: ast.Module, entry_point: str | None) -> Plan:
-    """What has to be run of tests so that all their assertions are: also those in functions that the module itself never calls.
+    """The plan of tests that runs all their assertions, also those in functions that the module
+    itself never calls.
 
-    NoAssertion when none can run; ValueError for tests that want a runner with more to give, as pytest's fixtures.
+    NoAssertion when none can run; ValueError for tests that want a runner with more to give, as
+    pytest's fixtures.
     """
     definitions = _definitions(tree)
     guarded = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
@@ -234,7 +240,7 @@ def planned(tree: ast.Module, entry_point: str | None) -> Plan:
 
 
 def _definitions(tree: ast.Module) -> dict[str, list[ast.AST]]:
-    """What may run when a name is used: a function's body, the methods of a class."""
+    """The code that may run when a name is used: a function's body, the methods of a class."""
     definitions: dict[str, list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, FUNCTIONS):
@@ -248,7 +254,8 @@ def _definitions(tree: ast.Module) -> dict[str, list[ast.AST]]:
 
 
 def _reached(roots: Sequence[ast.AST], definitions: dict[str, list[ast.AST]]) -> tuple[bool, set[str]]:
-    """Whether running these nodes may run an assertion that is heard, and which functions and classes they may use."""
+    """True when running these nodes may run an assertion that is heard; and the functions and
+    classes that they may use."""
     asserts, seen = False, set[tuple[str, bool]]()
     pending = [(node, True) for node in roots]
     while pending:
@@ -283,7 +290,7 @@ def _is_assertion(node: ast.AST) -> bool:
 
 
 def _swallows(handler: ast.ExceptHandler) -> bool:
-    """Whether an `except` catches a failed assertion and goes on."""
+    """True when an `except` catches a failed assertion and goes on."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     catches = any(kind is None or _last_name(kind) in HEARING for kind in kinds)
     return catches and not any(_is_assertion(node) for part in handler.body for node in ast.walk(part))
@@ -294,7 +301,7 @@ def _last_name(node: ast.AST | None) -> str:
 
 
 def _is_case(node: ast.ClassDef, tree: ast.Module) -> bool:
-    """Whether a class is one of unittest's TestCases, by its name or that of a base."""
+    """True when a class is one of unittest's TestCases, by its name or that of a base."""
     names = {_last_name(base) for base in node.bases} - {node.name}
     bases = [
         part

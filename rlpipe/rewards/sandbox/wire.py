@@ -1,7 +1,9 @@
-"""What crosses between a program and its tests: JSON lines of plain values, and how such values are compared with what was expected.
+"""The messages between a program and its tests, JSON lines of plain values, and the comparison of
+such values with what was expected.
 
-What is no plain value stays in the program's process; the tests hold a `RemoteObject` that can be called and looked into. Where even that
-is not enough to tell right from wrong, the tests are `Unsupported`.
+A value that is not plain stays in the program's process; the tests hold a `RemoteObject` that can
+be called and looked into. Where even that is not enough to tell right from wrong, the tests are
+`Unsupported`.
 """
 
 from __future__ import annotations
@@ -147,7 +149,7 @@ for _name in [*OPERATIONS, *BINARY, *REFLECTED]:
 
 
 class Iterated(list[Any]):
-    """What an iterator of the program has given; also one itself."""
+    """The values that an iterator of the program has given; also an iterator itself."""
 
     def __next__(self) -> Any:
         if not self:
@@ -197,7 +199,8 @@ def _values(iterator: Iterable[Any]) -> list[Any]:
 
 
 def decode(value: Any, other: Wire | list[Any]) -> Any:
-    """What `encode` made of a value. An object is itself in the program's process (`other` lists them), a RemoteObject in the tests'."""
+    """The value that `encode` was given. An object is itself in the program's process (`other`
+    lists them), a RemoteObject in the tests'."""
     if isinstance(value, list):
         return [decode(part, other) for part in value]
     if not isinstance(value, dict):
@@ -217,7 +220,8 @@ def decode(value: Any, other: Wire | list[Any]) -> Any:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Whether a result is the expected JSON value: tuples are lists, an expected list of one may be that one (APPS writes both)."""
+    """True when a result is the expected JSON value. Tuples count as lists; an expected list of one
+    may also be that one alone (APPS writes both)."""
     plain = _as_json(value)
     return _equal(plain, expected) or (isinstance(expected, list) and len(expected) == 1 and _equal(plain, expected[0]))
 
@@ -233,7 +237,8 @@ def _equal(value: Any, expected: Any) -> bool:
 
 
 def close(number: float, expected: float, rounded_by: float = 0.0) -> bool:
-    """Whether a number is what was expected: to FLOAT_TOLERANCE of it, of 0 to ZERO_TOLERANCE, or to what it was `rounded_by`."""
+    """True when a number is as expected: within FLOAT_TOLERANCE of it, within ZERO_TOLERANCE of 0,
+    or within `rounded_by`."""
     absolute = max(rounded_by, 0.0 if expected else ZERO_TOLERANCE)
     try:
         return math.isfinite(expected) and math.isclose(number, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=absolute)
@@ -260,7 +265,8 @@ def _update(ours: Any, theirs: Any) -> None:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether two texts say the same, line by line and word by word; white space at the end of lines and of the text is free."""
+    """True when two texts say the same, line by line and word by word; white space at the end of
+    lines and of the text is free."""
     ours, theirs = (_lines(text) for text in (output, expected))
     return len(ours) == len(theirs) and all(
         len(our) == len(their) and all(map(_same_word, our, their)) for our, their in zip(ours, theirs, strict=True)
