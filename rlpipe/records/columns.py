@@ -74,7 +74,7 @@ def typed(table: pa.Table, record: type[Any]) -> pa.Table:
 
 
 def _family(kind: pa.DataType) -> Any:
-    """What a type is, whatever its width."""
+    """The kind of a type, whatever its width: "floating" for float32 and float64."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return "list", _family(kind.value_type)
     if pa.types.is_struct(kind):

@@ -1,4 +1,5 @@
-"""How the fields of records are stored, as their annotations say it. Imports no Arrow: child processes that score need none."""
+"""The ways in which the fields of records are stored, as their annotations say. Imports no Arrow:
+child processes that score need none."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def read_tools(value: Any, where: str) -> list[JsonDict]:
 
 
 def content_text(message: Message) -> str:
-    """What a message says; empty where it only calls tools."""
+    """The text of a message; empty where it only calls tools."""
     return message.get("content", "")
 
 

@@ -1,4 +1,4 @@
-"""What the policy is asked."""
+"""Prompts: what the policy is asked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AS_JSON = ("prompt_id", "source", "messages", "answer", "metadata")
 
 
 class RewardPrompt(TypedDict):
-    """What a reward or an environment gets of a prompt."""
+    """The part of a prompt that a reward or an environment gets."""
 
     prompt_id: str
     messages: Messages
@@ -46,7 +46,7 @@ class Prompt:
         return {name: value for name, value in vars(self).items() if name in AS_JSON}
 
     def for_reward(self) -> RewardPrompt:
-        """What a reward function or an environment gets."""
+        """The part of the prompt that a reward function or an environment gets."""
         messages = [message if "content" in message else {**message, "content": ""} for message in self.messages]
         return {"prompt_id": self.prompt_id, "messages": messages, "answer": self.answer, "metadata": self.metadata}
 
@@ -62,17 +62,18 @@ class Talk(NamedTuple):
     tools: list[JsonDict]
 
     def as_json(self) -> Any:
-        """What digests are taken of: the messages, with the tools where there are some."""
+        """The value that digests are taken of: the messages, with the tools where there are
+        some."""
         return {"messages": self.messages, "tools": self.tools} if self.tools else self.messages
 
 
 def is_message(value: Any) -> bool:
-    """Whether it has a role and a content, both text."""
+    """True when it has a role and a content, both text."""
     return isinstance(value, dict) and is_text(value.get("role")) and is_text(value.get("content"))
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is text that can be stored."""
+    """True when it is text that can be stored."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:  # JSON can hold halves of surrogate pairs, which no tokenizer takes

@@ -38,7 +38,8 @@ UNRECORDED = float(
 
 @dataclass(frozen=True)
 class EnvironmentOutcome:
-    """What an environment made of a rollout. Example: EnvironmentOutcome(1.0, 2, "", {"tool_calls": 1.0}, [...])."""
+    """The outcome of a rollout in an environment. Example: EnvironmentOutcome(1.0, 2, "",
+    {"tool_calls": 1.0}, [...])."""
 
     reward: float
     num_turns: int
@@ -94,7 +95,8 @@ class Rollout:
         return int(np.count_nonzero(self.loss_mask[versions_L == version]))  # what an environment said is in no loss
 
     def continues_in(self, version: int) -> bool:
-        """Whether it came into the iteration of this version with tokens."""
+        """True when it came into the iteration of this version with tokens that an older version
+        sampled."""
         return any(span.version < version for span in self.weight_versions)
 
 
@@ -142,9 +144,10 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class TokenGaps:
-    """How far engine and trainer are apart at the N scored tokens of a trained rollout (`loss_mask` 1 in the batch), in their order:
-    the trainer's logprobs, by the weights that the iteration started from, minus rollout_logprobs in nats, above 0 where the trainer gives the
-    token more; nan where one of them is not known."""
+    """The gaps between trainer and engine at the N scored tokens of a trained rollout (`loss_mask`
+    1 in the batch), in their order: the trainer's logprobs, by the weights that the iteration
+    started from, minus rollout_logprobs. In nats, above 0 where the trainer gives the token more;
+    nan where one of them is not known."""
 
     group_index: Int32
     rollout_index: Int32
@@ -156,7 +159,7 @@ Group = list[Rollout]
 
 
 class HasPlace(Protocol):
-    """What is known by its group, and its place in that."""
+    """A thing known by its group, and its place in that."""
 
     @property
     def group_index(self) -> int: ...
@@ -196,6 +199,6 @@ def with_branches(rollouts: Sequence[Placed], branches: Iterable[Branch]) -> tup
 
 
 def is_finished(group: Group) -> bool:
-    """Whether every rollout of the group came to its end."""
+    """True when every rollout of the group came to its end."""
     assert group, "a group has rollouts"
     return not any(rollout.is_cut_short for rollout in group)

@@ -1,4 +1,5 @@
-"""How weights travel from the trainer's memory to engines (`engines.transport = "tensor"`): what both sides say of it."""
+"""The messages that both sides send when weights travel from the trainer's memory to engines
+(`engines.transport = "tensor"`)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class TensorBucket:
 
 @dataclass(frozen=True)
 class Offer:
-    """Where the receivers of a policy meet its sender, and what it will send, in this order."""
+    """The address where the receivers of a policy meet its sender, and what it will send, in this
+    order."""
 
     address: str
     port: int
@@ -34,7 +36,7 @@ class Offer:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Of all tensors."""
+        """The shapes of all tensors, by name."""
         return {name: shape for bucket in self.buckets for name, shape in zip(bucket.names, bucket.shapes, strict=True)}
 
 

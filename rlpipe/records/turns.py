@@ -1,4 +1,5 @@
-"""Who said what in a rollout of several turns: what the policy wrote, and what an environment or an agent told it between."""
+"""The turns of a rollout of several turns: what the policy wrote, and what an environment or an
+agent told it between."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ Decode = Callable[[list[int]], str]  # tokens to text, as rewards read it
 
 
 def told_ranges(rollout: Rollout) -> list[range]:
-    """Where in the completion lies what the policy was told, in order: tokens in no loss with a logprob of exactly 0. Without an
-    environment and without an agent there is none.
+    """The ranges of the completion in which the policy was told something, in order: tokens in no
+    loss with a logprob of exactly 0. Without an environment and without an agent there is none.
 
-    A token that the policy wrote can have that logprob too where it is not trained (too old, or masked later): of too many places
-    the longest are taken, because the outcome says how many turns there are.
+    A token that the policy wrote can have that logprob too where it is not trained (too old, or
+    masked later): of too many places the longest are taken, because the outcome says how many turns
+    there are.
     """
     outcome = rollout.environment
     if outcome is None:
@@ -31,17 +33,18 @@ def told_ranges(rollout: Rollout) -> list[range]:
 
 
 def answers_of(rollout: Rollout, by_agent: bool) -> list[Messages]:
-    """What the policy was told after each of its turns, also what came after the last. `by_agent`: an agent's first messages are the
-    prompt."""
+    """The messages that the policy was told after each of its turns, also those after the last.
+    `by_agent`: an agent's first messages are the prompt."""
     said = rollout.environment.messages if rollout.environment else []
     return said[1:] if by_agent else said
 
 
 def turns_of(rollout: Rollout, decode: Decode, by_agent: bool) -> Messages:
-    """What came after the prompt, a message a turn: the policy's as `assistant`, and the messages that it was told between.
+    """The turns after the prompt, a message each: the policy's as `assistant`, and the messages
+    that it was told between.
 
-    Example: [assistant "<tool>37*4</tool>", tool "148", assistant "<answer>148</answer>"]; of a rollout without an environment the
-    completion alone.
+    Example: [assistant "<tool>37*4</tool>", tool "148", assistant "<answer>148</answer>"]; of a
+    rollout without an environment the completion alone.
     """
     places = told_ranges(rollout)
     if not places:

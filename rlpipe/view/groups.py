@@ -23,7 +23,7 @@ FATES = ("trained", "dropped", "carried", "left out", "not filtered yet", "evalu
 
 @dataclass(frozen=True)
 class GroupMember:
-    """What the list of groups needs of a rollout."""
+    """The columns of a rollout that the list of groups needs."""
 
     group_index: Int32
     prompt_id: Text
@@ -56,13 +56,14 @@ class ShownRollout:
 
     @property
     def has_turns(self) -> bool:
-        """Whether there are several turns, of which the text of the completion does not say where they begin."""
+        """True when there are several turns. The text of the completion does not say where they
+        begin."""
         return self.environment is not None and len(self.environment.messages) > 0
 
 
 @dataclass(frozen=True)
 class TrainedRollout:
-    """What the batch adds to a rollout; its mask is the one that was trained with."""
+    """The data that the batch adds to a rollout; its mask is the one that was trained with."""
 
     group_index: Int32
     rollout_index: Int32
@@ -107,7 +108,7 @@ class GroupFiles:
 
     @property
     def path(self) -> str:
-        """Of its page, below that of the run."""
+        """The address of its page, below that of the run."""
         return f"{self.place}/{self.number}"
 
     @property
@@ -155,7 +156,7 @@ class GroupFiles:
         }
 
     def fate(self, group_index: int) -> tuple[str, str]:
-        """What became of a group, and why it was dropped."""
+        """The fate of a group (trained, dropped, ...), and why it was dropped."""
         return self._fates().get(group_index, (self._otherwise, ""))
 
     def rollouts(self, group_index: int) -> list[ShownRollout]:
@@ -185,7 +186,7 @@ class GroupFiles:
         return {row.rollout_index: turns for row in rows if len(turns := turns_of(row)) > 1}
 
     def turns_of(self, rollout: ShownRollout) -> Messages | None:
-        """Who said what in a rollout of several turns; None in another."""
+        """The turns of a rollout, with who said each; None for a rollout of one turn."""
         return self.turns(rollout.group_index).get(rollout.rollout_index) if rollout.has_turns else None
 
     @property
@@ -237,7 +238,8 @@ def scored_files(run: Run, iteration: int) -> list[CommittedFile]:
 
 
 def iteration_groups(library: Library, run: Run, iteration: int) -> GroupFiles:
-    """Those of an iteration: also of one that is under way, once a sampling round is scored. UserError when there are none."""
+    """The groups of an iteration, also of one that is not committed yet, if a sampling round is
+    scored. UserError when there are none."""
     scores = scored_files(run, iteration)
     if not scores:
         raise UserError(f"iteration {iteration} of run {run.name}: nothing of it is scored")
@@ -250,7 +252,7 @@ def iteration_groups(library: Library, run: Run, iteration: int) -> GroupFiles:
 
 
 def evaluation_groups(library: Library, run: Run, version: int) -> GroupFiles:
-    """Those of the evaluation of a weight version; UserError when it was not evaluated."""
+    """The groups of the evaluation of a weight version; UserError when it was not evaluated."""
     artifact = run.artifact(*run.policy_place(version), "evaluation") if version >= BEFORE_SFT else None
     if artifact is None:
         raise UserError(

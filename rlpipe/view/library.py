@@ -1,6 +1,8 @@
-"""What pages read of a store, by few and small reads: records, manifests, and of a Parquet file the columns that a page shows.
+"""The reads of pages from a store, few and small: records, manifests, and of a Parquet file the
+columns that a page shows.
 
-What is committed never changes, so records and tables are kept in memory. Files are not hashed here: `rlpipe verify` does that.
+Committed files never change, so records and tables are kept in memory. Files are not hashed here:
+`rlpipe verify` does that.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def run_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
 
 
 def dropped_of(record: IterationRecord) -> str:
-    """How many groups were dropped for which reason. Example: zero_std 12, surplus 3."""
+    """The number of dropped groups for each reason. Example: zero_std 12, surplus 3."""
     counts = {
         name.removeprefix(DROPPED): count
         for name, count in record.metrics.items()
@@ -123,7 +123,7 @@ def dropped_of(record: IterationRecord) -> str:
 
 
 class AnswerPair(NamedTuple):
-    """What two weight versions answered to a prompt when they were greedy."""
+    """The greedy completions of two weight versions to one prompt."""
 
     before: ShownRollout
     after: ShownRollout

@@ -172,7 +172,8 @@ def search_page(library: Library, _place: JsonDict, query: QueryParams) -> Page:
 
 
 def _places(library: Library, query: QueryParams, names: list[str]) -> tuple[list[tuple[Run, int]], list[str]]:
-    """Where a search looks: run after run, from the place on that `from` names (a/12). And why a run cannot be read."""
+    """The places that a search looks at, run after run from the one that `from` names (a/12); and
+    the reasons why runs cannot be read."""
     run_from, _, number = (query.get("from") or "").partition("/")
     if run_from and (not number.isdecimal() or len(number) > 9 or run_from not in names):
         raise UserError(f"from={str(query.get('from'))[:40]!r}: a run and an iteration, please: a/12")

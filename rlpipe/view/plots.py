@@ -67,7 +67,8 @@ def metric_names(runs: dict[str, RunCurves]) -> list[str]:
 
 
 def chosen(names: list[str], wanted: list[str]) -> list[str]:
-    """Those of the metrics that are wanted; without a wish those that people look at first."""
+    """The metrics that are wanted, of those there are; when none is, those that people look at
+    first."""
     if wanted:
         return [name for name in wanted if name in names]
     greedy = [name for name in names if name.startswith(EVALUATION) and name.endswith("_greedy")]
@@ -98,7 +99,8 @@ def metric_plots(runs: dict[str, RunCurves], metrics: list[str]) -> list[Plot]:
 
 
 def _axis(metric: str) -> tuple[str, str]:
-    """What a metric is drawn over, and the page that a click on a point opens, below that of the run; empty: none."""
+    """The name of the axis that a metric is drawn over, and the page that a click on a point opens,
+    below that of the run; empty: none."""
     if metric.startswith(EVALUATION):
         return "weight version", "evaluations?after="
     return ("SFT step", "") if metric.startswith(SFT) else ("iteration", "iterations/")

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class SearchedRollout:
-    """What is searched of a rollout."""
+    """The columns of a rollout that are searched."""
 
     prompt_id: Text
     group_index: Int32
@@ -51,7 +51,8 @@ class Hit(NamedTuple):
 
 @dataclass
 class Looked(Generic[Result]):
-    """What was seen. `rest`: where to go on; None when all was looked through. `faults`: what could not be read."""
+    """The results of a search. `rest`: where to go on; None when all was looked through. `faults`:
+    what could not be read."""
 
     results: list[Result] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -66,7 +67,8 @@ def newest_first(run: Run, start: int | None = None) -> list[tuple[Run, int]]:
 
 
 def look_through(places: list[tuple[Run, int]], visit: Callable[[Run, int], list[Result]]) -> Looked[Result]:
-    """What `visit` gives of runs' iterations in turn, until there are HITS_MAX or SECONDS_MAX are over."""
+    """The results of `visit` for runs' iterations in turn, until there are HITS_MAX or SECONDS_MAX
+    are over."""
     looked, deadline = Looked[Result](), time.monotonic() + SECONDS_MAX
 
     def guarded(place: tuple[Run, int]) -> list[Result]:
@@ -139,7 +141,7 @@ class Answers(NamedTuple):
 
 
 def prompt_in_iterations(library: Library, places: list[tuple[Run, int]], prompt_id: str) -> Looked[Answers]:
-    """What was sampled for a prompt, iteration by iteration."""
+    """The rollouts of a prompt, iteration by iteration."""
 
     def visit(run: Run, iteration: int) -> list[Answers]:
         rollouts = list[ShownRollout]()
@@ -153,7 +155,7 @@ def prompt_in_iterations(library: Library, places: list[tuple[Run, int]], prompt
 
 
 def prompt_in_evaluations(library: Library, run: Run, prompt_id: str) -> list[Answers]:
-    """What was sampled for a prompt of an evaluation set, by weight version, the newest first."""
+    """The rollouts of a prompt of an evaluation set, by weight version, the newest first."""
     answers = []
     for version, _ in evaluated_versions(run):
         rows = (

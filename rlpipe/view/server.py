@@ -118,7 +118,8 @@ def static_files() -> dict[str, bytes]:
 
 @cache
 def static_address(name: str) -> str:
-    """Where a page finds one of these files: another content is another address, so browsers keep it."""
+    """The address of one of the static files. Another content is another address, so browsers keep
+    it."""
     return f"/static/{hashlib.sha256(static_files()[name]).hexdigest()[:12]}/{name}"
 
 
@@ -139,7 +140,7 @@ def as_json(plots: list[Plot]) -> list[JsonDict]:
 
 
 def shown(value: Any) -> Any:
-    """What a page shows of a value: a text of others is `printable`."""
+    """A value as a page shows it: a text of others is `printable`."""
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

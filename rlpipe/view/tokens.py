@@ -38,7 +38,8 @@ class ShownToken:
 
     @property
     def surprise(self) -> float:
-        """How unlikely it was: 0 for certain, 1 at SURPRISE_MAX nats or more."""
+        """The surprise of the token: `min(-logprob / SURPRISE_MAX, 1)`, 0 for certain, 1 at
+        SURPRISE_MAX nats or more; 0 where nobody recorded the logprob."""
         return 0.0 if self.logprob is None else min(max(-self.logprob / SURPRISE_MAX, 0.0), 1.0)
 
 
@@ -87,7 +88,7 @@ def _known(values: np.ndarray) -> list[float | None]:
 
 
 def token_texts(tokens: list[int], tokenizer: Tokenizer) -> list[str]:
-    """What each token adds to the text; nothing where a later one completes its character."""
+    """The text that each token adds; empty where a later token completes its character."""
     texts = list[str]()
     before = start = 0  # tokens[before:start] are the last that were complete: a decoder looks at what is before
     for end in range(1, len(tokens) + 1):
