@@ -1,5 +1,5 @@
-"""The data that a run stored around one of its iterations, as columns, for the suspects of `rlpipe
-why`. Reads the store only.
+"""The data that a run stored around one of its iterations, as columns, for the suspects of
+`rlpipe why`. Reads the store only.
 
 Legend of the shapes: R rollouts, G groups.
 """

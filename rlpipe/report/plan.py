@@ -23,8 +23,8 @@ GATHERED_LAYERS = 2  # the one that computes and the one that comes next
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model, counted on its shapes as transformers builds them. Example:
-    ModelSizes(5_000, 1_000, 1_000, 512, 70_000)."""
+    """The sizes of a model, counted on its shapes as transformers builds them.
+    Example: ModelSizes(5_000, 1_000, 1_000, 512, 70_000)."""
 
     parameters: int
     layer: int  # parameters of the largest layer

@@ -145,8 +145,9 @@ def _evaluations_s(config: PipelineConfig, speed: Speed) -> float:
 
 
 def _sampling_s(config: PipelineConfig, speed: Speed, rollouts: int, tokens: int) -> float:
-    """Seconds to sample rollouts that all have `tokens` tokens: `decode_s * tokens * ceil(rollouts
-    / (engines * places))`, as each engine samples as many at once as it has places."""
+    """Seconds to sample rollouts that all have `tokens` tokens:
+    `decode_s * tokens * ceil(rollouts / (engines * places))`, as each engine samples as many at
+    once as it has places."""
     engines = config.engines.count * config.engines.nodes
     return speed.decode_s * tokens * math.ceil(rollouts / (engines * places(config)))
 

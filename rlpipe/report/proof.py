@@ -46,7 +46,7 @@ def fork_arguments(verdict: Verdict, finding: Finding, proof: WhatIf) -> list[st
 
 def proof_lines(verdict: Verdict) -> list[str]:
     """The lines about a proof of the first finding: the command, and what the store says already.
-    None where no fork can prove it."""
+    No lines where no fork can prove it."""
     if (pair := provable(verdict)) is None:
         return []
     finding, proof = pair

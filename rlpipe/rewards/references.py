@@ -1,9 +1,9 @@
 """The comparison of the reference answers of a data set by `math` and `deepscaler`: by value, as
 text or not at all, counted before a run pays for samples.
 
-Also the process that counts, as math-verify may hang on a text and takes seconds to import: `python
--m rlpipe.rewards.references`. First line in: {}. Then {"answers": [text]}, out: {"errors": [why it
-cannot be read, "" where it is compared by value, null as text]}.
+Also the process that counts, as math-verify may hang on a text and takes seconds to import:
+`python -m rlpipe.rewards.references`. First line in: {}. Then {"answers": [text]}, out: {"errors":
+[why it cannot be read, "" where it is compared by value, null as text]}.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def references_line(answers: Sequence[str | None]) -> str:
 
 def _told(answers: list[str]) -> list[str | None]:
     """The errors of the first answers, as many as there is time for. An error is the reason why an
-    answer cannot be read, empty where it is compared by value, None where as text."""
+    answer cannot be read; empty where it is compared by value, None where it is compared as
+    text."""
     errors: list[str | None] = []
     with closing(ChildPool("rl.rewards", "rlpipe.rewards.references", {})) as pool:
         pool.on_all(lambda child: child.start())

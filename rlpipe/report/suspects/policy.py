@@ -204,8 +204,8 @@ def mismatch(around: Around) -> Findings:
 
 
 def _gap_lines(around: Around) -> list[str]:
-    """The line with the share of tokens whose gap is above GAP_LARGE, on each side; none where a
-    side has no stored gaps."""
+    """The line with the share of tokens whose `|gap|` is above GAP_LARGE, on each side; none where
+    a side has no stored gaps."""
     sides = [
         [gap for gap, after in zip(around.gaps, around.after_R, strict=True) if after == side] for side in (False, True)
     ]
@@ -225,9 +225,9 @@ def reference(around: Around) -> Findings:
 
 
 def _has_moved_as_far(around: Around) -> bool:
-    """True when the iteration's own updates went as far as the KL to the reference grew: `sqrt(kl)
-    - sqrt(kl before) <= 2 sqrt(proximal_kl)`. The root of a KL grows as a distance does; the factor
-    2 is there because both are measured on other tokens."""
+    """True when the iteration's own updates went as far as the KL to the reference grew:
+    `sqrt(kl) - sqrt(kl before) <= 2 sqrt(proximal_kl)`. The root of a KL grows as a distance does;
+    the factor 2 is there because both are measured on other tokens."""
     last, now = around.metrics[around.at - 1], around.metrics[around.at]
     way = math.sqrt(max(now.get("train/kl", 0.0), 0.0)) - math.sqrt(max(last.get("train/kl", 0.0), 0.0))
     return way <= 2 * math.sqrt(max(now.get("train/proximal_kl", 0.0), 0.0))

@@ -143,8 +143,8 @@ def _lines(fd: int, timeout_s: float, count: int) -> Iterator[bytes]:
 
 @lru_cache(maxsize=8)
 def _interpreter(python: str) -> tuple[list[str], list[str]]:
-    """The folders that programs import from, and those they may read: the system's libraries and
-    the interpreter's folders."""
+    """The places that programs import from, and the folders that they may read: the system's
+    libraries and the interpreter's folders."""
     ask = "import json, sys; print(json.dumps([sys.path, [sys.prefix, sys.base_prefix]]))"
     try:
         answer = subprocess.run(
