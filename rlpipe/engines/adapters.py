@@ -1,4 +1,5 @@
-"""Which engines load an adapter beside the base that they were started on. All others are given the two merged, as whole weights."""
+"""The engines that load an adapter beside the base that they were started on. All others load the
+adapter merged into the base, as whole weights."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-
 
 
 def loads_adapters(config: PipelineConfig, base: Path) -> bool:
-    """Whether the engines of a run load the adapters of the model in the folder `base`. With `engines.colocate` they lose the base in every turn."""
+    """True when the engines of a run load the adapters of the model in the folder `base`. False
+    with `engines.colocate`: there they lose the base in every turn."""
     model, engines = config.model, config.engines
     if model.adapter == "none" or engines.kind == "local" or engines.colocate:
         return False

@@ -26,7 +26,7 @@ ABORT_AGAIN_S = 0.2  # a request may reach the engine after the abort: it is rep
 
 @dataclass
 class EngineLoad:
-    """What the pool remembers of one engine."""
+    """The state of one engine that the pool remembers."""
 
     in_flight: int = 0
     faults: int = 0  # in a row
@@ -43,10 +43,13 @@ async def ask(
     enough: asyncio.Event,
     computed: asyncio.Event,
 ) -> tuple[Completion, EngineUnavailable | None]:
-    """What one engine sampled: all, what there was when there was enough, or what there is of it and the fault that ended it.
+    """Returns the completion that one engine sampled, and the fault that ended it early, if any.
+    The completion is whole, or holds the tokens that there were when `enough` was set or the fault
+    came.
 
-    The fault may be that the engine had no token for `progress_timeout_s`, of no request of ours: one that waits is no fault.
-    `computed` is set as soon as the request has a token: its prompt is computed then. Cancelled, it ends the request on the engine.
+    A fault is also that none of our requests to the engine got a token for `progress_timeout_s`; a
+    request that waits while others get tokens is no fault. `computed` is set as soon as the request
+    has a token: its prompt is computed then. Cancelled, it ends the request on the engine.
     """
 
     def on_tokens() -> None:

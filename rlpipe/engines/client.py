@@ -1,7 +1,8 @@
-"""What the pool asks of one engine, whatever serves it: `protocols.py` speaks two protocols behind this.
+"""The pool's requests to one engine, whatever serves it: `protocols.py` speaks two protocols behind
+this.
 
-Every call has a deadline, but for sampling: its answer comes token by token, and the pool gives up an engine from which none come.
-Tokens go in and tokens come out; nothing is decoded here.
+Every call has a deadline, except sampling: its answer comes token by token, and the pool gives up
+an engine from which none come. Tokens go in and tokens come out; nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class RequestRefused(EngineError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one completion is sampled. `seed` is honoured where the engine can (docs/engines.md)."""
+    """The sampling parameters of one completion. `seed` is honoured where the engine can
+    (docs/engines.md)."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -65,9 +67,11 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled for one rollout. `spans`: (weight version, number of tokens) in order; they add up to the tokens.
+    """The tokens sampled for one rollout. `spans`: (weight version, number of tokens) in order; the
+    numbers add up to the number of tokens.
 
-    Tokens and logprobs are packed, as `tokens_of` and `logprobs_of` make them: as lists they would take eight times the memory.
+    Tokens and logprobs are packed, as `tokens_of` and `logprobs_of` make them: as lists they would
+    take eight times the memory.
     """
 
     tokens: array[int]  # int32
@@ -104,8 +108,8 @@ NOTHING_YET = Completion(tokens_of([]), logprobs_of([]), "abort", [], "")
 
 @dataclass(eq=False)
 class Heard:
-    """What an engine has said so far of one request, packed as in `Completion`: it is left when the engine is lost. `on_tokens`: told when there is
-    more."""
+    """The tokens that an engine has sent so far for one request, packed as in `Completion`: they
+    stay when the engine is lost. `on_tokens` is called when there are more."""
 
     on_tokens: Callable[[], None] = lambda: None
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -118,7 +122,8 @@ class Heard:
         self.on_tokens()
 
     def completion(self, finish_reason: str, spans: list[tuple[int, int]], engine: str) -> Completion:
-        """What was said until now: what a request that was given up says later is not in it."""
+        """The tokens until now, copied: tokens that come after the request was given up are not in
+        it."""
         return Completion(self.tokens[:], self.logprobs[:], finish_reason, spans, engine)
 
 
@@ -144,7 +149,8 @@ class EngineClient(ABC):
 
     @property
     def repeats_prompts(self) -> bool:
-        """Whether it computes a prompt that comes several times at once for each of them, and only one that it has computed before once."""
+        """True when the engine computes the same prompt anew for each of several requests that
+        arrive together. Once the prompt is computed, later requests reuse it."""
         return False
 
     @abstractmethod
@@ -190,7 +196,8 @@ class EngineClient(ABC):
         """The version that the engine says it serves."""
 
     async def checksum(self) -> str:
-        """Of the weights in its memory, another one for others; empty where it has none."""
+        """The checksum of the weights in the engine's memory: other weights have another one. Empty
+        where the engine has none."""
         return ""
 
     @abstractmethod
@@ -198,7 +205,8 @@ class EngineClient(ABC):
         """Ends the named requests; they answer with what they have. To be repeated until all have answered."""
 
     async def healthy(self) -> bool:
-        """Whether the engine answers and its scheduler works; of a paused engine this says nothing."""
+        """True when the engine answers and its scheduler works; says nothing about a paused
+        engine."""
         try:
             await self.read(self.health_path)
         except EngineError:
@@ -224,7 +232,8 @@ class EngineClient(ABC):
         return answer
 
     async def events(self, path: str, body: object) -> AsyncGenerator[Iterator[Any]]:
-        """What one POST answers as server-sent JSON, as `json_events` has it. There is no deadline after the connection is made."""
+        """Yields the server-sent JSON of one POST's answer, in the batches of `json_events`. There
+        is no deadline after the connection is made."""
         try:
             async with http_stream(self.session, self.url + path, self.api_key, body, CONTROL_TIMEOUT_S) as response:
                 if response.status >= 300:

@@ -1,4 +1,4 @@
-"""How an engine process is started: its command and environment, per kind."""
+"""The command and the environment that start an engine process, per kind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ VLLM_FLAGS = (
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where one engine of a node listens. `keys`: API key and admin key that it asks for."""
+    """The address of one engine of a node. `keys`: the API key and the admin key that it asks
+    for."""
 
     index: int
     host: str
@@ -55,7 +56,8 @@ class EngineAddress:
 
 
 def check_python(engines: EnginesConfig) -> str:
-    """What the engines' interpreter has, as a line; UserError when it cannot be run, or has not what `engines.kind` names."""
+    """Describes the engines' interpreter in a line; UserError when it cannot be run, or lacks the
+    package that `engines.kind` names."""
     if engines.kind == "local":
         return ""
     python = engines.python or sys.executable
@@ -88,7 +90,7 @@ def check_python(engines: EnginesConfig) -> str:
 
 
 def environment_of(config: PipelineConfig, address: EngineAddress) -> dict[str, str]:
-    """What an engine finds in its environment, beside this process's own."""
+    """The environment variables of an engine, beside those of this process."""
     engines, (api_key, admin_api_key) = config.engines, address.keys
     variables = {"RLPIPE_API_KEY": api_key, "RLPIPE_ADMIN_API_KEY": admin_api_key, "RLPIPE_DIE_WITH_PARENT": "1",
                  "OMP_NUM_THREADS": str(engines.threads), "HF_HUB_OFFLINE": "1"}  # fmt: skip
@@ -130,7 +132,8 @@ def argv_of(config: PipelineConfig, address: EngineAddress, weights: Weights) ->
 
 
 def seats_flags(engines: EnginesConfig) -> list[str]:
-    """How many requests an engine computes at once: as many as are in flight, in CUDA graphs, where it would queue some or leave its graphs."""
+    """The flags that let an engine compute all requests in flight at once, in CUDA graphs. Without
+    them it would queue some or leave its graphs."""
     seats = engines.in_flight_max
     if engines.kind == "sglang":
         graphs = ["--cuda-graph-max-bs-decode", str(min(seats, GRAPHS_MAX))] if engines.gpu_ids else []
@@ -139,7 +142,8 @@ def seats_flags(engines: EnginesConfig) -> list[str]:
 
 
 def memory_flags(config: PipelineConfig) -> list[str]:
-    """How an engine that shares its GPUs is told to, and how much of one it may take, unless `engines.flags` says that."""
+    """The flags that make an engine share its GPUs, and say how much of a GPU it may take, unless
+    `engines.flags` says that. Empty when it does not share."""
     engines = config.engines
     if not engines.colocate:
         return []

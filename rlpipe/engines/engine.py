@@ -35,11 +35,12 @@ class Engine:
     given_up: str = ""  # why it is not restarted any more
 
     def serves(self, version: int) -> bool:
-        """Whether it was proved to, runs, and answered when it was looked at last."""
+        """True when the engine was proved to serve `version`, runs, and answered when it was last
+        looked at."""
         return self.proved == version and self.service.alive() and self.unwell_since is None
 
     def move_to(self, port: int) -> None:
-        """Where it listens from its next start on."""
+        """Sets the port on which the engine listens from its next start on."""
         assert not self.service.alive(), "it listens already"
         self.address = replace(self.address, port=port)
         self.client.url = self.address.url

@@ -1,4 +1,4 @@
-"""Which hosts a run has now."""
+"""Finds the hosts that a run has now."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HostFinder:
         return self._hosts(await (self._services.current() if self._own else self._services.find()))
 
     async def joined(self) -> list[Host]:
-        """Those that have joined by now, whether they can be reached or not."""
+        """The hosts that have joined by now, also those that cannot be reached."""
         return self._hosts(await self._services.current())
 
     def _hosts(self, peers: list[Peer]) -> list[Host]:

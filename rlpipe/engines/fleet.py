@@ -90,7 +90,9 @@ class Fleet:
         self._served = (policy, version, probe, nearby)
 
     async def look_up(self) -> None:
-        """Which engines may sample now. A fault of one host is that host's; of all, and a lasting one, it is raised."""
+        """Updates `clients`, the engines that may sample now. A fault of one host costs only that
+        host's engines; the first fault is raised when all hosts have one, and none of them passes
+        by itself."""
         assert self.version is not None, "serve comes first"
         outcomes = await asyncio.gather(*(host.clients(self.version) for host in self.hosts), return_exceptions=True)
         faults = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]

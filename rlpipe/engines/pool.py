@@ -60,8 +60,13 @@ OnRollout = Callable[[int, int, Completion], Awaitable[NextTurn | None]]
 
 @dataclass
 class Anchor:
-    """Where a rollout's prefix is computed: its group's in the first turn, its own later. `computed`: by engine, set once the first request that
-    it got has a token or has ended; the others there wait for it, each in its seat, where the engine would compute the prefix for each."""
+    """The engine that computes a rollout's prefix: shared by its group in the first turn, its own
+    later.
+
+    `computed`: per engine, set once the first request that it got has a token or has ended. The
+    other requests there wait for it, each in its seat, where the engine would compute the prefix
+    for each.
+    """
 
     engine: str = ""
     num_tokens: int = 0  # of a prefix that several rollouts share
@@ -228,7 +233,8 @@ class EnginePool:
     async def _ask_in_order(
         self, client: EngineClient, request: SampleRequest, home: Anchor, enough: asyncio.Event
     ) -> tuple[Completion, EngineUnavailable | None]:
-        """What one engine sampled, behind the first request with this prefix where that spares it the prefix."""
+        """Returns `_ask`'s result. The request waits for the first one with this prefix, where that
+        saves computing the prefix again."""
         computed = home.computed.get(client.name)
         if computed is None:
             computed = home.computed[client.name] = asyncio.Event()
@@ -244,7 +250,8 @@ class EnginePool:
     async def _ask(
         self, client: EngineClient, request: SampleRequest, enough: asyncio.Event, computed: asyncio.Event
     ) -> tuple[Completion, EngineUnavailable | None]:
-        """What one engine sampled, and the fault that ended it early; an engine that failed gets nothing more for a while."""
+        """Returns the completion that one engine sampled, and the fault that ended it early. An
+        engine that failed gets no more requests for a while."""
         assert self.version is not None
         load = self._loads[client.name]
         sampled, fault = await ask(client, request, self.version, load, self.progress_timeout_s, enough, computed)
@@ -291,7 +298,8 @@ async def _group(number: int, rollouts: list[asyncio.Task[Completion]], on_group
 
 
 def _request(group: GroupRequest, params: Sampling, prior: Completion, so_far: Completion) -> SampleRequest:
-    """What is left of a rollout's turn, which began with `prior`. What goes on elsewhere does so with other random numbers."""
+    """The request for the rest of a rollout's turn, which began with `prior`. A rollout that
+    continues on another engine does so with other random numbers."""
     left = params.max_new_tokens - len(so_far.tokens)
     assert left > 0, f"{group.prompt_id}: a completion with all its tokens is finished"
     gained = len(so_far.tokens) - len(prior.tokens)

@@ -1,9 +1,11 @@
-"""What proves that an engine serves the weights that it was given: a label that says so proves nothing.
+"""Proves that an engine serves the weights that it was given: a label that says so proves nothing.
 
-Three things have to hold. Its answer to the probe is near the trainer's: a wrong model is off by 1 or more. In bfloat16 that tells nothing of one
-small step, as engine and trainer round differently by more than a step moves the answer, and the old policy's answer is as near as the new one's.
-So an engine that reloaded is held against itself, where the files differ from those before: the checksum of the weights in its memory, where it has
-one, is another one than before; and its answer moved as the trainer's did, not as that of an engine that did not move at all.
+Three things have to hold. Its answer to the probe is near the trainer's: a wrong model is off by 1
+or more. In bfloat16 that tells nothing of one small step, as engine and trainer round differently
+by more than a step moves the answer, and the old policy's answer is as near as the new one's. So an
+engine that reloaded is held against itself, where the files differ from those before: the checksum
+of the weights in its memory, where it has one, is another one than before; and its answer moved as
+the trainer's did, not as that of an engine that did not move at all.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ UNSEEN = {"float32": 1e-6, "bfloat16": 1e-3}
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """What an engine answered when it was proved. `scored`: logprobs of the probe; `checksum`: of the weights in its memory, empty where it has none."""
+    """The answer of an engine when it was proved. `scored`: logprobs of the probe; `checksum`: of
+    the weights in its memory, empty where it has none."""
 
     version: int
     probe: Probe
@@ -58,10 +61,12 @@ async def prove(client: EngineClient, weights: Weights, model: ModelConfig, befo
 
 
 def off(answer: ProbeAnswer, dtype: str, experts: bool) -> str:
-    """How far an engine's answer is from the trainer's, where that is too far; empty otherwise.
+    """Says how far an engine's logprobs are from the trainer's, where that is too far; empty
+    otherwise.
 
-    Where two experts are nearly as good as each other, rounding decides which one a token goes to, and that token's logprob is off by much: with right
-    weights too, in bfloat16 for many tokens, but not for most.
+    Where two experts are nearly as good as each other, rounding decides which one a token goes to,
+    and that token's logprob is off by much: with right weights too, in bfloat16 for many tokens,
+    but not for most.
     """
     distances = [
         abs(logprob - expected) for logprob, expected in zip(answer.scored, answer.probe.logprobs, strict=True)
@@ -98,7 +103,7 @@ def stale(answer: ProbeAnswer, before: ProbeAnswer, model: ModelConfig) -> str:
 
 
 def has_experts(folder: Path) -> bool:
-    """Whether a model's layers choose among experts."""
+    """True when the layers of the model in `folder` choose among experts."""
     config = json.loads((folder / "config.json").read_text())
     fields = {**config, **(config.get("text_config") or {})}
     return any(EXPERTS.fullmatch(name) and isinstance(value, int) and value > 1 for name, value in fields.items())

@@ -210,7 +210,8 @@ class SglangClient(EngineClient):
 
     @property
     def _adapted(self) -> dict[str, object]:
-        """What a request asks for beside the weights that the engine was started on."""
+        """The part of a request that names the adapter; empty without one. Otherwise the engine
+        would use the weights that it was started on."""
         return {"lora_path": ADAPTER} if self.adapted else {}
 
     async def load_adapter(self, path: str, version: int) -> None:

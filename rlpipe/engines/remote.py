@@ -131,7 +131,8 @@ class HostService:
 
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Who brings no key is not listened to; a fault is the answer 409."""
+        """Handles a request that brings the key; one without it is answered 401, and a fault is
+        answered 409."""
         if not key_fits(request.headers.get("Authorization", ""), self.key):
             return web.json_response({"error": "wrong or missing bearer key"}, status=401)
         self._called_at = time.monotonic()

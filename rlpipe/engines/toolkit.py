@@ -1,4 +1,5 @@
-"""Where the compilers are with which SGLang and vLLM build kernels on a GPU, at their first request: nvcc and ninja of their own environment."""
+"""The compilers with which SGLang and vLLM build kernels on a GPU, at their first request: nvcc and
+ninja of the engines' own environment."""
 
 from __future__ import annotations
 

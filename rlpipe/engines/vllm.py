@@ -137,7 +137,7 @@ class VllmClient(EngineClient):
         return int(label)
 
     def _body(self, request_id: str, tokens: list[int], params: dict[str, Any]) -> dict[str, object]:
-        """What /inference/v1/generate takes."""
+        """The body of /inference/v1/generate."""
         body: dict[str, object] = {
             "request_id": request_id,
             "token_ids": tokens,

@@ -23,7 +23,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Probe:
-    """What the trainer's own forward pass says of a fixed text: the logprobs (temperature 1) of its last tokens.
+    """The logprobs (temperature 1) that the trainer's own forward pass gives the last tokens of a
+    fixed text.
 
     Kept with each policy. Example: Probe([5, 17, 200], [-7.2, -8.2])
     """
@@ -56,7 +57,8 @@ def reading_s(folder: Path) -> float:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Whether two folders have the same weights, byte for byte in the same files; reads up to the first difference."""
+    """True when two folders have the same weights: files of the same names, equal byte for byte.
+    Reads up to the first difference."""
     names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (one, other)]
     return names[0] == names[1] and all(_same_bytes(one / name, other / name) for name in names[0])
 

@@ -89,7 +89,8 @@ class SlotCache:
     def update(
         self, key_SH1D: Tensor, value_SH1D: Tensor, layer_index: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """What transformers calls in each layer of a decode step."""
+        """Writes the keys and values of one layer; transformers calls it in each layer of a decode
+        step."""
         keys_SHLD, values_SHLD = self.kv_N2SHLD[layer_index, 0], self.kv_N2SHLD[layer_index, 1]
         keys_SHLD[self.rows_S, :, self.position_S] = key_SH1D[:, :, 0]
         values_SHLD[self.rows_S, :, self.position_S] = value_SH1D[:, :, 0]
@@ -178,7 +179,7 @@ class LocalModel:
 
     @property
     def released(self) -> bool:
-        """Whether its weights are gone: nothing but `resume` may be asked of it."""
+        """True when the model's weights are gone: nothing but `resume` may be called on it."""
         return bool(self._sizes)
 
     def release(self) -> None:

@@ -39,7 +39,7 @@ class BadRequest(ValueError):
 
 
 class SamplingBody(BaseModel):
-    """How one completion is sampled; the field names are the protocol's."""
+    """The sampling parameters of one completion; the field names are the protocol's."""
 
     model_config = STRICT
 
@@ -63,7 +63,7 @@ class SamplingBody(BaseModel):
 
 
 class GenerateBody(BaseModel):
-    """What /generate takes, as a batch."""
+    """The body of /generate, as a batch."""
 
     model_config = STRICT
 
@@ -99,34 +99,36 @@ class GenerateBody(BaseModel):
 
 
 class PauseBody(BaseModel):
-    """What /pause_generation takes."""
+    """The body of /pause_generation."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class AbortBody(BaseModel):
-    """What /abort_request takes."""
+    """The body of /abort_request."""
 
     rid: str = ""
     abort_all: bool = False
 
 
 class UpdateBody(BaseModel):
-    """What /update_weights_from_disk takes. The cache is flushed, whatever `flush_cache` says: it belongs to the old weights."""
+    """The body of /update_weights_from_disk. The cache is always flushed, whatever `flush_cache`
+    says: it belongs to the old weights."""
 
     model_path: str
     weight_version: str | None = None
 
 
 class CheckBody(BaseModel):
-    """What /weights_checker takes."""
+    """The body of /weights_checker."""
 
     action: str = "checksum"
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the served model can take. Example: ModelLimits(vocab_size=320, context_tokens_max=512, eos_token_ids=(2,))."""
+    """The limits of the served model. Example: ModelLimits(vocab_size=320, context_tokens_max=512,
+    eos_token_ids=(2,))."""
 
     vocab_size: int
     context_tokens_max: int
@@ -159,7 +161,7 @@ class SamplingJob:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """What its next token is sampled after."""
+        """The tokens after which the job's next token is sampled."""
         return (*self.prompt, *self.tokens)
 
     def reason_to_finish(self) -> FinishReason | None:
@@ -245,13 +247,14 @@ def _stop_token_ids(sampling: SamplingBody, limits: ModelLimits) -> tuple[int, .
 
 
 def answer(call: Call) -> object:
-    """What /generate answers, as JSON: one object, or a list for a batch or n > 1."""
+    """The JSON answer of /generate: one object, or a list for a batch or n > 1."""
     answers = [{"output_ids": job.tokens, "meta_info": _meta_info(job)} for job in call.jobs]
     return answers if call.many else answers[0]
 
 
 def news(call: Call, num_said: dict[SamplingJob, int]) -> Iterator[dict[str, Any]]:
-    """What is new of each job, as SGLang with --incremental-streaming-output. `num_said`: tokens that were said before; -1: all is."""
+    """Yields the new tokens of each job, as SGLang does with --incremental-streaming-output.
+    `num_said`: the number of tokens sent before, per job, updated here; -1 when all are sent."""
     for index, job in enumerate(call.jobs):
         # the scheduler goes on meanwhile: the reason is set last of all, a version after its token and logprob
         reason, start, end = job.finish_reason, num_said.get(job, 0), len(job.versions)
@@ -288,7 +291,8 @@ def _meta_info(job: SamplingJob) -> dict[str, object]:
 
 
 def _weight_versions(job: SamplingJob) -> list[dict[str, str | int]]:
-    """Which tokens were sampled under which weight version, in order; an empty span when there are none."""
+    """The spans of tokens sampled under one weight version each, in order; one empty span when
+    there are no tokens."""
     spans, end = [], 0
     for version, tokens in groupby(job.versions):
         start, end = end, end + len(list(tokens))

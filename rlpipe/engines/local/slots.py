@@ -87,7 +87,7 @@ class SlotPool:
 
 
 def no_settings(num_slots: int) -> np.ndarray:
-    """How slots sample when nothing is asked of them: every token at temperature 1."""
+    """The settings of slots when nothing is asked of them: every token at temperature 1."""
     return np.full(num_slots, np.array((0, 1.0, 1.0, TOP_K_OFF), dtype=SETTINGS))
 
 
