@@ -30,14 +30,15 @@ from rlpipe.store.run_record import ConfigRefused
 
 
 def first_text(error: BaseException) -> str:
-    """What was raised first, in one line, of a group of its first."""
+    """The type and text of an error in one line, at most 300 characters; of a group, those of its
+    first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 class Commands(TyperGroup):
-    """What goes wrong in a command is one line, no traceback."""
+    """Prints an error of a command as one line, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -81,7 +82,10 @@ Kind = Annotated[str, typer.Argument(help="prompts, rollouts, scores, batch, pol
 
 @app.command()
 def plan(source: Source, sets: Sets = None) -> None:
-    """What would start where: sizes, steps and memory; what was read, and all that is wrong (exit code 2). Starts no run."""
+    """Show what would start where, and all that is wrong (exit code 2). Starts no run.
+
+    It prints sizes, steps and memory, and what was read.
+    """
     from rlpipe.stages.preflight import look_at
 
     config = config_of(source, sets)
@@ -104,7 +108,7 @@ def fields(
 
 @app.command()
 def runs(store: StoreUrl = STORE) -> None:
-    """What is in the store: each run's state, how far it is, its newest reward and when that was committed."""
+    """List the runs of a store: state, progress, newest reward and when that was committed."""
     echo_all(run_lines(readable_store(store)))
 
 
@@ -129,7 +133,10 @@ def compare(a: str, b: str, store: StoreUrl = STORE) -> None:
 
 @app.command()
 def files(run: str, kind: Kind, store: StoreUrl = STORE) -> None:
-    """Where every committed file of one kind is, one path or s3:// address a line, in order; for scripts."""
+    """Print the path or s3:// address of every committed file of one kind, for scripts.
+
+    One a line, in order.
+    """
     opened = readable_store(store)
     echo_all(opened.address(key) for key in audit.files(open_existing(opened, run), kind))
 

@@ -176,7 +176,8 @@ def run_to_end(config: PipelineConfig) -> None:
 
 
 def look_commands(config: PipelineConfig, database: Path | None) -> list[str]:
-    """What shows a run, as this user can call it: with the path that `rlpipe` was called by. `database`: of Prefect's UI, where it is ours."""
+    """The commands that show a run, as this user can call them: with the path that `rlpipe` was
+    called by. `database`: of Prefect's UI, where it is ours."""
     from rlpipe.report.tracking import tracking_uri
 
     program = sys.argv[0] if Path(sys.argv[0]).name == "rlpipe" else str(Path(sys.executable).with_name("rlpipe"))

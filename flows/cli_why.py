@@ -31,7 +31,10 @@ Second = Annotated[
 
 
 def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second = None, store: StoreUrl = STORE) -> None:
-    """What changed around an iteration, ranked by how much of the reward's change it explains; exit code 4 when no cause is found."""
+    """Rank the changes around an iteration by how much of the reward's change they explain.
+
+    Exit code 4 when no cause is found.
+    """
     from rlpipe.report.around import History  # scipy takes a moment to import
     from rlpipe.report.proof import proof_lines
     from rlpipe.report.second import parting, parts_ways, rescored, second_lines

@@ -36,7 +36,7 @@ def _bound_s() -> float:
 
 
 def _fault(request: httpx.Request, outcome: Outcome) -> str:
-    """What passes by itself, in words; empty: it is an answer."""
+    """Describes a fault that passes by itself; empty when the outcome is an answer."""
     if isinstance(outcome, httpx.TransportError):
         return f"{type(outcome).__name__} {outcome}".strip() + f" ({request.method} {request.url.path})"
     if outcome.status_code in patience.PASSING_STATUSES:
@@ -48,7 +48,7 @@ def _fault(request: httpx.Request, outcome: Outcome) -> str:
 async def _persistently(
     request: httpx.Request, ask: Callable[[], Awaitable[httpx.Response]], pause: Callable[[float], Awaitable[None]]
 ) -> httpx.Response:
-    """What the API answers, asked again while it is away; PrefectAway when the time is up."""
+    """Returns the API's answer, asking again while it is away; PrefectAway when the time is up."""
     api = f"Prefect's API at {request.url.scheme}://{request.url.netloc.decode()}"
     outcome = await _outcome(ask)
     if fault := _fault(request, outcome):

@@ -1,4 +1,5 @@
-"""What the commands print: the one place at which text goes to a terminal, whoever wrote it. Prefect is not imported here."""
+"""Prints for the commands: the one place at which text goes to a terminal, whoever wrote it.
+Prefect is not imported here."""
 
 from __future__ import annotations
 

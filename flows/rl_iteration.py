@@ -24,7 +24,8 @@ from tasks import stages
 
 
 class Sampled(NamedTuple):
-    """What an iteration trains on: its last round's prompts, the scores of every round, and the batch."""
+    """The data that an iteration trains on: its last round's prompts, the scores of every round,
+    and the batch."""
 
     prompts: StageResult
     scores: list[StageResult]
@@ -36,7 +37,7 @@ class Sampled(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What an iteration makes: the training, and the policy that came of it."""
+    """The results of an iteration: the training, and the policy that came of it."""
 
     training: StageResult
     policy: StageResult
@@ -193,7 +194,8 @@ async def end_iteration(session: Session, iteration: int, sampled: Sampled, trai
 
 
 def evaluation_due(config: PipelineConfig, version: int) -> bool:
-    """Whether a weight version is evaluated: every `evaluation.every` iterations, and at the end."""
+    """True when a weight version is evaluated: every `evaluation.every` iterations, and at the end.
+    Always false without evaluation sets."""
     every = config.evaluation.every
     due = version == config.rl.num_iterations or (every > 0 and version % every == 0)
     return due and bool(config.sets("evaluation"))

@@ -1,5 +1,5 @@
-"""What `rlpipe run` puts around a flow: what it ends with, a Prefect server of our own where the user has none. And the automations of
-unattended nights on the team's.
+"""Runs a flow for `rlpipe run`: how its end is told, and a Prefect server of our own where the user
+has none. Also the automations of unattended nights on the team's server.
 
 Prefect is imported only inside of the functions: what it reads of the environment is set before.
 """
@@ -48,7 +48,8 @@ def set_defaults() -> None:
 
 
 def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
-    """What a flow returns; Terminated after SIGTERM, KeyboardInterrupt after SIGINT, once it gave back what it held.
+    """Returns the flow's result; Terminated after SIGTERM, KeyboardInterrupt after SIGINT, once the
+    flow has freed what it held.
 
     RuntimeError, one line, for what Prefect's server refuses or does not answer.
     """

@@ -89,10 +89,12 @@ def own_name() -> str:
 
 
 async def requested(config: PipelineConfig, changes: JsonDict | None = None) -> PipelineConfig:
-    """What a flow run is to do: the config with its changes and a run name, checked before anything is written.
+    """The config of a flow run, with its changes and a run name, checked before anything is
+    written.
 
-    UserError for all that is wrong with it. `preset` among the changes takes another preset instead of the config. A flow run without a run name (a schedule's) is named after itself. A flow inside another
-    one of ours is not checked again.
+    UserError for all that is wrong with it. `preset` among the changes takes another preset instead
+    of the config. A flow run without a run name (a schedule's) is named after itself. A flow inside
+    another one of ours is not checked again.
     """
     config = change_config(config, changes, PRESETS) if changes else config
     config = config if config.run else config.model_copy(update={"run": own_name()})
@@ -139,7 +141,7 @@ async def open_session(config: PipelineConfig) -> AsyncIterator[stages.Session]:
 
 @contextlib.asynccontextmanager
 async def _advised(config: PipelineConfig) -> AsyncIterator[None]:
-    """What fails in the body says what to do about it."""
+    """Adds advice on what to do to the errors raised in the body."""
     try:
         yield
     except tuple(ADVICE) as error:
@@ -160,7 +162,8 @@ def with_advice(error: Exception, config: PipelineConfig) -> Exception:
 
 
 def _other_settings(config: PipelineConfig) -> str:
-    """How the run can go on with other settings, by what it has committed; nothing where it cannot be read."""
+    """Says how the run can go on with other settings, by what it has committed; empty where it
+    cannot be read."""
     with contextlib.suppress(UserError, StoreError, OSError):
         return f". Any other field: {way_to_change(open_existing(open_store(config.store), config.run))}"
     return ""
@@ -236,7 +239,8 @@ async def _enter(stack: contextlib.AsyncExitStack, config: PipelineConfig) -> st
 
 
 async def _show(name: str, message: str) -> None:
-    """What the state of this flow run reads; only that: who cannot reach the server waits all the same."""
+    """Sets the name and message of this flow run's state, for display only: a process that cannot
+    reach the server waits all the same."""
     get_run_logger().info("%s: %s", name, message)
     with only_shown():
         async with get_client() as client:

@@ -1,4 +1,5 @@
-"""How a signal ends a command: once, in one line, and within END_S whatever a store or a server answers."""
+"""Ends a command on a signal: once, in one line, and within END_S whatever a store or a server
+answers."""
 
 from __future__ import annotations
 
@@ -60,8 +61,9 @@ def terminable() -> Iterator[None]:
 
 
 def run_unless_stopped(steps: Coroutine[Any, Any, Result]) -> Result:
-    """What a coroutine returns; Terminated after SIGTERM, KeyboardInterrupt after SIGINT, once it gave back what it held. What comes after the
-    first signal is not heard: it would end the giving back."""
+    """Returns the coroutine's result; Terminated after SIGTERM, KeyboardInterrupt after SIGINT,
+    once it has freed what it held. Signals after the first are ignored: they would end the
+    freeing."""
     before, stopped = _handlers(), list[int]()
 
     async def whole() -> Result:
@@ -104,7 +106,8 @@ def unheard(*_: object) -> None:
 
 
 def _handlers() -> dict[int, Any]:
-    """Who hears the signals that end a command. A shell lets what it runs in the background ignore SIGINT: that stays."""
+    """The handlers of the signals that end a command, by signal. An ignored SIGINT is left out and
+    stays ignored: so a shell starts its background processes."""
     set_now = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     return {
         number: handler

@@ -1,4 +1,5 @@
-"""What the terminal shows of a run: a bar, a line per segment or iteration, and warnings and errors. The log folder has all of it."""
+"""The output of a run on the terminal: a bar, a line per segment or iteration, and warnings and
+errors. The log folder has all of it."""
 
 from __future__ import annotations
 
@@ -58,8 +59,9 @@ def say(line: str) -> None:
 
 @functools.cache
 def of_deployment() -> bool:
-    """Whether this process does a deployment's flow run: it does one. Without a deployment, Prefect asks its server for it, every time: the
-    first to ask is the outermost flow, whose row on the server is there."""
+    """True when this process does a deployment's flow run, the only one that it does. The result is
+    cached: without a deployment, Prefect asks its server every time. The first to ask is the
+    outermost flow, whose row on the server is there."""
     return bool(deployment.id)
 
 

@@ -1,4 +1,5 @@
-"""What a person sees of a run in Prefect: artifacts of its flow runs, the states that they end in, and the report. It never costs the run."""
+"""The view of a run in Prefect: artifacts of its flow runs, the states that they end in, and the
+report. A fault in it never ends the run."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ format_exception = prefect.states.format_exception
 
 
 def printable_exception(error: BaseException, traceback: Any = None) -> str:
-    """What the state of a run that failed says. With a lone surrogate in it no state could be set: the run would be shown as running."""
+    """The message of a failed run's state, printable. With a lone surrogate in it no state could be
+    set: the run would be shown as running."""
     return printable(format_exception(error, traceback))
 
 
@@ -95,9 +97,11 @@ async def _link(key: str, address: str) -> None:
 
 @contextlib.contextmanager
 def watch(session: Session, num_committed: int) -> Iterator[Callable[[IterationRecord], Awaitable[None]]]:
-    """What a person sees while iterations are committed: a bar, a line each, the curve; and the tracker's metrics.
+    """Shows the iterations while they are committed: a bar, a line each, the curve; and the
+    tracker's metrics.
 
-    Gives what is to be called with the record of every further iteration. The curve is one artifact on the page of the RL phase.
+    Yields the function to call with the record of every further iteration. The curve is one
+    artifact on the page of the RL phase.
     """
     run, total, artifact = session.run, session.config.rl.num_iterations, None
     session.tracker.committed(BEFORE_RL, 1)
@@ -169,8 +173,9 @@ def _literal(text: str) -> str:
 
 
 class RunReport(TypedDict, total=False):
-    """What `post-train` returns: where everything is, why the run was stopped, where it was, and in how many iterations nothing was trained,
-    where it was so. A run stopped in SFT has no policy."""
+    """The result of `post-train`: where everything is, why the run was stopped (where it was), and
+    in how many iterations nothing was trained (where there were any). A run stopped in SFT has no
+    policy."""
 
     run: str
     policy: str
@@ -217,7 +222,8 @@ async def publish_report(session: Session, total: int) -> RunReport:
 
 
 def untrained_so_far(run: Run, total: int) -> Untrained:
-    """Of `total` committed iterations, by the record of the last."""
+    """The number of iterations in which nothing was trained, of `total` committed ones, by the
+    record of the last."""
     return untrained(run, run.record(total - 1) if total else None)
 
 
@@ -241,10 +247,12 @@ async def publish_evaluation(session: Session, before: str) -> list[str]:
 
 
 async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: str = "") -> Any:
-    """What a flow returns at its end: its data, in a state that says why there is no more, or that there was nothing to do.
+    """Returns a flow's data at its end, in a state that says why there is no more, or that there
+    was nothing to do.
 
-    `Stopped`: a budget or a stop rule ended the phases, for `reason`. `NothingTrained`: RL is complete, and in no iteration was anything
-    kept to train. `NothingToTrain`: all of them was committed before this start.
+    `Stopped`: a budget or a stop rule ended the phases, for `reason`. `NothingTrained`: RL is
+    complete, and in no iteration was anything kept to train. `NothingToTrain`: all of them was
+    committed before this start.
     """
     session.tracker.stopped = reason
     if reason:

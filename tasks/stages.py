@@ -109,7 +109,8 @@ evaluate = _task(evaluation.evaluate)
 
 
 def service_starter(config: PipelineConfig) -> StartService:
-    """What a session asks for a run's services: sees to it that one of a kind is under way on a node; one that is lost is replaced."""
+    """Returns the function with which a session asks for a run's services: it makes sure that one
+    of a kind is under way on a node, and replaces a lost one."""
     lock = asyncio.Lock()  # shards ask at the same time
 
     async def start(kind: str, node: int, lost: bool) -> None:

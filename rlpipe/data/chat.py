@@ -70,9 +70,11 @@ class ChatTokenizer:
 
     @cached_property
     def stop_token_ids(self) -> list[int]:
-        """What ends the assistant's turn: the end of text, and the special token that the template writes after a turn.
+        """The ids of the tokens that end the assistant's turn: the end of text, and the special
+        token that the template writes after a turn.
 
-        In base models these are two: Qwen's text ends with <|endoftext|>, its turns with <|im_end|>.
+        In base models these are two: Qwen's text ends with <|endoftext|>, its turns with
+        <|im_end|>.
         """
         return sorted({self.eos_token_id, self._turn_end_id})
 
@@ -91,14 +93,15 @@ class ChatTokenizer:
 
     @cached_property
     def _unheard(self) -> dict[int, str]:
-        """What is left out of a completion's text: tokens that begin, end, or fill a text or a turn. All others may be marks."""
+        """The tokens, by id, that are left out of a completion's text: those that begin, end, or
+        fill a text or a turn. All other special tokens may be marks."""
         stops = (self._tokenizer.id_to_token(token_id) for token_id in self.stop_token_ids)
         ids = {token: self._tokenizer.token_to_id(token) for token in (*self._named.values(), *stops) if token}
         return {token_id: token for token, token_id in ids.items() if token_id is not None}
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """What gives the bytes of each token of a text, special tokens too."""
+        """Gives the bytes of each token of a text, special tokens too."""
         return TokenBytes(self._tokenizer)
 
     @classmethod
@@ -149,9 +152,11 @@ class ChatTokenizer:
         return self._encode_masked(text, spans, self._letters(messages, text))
 
     def encode_continuation(self, messages: Messages, tokens_max: int | None = None) -> list[int]:
-        """What follows the assistant's end-of-turn token when `messages` come next, up to the head of the assistant's next turn.
+        """Returns the tokens after the assistant's end-of-turn token when `messages` come next, up
+        to the head of the assistant's next turn, which is included.
 
-        UserError when the template does not let a conversation go on like that; TooLong as in `encode_prompt`.
+        UserError when the template does not let a conversation go on like that; TooLong as in
+        `encode_prompt`.
         """
         (text, letters), other = (self._continuation(talk, messages) for talk in DUMMY_TALKS)
         self._encoder.check_fits(text, tokens_max)
@@ -193,7 +198,7 @@ class ChatTokenizer:
 
     @property
     def knows_tool_calls(self) -> bool:
-        """Whether the template writes the `tool_calls` of messages."""
+        """True when the template writes the `tool_calls` of messages."""
         return self._template.argument_form != "none"
 
     @property
@@ -203,7 +208,7 @@ class ChatTokenizer:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether the template writes tools."""
+        """True when the template writes tools."""
         return self._template.knows_tools
 
     def check_calls(self, messages: Messages) -> None:
@@ -216,7 +221,8 @@ class ChatTokenizer:
         return self.decode_raw([token for token in tokens if token not in self._unheard])
 
     def heard(self, text: str) -> str:
-        """What `decode` gives of a completion that says `text`. UserError when it has a token in its midst that is left out."""
+        """Returns the text that `decode` gives of a completion that says `text`. UserError when a
+        token that is left out stands in its midst."""
         ends = any_of(self._unheard.values())
         assert ends is not None, "there is an end of text"
         inside = re.sub(rf"^(\s|{ends.pattern})+|(\s|{ends.pattern})+$", "", text)
@@ -228,7 +234,8 @@ class ChatTokenizer:
         return self.decode(self._encoder.encode(text))
 
     def _turn_span(self, messages: Messages, index: int, text: str) -> Span:
-        """Where turn `index` lies in `text`: it starts after what the policy is asked with, and ends with its end-of-turn token."""
+        """The span of turn `index` in `text`: it starts after the prompt of the turn, and ends with
+        the turn's end-of-turn token."""
         alone = self._template.render(messages[: index + 1])
         if index:
             head = self._template.render(messages[:index], add_generation_prompt=True)
@@ -281,7 +288,8 @@ class ChatTokenizer:
 
 
 def _within(spans: list[Span], start: int, end: int) -> list[Span]:
-    """What lies of the spans between two borders, counted from the first."""
+    """The parts of the spans that lie between `start` and `end`, with positions counted from
+    `start`."""
     cut = [(max(left, start) - start, min(right, end) - start) for left, right in spans]
     return [(left, right) for left, right in cut if left < right]
 

@@ -1,4 +1,5 @@
-"""What data sets hold as tokens: conversations of SFT, and what the policy is asked. A row that cannot be written is refused by its place."""
+"""The tokens of data sets: conversations of SFT, and prompts for the policy. A row that cannot be
+written is refused, and the error names its place."""
 
 from __future__ import annotations
 

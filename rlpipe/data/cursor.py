@@ -18,14 +18,17 @@ Draw = tuple[int, int]  # set_index, row_index
 
 
 class SetPosition(TypedDict):
-    """How many times a set was gone through, and the rows drawn since."""
+    """The number of whole passes over a set, and the number of rows drawn since."""
 
     epoch: int
     offset: int
 
 
 class CursorPosition(TypedDict):
-    """What was drawn so far. Example: {"drawn": 3, "sets": [{"epoch": 0, "offset": 3}]}."""
+    """The number of draws so far, in all and of each set.
+
+    Example: {"drawn": 3, "sets": [{"epoch": 0, "offset": 3}]}.
+    """
 
     drawn: int
     sets: list[SetPosition]

@@ -163,6 +163,6 @@ def _spelling(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def any_of(contents: Any) -> re.Pattern[str] | None:
-    """What finds any of these texts, the longest first."""
+    """The pattern that finds any of these texts, the longest first; None when there are none."""
     ordered = sorted(filter(None, contents), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None

@@ -1,4 +1,5 @@
-"""How few tokens a text can have, known without encoding it: what cannot fit is refused before it costs a second of a processor a megabyte."""
+"""The smallest number of tokens that a text can have, known without encoding it. So a text that
+cannot fit is refused at once: to encode it would cost a second of processor time per megabyte."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class FewestTokens:
 
 
 def _replaced(normalizers: list[Any]) -> int | None:
-    """How many characters normalizers make one of at most, but for composing; None where there is no bound."""
+    """The largest number of characters that normalizers make into one, not counting composition;
+    None where there is no bound."""
     replaced, composes = 1, any(one["type"] in COMPOSING for one in normalizers)
     for one in normalizers:
         match one:
@@ -58,7 +60,7 @@ def _replaced(normalizers: list[Any]) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool:
-    """Whether a pre-tokenizer leaves no character out."""
+    """True when a pre-tokenizer leaves no character out."""
     if pre_tokenizer["type"] in ("Split", "Punctuation"):
         return pre_tokenizer["behavior"] != "Removed"
     return pre_tokenizer["type"] in KEEPING

@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 def names_files(source: str) -> bool:
-    """Whether a source is a file of rows, or a folder of such."""
+    """True when a source is a file of rows, or a folder of such files."""
     return source.endswith(SUFFIXES) or source.startswith(S3) or expanded(source).is_dir()
 
 

@@ -89,7 +89,8 @@ def _text_columns(data: DataConfig) -> list[str]:
 
 
 def _no_text(values: Mapping[Any, Any], columns: list[str], answer_field: str) -> str:
-    """What is no text, and would become the text of a value of Python (`b'x'`), in the columns that are read as text; empty without."""
+    """Describes the first value that is no text, in the columns that are read as text; empty
+    without one. It would become the text of a Python value (`b'x'`)."""
     for column in columns:
         pending = [values.get(column)]
         while pending:
@@ -269,7 +270,8 @@ def _generated_rows(data: DataConfig, seed: int) -> list[Row]:
 
 
 def _is_literal(item: Any) -> bool:
-    """Whether Python's literal text brings the item back: some verifiers need the tuples that JSON would lose."""
+    """True when Python's literal text brings the item back: some verifiers need the tuples that
+    JSON would lose."""
     try:
         return ast.literal_eval(repr(item)) == item
     except (ValueError, SyntaxError):

@@ -25,7 +25,7 @@ PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
 
 
 def once(load: PromptSets) -> PromptSets:
-    """What is loaded, once a use, whichever threads ask."""
+    """Returns `load` with its results kept: it loads once per use, whichever threads ask."""
     lock, loaded = threading.Lock(), cache(load)
 
     def sets(use: str) -> list[list[Prompt]]:
@@ -52,7 +52,8 @@ def load_prompts(data: DataConfig, seed: int) -> list[Prompt]:
 
 
 def room_for(config: PipelineConfig, use: str) -> int:
-    """How many tokens a prompt of use rl or evaluation may have beside a completion."""
+    """The largest number of tokens of a prompt of use rl or evaluation that leaves room for a
+    completion: `context_tokens_max - completion_tokens_max`."""
     room = config.model.context_tokens_max - config.completion_tokens_max(use)
     assert room > 0, "the config leaves room for a prompt"
     return room
@@ -96,13 +97,14 @@ def normalised(text: str) -> str:
 
 
 def question(messages: Messages) -> tuple[str, ...]:
-    """What is asked in a prompt, or in a conversation before its last answer: prompts of the same question are the same prompt."""
+    """The question of a prompt, or of a conversation before its last answer: prompts with the same
+    question are the same prompt."""
     asked_last = max((index for index, message in enumerate(messages) if message["role"] != "assistant"), default=0)
     return tuple(normalised(content_text(message)) for message in messages[: asked_last + 1])
 
 
 def in_part(messages: Messages, part: str, heldout_fraction: float) -> bool:
-    """Whether a prompt belongs to `part` ("all", "train" or "heldout")."""
+    """True when a prompt belongs to `part` ("all", "train" or "heldout")."""
     assert part in ("all", "train", "heldout"), part
     return part == "all" or (split_point(messages) < heldout_fraction) == (part == "heldout")
 
@@ -237,7 +239,8 @@ def _tools(row: Row) -> list[JsonDict]:
 
 
 def _has_schemas(tools: Any) -> bool:
-    """Whether a prompt's column may be for the template: names of tools are for an environment or a reward."""
+    """True when the tools in a prompt's column may be for the template: names of tools are for an
+    environment or a reward."""
     if isinstance(tools, str):
         return "{" in tools
     return isinstance(tools, list) and any(

@@ -99,7 +99,7 @@ class ChatTemplate:
 
     @cached_property
     def argument_form(self) -> ArgumentForm:
-        """How the template takes the arguments of tool calls."""
+        """The form in which the template takes the arguments of tool calls."""
         return argument_form(lambda messages: self._rendered({"messages": messages, "tools": TRIED_TOOLS})[0])
 
     def check_calls(self, messages: Messages) -> None:
@@ -159,10 +159,11 @@ class ChatTemplate:
     def spans_from_outside(
         self, controls: re.Pattern[str], messages: Messages, text: str, add_generation_prompt: bool = False
     ) -> list[Span]:
-        """Where what `controls` finds stands in `text`, the rendered `messages`, because a message or a tool says so, and not the template.
+        """The spans of `text`, the rendered `messages`, that `controls` finds and that a message or
+        a tool brought, not the template.
 
-        It is rendered again with a mark in place of each; UserError when the template makes another text of a mark. What the assistant
-        says itself is not from outside.
+        The messages are rendered again with a mark in place of each; UserError when the template
+        makes another text of a mark. Text of the assistant itself is not from outside.
         """
         shared = {name: self._variables[name] for name in OUTSIDE if self._variables.get(name)}
         others = [
@@ -213,13 +214,14 @@ class _Marks:
         return f"{self._stem}{len(self._contents) - 1}x"
 
     def ways_to_write(self, number: str) -> list[str]:
-        """What a template may write for a mark's control token: as it is, or within JSON, where it is perhaps none any more."""
+        """The texts that a template may write for a mark's control token: the token as it is, or
+        within JSON, where it is perhaps no control token any more."""
         content = self._contents[int(number)]
         return [content, *(json.dumps(content, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))]
 
 
 def _is_own(message: Message, name: str) -> bool:
-    """Whether an entry of a message is what the assistant says."""
+    """True when an entry of a message holds text of the assistant itself."""
     return message["role"] == "assistant" and name in OWN
 
 

@@ -20,7 +20,8 @@ FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    """What the tokens of a text stand for. Joined it is the UTF-8 of what the tokenizer's decoder makes of them, where that is text."""
+    """Gives the bytes that the tokens of a text stand for. Joined they are the UTF-8 of the text
+    that the tokenizer's decoder makes of the tokens, where that is text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,5 @@
-"""Whether a chat template writes tool calls, and in which form it takes their arguments: found out by letting it write marked ones."""
+"""Finds out if a chat template writes tool calls, and in which form it takes their arguments, by
+letting it write marked ones."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class MarkedCall(NamedTuple):
     value: str
 
     def is_in(self, text: str) -> bool:
-        """Whether it stands in a text: not as Python writes a dict, nor as JSON text within JSON."""
+        """True when the marked call stands in a text: neither as Python writes a dict, nor as JSON
+        text within JSON."""
         marks = self.name, self.key, self.value
         return all(mark in text for mark in marks) and f"'{self.key}'" not in text and f'\\"{self.key}' not in text
 

@@ -67,7 +67,8 @@ class TokenizerTrial:
             yield from self._ask({"conversations": part})["lengths"]
 
     def heard(self, completions: Iterable[str]) -> dict[str, str]:
-        """What rewards get of a policy that says these texts: what is left of each when it was tokens."""
+        """Returns, for each of these texts, the text that rewards get of a policy that says it: the
+        part that is left after it was tokens."""
         texts = list(dict.fromkeys(completions))
         return {
             text: heard

@@ -1,6 +1,8 @@
-"""Where a turn lies in a conversation whose template writes what came before it in another way once more has followed.
+"""The place of a turn in a conversation whose template writes earlier messages in another way once
+more have followed.
 
-Mistral's puts the tools before the last message of the user, Hermes' ends the last result of a tool otherwise than those before it.
+Mistral's puts the tools before the last message of the user, Hermes' ends the last result of a tool
+otherwise than those before it.
 """
 
 from __future__ import annotations

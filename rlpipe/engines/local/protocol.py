@@ -127,8 +127,10 @@ class CheckBody(BaseModel):
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of the served model. Example: ModelLimits(vocab_size=320, context_tokens_max=512,
-    eos_token_ids=(2,))."""
+    """The limits of the served model.
+
+    Example: ModelLimits(vocab_size=320, context_tokens_max=512, eos_token_ids=(2,)).
+    """
 
     vocab_size: int
     context_tokens_max: int
