@@ -1,5 +1,5 @@
-"""Runs a flow for `rlpipe run`: how its end is told, and a Prefect server of our own where the user
-has none. Also the automations of unattended nights on the team's server.
+"""Runs a flow for `rlpipe run`: ends it on a signal or a fault, and starts a Prefect server of our
+own where the user has none. Also sets up the automations of unattended nights on the team's server.
 
 Prefect is imported only inside of the functions: what it reads of the environment is set before.
 """

@@ -1,6 +1,8 @@
-"""Which call a request repeats: a client that has heard no reply sends its call again, and is given the reply of that call.
+"""Finds the call that a request repeats: a client that got no reply sends its call again, and is
+given the reply of that call.
 
-Clients say how often they sent a call before (`x-stainless-retry-count`: OpenAI's and Anthropic's), not which of several that say the same.
+Clients say how often they sent a call before (`x-stainless-retry-count`: OpenAI's and Anthropic's),
+not which of several that say the same.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class SentRequest:
 
     @property
     def is_listening(self) -> bool:
-        """Whether its client still listens, as far as is known."""
+        """True when its client still listens, as far as is known."""
         return self.transport is not None and not self.transport.is_closing()
 
 
@@ -68,7 +70,7 @@ class SentCalls:
 
 
 def sending_of(request: web.Request, body: bytes) -> SentRequest:
-    """What a request says of itself."""
+    """Reads from a request its hash, the number of times that it was sent before, and its key."""
     count = request.headers.get(RETRY_COUNT, "")
     is_number = count.isascii() and count.isdecimal() and len(count) <= COUNT_DIGITS_MAX
     said = hashlib.sha256(request.path.encode(errors="replace") + b"\0" + body).digest()
@@ -78,10 +80,13 @@ def sending_of(request: web.Request, body: bytes) -> SentRequest:
 
 
 def _repeated(alike: list[SentCall], sending: SentRequest) -> SentCall | None:
-    """Which of the calls that say the same is sent again: that of the same key; else of those that were sent less often
+    """The call that a request repeats, of those that say the same; None when it repeats none. With
+    a key it is the call with that key. Else it is one of those that were sent less often:
 
-    - one whose client has hung up before it had the reply, then one whose client waits (it may have hung up unseen), then one that was given,
-    - the one that was sent most often, then the oldest of those that wait, the newest of those that were given.
+    - one whose client has hung up before it had the reply, then one whose client waits (it may have
+      hung up unseen), then one whose reply was given,
+    - of these the one that was sent most often, then the oldest of those that wait, the newest of
+      those that were given.
     """
     if sending.key:
         return next((call for call in alike if call.newest.key == sending.key), None)

@@ -39,7 +39,8 @@ class ChatRefused(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What one call asks. How it is sampled (temperature, top_p, seed) is the run's to say, and not in it."""
+    """The request of one call. Its sampling settings (temperature, top_p, seed) are not in it: the
+    run sets them."""
 
     model: str
     messages: Messages
@@ -112,7 +113,8 @@ def read_message(message: Any, where: str) -> Message:
 
 
 def assistant_message(text: str, request: ChatRequest, new_id: Callable[[int], str]) -> Message:
-    """What a completion says, in the one form. Text that is no call of a tool of the request stays text."""
+    """The assistant's message of a completion, in the one form. Text that is no call of a tool of
+    the request stays text."""
     names = [tool["function"]["name"] for tool in request.tools] if request.calls_tools else []
     calls: list[JsonDict] = []
     for number, written in enumerate(_written_calls(text) if names else ()):
@@ -166,7 +168,8 @@ def _own_call(call: JsonDict) -> JsonDict:
 
 
 def _written_calls(text: str) -> Iterator[str]:
-    """What stands in each <tool_call>{...}</tool_call>. Every character is looked at once or twice, whatever the text is."""
+    """The texts in <tool_call>{...}</tool_call>, in order. Every character is looked at once or
+    twice, whatever the text is."""
     end = 0
     while begin := CALL_BEGINS.search(text, end):
         ends = CALL_ENDS.search(text, begin.end())
@@ -188,7 +191,8 @@ def _whole(name: str, value: Any, largest: int) -> int:
 
 
 def _read(name: str, read: Callable[[Any, str], Any], value: Any) -> Any:
-    """What a reader of messages or tools makes of a field; ChatRefused where it refuses it."""
+    """Returns the value that a reader of messages or tools makes of a field; ChatRefused where the
+    reader refuses it."""
     try:
         return read(value, name)
     except UserError as error:

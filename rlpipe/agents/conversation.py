@@ -22,7 +22,8 @@ from rlpipe.records.rollout import CUT_SHORT
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What a reply is sampled after: a branch's prompt, and what came after that so far."""
+    """The tokens after which a reply is sampled: a branch's prompt, and all that came after it so
+    far."""
 
     parent: Node | None  # none: a new branch
     prompt_tokens: list[int]
@@ -59,14 +60,15 @@ class Node:
 
 @dataclass(eq=False)
 class ConversationTree:
-    """What was given to one agent."""
+    """The replies given to one agent."""
 
     tokenizer: ChatTokenizer
     nodes: list[Node] = field(default_factory=list)
     last: Node | None = None  # the newest reply; of several choices the first
 
     def context(self, request: ChatRequest, tokens_max: int) -> Context:
-        """Where a call goes on. UserError when the chat template refuses the conversation; TooLong when it says more than `tokens_max`."""
+        """Finds the branch that a call continues, or begins a new one. UserError when the chat
+        template refuses the conversation; TooLong when it has more than `tokens_max` tokens."""
         known = [node for node in list(self.nodes) if self._goes_on(node, request)]
         for node in sorted(known, key=lambda node: len(node.messages), reverse=True):
             news = request.messages[len(node.messages) :]
@@ -96,7 +98,8 @@ class ConversationTree:
         return Context(None, tokens, NOTHING_YET, b"", [request.messages])
 
     def _goes_on(self, node: Node, request: ChatRequest) -> bool:
-        """Whether a call is the node's conversation and more. A reply that was cut off has no end that something could come after."""
+        """True when a call is the node's conversation and more. A reply that was cut off has no end
+        after which a message could come."""
         news = request.messages[len(node.messages) :]
         return (
             bool(news)

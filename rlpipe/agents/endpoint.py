@@ -37,7 +37,7 @@ _json = functools.partial(web.json_response, dumps=json_text)
 
 @dataclass(frozen=True)
 class Door:
-    """Where one agent reaches its rollout."""
+    """The address and the key with which one agent reaches its rollout."""
 
     base_url: str
     api_key: str

@@ -45,7 +45,8 @@ class OpenAiWire:
         return {**_head(call, "chat.completion"), "choices": choices, "usage": _usage(answer)}
 
     def events(self, call: ChatRequest, answer: GivenReplies) -> Iterator[str]:
-        """Of each choice what it says, then why it ended; at last the usage, where it is wanted."""
+        """Yields, for each choice, its message and then its `finish_reason`; at last the usage,
+        where it is wanted."""
         head = _head(call, "chat.completion.chunk")
         for index, (node, sampled) in enumerate(zip(answer.nodes, answer.sampled, strict=True)):
             message = on_the_wire(node.messages[-1])
@@ -62,7 +63,7 @@ class OpenAiWire:
         yield "data: [DONE]\n\n"
 
     def _logprobs(self, call: ChatRequest, sampled: Completion) -> JsonDict | None:
-        """Of every sampled token; nothing else is known of the distribution."""
+        """The logprobs of the sampled tokens; nothing else is known of the distribution."""
         if not call.with_logprobs:
             return None
         pieces = self.tokenizer.token_bytes(sampled.tokens)

@@ -30,7 +30,7 @@ class AgentFault(Exception):
 
 @dataclass(frozen=True)
 class AgentOutcome:
-    """What an agent says of its rollout; no reward where it gives none."""
+    """The outcome of a rollout, as its agent gives it; no reward where it gives none."""
 
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)

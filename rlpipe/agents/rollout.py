@@ -41,7 +41,8 @@ Keep = Callable[[CallKey, list[Completion]], Awaitable[None]]  # no completions:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a rollout is sampled with: `params` has its seed and its largest number of tokens after the prompt."""
+    """The settings with which a rollout is sampled: `params` has its seed and its largest number of
+    tokens after the prompt."""
 
     prompt_id: str
     params: Sampling
@@ -63,7 +64,7 @@ class GivenReplies:
 
 
 class AgentRollout:
-    """What an agent is answered with. Each try of it is a `one_try`."""
+    """Answers the calls of an agent in one rollout. Each try of the rollout is a `one_try`."""
 
     def __init__(self, pool: EnginePool, tokenizer: ChatTokenizer, terms: Terms, kept: Replies, keep: Keep) -> None:
         self.terms = terms
@@ -164,7 +165,8 @@ class AgentRollout:
         return GivenReplies(nodes, sampled, len(context.prompt_tokens) + len(context.prior.tokens))
 
     async def _sampled(self, num_choices: int, context: Context, key: CallKey, tokens_max: int) -> list[Completion]:
-        """What is sampled for a call, one completion a choice: it is kept before anybody hears of it."""
+        """Samples for a call, one completion a choice; they are kept before the agent gets any of
+        them."""
         if key in self._kept:
             return self._kept[key]
         params = [
@@ -219,14 +221,14 @@ class AgentRollout:
 
 
 def _sha256(context: Context, request: ChatRequest) -> str:
-    """What a call asks for, as a hash: all that its samples depend on, but for the rollout's seed."""
+    """The hash of a call: of all that its samples depend on, except the rollout's seed."""
     tokens = np.array([*context.prompt_tokens, *context.prior.tokens], np.int32)
     request_text = f"{len(context.prompt_tokens)} {request.num_choices} {request.tokens_max} "
     return hashlib.sha256(request_text.encode() + tokens.tobytes()).hexdigest()
 
 
 def _after(completion: Completion, num_tokens: int) -> Completion:
-    """What of a completion was sampled after its first `num_tokens`."""
+    """The part of a completion that was sampled after its first `num_tokens`."""
     tokens, logprobs = completion.tokens[num_tokens:], completion.rollout_logprobs[num_tokens:]
     spans = [
         (completion.spans[-1][0], len(tokens))

@@ -37,7 +37,7 @@ END_POLL_S = 0.05
 
 
 def load(hello: JsonDict) -> Loaded:
-    """What runs the agent; UserError when there is none."""
+    """Returns the function that runs the agent; UserError when there is none."""
     agent = hello["agent"]
     if FUNCTION.fullmatch(agent):
         function = load_function("rl.agent", agent)
@@ -138,7 +138,8 @@ def call(function: Callable[..., Any], request: JsonDict) -> JsonDict:
 
 
 def outcome_of(said: Any) -> JsonDict:
-    """What an agent says at its end: {"reward", "metrics"}, reward null where it gives none; or the fault agent_invalid."""
+    """The outcome that an agent gives at its end: {"reward", "metrics"}, reward null where it gives
+    none; or the fault agent_invalid."""
     said = said if isinstance(said, dict) else {}
     reward, metrics = (said.get(name) for name in ("reward", "metrics"))
     given = Step(done=True, reward=0.0 if reward is None else reward, metrics={} if metrics is None else metrics)

@@ -37,7 +37,7 @@ class Calculator:
         return prompt["messages"]
 
     def step(self, completion: str) -> Step:
-        """Of several tags the first counts; with none of them the rollout is over."""
+        """Answers the first of several tags; without a tag the rollout is over."""
         match = TAG.search(completion)
         if match is None:
             return Step(done=True)

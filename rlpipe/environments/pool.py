@@ -84,7 +84,7 @@ class RemoteEnvironment:
         process.num_environments += 1
 
     async def start(self) -> list[Message]:
-        """What the policy is asked; EnvironmentFault."""
+        """Returns the environment's first messages to the policy; EnvironmentFault."""
         await self._call(None)
         assert self.start_messages is not None
         return self.start_messages
@@ -121,7 +121,8 @@ class RemoteEnvironment:
         return Step(**answer["step"]) if answer["step"] else None
 
     def _request(self, completion: str | None, number: int) -> JsonDict:
-        """What the process of this number is asked. One that does not hold the environment gets all that it needs to make it."""
+        """The request to the process of this number. One that does not hold the environment gets
+        all that it needs to make it."""
         is_new = self._lives_in != number
         return {
             "prompt": self.prompt if is_new else None,
@@ -145,7 +146,8 @@ def _field(name: str) -> str:
 
 
 def _hello(name: str, args: JsonDict) -> JsonDict:
-    """What a process is told to load; UserError for a name that is neither known nor a path."""
+    """The request that tells a process to load an environment; UserError for a name that is neither
+    known nor a path."""
     path = NAMED.get(name, name)
     if ":" not in path:
         raise UserError(

@@ -258,7 +258,7 @@ class EnvironmentProcess:
 
 
 def _can_be_read(file: int) -> bool:
-    """Whether bytes wait to be read: it is this process that was stopped, or had no processor."""
+    """True when bytes wait to be read: then this process was stopped, or had no processor."""
     with selectors.DefaultSelector() as selector:
         selector.register(file, selectors.EVENT_READ)
         return bool(selector.select(0))

@@ -1,4 +1,5 @@
-"""What an environment is, and what it may answer. An environment's own module needs to import nothing else of rlpipe."""
+"""The protocol of environments, and the checks of their answers. An environment's own module needs
+to import nothing else of rlpipe."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ DEFAULT_ROLES = ("user",)
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers to a completion. Example: Step([{"role": "tool", "content": "148"}], metrics={"tool_calls": 1}).
+    """The answer of an environment to a completion.
 
-    `messages` are put to the policy, unless `done`; rewards and metrics of a rollout's steps add up.
+    Example: Step([{"role": "tool", "content": "148"}], metrics={"tool_calls": 1}). `messages` are
+    put to the policy, unless `done`; rewards and metrics of a rollout's steps add up.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -38,7 +40,8 @@ class Environment(Protocol):
     """
 
     def start(self, prompt: RewardPrompt) -> list[Message] | Awaitable[list[Message]]:
-        """What the policy is asked; `prompt` is what a reward gets (prompt_id, messages, answer, metadata)."""
+        """Returns the first messages to the policy; `prompt` is the same as a reward gets
+        (prompt_id, messages, answer, metadata)."""
         ...
 
     def step(self, completion: str) -> Step | Awaitable[Step]:

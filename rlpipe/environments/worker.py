@@ -48,7 +48,8 @@ REASONS: dict[type[BaseException], str] = {
 
 
 def load(hello: JsonDict) -> tuple[Record, Home]:
-    """What the owner learns of an environment, and where it lives; UserError when it cannot be made."""
+    """Returns the facts of an environment that the owner needs, and the home that holds its
+    rollouts' environments; UserError when it cannot be made."""
     name, args = hello["name"], hello["args"]
     kind = load_function("rl.environment", hello["path"])
     roles: list[str] = list(getattr(kind, "roles", DEFAULT_ROLES))
@@ -179,7 +180,8 @@ def same_again(method: str, said: list[Message], before: list[Message] | None) -
 
 
 async def in_time(method: Callable[[], Any], check: Callable[[Any], T], timeout_s: float) -> T:
-    """What a method gives, checked: at once, or when it is awaited. TookTooLong; it is cancelled then, if it lets itself be."""
+    """Returns the method's result, checked: at once, or when it is awaited. TookTooLong past
+    `timeout_s`; the call is cancelled then, if it lets itself be."""
     loop, took_s = asyncio.get_running_loop(), 0.0
 
     async def called() -> T:

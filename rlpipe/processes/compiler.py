@@ -1,4 +1,5 @@
-"""Whether this machine can build what Triton launches kernels with: it compiles a small C extension where it has none cached, also where all kernels are."""
+"""Checks that this machine can build the launchers of Triton's kernels: Triton compiles a small C
+extension where it has none cached, also where all kernels are cached."""
 
 from __future__ import annotations
 

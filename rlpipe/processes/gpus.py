@@ -25,7 +25,8 @@ MIG_SHARE = 0.92  # of the GB in a profile's name that is memory, GiB: 4.75 of 5
 
 
 def gpu_environment(field_name: str, gpu_ids: list[int]) -> dict[str, str]:
-    """What shows a child process these GPUs and no others; {} for none. UserError, naming the field, when this process may not use one of them."""
+    """The environment variables that show a child process these GPUs and no others; {} for none.
+    UserError, naming the field, when this process may not use one of them."""
     if not gpu_ids:
         return {}
     variables = {VISIBLE: ",".join(_of_one_process(field_name, gpu_ids))}
@@ -81,7 +82,8 @@ def _nvidia_smi(*words: str) -> str:
 
 
 def _inherited() -> list[str] | None:
-    """What this process sees, as CUDA reads it; None: all GPUs. A list ends where it is broken, and one that repeats itself is empty."""
+    """The GPUs that this process sees, as CUDA reads them; None: all GPUs. A list ends at its first
+    invalid entry, and one that repeats an entry is empty."""
     if VISIBLE not in os.environ:
         return None
     words = [word.strip() for word in os.environ[VISIBLE].split(",")]

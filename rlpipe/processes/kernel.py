@@ -54,10 +54,12 @@ def landlock(rights: int, ports: int, scoped: int, rules: dict[str, int]) -> Non
 
 
 def seclude() -> bool:
-    """Whether from now on this process, and all that it starts, can neither read the environment and the memory of a process outside, of
-    the same user, nor signal it: from Linux 6.12 on. Elsewhere nothing changes. Of root's see `leave_rights`.
+    """Bars this process, and all that it starts, from now on from the processes outside, of the
+    same user: from reading their environment and memory, and from signalling them. Returns True
+    from Linux 6.12 on; elsewhere nothing changes, and it returns False. For root see
+    `leave_rights`.
 
-    A process that is not root becomes nobody else any more (sudo): the kernel wants that.
+    A process that is not root can no longer become another user (sudo): the kernel wants that.
     """
     if landlock_version() < LANDLOCK_SIGNALS:
         return False
@@ -70,7 +72,8 @@ def seclude() -> bool:
 
 
 def adopt_orphans() -> None:
-    """What this process starts, and what that starts, stays below it in the tree of processes, whoever of them ends."""
+    """Keeps all descendants of this process below it in the tree of processes, whichever of them
+    ends. Linux only."""
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -137,7 +140,8 @@ def call(name: str, *arguments: int | bytes | str | ctypes.Array[ctypes.c_char] 
 
 
 class ThreadWork(NamedTuple):
-    """What threads did: their seconds of processor time, and the ids of their child processes that are still there."""
+    """The work of threads: their seconds of processor time, and the ids of their child processes
+    that are still there."""
 
     cpu_s: float
     children: set[int]
@@ -151,7 +155,8 @@ def thread_ids() -> set[int]:
 
 
 def work_of(threads: set[int]) -> ThreadWork:
-    """What these threads of this process did; of no threads, what the whole process did, as far as it is known."""
+    """The work of these threads of this process; of no threads, the work of the whole process, as
+    far as it is known."""
     cpu_s, children = 0.0 if threads else time.process_time(), set[int]()
     for thread in threads:
         with suppress(OSError):  # it has ended

@@ -84,7 +84,7 @@ def check_port_free(field_name: str, port: int) -> None:
 
 
 def answers(url: str, key: str = "", timeout_s: float = 2.0) -> bool:
-    """Whether a GET with this bearer key is answered with 200."""
+    """True when a GET with this bearer key is answered with 200."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
@@ -231,7 +231,7 @@ class Service:
             self.process.wait(timeout=KILL_TIMEOUT_S)
 
     def _fault(self, what: str) -> RuntimeError:
-        """What happened, and the end of the log."""
+        """The error that says what happened, with the end of the log."""
         text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
         tail = "\n".join(text.splitlines()[-LOG_LINES:])
         return RuntimeError(f"{self.name} {what}; its log: {self.log_path}\n{tail}")

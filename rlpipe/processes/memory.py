@@ -15,7 +15,8 @@ def trim() -> None:
 
 
 def collect() -> None:
-    """What nobody holds is freed now, also what is part of cycles, and was settled."""
+    """Frees at once all objects that nobody holds, also those in cycles, and those that were
+    settled."""
     gc.unfreeze()
     gc.collect()
 

@@ -86,7 +86,8 @@ class Child:
         self._lock = threading.Lock()  # of the two above: `close` misses no process
 
     def start(self) -> JsonDict:
-        """What the process says when it is ready; a new one is started where there is none. UserError when it cannot load the code."""
+        """Returns the message that the process sends when it is ready; starts a new process where
+        there is none. UserError when it cannot load the code."""
         if self._process is not None and not has_ended(self._process):
             return self._ready
         for tries_left in reversed(range(LOADS_MAX)):

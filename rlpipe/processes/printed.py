@@ -1,4 +1,5 @@
-"""What a process that runs a user's code prints: read as it comes, passed on to our own stderr up to a bound, and from there on its end."""
+"""The output of a process that runs a user's code: read as it comes, passed on to our own stderr up
+to a bound, and from there on only its end."""
 
 from __future__ import annotations
 

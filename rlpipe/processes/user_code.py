@@ -93,8 +93,9 @@ def _import(name: str) -> ModuleType:
 
 
 def _idle_check(others: set[int]) -> Callable[..., None]:
-    """What, called every now and then, raises TimeoutError once code has waited: for IDLE_S no thread but the `others` used processor
-    time, none of them has a child process that was not there before, and no module was added."""
+    """Returns a check, to call every now and then. It raises TimeoutError once code has waited: for
+    IDLE_S no thread but the `others` used processor time, none of them has a child process that was
+    not there before, and no module was added."""
     num_modules, cpu_s, since_s, before = 0, 0.0, time.monotonic(), work_of(thread_ids() - others).children
 
     def check(*_: object) -> None:
@@ -194,7 +195,8 @@ def end_with_owner() -> None:
 
 
 def greeted(requests: BinaryIO, answers: BinaryIO, load: Callable[[JsonDict], tuple[Record, T]]) -> T | None:
-    """What `load` makes of the owner's first request, and tells the owner; None, and an error told, when it cannot load that."""
+    """Returns the object that `load` makes of the owner's first request, once the owner was told
+    that it is ready; None, once the owner was told the error, when it cannot be loaded."""
     hello = json.loads(requests.readline())["request"]
     if not hello.get("may_mount"):
         leave_rights()

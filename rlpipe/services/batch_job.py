@@ -1,4 +1,5 @@
-"""What the batch system says of the jobs that bring a run's services: `infra/slurm/flow.sbatch` queues them, and names them to its flow."""
+"""The state, by the batch system, of the jobs that bring a run's services:
+`infra/slurm/flow.sbatch` queues them, and names them to its flow."""
 
 from __future__ import annotations
 
@@ -45,12 +46,12 @@ class BatchJob:
 
     @property
     def queued(self) -> bool:
-        """Whether it has not begun, or will begin again: none of its name runs."""
+        """True when the job has not begun, or will begin again: none of its name runs."""
         return bool(self.lines) and not any(line.split()[1] in STARTED for line in self.lines or ())
 
     @property
     def ended(self) -> bool:
-        """Whether no job of this name waits or runs any more."""
+        """True when no job of this name waits or runs any more."""
         return self.lines == []
 
     def __str__(self) -> str:

@@ -40,7 +40,7 @@ StartService = Callable[[str, int, bool], Awaitable[None]]
 
 
 async def nobody_starts(kind: str, node: int, lost: bool) -> None:
-    """Of a process without Prefect: UserError."""
+    """Raises UserError: in a process without Prefect nobody starts services."""
     raise UserError(f"{kind}.place='deployment': only a flow starts deployments; use place = 'process' or 'elsewhere'")
 
 
@@ -55,16 +55,16 @@ class Peer:
 
     @property
     def lost(self) -> bool:
-        """Whether it could not be reached for LOST_S, as far as somebody tried."""
+        """True when the service could not be reached for LOST_S, as far as somebody tried."""
         return self.lost_at is not None and time.monotonic() - self.lost_at > LOST_S
 
     @property
     def resting(self) -> bool:
-        """Whether it is better not called now: it could not be reached a moment ago."""
+        """True when the service is better not called now: it could not be reached a moment ago."""
         return time.monotonic() < self._rest_until
 
     async def answers(self) -> bool:
-        """Whether it can be reached now, and takes the key, whatever it has to say."""
+        """True when the service can be reached now, and takes the key, whatever its answer says."""
         if not self.record.url:
             self.lost_at = None  # a gang that is only being started
             return False
@@ -111,7 +111,7 @@ class ServiceFinder:
         self._job = None if self._started_here else batch_job(kind)
 
     async def current(self) -> list[Peer]:
-        """Those that have joined and not left."""
+        """The services that have joined and not left."""
         services = await asyncio.to_thread(registered, self._run.store, self._run.root, self._kind)
         records = {record.start: record for record in services}
         for start in records.keys() - self._peers.keys():
@@ -129,11 +129,13 @@ class ServiceFinder:
         return list(self._peers.values())
 
     async def find(self) -> list[Peer]:
-        """Those that are registered, as soon as one of them answers. A run that starts its services has missing and lost ones started.
+        """Returns the registered services, as soon as one of them answers. A run that starts its
+        services has missing and lost ones started.
 
-        EngineError or TrainerError when none answers: for `lost_timeout_s`, for `queue_timeout_s` where they are started or none has
-        joined yet (whoever is to start them elsewhere may wait for room, too), at once where their batch job has ended, and never while
-        it is queued. Meanwhile it is said, a line a minute.
+        EngineError or TrainerError when none answers: for `lost_timeout_s`, for `queue_timeout_s`
+        where they are started or none has joined yet (whoever is to start them elsewhere may wait
+        for room, too), at once where their batch job has ended, and never while it is queued.
+        Meanwhile it is said, a line a minute.
         """
         began_at = since = time.monotonic()
         say_s = SAY_S
@@ -165,7 +167,7 @@ class ServiceFinder:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _is_queued(self) -> bool:
-        """Whether a batch system has yet to start them, and says so."""
+        """True while the batch system says that it has yet to start them."""
         if self._job is None:
             return False
         await self._job.ask()

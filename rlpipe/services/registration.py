@@ -46,7 +46,8 @@ _refused: set[str] = set()  # the starts of records of which that was said
 
 @dataclass(frozen=True)
 class ServiceRecord:
-    """What a service leaves in the store. `engine`: the kind of its engines; `rendezvous`: host:port of a gang of several nodes."""
+    """The record that a service leaves in the store. `engine`: the kind of its engines;
+    `rendezvous`: host:port of trainer processes on several nodes."""
 
     name: str
     url: str
@@ -85,7 +86,8 @@ def service_key() -> str:
 
 
 def _derived(purpose: str, of: dict[str, str]) -> str:
-    """What only who has the services' key can make, other for each purpose. Empty without that key."""
+    """The HMAC of these values by the services' key: only a process with the key can make it, and
+    it differs for each purpose. Empty without that key."""
     key, text = service_key(), json.dumps([purpose, of], sort_keys=True)
     return hmac.new(key.encode(), text.encode(), "sha256").hexdigest() if key else ""
 
@@ -127,7 +129,7 @@ def file_keys(store: Store, run_root: str) -> dict[str, str]:
 
 
 def anybody_registered(store: Store, run_root: str, kind: str) -> bool:
-    """Whether there is a record of a kind, be it one that is not taken."""
+    """True when there is a record of a kind, also one that is not accepted."""
     return bool(_places(store, run_root, kind))
 
 
@@ -181,7 +183,7 @@ class Registration:
             await self.enter()
 
     async def stands(self) -> bool:
-        """Whether the record is still this service's own."""
+        """True when the record is still this service's own."""
         records = await asyncio.to_thread(registered, self.store, self.run_root, self.kind)
         return self.record.start in (record.start for record in records)
 
@@ -192,7 +194,7 @@ class Registration:
 
 
 class RunService(Protocol):
-    """What `serve` keeps registered: HostService, GangService."""
+    """A service that `serve` keeps registered: HostService, GangService."""
 
     registration: Registration
 
@@ -214,7 +216,8 @@ IsOver = Callable[
 
 
 def past(idle_timeout_s: float) -> IsOver:
-    """Of a service that its run starts again when it needs it: it ends when it has been without work for so long; 0: never."""
+    """Returns the rule that ends a service which its run starts again when it needs it: the service
+    ends after more than `idle_timeout_s` without work; 0: never."""
 
     async def is_over(idle_s: float) -> bool:
         return 0 < idle_timeout_s < idle_s

@@ -1,6 +1,8 @@
-"""Whether the run of a service is still somebody's: a service that nobody starts again stays for as long as it is, whatever the run does.
+"""Finds out if somebody still works on the run of a service: a service that nobody starts again
+stays for as long as somebody does, whatever the run does.
 
-A process that works on a run beats in its lease, one that prepares it in its announcement (`rlpipe.store.lease`). Nobody's clock is compared.
+A process that works on a run beats in its lease, one that prepares it in its announcement
+(`rlpipe.store.lease`). Nobody's clock is compared.
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ class RunWatch:
         return max(0.0, self._looked_at - self._beat_at - STALE_S)
 
     async def is_over(self, idle_s: float) -> bool:
-        """Whether a service that has been without work for `idle_s` is to end: not while somebody works on the run.
+        """True when a service that has been without work for `idle_s` is to end: not while somebody
+        works on the run.
 
-        One that waits says so, a line a minute.
+        A service that waits says so, a line a minute.
         """
         gone_s = await self.gone_s()
         if 0 < self.idle_timeout_s < min(idle_s, gone_s):
