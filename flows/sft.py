@@ -9,6 +9,7 @@ from prefect import flow
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
 from flows.terminal import bar, say, segment_line
 from flows.ui import ended
+from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.stages.session import Session
@@ -27,17 +28,7 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
     """
     config = await requested(config, changes)
     async with open_session(config) as session:
-        is_complete, has_base = await asyncio.to_thread(lambda: (session.run.sft_complete, session.run.has_base))
-        if not is_complete:
-            session.tracker.begin("sft")
-        if not has_base:
-            maker = "is copied" if config.model.path else "is made by the trainer, which starts"
-            say(
-                f"tokenizer, base model and SFT data come into the store: the model {maker} (seconds, minutes for a large one)"
-            )
-        base = await prepare(session)
-        data = await prepare_sft_data(session, tokenizer=base.ref)
-        session.track_data("sft")
+        tokenizer, data = await begin_sft(session)
         run, total = session.run, session.run.num_segments
         first = await asyncio.to_thread(session.num_committed, "sft")
         session.tracker.committed("sft", first)
@@ -60,7 +51,7 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
 
                 previous = await asyncio.to_thread(previous_policy, run, segment)
                 trained = await train_segment(
-                    session, segment=segment, data=data.ref, tokenizer=base.ref, previous=previous, on_progress=show
+                    session, segment=segment, data=data, tokenizer=tokenizer, previous=previous, on_progress=show
                 )
                 session.tracker.committed("sft", segment + 1)
                 progress.n = min((segment + 1) * steps, config.sft.num_steps)
@@ -72,6 +63,21 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
         await evaluate_sft(session)
         policy, _ = await asyncio.to_thread(run.policy, 0)
         return await ended(session, ("sft",), policy.as_json())
+
+
+async def begin_sft(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
+    """The tokenizer of the run and the data of its SFT, committed, as the base model is."""
+    is_complete, has_base = await asyncio.to_thread(lambda: (session.run.sft_complete, session.run.has_base))
+    if not is_complete:
+        session.tracker.begin("sft")
+    if not has_base:
+        maker = "is copied" if session.config.model.path else "is made by the trainer, which starts"
+        made = f"the model {maker} (seconds, minutes for a large one)"
+        say(f"tokenizer, base model and SFT data come into the store: {made}")
+    base = await prepare(session)
+    data = await prepare_sft_data(session, tokenizer=base.ref)
+    session.track_data("sft")
+    return base.ref, data.ref
 
 
 async def evaluate_sft(session: Session) -> None:
