@@ -13,7 +13,9 @@ _record = logging.getLogRecordFactory()
 
 
 def _printable_record(*args: Any, **named: Any) -> logging.LogRecord:
-    """A record of any logger of the process, Prefect's and MLflow's too: what it says of others' text may be shown, wherever it goes."""
+    """A record of any logger of the process, Prefect's and MLflow's too: what it says of others'
+    text may be shown, wherever it goes.
+    """
     record = _record(*args, **named)
     with contextlib.suppress(Exception):  # arguments that do not fit: whoever writes the record says so
         said = record.getMessage()

@@ -1,4 +1,6 @@
-"""Anthropic's messages: a call is read as the chat completion that asks the same, and its reply written in their form."""
+"""Anthropic's messages: a call is read as the chat completion that asks the same, and its reply
+written in their form.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ class AnthropicWire:
 
 
 def _turned(message: Any) -> list[JsonDict]:
-    """A message as chat completions have it: the results of tools are messages of their own, before what the user says with them."""
+    """A message as chat completions have it: the results of tools are messages of their own, before
+    what the user says with them.
+    """
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         return [message]

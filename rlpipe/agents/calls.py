@@ -56,7 +56,10 @@ class SentCalls:
         self._calls: defaultdict[bytes, list[SentCall]] = defaultdict(list)
 
     def call(self, sending: SentRequest, answer: Callable[[], asyncio.Task[GivenReplies]]) -> SentCall:
-        """The call that a request makes, or makes again. A new one is begun to be answered; it is forgotten when it is refused."""
+        """The call that a request makes, or makes again.
+
+        A new one is begun to be answered; it is forgotten when it is refused.
+        """
         alike = self._calls[sending.said_sha256]
         if (call := _repeated(alike, sending)) is not None:
             call.newest, call.is_given = sending, False

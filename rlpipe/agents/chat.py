@@ -1,9 +1,12 @@
-"""OpenAI's chat completions on the wire: what an agent asks, as a record, and the message that a completion becomes.
+"""OpenAI's chat completions on the wire: what an agent asks, as a record, and the message that a
+completion becomes.
 
-Messages are kept in one form: {"role", "content"} with text, of the assistant perhaps with "tool_calls" whose arguments are parsed, of a
-tool with "tool_call_id". Two messages that say the same are then equal, however their JSON was written.
+Messages are kept in one form: {"role", "content"} with text, of the assistant perhaps with
+"tool_calls" whose arguments are parsed, of a tool with "tool_call_id". Two messages that say the
+same are then equal, however their JSON was written.
 
-A tool call stands in a completion as Hermes and Qwen write it: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+A tool call stands in a completion as Hermes and Qwen write it: <tool_call>{"name": ...,
+"arguments": {...}}</tool_call>.
 """
 
 from __future__ import annotations

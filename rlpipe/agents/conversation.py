@@ -1,8 +1,9 @@
 """The tokens of one rollout of an agent, as a tree: a node for each reply, a branch for each leaf.
 
-A call goes on from the node whose conversation it repeats: that node's tokens stay as they were sampled, and only the new messages are
-encoded. Where it repeats none (the agent has rewritten its history, or the chat template does not let the conversation go on), a new
-branch begins, and the whole conversation is encoded as its prompt.
+A call goes on from the node whose conversation it repeats: that node's tokens stay as they were
+sampled, and only the new messages are encoded. Where it repeats none (the agent has rewritten its
+history, or the chat template does not let the conversation go on), a new branch begins, and the
+whole conversation is encoded as its prompt.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class ConversationTree:
 
 
 def masks_of_each_reply_once(branches: list[Node]) -> list[bytes]:
-    """The masks of branches, in which each reply is in one: 0 on those that a branch before it has too.
+    """The masks of branches, in which each reply is in one: 0 on those that a branch before it has
+    too.
 
     They are at its beginning: branches of a tree have the same replies up to where they part.
     """

@@ -1,4 +1,5 @@
-"""The OpenAI-compatible endpoint in front of the pool: each rollout has its own URL and key while its agent runs.
+"""The OpenAI-compatible endpoint in front of the pool: each rollout has its own URL and key while
+its agent runs.
 
 Routes, below the rollout's URL: POST /chat/completions, POST /messages (Anthropic's), GET /models.
 """
@@ -92,7 +93,9 @@ class AgentEndpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """401 to whoever has no key of a rollout that runs, an error in the shape of the route to what is refused."""
+        """401 to whoever has no key of a rollout that runs, an error in the shape of the route to
+        what is refused.
+        """
         guest = self._guests.get(request.match_info.get("rollout", ""))
         try:
             given = request.headers.get("Authorization") or f"Bearer {request.headers.get('x-api-key', '')}"

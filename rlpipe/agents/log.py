@@ -1,7 +1,10 @@
-"""The replies of a shard on their way: kept in the store before they are given, so that a process that takes over gives them again.
+"""The replies of a shard on their way: kept in the store before they are given, so that a process
+that takes over gives them again.
 
-A call that is kept, and whose agent ended before it was given, gets a second line, which has no completions: it is forgotten. They lie beside the shard, in `calls/<attempt>/<number>.jsonl`: what is to be kept at one time is one file. No manifest names them;
-`rlpipe gc` sweeps them once the shard is committed.
+A call that is kept, and whose agent ended before it was given, gets a second line, which has no
+completions: it is forgotten. They lie beside the shard, in `calls/<attempt>/<number>.jsonl`: what
+is to be kept at one time is one file. No manifest names them; `rlpipe gc` sweeps them once the
+shard is committed.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ class CallLog:
     """The log of one shard."""
 
     def __init__(self, store: Store, folder: str) -> None:
-        """`folder`: the shard's. What earlier processes have kept there is read; StoreError when it cannot be."""
+        """`folder`: the shard's.
+
+        What earlier processes have kept there is read; StoreError when it cannot be.
+        """
         self.replies: defaultdict[Place, Replies] = defaultdict(dict)
         self._store = store
         self._folder = f"{folder}/{CALLS}"
@@ -54,7 +60,9 @@ class CallLog:
                 self.replies[place].pop(call, None)
 
     async def keep(self, place: Place, call: CallKey, completions: list[Completion]) -> None:
-        """Returns when the replies to a call are in the store; those that come meanwhile go there together. No completions: it is forgotten."""
+        """Returns when the replies to a call are in the store; those that come meanwhile go there
+        together. No completions: it is forgotten.
+        """
         line = _Line(
             json.dumps({"rollout": place, "call": call, "completions": [_as_json(sampled) for sampled in completions]})
         )

@@ -21,7 +21,10 @@ MODULE = "rlpipe.agents.worker"
 
 
 class AgentFault(Exception):
-    """An agent failed its rollout. Reasons: agent_error, _timeout, _crash (it was killed, twice), _invalid, _silent."""
+    """An agent failed its rollout.
+
+    Reasons: agent_error, _timeout, _crash (it was killed, twice), _invalid, _silent.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -37,7 +40,9 @@ class AgentOutcome:
 
 
 class Agents:
-    """At most `rl.agents_max` agents at once, each in a process, started when first needed, from here to `close`."""
+    """At most `rl.agents_max` agents at once, each in a process, started when first needed, from
+    here to `close`.
+    """
 
     def __init__(self, rl: RlConfig, tokenizer: ChatTokenizer) -> None:
         self._rl = rl
@@ -49,7 +54,10 @@ class Agents:
             self._idle.put_nowait(child)
 
     async def run(self, rollout: AgentRollout, prompt: RewardPrompt) -> AgentOutcome:
-        """Runs the agent for one rollout, once more where it was killed; AgentFault. UserError when it cannot be loaded."""
+        """Runs the agent for one rollout, once more where it was killed; AgentFault.
+
+        UserError when it cannot be loaded.
+        """
         if self._starting is None:
             self._starting = asyncio.create_task(self._endpoint.start(self._rl.agent_address))
         await self._starting

@@ -1,8 +1,10 @@
-"""One rollout of an agent: every call it makes is sampled by the pool, kept, and recorded as tokens.
+"""One rollout of an agent: every call it makes is sampled by the pool, kept, and recorded as
+tokens.
 
-An agent that is started again is answered with what it was answered, as long as it asks the same: a call is known by the tokens that its
-reply comes after, and by how often they were asked for. A call ends with the agent that made it: one that was not answered by then is given
-up, and was never sampled.
+An agent that is started again is answered with what it was answered, as long as it asks the same: a
+call is known by the tokens that its reply comes after, and by how often they were asked for. A call
+ends with the agent that made it: one that was not answered by then is given up, and was never
+sampled.
 """
 
 from __future__ import annotations
@@ -89,7 +91,11 @@ class AgentRollout:
 
     @contextlib.asynccontextmanager
     async def one_try(self) -> AsyncIterator[None]:
-        """One run of the agent. At its end every call of it has ended, and what was not answered is asked of no engine, nor kept."""
+        """One run of the agent.
+
+        At its end every call of it has ended, and what was not answered is asked of no engine, nor
+        kept.
+        """
         self._begin()
         try:
             yield
@@ -102,7 +108,9 @@ class AgentRollout:
                 await self._keep(key, [])
 
     def answer(self, request: ChatRequest) -> asyncio.Task[GivenReplies]:
-        """The replies to a call; ChatRefused, also when the agent ends before they are there, and then it counts for nothing."""
+        """The replies to a call; ChatRefused, also when the agent ends before they are there, and
+        then it counts for nothing.
+        """
         call = asyncio.create_task(self._answer(request))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -193,7 +201,9 @@ class AgentRollout:
         return self._refusal(OUT_OF_TURNS, message, "turns_max")
 
     def _too_long(self) -> ChatRefused:
-        """The refusal of a conversation that leaves no token, whether it was encoded or is so long that it need not be."""
+        """The refusal of a conversation that leaves no token, whether it was encoded or is so long
+        that it need not be.
+        """
         terms = self.terms
         message = (
             f"the conversation leaves no token for a reply: it may have {terms.context_tokens_max} tokens, "
@@ -207,7 +217,9 @@ class AgentRollout:
 
     @property
     def finish_reason(self) -> str:
-        """Why the rollout ended, once its agent has: its last reply was cut off, or a limit refused its last call; else "stop"."""
+        """Why the rollout ended, once its agent has: its last reply was cut off, or a limit refused
+        its last call; else "stop".
+        """
         last = self.conversation.last
         is_cut = (
             last is not None

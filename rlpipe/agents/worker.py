@@ -1,7 +1,8 @@
 """The process that runs an agent: `python -m rlpipe.agents.worker`, one rollout at a time.
 
-First line in: {"agent"}; out: {} or {"error": message}. Then {"prompt", "base_url", "api_key"}, out: {"reward", "metrics"} or {"reason", "message"},
-or {"signal"} when the command was killed. An agent is a command, run anew for each rollout, or a function that this process keeps.
+First line in: {"agent"}; out: {} or {"error": message}. Then {"prompt", "base_url", "api_key"},
+out: {"reward", "metrics"} or {"reason", "message"}, or {"signal"} when the command was killed. An
+agent is a command, run anew for each rollout, or a function that this process keeps.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def load(hello: JsonDict) -> Loaded:
 
 
 def command_of(agent: str) -> list[str]:
-    """The command's words, its program as a path; UserError when that, or the script after it, is not there. `python` is the one that runs this."""
+    """The command's words, its program as a path; UserError when that, or the script after it, is
+    not there. `python` is the one that runs this.
+    """
     words = shlex.split(agent)
     program = shutil.which(words[0], path=_path()) if words else None
     if program is None:
@@ -63,7 +66,9 @@ def command_of(agent: str) -> list[str]:
 
 
 def run(argv: list[str], request: JsonDict) -> JsonDict:
-    """Runs the command for one rollout: it reads the prompt as JSON, and finds URL and key where OpenAI's clients look for them."""
+    """Runs the command for one rollout: it reads the prompt as JSON, and finds URL and key where
+    OpenAI's clients look for them.
+    """
     environment = {**os.environ, "PATH": _path(), **_settings(request)}
     process = subprocess.Popen(
         argv,
@@ -87,7 +92,8 @@ def run(argv: list[str], request: JsonDict) -> JsonDict:
 
 
 def _last_words(process: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
-    """The end of what a command wrote to stdout and stderr until it ended, TAIL_BYTES of each; it reads what is `given`.
+    """The end of what a command wrote to stdout and stderr until it ended, TAIL_BYTES of each; it
+    reads what is `given`.
 
     What it started may hold the pipes longer, and write on: nobody waits for that.
     """

@@ -1,7 +1,11 @@
-"""Advantages from rewards, formulas in docs/algorithms.md. Pure numpy: the flow process computes them without torch.
+"""Advantages from rewards, formulas in docs/algorithms.md.
 
-Legend: B rollouts (or rows, where a rollout has several: `rollout_B`), R rollouts then, G rollouts of one group, T tokens, N scored tokens of a batch: rollout after rollout, masked tokens left out.
-`lengths_B` are the scored tokens of each rollout (they add up to N). Masks are 1 (or True) where a token counts. All float64.
+Pure numpy: the flow process computes them without torch.
+
+Legend: B rollouts (or rows, where a rollout has several: `rollout_B`), R rollouts then, G rollouts
+of one group, T tokens, N scored tokens of a batch: rollout after rollout, masked tokens left out.
+`lengths_B` are the scored tokens of each rollout (they add up to N). Masks are 1 (or True) where a
+token counts. All float64.
 """
 
 from __future__ import annotations
@@ -54,15 +58,18 @@ def row_advantages(
     kl_coef: float = 0.0,
     rollout_B: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Advantages of the scored tokens of each row of a batch: what the trainer trains on. Where all tokens of a row have the same, they are one number
-    in memory.
+    """Advantages of the scored tokens of each row of a batch: what the trainer trains on.
 
-    `kl_N` is subtracted from the rewards: token by token for `reinforce_plus_plus`, for the others as its sum over the rollout.
-    `gamma` is read by `reinforce_plus_plus` alone. ValueError on an unknown estimator.
+    Where all tokens of a row have the same, they are one number in memory.
 
-    `rollout_B`: 0, 1, ... for the rows of the first rollout, the second, ...; none: each row is a rollout. Rows of a rollout have its reward,
-    and count once: it is compared with other rollouts, and its length and its KL are those of all its rows. Only `reinforce_plus_plus`,
-    which compares tokens, takes each row by itself.
+    `kl_N` is subtracted from the rewards: token by token for `reinforce_plus_plus`, for the others
+    as its sum over the rollout. `gamma` is read by `reinforce_plus_plus` alone. ValueError on an
+    unknown estimator.
+
+    `rollout_B`: 0, 1, ... for the rows of the first rollout, the second, ...; none: each row is a
+    rollout. Rows of a rollout have its reward, and count once: it is compared with other rollouts,
+    and its length and its KL are those of all its rows. Only `reinforce_plus_plus`, which compares
+    tokens, takes each row by itself.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator={estimator!r}: use one of {', '.join(ESTIMATORS)}")
@@ -97,12 +104,18 @@ def _of_rows(values_N: np.ndarray, lengths_B: np.ndarray) -> list[np.ndarray]:
 
 
 def rollout_sums(lengths_B: np.ndarray, rollout_B: np.ndarray) -> np.ndarray:
-    """The scored tokens of each of R rollouts: those of its rows together. `rollout_B` as in `row_advantages`."""
+    """The scored tokens of each of R rollouts: those of its rows together.
+
+    `rollout_B` as in `row_advantages`.
+    """
     return np.bincount(rollout_B, weights=lengths_B).astype(np.int64)
 
 
 def rollout_means(advantages_N: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
-    """The mean advantage of each rollout's scored tokens; 0 where it has none. That of equal ones is exactly theirs."""
+    """The mean advantage of each rollout's scored tokens; 0 where it has none.
+
+    That of equal ones is exactly theirs.
+    """
     lengths_B = np.asarray(lengths_B, dtype=np.int64)
     first_B = np.zeros(len(lengths_B))
     first_B[lengths_B > 0] = advantages_N[_starts(lengths_B)[lengths_B > 0]]
@@ -116,10 +129,10 @@ def group_advantages(
 ) -> np.ndarray:
     """Advantages of B rollouts, each against its group.
 
-    `grpo` (r - mean) / (std + STD_MIN) with ddof 1; `dr_grpo` r - mean; `rloo` (r - mean) * G / (G - 1); `maxrl` (r - mean) / mean,
-    0 where the mean is not positive; `opo` r - sum(length * r) / sum(length), which needs `lengths_B`.
-    A group of one, a group of equal rewards, and for opo one without tokens, have advantage 0 exactly.
-    ValueError on an unknown estimator.
+    `grpo` (r - mean) / (std + STD_MIN) with ddof 1; `dr_grpo` r - mean; `rloo` (r - mean) * G / (G
+    - 1); `maxrl` (r - mean) / mean, 0 where the mean is not positive; `opo` r - sum(length * r) /
+    sum(length), which needs `lengths_B`. A group of one, a group of equal rewards, and for opo one
+    without tokens, have advantage 0 exactly. ValueError on an unknown estimator.
     """
     if estimator not in GROUP_ESTIMATORS or (estimator == "opo" and lengths_B is None):
         raise ValueError(f"estimator={estimator!r}: use one of {', '.join(GROUP_ESTIMATORS)}; opo needs lengths_B")
@@ -144,7 +157,9 @@ def group_advantages(
 def _returns(
     rewards_B: np.ndarray, lengths_B: np.ndarray, gamma: float, kl_N: np.ndarray | None, kl_coef: float
 ) -> np.ndarray:
-    """Discounted return-to-go of N tokens; the reward comes with the last token of a rollout, the KL with its own."""
+    """Discounted return-to-go of N tokens; the reward comes with the last token of a rollout, the
+    KL with its own.
+    """
     assert np.isfinite(rewards_B).all(), "a reward is not finite"
     returns_N = np.zeros(int(lengths_B.sum())) if kl_N is None else -kl_coef * np.asarray(kl_N, dtype=np.float64)
     returns_N[(np.cumsum(lengths_B) - 1)[lengths_B > 0]] += rewards_B[lengths_B > 0]

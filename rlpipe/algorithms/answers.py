@@ -34,7 +34,10 @@ def likeness(one: str, other: str) -> float:
 
 
 def last_answer(completion: str) -> str | None:
-    """The text of the last `<answer>` that is closed; None when there is none. Not by a regular expression: those are quadratic."""
+    """The text of the last `<answer>` that is closed; None when there is none.
+
+    Not by a regular expression: those are quadratic.
+    """
     end = completion.rfind("</answer>")
     start = completion.rfind("<answer>", 0, max(end, 0))
     return completion[start + len("<answer>") : end] if start >= 0 else None
@@ -54,8 +57,9 @@ def boxed_answer(text: str) -> str | None:
 def marked_answer(completion: str) -> str | None:
     """The text that the completion marks as its answer, stripped; None when it marks none.
 
-    It is the last `<answer>` element (of that the last box, where it has one), or else the last of these: a box (`boxed_answer`),
-    or `####` with a number or formula alone behind it on its line. Where there is no box, words may follow the number.
+    It is the last `<answer>` element (of that the last box, where it has one), or else the last of
+    these: a box (`boxed_answer`), or `####` with a number or formula alone behind it on its line.
+    Where there is no box, words may follow the number.
     """
     if (tagged := last_answer(completion)) is not None:
         return boxed_answer(tagged) or tagged.strip()
@@ -68,7 +72,9 @@ def marked_answer(completion: str) -> str | None:
 
 
 def answer_text(completion: str) -> str:
-    """The text that counts as the answer: the one that is marked (`marked_answer`), else the whole completion; stripped."""
+    """The text that counts as the answer: the one that is marked (`marked_answer`), else the whole
+    completion; stripped.
+    """
     marked = marked_answer(completion)
     return completion.strip() if marked is None else marked
 
@@ -116,7 +122,8 @@ def _boxes(text: str) -> tuple[int, int, str] | None:
 
 
 def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
-    """The chance that at least one of k completions passes, drawn without replacement: 1 - C(n-c, k) / C(n, k).
+    """The chance that at least one of k completions passes, drawn without replacement: 1 - C(n-c,
+    k) / C(n, k).
 
     The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, section 2.1), in whole numbers.
     """
@@ -133,10 +140,12 @@ def majority_passes(answers: list[str], passed: list[bool]) -> bool:
 
 
 def set_metrics(name: str, rollouts: Group, threshold: float) -> dict[str, float]:
-    """The metrics of one evaluation set from its scored rollouts: of each prompt, rollout 0 is greedy, the others are sampled.
+    """The metrics of one evaluation set from its scored rollouts: of each prompt, rollout 0 is
+    greedy, the others are sampled.
 
-    `<set>_greedy`, `_pass_at_1`, `_reward_mean`, `_length_tokens_mean`; with n > 1 sampled completions `_pass_at_<k>` for
-    k = 2, 4, 8, ... up to n, and `_maj_at_<n>`; `_format_rate` where the reward has such a part.
+    `<set>_greedy`, `_pass_at_1`, `_reward_mean`, `_length_tokens_mean`; with n > 1 sampled
+    completions `_pass_at_<k>` for k = 2, 4, 8, ... up to n, and `_maj_at_<n>`; `_format_rate` where
+    the reward has such a part.
     """
     sampled = [rollout for rollout in rollouts if rollout.rollout_index > 0]
     greedy = [_passes(rollout, threshold) for rollout in rollouts if rollout.rollout_index == 0]

@@ -42,11 +42,13 @@ NO_SHIFT = Shift(0.0, 0.0, 0.0, 1.0, 0.0)
 def shift(
     values_G: np.ndarray, iterations_G: np.ndarray, at: int, *, trend: bool = False, exact: bool = False
 ) -> Shift:
-    """The shift of the groups' values at iteration `at`, with the noise within and between iterations; NO_SHIFT when a side has no value.
+    """The shift of the groups' values at iteration `at`, with the noise within and between
+    iterations; NO_SHIFT when a side has no value.
 
-    With `trend` a straight line through both sides is taken out, where there are iterations enough: learning is no change.
-    `exact`: there is one value an iteration, a metric, and no groups that it is the mean of; then each side has a slope of its own, and the
-    size is the step between both lines at `at`.
+    With `trend` a straight line through both sides is taken out, where there are iterations enough:
+    learning is no change. `exact`: there is one value an iteration, a metric, and no groups that it
+    is the mean of; then each side has a slope of its own, and the size is the step between both
+    lines at `at`.
     """
     known_G = np.isfinite(values_G)
     values_G, iterations_G = values_G[known_G], iterations_G[known_G]
@@ -77,8 +79,10 @@ def shift(
 
 
 def more_often(flags_G: np.ndarray, after_G: np.ndarray) -> Shift:
-    """The change of the share of groups that are flagged, by Fisher's exact test: for what is a matter of each group's own row of the data,
-    and of nothing that moves whole iterations. NO_SHIFT when a side has no group."""
+    """The change of the share of groups that are flagged, by Fisher's exact test: for what is a
+    matter of each group's own row of the data, and of nothing that moves whole iterations. NO_SHIFT
+    when a side has no group.
+    """
     counts = [(int(flags_G[after_G == side].sum()), int((after_G == side).sum())) for side in (False, True)]
     (before, of_before), (after, of_after) = counts
     if not of_before or not of_after:
@@ -89,7 +93,9 @@ def more_often(flags_G: np.ndarray, after_G: np.ndarray) -> Shift:
 
 
 def drift(values_G: np.ndarray, iterations_G: np.ndarray) -> Shift:
-    """The shift from the first iteration to the last along a straight line, with the noise of `shift`; NO_SHIFT below TREND_MIN iterations."""
+    """The shift from the first iteration to the last along a straight line, with the noise of
+    `shift`; NO_SHIFT below TREND_MIN iterations.
+    """
     iterations_T, index_G, counts_T = np.unique(iterations_G, return_inverse=True, return_counts=True)
     if len(iterations_T) < TREND_MIN or np.ptp(values_G) == 0:
         return NO_SHIFT
@@ -109,8 +115,12 @@ def _tested(before: float, after: float, size: float, error: float, freedom: flo
 
 
 def _variance_within(values_G: np.ndarray, means_G: np.ndarray, side_G: np.ndarray) -> float:
-    """The variance of a side's groups within their iterations. One pseudo-group that lies as far off as the two sides do bounds it from
-    below: four groups that happen to agree are no proof. Each side has its own: what is rare on one of them varies little there."""
+    """The variance of a side's groups within their iterations.
+
+    One pseudo-group that lies as far off as the two sides do bounds it from below: four groups that
+    happen to agree are no proof. Each side has its own: what is rare on one of them varies little
+    there.
+    """
     residuals = (values_G - means_G)[side_G]
     return float(((residuals**2).sum() + values_G.var()) / len(residuals))
 
@@ -124,9 +134,11 @@ def _freedom(errors: list[float], counts: list[int]) -> float:
 def _step(
     design_TC: np.ndarray, means_T: np.ndarray, noise_T: np.ndarray, within_free: float
 ) -> tuple[float, float, float]:
-    """The step's coefficient, its standard error and degrees of freedom, by weighted least squares with a variance between iterations.
+    """The step's coefficient, its standard error and degrees of freedom, by weighted least squares
+    with a variance between iterations.
 
-    `within_free`: the degrees of freedom of the noise within iterations."""
+    `within_free`: the degrees of freedom of the noise within iterations.
+    """
     num, columns = design_TC.shape
     coefficients = np.linalg.lstsq(design_TC, means_T, rcond=None)[0]
     free = num - columns
@@ -144,7 +156,10 @@ def _step(
 
 
 def group_means(values_R: np.ndarray, group_R: np.ndarray, num_groups: int) -> np.ndarray:
-    """The mean of each group's values, [G]; nan where none has one. `group_R`: the position of each value's group."""
+    """The mean of each group's values, [G]; nan where none has one.
+
+    `group_R`: the position of each value's group.
+    """
     known_R = np.isfinite(values_R)
     counts_G = np.bincount(group_R[known_R], minlength=num_groups)
     sums_G = np.bincount(group_R[known_R], values_R[known_R], minlength=num_groups)
@@ -154,7 +169,9 @@ def group_means(values_R: np.ndarray, group_R: np.ndarray, num_groups: int) -> n
 def within_correlation(
     first_R: np.ndarray, second_R: np.ndarray, group_R: np.ndarray, num_groups: int, chosen_R: np.ndarray
 ) -> float:
-    """The correlation of two columns, each less its group's mean, over the chosen rows that have both; nan where one does not vary."""
+    """The correlation of two columns, each less its group's mean, over the chosen rows that have
+    both; nan where one does not vary.
+    """
     centered = [column - group_means(column, group_R, num_groups)[group_R] for column in (first_R, second_R)]
     both_R = np.isfinite(centered[0]) & np.isfinite(centered[1]) & chosen_R
     first, second = (column[both_R] for column in centered)

@@ -24,9 +24,11 @@ ResolvedFilter = tuple[str, Filter, float]  # name, function, threshold
 
 
 def nonzero_std(group: Group, threshold: float) -> str | None:
-    """Keeps rewards whose (population) standard deviation is above the threshold: equal rewards teach nothing.
+    """Keeps rewards whose (population) standard deviation is above the threshold: equal rewards
+    teach nothing.
 
-    The reason tells the mean reward: "zero_std_1.0" is solved, "zero_std_0.0" is hopeless or a broken reward.
+    The reason tells the mean reward: "zero_std_1.0" is solved, "zero_std_0.0" is hopeless or a
+    broken reward.
     """
     rewards = _rewards(group)
     # pstdev is exactly zero for equal rewards; numpy's is not
@@ -44,25 +46,33 @@ def any_success(group: Group, threshold: float) -> str | None:
 
 
 def diversity(group: Group, threshold: float) -> str | None:
-    """Keeps a group whose share of distinct completions, 1/group_size to 1, is at least the threshold."""
+    """Keeps a group whose share of distinct completions, 1/group_size to 1, is at least the
+    threshold.
+    """
     completions = [rollout.completion for rollout in group]
     return None if len(set(completions)) / len(completions) >= threshold else "low_diversity"
 
 
 def reasonable_length(group: Group, threshold: float) -> str | None:
-    """Keeps a mean completion length, in tokens, of at most the threshold; single rollouts may be longer."""
+    """Keeps a mean completion length, in tokens, of at most the threshold; single rollouts may be
+    longer.
+    """
     lengths = [len(rollout.completion_tokens) for rollout in group]
     return None if statistics.fmean(lengths) <= threshold else "too_long"
 
 
 def minimum_length(group: Group, threshold: float) -> str | None:
-    """Keeps a mean completion length, in tokens, of at least the threshold; single rollouts may be shorter."""
+    """Keeps a mean completion length, in tokens, of at least the threshold; single rollouts may be
+    shorter.
+    """
     lengths = [len(rollout.completion_tokens) for rollout in group]
     return None if statistics.fmean(lengths) >= threshold else "too_short"
 
 
 def any_ended(group: Group, _threshold: float) -> str | None:
-    """Keeps a group in which some completion ended by itself: with `rl.mask_truncated`, another has no token to train."""
+    """Keeps a group in which some completion ended by itself: with `rl.mask_truncated`, another has
+    no token to train.
+    """
     return None if any(rollout.finish_reason != TRUNCATED for rollout in group) else "all_truncated"
 
 
@@ -94,10 +104,11 @@ BOUNDS: dict[str, tuple[float, float, str]] = {  # of the thresholds that make s
 def resolve_filters(
     filters: dict[str, float], *, size_min: int = 0, mask_truncated: bool = False
 ) -> list[ResolvedFilter]:
-    """The filters (name or package.module:function -> threshold) in the config's order; UserError names what exists.
+    """The filters (name or package.module:function -> threshold) in the config's order; UserError
+    names what exists.
 
-    A first one drops groups of fewer than `size_min` rollouts; with `mask_truncated`, a last one those in which nothing would be
-    left to train.
+    A first one drops groups of fewer than `size_min` rollouts; with `mask_truncated`, a last one
+    those in which nothing would be left to train.
     """
     resolved: list[ResolvedFilter] = [("enough_rollouts", enough_rollouts, size_min)] if size_min else []
     for name, threshold in filters.items():
@@ -110,7 +121,9 @@ def resolve_filters(
 
 
 def trial_group(size: int, parts: Iterable[str]) -> Group:
-    """A group of rollouts that nobody sampled, with every column that filters are given; `parts`: the names of the reward's parts."""
+    """A group of rollouts that nobody sampled, with every column that filters are given; `parts`:
+    the names of the reward's parts.
+    """
     names = list(parts)  # they may be an iterator, and every rollout has them
     tokens, logprobs = np.array([3, 4], dtype=np.int32), np.full(2, -0.5, dtype=np.float32)
     return [
@@ -125,7 +138,9 @@ def trial_group(size: int, parts: Iterable[str]) -> Group:
 
 
 def apply_filters(groups: list[Group], filters: list[ResolvedFilter]) -> tuple[list[int], dict[int, str]]:
-    """Positions of the groups kept, in order, and the reason of each dropped one: the first filter that drops it gives it."""
+    """Positions of the groups kept, in order, and the reason of each dropped one: the first filter
+    that drops it gives it.
+    """
     reasons: dict[int, str] = {}
     for position, group in enumerate(groups):
         answers = (_answer(resolved, group) for resolved in filters)

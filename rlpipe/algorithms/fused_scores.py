@@ -1,6 +1,8 @@
-"""Logprobs and entropies of logits on a GPU, in one kernel each way: an operation after the other reads and writes them some twenty times.
+"""Logprobs and entropies of logits on a GPU, in one kernel each way: an operation after the other
+reads and writes them some twenty times.
 
-Legend: C positions, V vocabulary. z: the logits by the temperature, in fp32; S: the sum of exp(z - max z) over the vocabulary.
+Legend: C positions, V vocabulary. z: the logits by the temperature, in fp32; S: the sum of exp(z -
+max z) over the vocabulary.
 """
 
 from __future__ import annotations

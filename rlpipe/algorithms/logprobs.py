@@ -33,11 +33,13 @@ def chunked_logprobs(
     kept: int = 0,
     entropy_trained: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of `targets_N` and entropies at N positions, fp32, of the temperature-scaled distribution.
+    """Logprobs of `targets_N` and entropies at N positions, fp32, of the temperature-scaled
+    distribution.
 
-    `project` maps hidden states to logits (the lm_head). Each chunk's logits are made again in the backward pass, unless N is at most `kept`.
-    `entropy_trained`: whether the loss has the entropies in it. What is made again for a part that the backward pass never asks for
-    would stay until the end of the step, so that the logits of all chunks existed at once after all.
+    `project` maps hidden states to logits (the lm_head). Each chunk's logits are made again in the
+    backward pass, unless N is at most `kept`. `entropy_trained`: whether the loss has the entropies
+    in it. What is made again for a part that the backward pass never asks for would stay until the
+    end of the step, so that the logits of all chunks existed at once after all.
     """
     assert hidden_NH.ndim == 2 and hidden_NH.shape[0] == targets_N.shape[0], "one target a position"
     assert temperature > 0 and chunk > 0, f"temperature={temperature}, chunk={chunk}"

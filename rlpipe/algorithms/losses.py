@@ -1,6 +1,9 @@
-"""Losses: pure functions of tensors, formulas in docs/algorithms.md. All-masked rows and empty batches give a finite zero.
+"""Losses: pure functions of tensors, formulas in docs/algorithms.md.
 
-Legend: B sequences, T tokens. Masks are 1 (or True) where a token counts. `d` is a difference of logprobs.
+All-masked rows and empty batches give a finite zero.
+
+Legend: B sequences, T tokens. Masks are 1 (or True) where a token counts. `d` is a difference of
+logprobs.
 """
 
 from __future__ import annotations
@@ -107,11 +110,14 @@ def policy_terms(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Terms:
-    """Loss per token, to minimise, 0 where masked; and where the clip changes its gradient: below, above (bool, False where masked).
+    """Loss per token, to minimise, 0 where masked; and where the clip changes its gradient: below,
+    above (bool, False where masked).
 
-    For `dppo` pass the rollout's logprobs in place of the proximal ones; a row is a sequence. ValueError on an unknown objective.
-    Clipped are, of `ppo` and `gspo`: a ratio too low where A < 0, too high where A > 0, or above the dual clip where A < 0, which all
-    have no gradient; of `dppo` the same of the difference of probabilities; of `cispo` the bounded weights, whatever the sign of A.
+    For `dppo` pass the rollout's logprobs in place of the proximal ones; a row is a sequence.
+    ValueError on an unknown objective. Clipped are, of `ppo` and `gspo`: a ratio too low where A <
+    0, too high where A > 0, or above the dual clip where A < 0, which all have no gradient; of
+    `dppo` the same of the difference of probabilities; of `cispo` the bounded weights, whatever the
+    sign of A.
     """
     terms = _entry(OBJECTIVES, "objective", objective)
     kept_BT = mask_BT.bool()
@@ -138,7 +144,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl(policy_logprobs_BT: Tensor, reference_logprobs_BT: Tensor, *, estimator: str) -> Tensor:
-    """Estimate of KL(policy || reference) per token: k1 d, k2 d²/2, k3 exp(-d)+d-1 (clamped to ±10), abs |d|."""
+    """Estimate of KL(policy || reference) per token: k1 d, k2 d²/2, k3 exp(-d)+d-1 (clamped to
+    ±10), abs |d|.
+    """
     return _entry(KL_ESTIMATORS, "estimator", estimator)(policy_logprobs_BT - reference_logprobs_BT)
 
 
@@ -161,11 +169,13 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> tuple[Tensor, Tensor]:
-    """Correction of the engine-trainer mismatch, never differentiated: w = proximal / rollout probability of a token.
+    """Correction of the engine-trainer mismatch, never differentiated: w = proximal / rollout
+    probability of a token.
 
-    `none` 1; `token_truncate` w within low and high; `token_mask` w, or 0 outside; `sequence_truncate`, `sequence_mask` the same
-    of the product over the row, bounded by `high` alone. Multiplies the loss after clipping and before aggregation. 1 where masked.
-    Beside it, where a bound changed the weight (bool). ValueError on any other mode.
+    `none` 1; `token_truncate` w within low and high; `token_mask` w, or 0 outside;
+    `sequence_truncate`, `sequence_mask` the same of the product over the row, bounded by `high`
+    alone. Multiplies the loss after clipping and before aggregation. 1 where masked. Beside it,
+    where a bound changed the weight (bool). ValueError on any other mode.
     """
     bounded = _entry(BOUNDS, "mode", mode)
     d_BT = _difference(proximal_logprobs_BT.detach(), rollout_logprobs_BT.detach(), mask_BT)
@@ -190,10 +200,12 @@ def aggregate(
     num_sequences: float | None = None,
     length: float | None = None,
 ) -> Tensor:
-    """Token values to a scalar: `token_mean`, `sequence_mean` or `fixed_length` (which needs `length`).
+    """Token values to a scalar: `token_mean`, `sequence_mean` or `fixed_length` (which needs
+    `length`).
 
-    `num_tokens` and `num_sequences` (those with an unmasked token) default to this batch's own; pass the global ones
-    (all microbatches, all ranks) to make the sum over parts independent of how the batch was split.
+    `num_tokens` and `num_sequences` (those with an unmasked token) default to this batch's own;
+    pass the global ones (all microbatches, all ranks) to make the sum over parts independent of how
+    the batch was split.
     """
     kept_BT = torch.where(mask_BT.bool(), values_BT, 0.0)
     lengths_B = mask_BT.bool().sum(-1)

@@ -7,9 +7,11 @@ from itertools import pairwise
 
 
 def step_ranges(num_groups: int, num_steps: int) -> list[range]:
-    """The places 0 .. num_groups - 1 as one contiguous range a step, as equal as possible, longer ones first.
+    """The places 0 .. num_groups - 1 as one contiguous range a step, as equal as possible, longer
+    ones first.
 
-    Fewer groups than steps give fewer steps. Example: step_ranges(5, 2) == [range(0, 3), range(3, 5)].
+    Fewer groups than steps give fewer steps. Example: step_ranges(5, 2) == [range(0, 3), range(3,
+    5)].
     """
     assert num_groups >= 0 and num_steps > 0, f"{num_groups} groups in {num_steps} steps"
     count = min(num_steps, num_groups)

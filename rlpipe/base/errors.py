@@ -19,7 +19,9 @@ class UserError(_Said, ValueError):
 
 
 class StoreError(_Said, RuntimeError):
-    """The store refuses or contradicts itself (wrong hash, missing file, no access); the message names the file."""
+    """The store refuses or contradicts itself (wrong hash, missing file, no access); the message
+    names the file.
+    """
 
 
 class EngineError(_Said, RuntimeError):
@@ -35,4 +37,7 @@ class RunWaits(_Said, Exception):
 
 
 class StepRefused(TrainerError):
-    """A step that would spoil the policy: not finite, or trained on what another policy sampled. Nothing was committed."""
+    """A step that would spoil the policy: not finite, or trained on what another policy sampled.
+
+    Nothing was committed.
+    """

@@ -101,6 +101,8 @@ class IterationRecord:
 
     @property
     def evaluation(self) -> Metrics:
-        """The metrics of the evaluation of the policy that it made, by their names there; empty where none was due."""
+        """The metrics of the evaluation of the policy that it made, by their names there; empty
+        where none was due.
+        """
         prefix = "evaluation/"
         return {name.removeprefix(prefix): value for name, value in self.metrics.items() if name.startswith(prefix)}

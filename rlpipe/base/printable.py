@@ -1,4 +1,7 @@
-"""Text of others as people may see it. On the standard library only: the package itself imports it, and so does the sandbox."""
+"""Text of others as people may see it.
+
+On the standard library only: the package itself imports it, and so does the sandbox.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ _NOT_PRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u2
 
 
 def printable(text: str) -> str:
-    """A text as it may be shown to a person, whoever wrote it: control characters but for line breaks and tabs, and lone surrogates, are
-    escapes. Whatever shows text calls it: the terminal (`flows/printing.py`), logs (`rlpipe/__init__.py`), errors, Prefect, MLflow, the view.
+    """A text as it may be shown to a person, whoever wrote it: control characters but for line
+    breaks and tabs, and lone surrogates, are escapes. Whatever shows text calls it: the terminal
+    (`flows/printing.py`), logs (`rlpipe/__init__.py`), errors, Prefect, MLflow, the view.
 
     Example: printable("\x1b[2Jok") == "\\x1b[2Jok".
     """

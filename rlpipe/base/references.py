@@ -17,7 +17,10 @@ def is_key(value: str) -> bool:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of an artifact. Example: FileRecord("1f0c9a/model.safetensors", 3315400, "9e1d...")."""
+    """One file of an artifact.
+
+    Example: FileRecord("1f0c9a/model.safetensors", 3315400, "9e1d...").
+    """
 
     name: str  # relative to the artifact's folder; the first part is the attempt that wrote it
     bytes: int

@@ -1,5 +1,7 @@
-"""Numbers made of names: the same on any machine and after any crash. They are in the bits of every run: a change of one of them makes
-other runs of the same config."""
+"""Numbers made of names: the same on any machine and after any crash.
+
+They are in the bits of every run: a change of one of them makes other runs of the same config.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def uniform(*names: str | int) -> float:
 
 
 def data_seed(seed: int, name: str) -> int:
-    """The seed of one data set. Generators use seed + index, so neighbouring seeds would share nearly all items."""
+    """The seed of one data set.
+
+    Generators use seed + index, so neighbouring seeds would share nearly all items.
+    """
     return first_bits(canonical_json([seed, name]).decode(), 28)
 
 

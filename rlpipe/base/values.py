@@ -15,7 +15,9 @@ Metrics = dict[str, float]
 
 
 def plain_json(value: Any) -> Any:
-    """`value` as strict JSON: keys are strings, tuples and sets are lists, NaN and infinities null, anything else its text."""
+    """`value` as strict JSON: keys are strings, tuples and sets are lists, NaN and infinities null,
+    anything else its text.
+    """
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):

@@ -1,4 +1,5 @@
-"""Trainer and engines on the same GPUs (`engines.colocate`): what that needs, and how much of a GPU's memory is whose.
+"""Trainer and engines on the same GPUs (`engines.colocate`): what that needs, and how much of a
+GPU's memory is whose.
 
 The figures are of one process on one GPU, GiB. They are estimates: none was measured on a GPU yet.
 """
@@ -23,7 +24,9 @@ def trainer_rest_gib(config: Sections) -> float:
 
 
 def engine_fraction(config: Sections, gpu_gib: float) -> float:
-    """The part of a GPU of `gpu_gib` that an engine is told to take: SGLang for weights and KV cache, vLLM for all."""
+    """The part of a GPU of `gpu_gib` that an engine is told to take: SGLang for weights and KV
+    cache, vLLM for all.
+    """
     left = 1 - (trainer_rest_gib(config) + SLACK_GIB) / gpu_gib
     return max(0.1, int(100 * (left - WORKING_SHARE if config.engines.kind == "sglang" else left)) / 100)
 

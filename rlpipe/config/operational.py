@@ -1,4 +1,6 @@
-"""The sections of the config that say where, how fast and how far: they may change between two starts. And what all sections share."""
+"""The sections of the config that say where, how fast and how far: they may change between two
+starts. And what all sections share.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ FIRST = {  # what a form shows first, because people change it, by class; the ow
 
 
 def _positions(schema: dict[str, Any], section: type[Any]) -> None:
-    """Says in what order a form shows the fields. Postgres keeps no order of keys, Prefect's UI reads `position`."""
+    """Says in what order a form shows the fields.
+
+    Postgres keeps no order of keys, Prefect's UI reads `position`.
+    """
     order = [*FIRST.get(section.__name__, []), *section.__annotations__]
     names = sorted(schema["properties"], key=lambda name: order.index(name) if name in order else len(order))
     for position, name in enumerate(names):
@@ -68,7 +73,10 @@ class BudgetConfig(BaseModel, **STRICT):
 
 
 class StopConfig(BaseModel, **STRICT):
-    """Rules that end RL at an iteration boundary. The rule on engine-trainer mismatch is rl.on_mismatch = "stop"."""
+    """Rules that end RL at an iteration boundary.
+
+    The rule on engine-trainer mismatch is rl.on_mismatch = "stop".
+    """
 
     reward_plateau: int = Field(default=0, ge=0, description="Iterations without a new best mean reward; 0: no rule")
     kl_max: Bound = Field(default=0.0, description="Largest KL to the reference (train/kl; needs rl.kl); 0: no rule")

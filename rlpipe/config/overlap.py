@@ -1,4 +1,7 @@
-"""The rules of `rl.overlap`: what may not run side by side. As in rules.py a line begins with the field that has to change."""
+"""The rules of `rl.overlap`: what may not run side by side.
+
+As in rules.py a line begins with the field that has to change.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,12 @@ ROUNDING = 1e-9  # relative: weights add up in another order than rewards
 
 
 def best_reward(rewards: dict[str, float]) -> float:
-    """The largest reward that the weights allow: the sum of those above 0. Of each reward 1 is taken as the best, as it is of all named ones
-    but `overlong` (0); who weighs others (a reward model, an environment, functions) by another scale gives `evaluation.pass_threshold`."""
+    """The largest reward that the weights allow: the sum of those above 0.
+
+    Of each reward 1 is taken as the best, as it is of all named ones but `overlong` (0); who weighs
+    others (a reward model, an environment, functions) by another scale gives
+    `evaluation.pass_threshold`.
+    """
     return sum(weight for name, weight in rewards.items() if weight > 0 and name not in NEVER_POSITIVE)
 
 
@@ -21,7 +25,10 @@ def passing_reward(config: PipelineConfig, use: str) -> float:
 
 
 def why_none_passes(config: PipelineConfig, use: str, best_tried: float | None) -> str:
-    """Why no rollout will pass, and what to do; empty where one can. `best_tried`: the best reward of the trial rollouts; None: unknown."""
+    """Why no rollout will pass, and what to do; empty where one can.
+
+    `best_tried`: the best reward of the trial rollouts; None: unknown.
+    """
     wanted, best = passing_reward(config, use), best_reward(config.rewards(use))
     given = config.evaluation.pass_threshold
     field = (

@@ -1,7 +1,10 @@
-"""The config: one pydantic tree, two levels deep. Every field says what it is, its unit and its bounds.
+"""The config: one pydantic tree, two levels deep.
 
-`model`, `data`, `sft`, `rl`, `evaluation` and `seed` say *what* is computed: they are fixed for a run. The sections and fields in
-`OPERATIONAL` and `OPERATIONAL_FIELDS` say *where, how fast and how far*: they may change between two starts.
+Every field says what it is, its unit and its bounds.
+
+`model`, `data`, `sft`, `rl`, `evaluation` and `seed` say *what* is computed: they are fixed for a
+run. The sections and fields in `OPERATIONAL` and `OPERATIONAL_FIELDS` say *where, how fast and how
+far*: they may change between two starts.
 """
 
 from __future__ import annotations
@@ -126,7 +129,9 @@ class PipelineConfig(BaseModel, **STRICT):
         return (use == "evaluation" and self.evaluation.rewards) or self.rl.rewards
 
     def reward_args(self, use: str) -> dict[str, dict[str, Any]]:
-        """The arguments of those rewards; for rl also those that name no reward at all, which is a fault."""
+        """The arguments of those rewards; for rl also those that name no reward at all, which is a
+        fault.
+        """
         rewards, others = self.rewards(use), self.evaluation.rewards
         return {
             name: args
@@ -144,8 +149,9 @@ class PipelineConfig(BaseModel, **STRICT):
 
 
 def stored_tree(config: PipelineConfig) -> JsonDict:
-    """The config as the store keeps it: with the retired fields, and without added ones that change nothing, so that the settings of old runs
-    and new ones are the same bytes."""
+    """The config as the store keeps it: with the retired fields, and without added ones that change
+    nothing, so that the settings of old runs and new ones are the same bytes.
+    """
     tree = config.model_dump(mode="json")
     for data in tree["data"]:
         if data["on_too_long"] is None:  # as before there was such a choice
@@ -161,18 +167,24 @@ def stored_tree(config: PipelineConfig) -> JsonDict:
 
 
 def _with_added(tree: JsonDict) -> JsonDict:
-    """The tree of a stored config, whose added fields are what older runs worked with where it does not have them."""
+    """The tree of a stored config, whose added fields are what older runs worked with where it does
+    not have them.
+    """
     sections = {section: tree.get(section, {}) for section in ADDED}
     return tree | {section: ADDED[section] | fields for section, fields in sections.items() if isinstance(fields, dict)}
 
 
 def from_stored(tree: Any) -> Any:
-    """The tree of a config of any age, without the retired fields; one that said what is computed stays where it said another thing."""
+    """The tree of a config of any age, without the retired fields; one that said what is computed
+    stays where it said another thing.
+    """
     return _without_retired(tree, OPERATIONAL)
 
 
 def _without_retired(tree: Any, whatever: Collection[str] = ()) -> Any:
-    """The tree without retired fields that say what every run works with, in the sections `whatever` whatever they say."""
+    """The tree without retired fields that say what every run works with, in the sections
+    `whatever` whatever they say.
+    """
     for section, name, value in list(_retired(tree)):
         if section in whatever or value == RETIRED[section][name]:
             tree = tree | {section: {key: entry for key, entry in tree[section].items() if key != name}}
@@ -180,8 +192,12 @@ def _without_retired(tree: Any, whatever: Collection[str] = ()) -> Any:
 
 
 def as_begun(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
-    """The config of a run that goes on. What is not given, and has another default today, is what the run was begun with:
-    `rl.reward_fallback` was 0.0, `evaluation.pass_threshold` 1.0 and `model.control_tokens` "as_written"."""
+    """The config of a run that goes on.
+
+    What is not given, and has another default today, is what the run was begun with:
+    `rl.reward_fallback` was 0.0, `evaluation.pass_threshold` 1.0 and `model.control_tokens`
+    "as_written".
+    """
     if config.evaluation.pass_threshold is None and begun.evaluation.pass_threshold == PASSED_BEFORE:
         evaluation = config.evaluation.model_copy(update={"pass_threshold": PASSED_BEFORE})
         config = config.model_copy(update={"evaluation": evaluation})

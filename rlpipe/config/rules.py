@@ -1,6 +1,10 @@
-"""The rules between fields. A rule is a condition and, for whoever broke it, a line that begins with the field as a user writes it.
+"""The rules between fields.
 
-A config is checked against all of them, and all that it breaks are reported together. The bounds of one field are declared with it.
+A rule is a condition and, for whoever broke it, a line that begins with the field as a user writes
+it.
+
+A config is checked against all of them, and all that it breaks are reported together. The bounds of
+one field are declared with it.
 """
 
 from __future__ import annotations
@@ -29,7 +33,10 @@ def is_run_name(name: str) -> bool:
 
 
 def broken_rules(config: Sections) -> Iterator[str]:
-    """One line for each rule that the config breaks. Example: "rl.group_size=1: the filter nonzero_std drops ..."."""
+    """One line for each rule that the config breaks.
+
+    Example: "rl.group_size=1: the filter nonzero_std drops ...".
+    """
     yield from _of_values("", config.model_dump())
     yield from _of_model(config.model)
     yield from _of_data(config)
@@ -232,8 +239,11 @@ def _of_what_is_kept(config: Sections) -> Iterator[str]:
 
 
 def broken_layout(config: Sections) -> Iterator[str]:
-    """One line for each way in which what is to run cannot run where it is put. A stored config is not asked: its run may be over, and
-    the next start of it may put everything elsewhere."""
+    """One line for each way in which what is to run cannot run where it is put.
+
+    A stored config is not asked: its run may be over, and the next start of it may put everything
+    elsewhere.
+    """
     model, trainer, engines, scratch = config.model, config.trainer, config.engines, config.scratch
     if "://" in scratch:
         yield f"{scratch=}: a folder of this machine's disk, as /fast/rlpipe; what is kept for good is in the store"

@@ -46,7 +46,9 @@ def key_fits(authorization: str, key: str) -> bool:
 
 
 def with_password_aside(uri: str) -> str:
-    """MLflow's http URI without user and password, which it finds in the environment: it prints the URI of a run that ended."""
+    """MLflow's http URI without user and password, which it finds in the environment: it prints the
+    URI of a run that ended.
+    """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.username:
         return uri
@@ -61,11 +63,14 @@ def without_passwords(text: str) -> str:
 
 
 class Mask:
-    """Hides in a text what a service may echo: any FRAGMENT_CHARS in a row of the `keys`, and the `places` as a whole.
+    """Hides in a text what a service may echo: any FRAGMENT_CHARS in a row of the `keys`, and the
+    `places` as a whole.
 
-    Also as they are in URLs, HTML, JSON (however often it was escaped), hex and base64, in capitals or not.
+    Also as they are in URLs, HTML, JSON (however often it was escaped), hex and base64, in capitals
+    or not.
 
-    Example: Mask(["sk-4711-4711"], ["/hook/x"])("GET /hook/x: no sk-4711-...") == "GET ***: no ***..."
+    Example: Mask(["sk-4711-4711"], ["/hook/x"])("GET /hook/x: no sk-4711-...") == "GET ***: no
+    ***..."
     """
 
     def __init__(self, keys: Iterable[str], places: Iterable[str]) -> None:
@@ -104,8 +109,10 @@ def _forms(secret: str) -> set[str]:
 
 
 def refuse_secrets(tree: Any, kept: Any = None) -> None:
-    """ValueError, which does not repeat it, for a config that holds a secret: a config is a Prefect parameter, and is kept in the store. What
-    `kept` holds in the same place is there already, of a run that was begun when less was refused."""
+    """ValueError, which does not repeat it, for a config that holds a secret: a config is a Prefect
+    parameter, and is kept in the store. What `kept` holds in the same place is there already, of a
+    run that was begun when less was refused.
+    """
     known = set(_strings(kept, ()))
     for path, value in _strings(tree, ()):
         if (path, value) in known:
@@ -149,7 +156,9 @@ def is_secret_variable(name: str, value: str = "") -> bool:
 
 
 class Secrets(NamedTuple):
-    """Variables of the environment that users' code gets though they look like secrets, and others that it does not get though they do not."""
+    """Variables of the environment that users' code gets though they look like secrets, and others
+    that it does not get though they do not.
+    """
 
     passed: Collection[str] = ()
     withheld: Collection[str] = ()
@@ -165,7 +174,9 @@ class Secrets(NamedTuple):
 
 
 def named_variables(args: Any) -> set[str]:
-    """The variables of the environment that arguments of rewards name: `key_env = "NAME"`, and any text that is `$NAME`."""
+    """The variables of the environment that arguments of rewards name: `key_env = "NAME"`, and any
+    text that is `$NAME`.
+    """
     texts = [(path[-1], value) for path, value in _strings({"args": args}, ())]
     return {value.removeprefix("$") for name, value in texts if name == "key_env" or value.startswith("$")} - {""}
 
@@ -182,12 +193,17 @@ def _has_key(value: str) -> bool:
 
 
 def _words(name: str) -> str:
-    """A name in lower case, with underscores between its words: `apiKey`, `api-key` and `API_KEY` are one."""
+    """A name in lower case, with underscores between its words: `apiKey`, `api-key` and `API_KEY`
+    are one.
+    """
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_")
 
 
 def _strings(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each text with its place. Entries of a list are called by their names, as `--set` takes them, or numbered."""
+    """Each text with its place.
+
+    Entries of a list are called by their names, as `--set` takes them, or numbered.
+    """
     if isinstance(tree, str) and path:
         yield path, tree
     if isinstance(tree, dict):

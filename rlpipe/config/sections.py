@@ -1,4 +1,6 @@
-"""The sections of the config that have no module of their own, and what the rules read of all of them."""
+"""The sections of the config that have no module of their own, and what the rules read of all of
+them.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ AS_TOML = re.compile(r"""\s*([\["']|\{\s*[\w."'-]+\s*=)""")
 
 
 def read_config(source: str, overrides: list[str], presets: Path) -> PipelineConfig:
-    """The config of a preset (a TOML file in `presets`) or file; UserError names the field, the value and the fix."""
+    """The config of a preset (a TOML file in `presets`) or file; UserError names the field, the
+    value and the fix.
+    """
     return _changed(_read(source, presets), map(_override, overrides))
 
 
@@ -55,7 +57,9 @@ def _read(source: str, presets: Path) -> JsonDict:
 
 
 def check(tree: JsonDict, context: str | JsonDict = "") -> PipelineConfig:
-    """The config of a JSON tree; UserError with one line per fault. `context`: STORED of a run's record; the tree before it was changed.
+    """The config of a JSON tree; UserError with one line per fault.
+
+    `context`: STORED of a run's record; the tree before it was changed.
 
     A field that does not exist hides no fault of the others: they are checked without it.
     """
@@ -101,12 +105,16 @@ def _without(tree: JsonDict, fields: list[tuple[int | str, ...]]) -> JsonDict:
 
 
 def _short(line: str) -> str:
-    """A line without the middle of a long value: its field and what is wrong with it stand at the ends."""
+    """A line without the middle of a long value: its field and what is wrong with it stand at the
+    ends.
+    """
     return line if len(line) <= LINE_CHARS_MAX else f"{line[: LINE_CHARS_MAX // 4]} ... {line[-LINE_CHARS_MAX // 2 :]}"
 
 
 def _fault_line(name: str, fault: ErrorDetails) -> str:
-    """A fault in words: the field of this name, its value, what is wrong with it, and what may be meant."""
+    """A fault in words: the field of this name, its value, what is wrong with it, and what may be
+    meant.
+    """
     message = fault["msg"].removeprefix("Value error, ")
     if not fault["loc"]:  # of the whole config: such a message begins with the field
         return message
@@ -132,7 +140,9 @@ def _dotted(tree: JsonDict, location: tuple[int | str, ...]) -> str:
 
 
 def _override(override: str) -> Change:
-    """The change that `a.b=c` asks for. c is TOML, or plain text, such as `{answer}`; UserError when it begins as TOML and is not."""
+    """The change that `a.b=c` asks for. c is TOML, or plain text, such as `{answer}`; UserError
+    when it begins as TOML and is not.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise UserError(f"--set {override}: write it as section.field=value")
@@ -146,7 +156,10 @@ def _override(override: str) -> Change:
 
 
 def _changed(tree: JsonDict, changes: Iterable[Change], before: JsonDict | None = None) -> PipelineConfig:
-    """The config with these changes; `before`: what it held, where that is a run's. `data.NAME.field` reaches every data set of that name."""
+    """The config with these changes; `before`: what it held, where that is a run's.
+
+    `data.NAME.field` reaches every data set of that name.
+    """
     for change in changes:
         _change(tree, *change)
     return check(tree, before or "")
@@ -193,8 +206,9 @@ def override_config(config: PipelineConfig, overrides: list[str]) -> PipelineCon
 def change_config(config: PipelineConfig, changes: Mapping[str, Any], presets: Path | None = None) -> PipelineConfig:
     """The config with other values, `{"a.b": value}`; UserError as `read_config`.
 
-    Where there are `presets`, `{"preset": NAME}` takes that one instead of the config, as `rlpipe run NAME` does; of the config remains
-    where things are kept (KEPT), unless the preset says it.
+    Where there are `presets`, `{"preset": NAME}` takes that one instead of the config, as
+    `rlpipe run NAME` does; of the config remains where things are kept (KEPT), unless the preset
+    says it.
     """
     before, changes = config.model_dump(mode="json"), dict(changes)
     tree = deepcopy(before)

@@ -250,7 +250,9 @@ class RlConfig(OptimizerConfig):
 
     @property
     def fault_reward(self) -> float | None:
-        """The reward in the record of a rollout with a fault: 0 where it is left out, as evaluations count it. None: the run stops."""
+        """The reward in the record of a rollout with a fault: 0 where it is left out, as
+        evaluations count it. None: the run stops.
+        """
         return 0.0 if self.reward_fallback == "left_out" else self.reward_fallback
 
     @property

@@ -1,4 +1,7 @@
-"""Messages to tokens and back, and which tokens of a conversation the assistant wrote. Imports neither torch nor transformers."""
+"""Messages to tokens and back, and which tokens of a conversation the assistant wrote.
+
+Imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ DUMMY_TALKS: list[Messages] = [
 class ChatTokenizer:
     """A tokenizer with its chat template.
 
-    Example, with the tiny tokenizer: encode_conversation([user "hi", assistant "yo"]) gives the tokens of
-    "<|user|>hi<|end|><|assistant|>yo<|end|>" and the mask [0, 0, 0, 0, 0, 1, 1, 1].
+    Example, with the tiny tokenizer: encode_conversation([user "hi", assistant "yo"]) gives the
+    tokens of "<|user|>hi<|end|><|assistant|>yo<|end|>" and the mask [0, 0, 0, 0, 0, 1, 1, 1].
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
         control_tokens: ControlTokens = "text",
     ) -> None:
-        """`control_tokens`: what the text of a control token is in messages and tools, but for what the assistant says: letters, or the token."""
+        """`control_tokens`: what the text of a control token is in messages and tools, but for what
+        the assistant says: letters, or the token.
+        """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -80,7 +85,9 @@ class ChatTokenizer:
 
     @cached_property
     def _turn_end_id(self) -> int:
-        """The special token that the template writes after a turn of the assistant; the end of text where it writes none."""
+        """The special token that the template writes after a turn of the assistant; the end of text
+        where it writes none.
+        """
         talk = DUMMY_TALKS[0]
         try:
             tail = self._template.render(talk).rpartition(talk[-1]["content"])[2].lstrip()
@@ -112,7 +119,8 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
         control_tokens: ControlTokens = "text",
     ) -> ChatTokenizer:
-        """The tokenizer of a model folder in HF format; `chat_template` replaces the folder's, and gets `variables`.
+        """The tokenizer of a model folder in HF format; `chat_template` replaces the folder's, and
+        gets `variables`.
 
         UserError says what is missing.
         """
@@ -133,14 +141,17 @@ class ChatTokenizer:
         return token_id
 
     def encode_prompt(self, messages: Messages, tokens_max: int | None = None) -> list[int]:
-        """The tokens the policy goes on from: `messages` and the head of the assistant's turn. TooLong where they are so long that none
-        would be left of `tokens_max`."""
+        """The tokens the policy goes on from: `messages` and the head of the assistant's turn.
+
+        TooLong where they are so long that none would be left of `tokens_max`.
+        """
         text = self._template.render(messages, add_generation_prompt=True)
         self._encoder.check_fits(text, tokens_max)
         return self._encoder.encode(text, self._letters(messages, text, add_generation_prompt=True))
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[int]]:
-        """Tokens of `messages`, and a mask that is 1 on the assistant's tokens of every turn, its end-of-turn token included.
+        """Tokens of `messages`, and a mask that is 1 on the assistant's tokens of every turn, its
+        end-of-turn token included.
 
         UserError when the template does not show where the assistant's turns lie.
         """
@@ -166,7 +177,9 @@ class ChatTokenizer:
         return tokens
 
     def _continuation(self, talk: Messages, messages: Messages) -> tuple[str, list[Span]]:
-        """The text after the last turn of `talk`, which is the assistant's, and which spans of it are letters whatever they say."""
+        """The text after the last turn of `talk`, which is the assistant's, and which spans of it
+        are letters whatever they say.
+        """
         last_text = talk[-1]["content"]
         turn_end = self._without_tail(self._template.render(talk).rpartition(last_text)[2])
         longer = self._template.render([*talk, *messages], add_generation_prompt=True)
@@ -180,12 +193,16 @@ class ChatTokenizer:
         return rest, _within(letters, start, len(longer))
 
     def _normal(self, text: str) -> str:
-        """A text as far as a tokenizer keeps it: many write it in other letters (NFC, lower case), and other spaces."""
+        """A text as far as a tokenizer keeps it: many write it in other letters (NFC, lower case),
+        and other spaces.
+        """
         normalizer = self._tokenizer.normalizer
         return "".join((normalizer.normalize_str(text) if normalizer else text).replace("\u2581", " ").split())
 
     def _letters(self, messages: Messages, text: str, add_generation_prompt: bool = False) -> list[Span]:
-        """The spans of `text`, the rendered `messages`, that read like control tokens, and are none: others than the template wrote them."""
+        """The spans of `text`, the rendered `messages`, that read like control tokens, and are
+        none: others than the template wrote them.
+        """
         if self._controls is None:
             return []
         return self._template.spans_from_outside(self._controls, messages, text, add_generation_prompt)
@@ -203,7 +220,9 @@ class ChatTokenizer:
 
     @property
     def template_text(self) -> str:
-        """The chat template for a model's folder: with the values of its variables, but for tools that a conversation has."""
+        """The chat template for a model's folder: with the values of its variables, but for tools
+        that a conversation has.
+        """
         return self._template.text
 
     @property
@@ -216,8 +235,10 @@ class ChatTokenizer:
         self._template.check_calls(messages)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens` as rewards, environments and agents get it: marks such as [THINK] stay, also where they are special tokens;
-        what begins, ends, or fills a text or a turn does not."""
+        """The text of `tokens` as rewards, environments and agents get it: marks such as [THINK]
+        stay, also where they are special tokens; what begins, ends, or fills a text or a turn does
+        not.
+        """
         return self.decode_raw([token for token in tokens if token not in self._unheard])
 
     def heard(self, text: str) -> str:
@@ -264,7 +285,9 @@ class ChatTokenizer:
         return stripped if stripped.endswith(self._specials) else turn
 
     def _encode_masked(self, text: str, spans: list[Span], letters: list[Span]) -> tuple[list[int], list[int]]:
-        """Encodes piece by piece, so that no token crosses a border and the prompt has the tokens it has while sampling."""
+        """Encodes piece by piece, so that no token crosses a border and the prompt has the tokens
+        it has while sampling.
+        """
         tokens: list[int] = []
         mask: list[int] = []
         borders = [0, *(border for span in spans for border in span), len(text)]

@@ -47,9 +47,11 @@ def prompt_lengths(tokenizer: ChatTokenizer, prompts: Iterable[Prompt]) -> Itera
 def tokenise_conversations(
     conversations: list[Talk], tokenizer: ChatTokenizer, tokens_max: int
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Conversations of at most `tokens_max` tokens, and what was cut: {"truncated", "dropped_empty_mask"}.
+    """Conversations of at most `tokens_max` tokens, and what was cut: {"truncated",
+    "dropped_empty_mask"}.
 
-    A row is dropped when nothing of the assistant is left in it; rows keep the order of `conversations`.
+    A row is dropped when nothing of the assistant is left in it; rows keep the order of
+    `conversations`.
     """
     assert tokens_max > 0
     rows: list[Conversation] = []

@@ -1,8 +1,11 @@
-"""The order in which prompts are drawn: a weighted mixture of sets, each shuffled once an epoch. Pure and resumable in O(1).
+"""The order in which prompts are drawn: a weighted mixture of sets, each shuffled once an epoch.
 
-The mixture is Pfair scheduling in whole numbers: the k-th row of a set of weight w out of W is released at draw floor(k*W/w)
-and due by draw ceil((k+1)*W/w); the released set that is due first goes next. After n draws every set is less than one row
-away from its share n*w/W, and which set goes next depends on the counts alone, so nothing is replayed on resume.
+Pure and resumable in O(1).
+
+The mixture is Pfair scheduling in whole numbers: the k-th row of a set of weight w out of W is
+released at draw floor(k*W/w) and due by draw ceil((k+1)*W/w); the released set that is due first
+goes next. After n draws every set is less than one row away from its share n*w/W, and which set
+goes next depends on the counts alone, so nothing is replayed on resume.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class PromptCursor:
         return self._position([0] * len(self.sizes))
 
     def take(self, position: CursorPosition, count: int) -> tuple[list[Draw], CursorPosition]:
-        """The `count` draws after `position`, and the position after them; `position` itself is not changed."""
+        """The `count` draws after `position`, and the position after them; `position` itself is not
+        changed.
+        """
         sets = position["sets"]
         assert len(sets) == len(self.sizes), "the position is of another mixture"
         counts = [entry["epoch"] * size + entry["offset"] for entry, size in zip(sets, self.sizes, strict=True)]

@@ -1,4 +1,6 @@
-"""Text to tokens piece by piece: each piece has the tokens that it has within the whole text, and control tokens in it may be letters."""
+"""Text to tokens piece by piece: each piece has the tokens that it has within the whole text, and
+control tokens in it may be letters.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ class TooLong(UserError):
 class Encoder:
     """A tokenizer that encodes what follows what is encoded already.
 
-    Many tokenizers put a space before a text (SentencePiece's), some before every part of it that follows a control token, some only before
-    the first. A piece that was encoded by itself would have one where the whole text has none.
+    Many tokenizers put a space before a text (SentencePiece's), some before every part of it that
+    follows a control token, some only before the first. A piece that was encoded by itself would
+    have one where the whole text has none.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -39,12 +42,17 @@ class Encoder:
         self._any_added, self._any_special = any_of(self._added.values()), any_of(self.specials)
 
     def check_fits(self, text: str, tokens_max: int | None) -> None:
-        """TooLong where a text has so many characters that it has no less tokens than these, and none is left of them."""
+        """TooLong where a text has so many characters that it has no less tokens than these, and
+        none is left of them.
+        """
         if tokens_max is not None and len(text) >= LONG_CHARS and self._fewest(text) >= tokens_max:
             raise TooLong(f"a text of {len(text)} characters leaves none of {tokens_max} tokens")
 
     def encode(self, text: str, as_text: Sequence[Span] = (), before: Sequence[int] = ()) -> list[int]:
-        """The tokens of `text` where it follows the tokens `before`. Control tokens within the spans `as_text` are letters."""
+        """The tokens of `text` where it follows the tokens `before`.
+
+        Control tokens within the spans `as_text` are letters.
+        """
         tokens, borders = [*before], [0, *(border for part in self._parts(text, as_text) for border in part), len(text)]
         for index, (start, end) in enumerate(itertools.pairwise(borders)):
             if start < end:
@@ -59,7 +67,9 @@ class Encoder:
         return encoding.ids, encoding.offsets
 
     def _parts(self, text: str, as_text: Sequence[Span]) -> list[Span]:
-        """The spans of letters, each up to the control tokens around it: what is between two of these is encoded as one."""
+        """The spans of letters, each up to the control tokens around it: what is between two of
+        these is encoded as one.
+        """
         if not as_text:
             return []
         assert self._any_special is not None, "only control tokens are made letters"
@@ -132,7 +142,10 @@ class Encoder:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
-    """The tokens of a text. While a long one is encoded other threads go on: only for a batch does the library let them."""
+    """The tokens of a text.
+
+    While a long one is encoded other threads go on: only for a batch does the library let them.
+    """
     if len(text) < LONG_CHARS:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]

@@ -18,10 +18,12 @@ KEEPING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")  # pre-tokenize
 
 
 class FewestTokens:
-    """A lower bound of the tokens of a text: its characters by those that the longest token stands for.
+    """A lower bound of the tokens of a text: its characters by those that the longest token stands
+    for.
 
-    `exact`: whether it holds for every text. Else ASSUMED_CHARS stands for what is not known, and a text of few tokens may be taken for
-    one of many: a tokenizer that leaves characters out, or makes one unknown token of however many.
+    `exact`: whether it holds for every text. Else ASSUMED_CHARS stands for what is not known, and a
+    text of few tokens may be taken for one of many: a tokenizer that leaves characters out, or
+    makes one unknown token of however many.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -67,7 +69,8 @@ def _keeps_all(pre_tokenizer: Any) -> bool:
 
 
 def _dropped(tokenizer: Tokenizer, writes_bytes: bool) -> str | None:
-    """The ASCII characters that have no token and are left out; None where there may be others, or one unknown token for many.
+    """The ASCII characters that have no token and are left out; None where there may be others, or
+    one unknown token for many.
 
     `writes_bytes`: whether the model gets each byte as a letter.
     """
@@ -84,7 +87,9 @@ def _dropped(tokenizer: Tokenizer, writes_bytes: bool) -> str | None:
 
 
 def _without_letter(known: Container[str]) -> str | None:
-    """The ASCII characters whose byte has no letter; None where a byte that others end with has none."""
+    """The ASCII characters whose byte has no letter; None where a byte that others end with has
+    none.
+    """
 
     def has_letter(char: str) -> bool:
         return ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(char)[0][0][-1] in known

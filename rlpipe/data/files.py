@@ -1,4 +1,7 @@
-"""Rows of JSONL and Parquet files, on this machine and on S3, each with the place it came from. What is wrong in a file is a UserError."""
+"""Rows of JSONL and Parquet files, on this machine and on S3, each with the place it came from.
+
+What is wrong in a file is a UserError.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ def names_files(source: str) -> bool:
 
 
 def file_rows(data: DataConfig) -> Iterator[Row]:
-    """The rows of a file, or of all .jsonl and .parquet files below a folder, in the order of their names.
+    """The rows of a file, or of all .jsonl and .parquet files below a folder, in the order of their
+    names.
 
     UserError when there is none, naming the field; OSError when S3 gives up in the middle of one.
     """
@@ -112,7 +116,9 @@ def _parquet_rows(file: DataFile) -> Iterator[Row]:
 
 
 def _values(batch: Any) -> Iterable[dict[str, Any]]:
-    """The rows of a batch; where one is no value of Python (a date beyond its years), those before it come first."""
+    """The rows of a batch; where one is no value of Python (a date beyond its years), those before
+    it come first.
+    """
     try:
         with user_code():
             return batch.to_pylist()

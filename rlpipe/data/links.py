@@ -1,4 +1,6 @@
-"""A folder that others made holds its own files: a link in it may lead to any file of this machine, a key for example."""
+"""A folder that others made holds its own files: a link in it may lead to any file of this machine,
+a key for example.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ BLOB = re.compile(r".*/(models|datasets)--[^/]+/blobs/[^/]+", re.DOTALL)
 
 
 def check_links(where: str, folder: Path, paths: Iterable[Path]) -> None:
-    """UserError, which `where` begins, naming the first of these paths below a folder that leads out of it, by whatever links on its way.
+    """UserError, which `where` begins, naming the first of these paths below a folder that leads
+    out of it, by whatever links on its way.
 
-    The folder itself may be a link, and what the hub's cache downloaded is followed. Hard links are files like others: nobody can tell.
+    The folder itself may be a link, and what the hub's cache downloaded is followed. Hard links are
+    files like others: nobody can tell.
     """
     root = os.path.realpath(folder)
     for path in paths:

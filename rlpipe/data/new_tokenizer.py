@@ -18,9 +18,11 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(texts: list[str], folder: Path) -> None:
-    """A tokenizer of about 300 tokens for a new small model: the instruction's words are tokens, the data's words are spelled.
+    """A tokenizer of about 300 tokens for a new small model: the instruction's words are tokens,
+    the data's words are spelled.
 
-    Writes `tokenizer.json` and `tokenizer_config.json`: 256 bytes, the words that at least half of `texts` share, specials.
+    Writes `tokenizer.json` and `tokenizer_config.json`: 256 bytes, the words that at least half of
+    `texts` share, specials.
 
     The same texts give the same files; `transformers.AutoTokenizer` loads them too.
     """

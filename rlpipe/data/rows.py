@@ -1,6 +1,9 @@
-"""Rows of every kind of source, each with the place it came from, for error messages. Whatever is in a file, what is wrong is a UserError.
+"""Rows of every kind of source, each with the place it came from, for error messages.
 
-A function of the user's runs in a process of its own, `python -m rlpipe.data.rows`: it may hang, exit or crash.
+Whatever is in a file, what is wrong is a UserError.
+
+A function of the user's runs in a process of its own, `python -m rlpipe.data.rows`: it may hang,
+exit or crash.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ BATCH_ROWS, BATCH_S = 256, 0.5  # of a function, which cross together
 
 
 class FunctionCall(NamedTuple):
-    """A function of the user's: of which data set, where, called with what, and which field of its rows is the answer."""
+    """A function of the user's: of which data set, where, called with what, and which field of its
+    rows is the answer.
+    """
 
     name: str
     source: str
@@ -62,7 +67,9 @@ class FunctionCall(NamedTuple):
 
 
 def read_rows(data: DataConfig, seed: int) -> list[Row]:
-    """The first `rows_max` rows (0: all) of a source; UserError names the config field, or the file and row, at fault."""
+    """The first `rows_max` rows (0: all) of a source; UserError names the config field, or the file
+    and row, at fault.
+    """
     if data.source.startswith(GENERATOR):
         return _generated_rows(data, seed)
     if data.source.startswith("datasets:"):
@@ -146,9 +153,11 @@ def _datasets_rows(data: DataConfig) -> Iterator[Row]:
 
 
 def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
-    """The rows of the user's `function(**args)`, which also gets `seed` and `rows_max` when it names such parameters.
+    """The rows of the user's `function(**args)`, which also gets `seed` and `rows_max` when it
+    names such parameters.
 
-    The same arguments must give the same rows: they are made again after a crash. What `rows_max` cuts off is never made.
+    The same arguments must give the same rows: they are made again after a crash. What `rows_max`
+    cuts off is never made.
     """
     field = f"data.{data.name}.source={data.source}"
     args = json.loads(json.dumps(data.args, default=str))  # as the run's own record has them
@@ -218,7 +227,9 @@ def _lines(function: Callable[..., Any], arguments: dict[str, Any], call: Functi
 
 
 def _line(values: Mapping[Any, Any], answer_field: str) -> str:
-    """A row as JSON, from which `sources` makes what it would make of the row itself: of an answer its text is used."""
+    """A row as JSON, from which `sources` makes what it would make of the row itself: of an answer
+    its text is used.
+    """
     row = {str(key): value for key, value in values.items()}
     if type(answer := row.get(answer_field)) not in (str, int, bool, type(None)):
         row[answer_field] = str(answer)

@@ -1,4 +1,7 @@
-"""Data sets as prompts (RL, evaluation) and as conversations (SFT), and their splits. Every refused row is named by file and row."""
+"""Data sets as prompts (RL, evaluation) and as conversations (SFT), and their splits.
+
+Every refused row is named by file and row.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ def load_sets(config: PipelineConfig, use: str) -> list[list[Prompt]]:
 
 
 def load_prompts(data: DataConfig, seed: int) -> list[Prompt]:
-    """The prompts of one set that fall in its part, in the source's order; `seed` makes a generator's or function's items.
+    """The prompts of one set that fall in its part, in the source's order; `seed` makes a
+    generator's or function's items.
 
     UserError names the config field, or the file and row, at fault.
     """
@@ -60,7 +64,9 @@ def room_for(config: PipelineConfig, use: str) -> int:
 
 
 def fitting(data: DataConfig, rows: list[Entry], lengths: Iterable[int], tokens_max: int) -> list[Entry]:
-    """The rows of at most `tokens_max` tokens where the set drops longer ones, else all; how many went is logged. UserError when none is left."""
+    """The rows of at most `tokens_max` tokens where the set drops longer ones, else all; how many
+    went is logged. UserError when none is left.
+    """
     if data.on_too_long != "drop":
         return rows
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= tokens_max]
@@ -76,14 +82,16 @@ def fitting(data: DataConfig, rows: list[Entry], lengths: Iterable[int], tokens_
 def load_conversations(data: DataConfig, seed: int) -> list[Talk]:
     """The SFT conversations of one set that fall in its part, in the source's order.
 
-    A row has `messages`; or a prompt and `completion`; or a prompt and an answer, which `completion_template` turns into the
-    completion; and perhaps `tools`. UserError names the config field, or the file and row, at fault.
+    A row has `messages`; or a prompt and `completion`; or a prompt and an answer, which
+    `completion_template` turns into the completion; and perhaps `tools`. UserError names the config
+    field, or the file and row, at fault.
     """
     return _of_part(data, [Talk(row.where, _conversation(data, row), _tools(row)) for row in read_rows(data, seed)])
 
 
 def split_point(messages: Messages, salt: str = "") -> float:
-    """A number in [0, 1) from the text of the last user message: the same text falls on the same side wherever it is drawn.
+    """A number in [0, 1) from the text of the last user message: the same text falls on the same
+    side wherever it is drawn.
 
     Splits with different salts are independent.
     """
@@ -92,7 +100,9 @@ def split_point(messages: Messages, salt: str = "") -> float:
 
 
 def normalised(text: str) -> str:
-    """A text without the spaces and line breaks around it, in one form of Unicode: what reads alike is the same prompt."""
+    """A text without the spaces and line breaks around it, in one form of Unicode: what reads alike
+    is the same prompt.
+    """
     return unicodedata.normalize("NFC", text.strip())
 
 
@@ -110,9 +120,11 @@ def in_part(messages: Messages, part: str, heldout_fraction: float) -> bool:
 
 
 def split_validation(sets: dict[str, list[Talk]], share: float) -> tuple[list[list[Talk]], list[Talk]]:
-    """(what each set trains on, what is kept of all sets for validation), in order; UserError when either would be empty.
+    """(what each set trains on, what is kept of all sets for validation), in order; UserError when
+    either would be empty.
 
-    A conversation's side depends on its last user message alone: not on the order, nor on the split by `part`.
+    A conversation's side depends on its last user message alone: not on the order, nor on the split
+    by `part`.
     """
     if share == 0:
         return list(sets.values()), []
@@ -197,7 +209,9 @@ def _prompt_messages(data: DataConfig, row: Row) -> Messages:
 
 
 def _messages(row: Row, field: str, value: Any) -> Messages:
-    """The messages of one field of a row, in the one form; UserError for what no conversation can be made of."""
+    """The messages of one field of a row, in the one form; UserError for what no conversation can
+    be made of.
+    """
     if not isinstance(value, list) or not value:
         raise UserError(f"{row.where}: {field!r} must be a list of messages, and is {value!r:.200}")
     messages: Messages = []
@@ -216,7 +230,9 @@ def _own_calls(message: Any) -> Any:
 
 
 def _check_turn(message: JsonDict, where: str) -> None:
-    """UserError for a message that says nothing and calls nothing, or whose calls have arguments that are no object."""
+    """UserError for a message that says nothing and calls nothing, or whose calls have arguments
+    that are no object.
+    """
     calls = message.get("tool_calls", [])
     if "content" not in message and not (calls and message["role"] == "assistant"):
         raise UserError(

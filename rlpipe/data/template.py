@@ -1,4 +1,6 @@
-"""Chat templates: Jinja as transformers renders it, without importing transformers, and where `{% generation %}` marks lie."""
+"""Chat templates: Jinja as transformers renders it, without importing transformers, and where
+`{% generation %}` marks lie.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +76,11 @@ def _strftime_now(form: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled chat template with the special tokens it may name (bos_token, eos_token, ...) and more variables for it.
+    """A compiled chat template with the special tokens it may name (bos_token, eos_token, ...) and
+    more variables for it.
 
-    `variables` are what transformers' apply_chat_template takes as keywords: `tools`, `documents`, `enable_thinking`, ...
+    `variables` are what transformers' apply_chat_template takes as keywords: `tools`, `documents`,
+    `enable_thinking`, ...
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], variables: Mapping[str, Any] | None = None) -> None:
@@ -103,7 +107,8 @@ class ChatTemplate:
         return argument_form(lambda messages: self._rendered({"messages": messages, "tools": TRIED_TOOLS})[0])
 
     def check_calls(self, messages: Messages) -> None:
-        """UserError where the template leaves out a tool call, its name or its arguments, or writes them where no loss lies.
+        """UserError where the template leaves out a tool call, its name or its arguments, or writes
+        them where no loss lies.
 
         A conversation in which nothing is called passes.
         """

@@ -1,4 +1,6 @@
-"""A chat template as text, for a model's folder: one of several, with its variables' values in it, in the file that transformers reads."""
+"""A chat template as text, for a model's folder: one of several, with its variables' values in it,
+in the file that transformers reads.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ NEVER_UNDEFINED = ("tools", "documents")  # transformers gives none where the ca
 
 
 def one_of_several(templates: Mapping[str, str]) -> str:
-    """The template among those by name: the one for tools where there are tools, else the default one; empty without a default."""
+    """The template among those by name: the one for tools where there are tools, else the default
+    one; empty without a default.
+    """
     default, for_tools = templates.get("default", ""), templates.get(FOR_TOOLS)
     if not (default and for_tools):
         return default
@@ -44,8 +48,10 @@ def one_of_several(templates: Mapping[str, str]) -> str:
 
 
 def with_defaults(template: str, variables: Mapping[str, Any], special_tokens: Iterable[str]) -> str:
-    """The template with values for what its caller does not give; itself where it begins with them. A special token is always given, so
-    its value is set in any case."""
+    """The template with values for what its caller does not give; itself where it begins with them.
+
+    A special token is always given, so its value is set in any case.
+    """
     lines = []
     for name, value in variables.items():
         if not name.isidentifier() or name in RESERVED:  # no template can name it
@@ -59,7 +65,10 @@ def with_defaults(template: str, variables: Mapping[str, Any], special_tokens: I
 
 
 def write_template(folder: Path, template: str) -> None:
-    """Makes a template that of a model's folder: in its own file, and no other one beside it. Files are replaced, never written into."""
+    """Makes a template that of a model's folder: in its own file, and no other one beside it.
+
+    Files are replaced, never written into.
+    """
     _replace(folder / JINJA, template)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
@@ -74,7 +83,10 @@ def _bare(template: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A value of JSON as Jinja writes it: as JSON, but for none. Text has the escapes that both know."""
+    """A value of JSON as Jinja writes it: as JSON, but for none.
+
+    Text has the escapes that both know.
+    """
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(name)}: {_literal(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, list):

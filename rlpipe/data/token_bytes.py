@@ -1,4 +1,6 @@
-"""The bytes that each token stands for: a character may lie in several tokens, none of which is text by itself."""
+"""The bytes that each token stands for: a character may lie in several tokens, none of which is
+text by itself.
+"""
 
 from __future__ import annotations
 

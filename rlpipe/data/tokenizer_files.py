@@ -1,4 +1,6 @@
-"""The tokenizer of a model's folder: tokenizer.json, and the tokens that the files beside it add, under the ids that transformers gives them."""
+"""The tokenizer of a model's folder: tokenizer.json, and the tokens that the files beside it add,
+under the ids that transformers gives them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ ENDS = ("eos_token", "pad_token")  # must be tokens already: a misspelt one woul
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, JsonDict]:
-    """The tokenizer of a folder with all its tokens, and its settings. UserError that says what is missing, or does not fit."""
+    """The tokenizer of a folder with all its tokens, and its settings.
+
+    UserError that says what is missing, or does not fit.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(
@@ -49,9 +54,12 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, JsonDict]:
 
 
 def add_tokens(tokenizer: Tokenizer, files: Mapping[str, JsonDict]) -> None:
-    """Adds the tokens of `files` (JSON by name, of BESIDE), as transformers does. UserError when one gets another id than its file gives it.
+    """Adds the tokens of `files` (JSON by name, of BESIDE), as transformers does.
 
-    `added_tokens_decoder` of tokenizer_config.json says all; where there is none, added_tokens.json and special_tokens_map.json count.
+    UserError when one gets another id than its file gives it.
+
+    `added_tokens_decoder` of tokenizer_config.json says all; where there is none, added_tokens.json
+    and special_tokens_map.json count.
     """
     config, named, added = (files.get(name, {}) for name in BESIDE)
     settings = config if "added_tokens_decoder" in config else named | config
@@ -138,7 +146,9 @@ def _encoded(entries: JsonDict, specials: set[str], tokenizer: Tokenizer) -> dic
 
 
 def read_json(path: Path) -> JsonDict:
-    """The object in a JSON file, empty where there is no file; UserError when it holds another thing."""
+    """The object in a JSON file, empty where there is no file; UserError when it holds another
+    thing.
+    """
     if not path.is_file():
         return {}
     try:

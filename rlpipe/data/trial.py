@@ -1,6 +1,8 @@
-"""A tokenizer and its chat template, tried in a process of their own (`python -m rlpipe.data.trial`) before a run depends on them.
+"""A tokenizer and its chat template, tried in a process of their own
+(`python -m rlpipe.data.trial`) before a run depends on them.
 
-They come from anywhere: a template may never end or ask for all memory, a damaged tokenizer.json may end the process that reads it.
+They come from anywhere: a template may never end or ask for all memory, a damaged tokenizer.json
+may end the process that reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ FIRST, FIRST_TIMEOUT_S = [{"role": "user", "content": "hi"}], 5.0
 
 
 class TokenizerTrial:
-    """The tokenizer of a folder with its template, from here to `close`. What it cannot do is a UserError."""
+    """The tokenizer of a folder with its template, from here to `close`.
+
+    What it cannot do is a UserError.
+    """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._where = "model.chat_template" if model.chat_template else f"model.path={folder}: its chat template"

@@ -18,9 +18,11 @@ STANDS_IN = "rlpipe-stands-in"
 def turn_in_place(
     render: Render, messages: Messages, index: int, text: str, specials: tuple[str, ...]
 ) -> tuple[int, int] | None:
-    """The characters of `text`, the whole conversation, that turn `index` of the assistant has; None where they cannot be known.
+    """The characters of `text`, the whole conversation, that turn `index` of the assistant has;
+    None where they cannot be known.
 
-    The conversation is written with another text in the place of the turn: what is around it in both is not the turn's.
+    The conversation is written with another text in the place of the turn: what is around it in
+    both is not the turn's.
     """
     assert index > 0, "something was asked"
     other = {"role": messages[index]["role"], "content": STANDS_IN}

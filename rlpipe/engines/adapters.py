@@ -25,7 +25,9 @@ def loads_adapters(config: PipelineConfig, base: Path) -> bool:
 
 
 def adapter_flags(config: PipelineConfig, base: Path) -> list[str]:
-    """With what an engine on `base` is started, so that it loads adapters; nothing where it does not."""
+    """With what an engine on `base` is started, so that it loads adapters; nothing where it does
+    not.
+    """
     if not loads_adapters(config, base):
         return []
     rank = config.model.adapter_rank

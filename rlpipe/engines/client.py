@@ -55,9 +55,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One completion wanted. `tokens`: the prompt and, of a rollout that goes on, what was sampled before.
+    """One completion wanted.
 
-    `request_id`: no id in flight may be a prefix of another (an abort takes all that begin with it): use equal lengths.
+    `tokens`: the prompt and, of a rollout that goes on, what was sampled before.
+
+    `request_id`: no id in flight may be a prefix of another (an abort takes all that begin with
+    it): use equal lengths.
     """
 
     request_id: str
@@ -131,8 +134,8 @@ class Heard:
 class EngineClient(ABC):
     """Calls to one engine. Faults: EngineUnavailable (try elsewhere), RequestRefused (do not).
 
-    `exact`: a request sampled again, on any engine and beside any others, has the same bits. What was lost is then sampled again, as it
-    would not go on with the bits that it would have had.
+    `exact`: a request sampled again, on any engine and beside any others, has the same bits. What
+    was lost is then sampled again, as it would not go on with the bits that it would have had.
     """
 
     name: str
@@ -155,7 +158,10 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
-        """The completion of a request; its tokens are in `heard` as they come. How long to wait for the next is the caller's to say."""
+        """The completion of a request; its tokens are in `heard` as they come.
+
+        How long to wait for the next is the caller's to say.
+        """
 
     @abstractmethod
     async def score(self, tokens: list[int], num_scored: int) -> list[float]:
@@ -165,31 +171,48 @@ class EngineClient(ABC):
     async def load(self, model_path: str, version: int) -> None:
         """Puts new weights in place of the old, labels them `version` and lets the engine go on.
 
-        An answer of 200 proves nothing: the caller reads the version back and scores a probe. After a fault: restart the engine.
+        An answer of 200 proves nothing: the caller reads the version back and scores a probe. After
+        a fault: restart the engine.
         """
 
     async def receive(self, group: Group, rank: int, buckets: list[TensorBucket], version: int) -> None:
-        """As `load`, of tensors that rank 0 of a group sends; `rank`: the engine's first one. It is paused, and stays so until `leave`."""
+        """As `load`, of tensors that rank 0 of a group sends; `rank`: the engine's first one.
+
+        It is paused, and stays so until `leave`.
+        """
         raise NotImplementedError(f"{self.name} receives no weights")
 
     async def leave(self, group: Group, *, go_on: bool) -> None:
-        """Out of the group that it received from. `go_on`: it samples again; else it stays paused, and has to `load` or to be restarted."""
+        """Out of the group that it received from.
+
+        `go_on`: it samples again; else it stays paused, and has to `load` or to be restarted.
+        """
         raise NotImplementedError(f"{self.name} receives no weights")
 
     async def load_adapter(self, path: str, version: int) -> None:
-        """As `load`: puts an adapter in place of the one before, beside the weights that the engine was started on; an empty path: none."""
+        """As `load`: puts an adapter in place of the one before, beside the weights that the engine
+        was started on; an empty path: none.
+        """
         raise NotImplementedError(f"{self.name} loads no adapters: {path} is merged")
 
     @abstractmethod
     async def release(self) -> None:
-        """Gives back the memory of weights and caches; what is still in flight is aborted. Only `resume` may follow. After a fault: end it."""
+        """Gives back the memory of weights and caches; what is still in flight is aborted.
+
+        Only `resume` may follow. After a fault: end it.
+        """
 
     @abstractmethod
     async def resume(self) -> None:
-        """Has its memory again. What weights are in it is not known: `load` comes next. After a fault: restart the engine."""
+        """Has its memory again.
+
+        What weights are in it is not known: `load` comes next. After a fault: restart the engine.
+        """
 
     async def adopt(self, version: int) -> None:  # noqa: B027 (most engines are told on their command line)
-        """Tells a newly started engine which version it was started on, where its command cannot say it."""
+        """Tells a newly started engine which version it was started on, where its command cannot
+        say it.
+        """
 
     @abstractmethod
     async def weight_version(self) -> int:
@@ -202,7 +225,10 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def abort(self, request_ids: list[str]) -> None:
-        """Ends the named requests; they answer with what they have. To be repeated until all have answered."""
+        """Ends the named requests; they answer with what they have.
+
+        To be repeated until all have answered.
+        """
 
     async def healthy(self) -> bool:
         """True when the engine answers and its scheduler works; says nothing about a paused

@@ -46,7 +46,10 @@ class Engine:
         self.client.url = self.address.url
 
     async def release(self) -> None:
-        """Gives its memory back; an engine that cannot is ended, which does it too. A restart under way is waited for."""
+        """Gives its memory back; an engine that cannot is ended, which does it too.
+
+        A restart under way is waited for.
+        """
         async with self.control:
             if self.released:
                 return
@@ -61,7 +64,10 @@ class Engine:
             self.released, self.unwell_since = True, None
 
     async def load(self, weights: Weights) -> None:
-        """Puts a policy in place of the one before; EngineError when only a restart can. The caller holds `control`."""
+        """Puts a policy in place of the one before; EngineError when only a restart can.
+
+        The caller holds `control`.
+        """
         if weights.adapter is None:
             await self.client.load(str(weights.folder), weights.version)
         elif weights.folder == self.base:
@@ -77,7 +83,10 @@ class Engine:
             await self.client.load_adapter(weights.adapter, weights.version)
 
     async def wake(self) -> None:
-        """Has its memory again, whatever the weights in it are worth. EngineError when it ended meanwhile. The caller holds `control`."""
+        """Has its memory again, whatever the weights in it are worth.
+
+        EngineError when it ended meanwhile. The caller holds `control`.
+        """
         assert self.control.locked(), "one control call at a time"
         if self.released:
             self.released = False  # whatever comes of it: from here on it is looked after

@@ -30,10 +30,12 @@ def fetched(
     *,
     checked: bool,
 ) -> Weights:
-    """A policy in folders below `local`, for engines that serve `before` now. UserError where it is another version than is said.
+    """A policy in folders below `local`, for engines that serve `before` now.
 
-    `checked`: all weights are read for NaN. What the gang has made just now is not read once more, for which a reload would wait: the proof of
-    the engines finds NaN too.
+    UserError where it is another version than is said.
+
+    `checked`: all weights are read for NaN. What the gang has made just now is not read once more,
+    for which a reload would wait: the proof of the engines finds NaN too.
     """
     made = read_manifest(store, policy.folder, policy.sha256).weight_version
     # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one

@@ -16,7 +16,9 @@ from rlpipe.store.run import Run
 
 
 class HostFinder:
-    """The hosts of a run, as they come and go: in child processes of the flow, in services of the run, or in both."""
+    """The hosts of a run, as they come and go: in child processes of the flow, in services of the
+    run, or in both.
+    """
 
     def __init__(self, run: Run, work_dir: Path, start_service: StartService) -> None:
         self._own: list[Host] = [EngineHost(run.config, run.store, work_dir)] if run.config.engines_here else []
@@ -25,7 +27,10 @@ class HostFinder:
         self._remote: dict[Peer, RemoteHost] = {}  # a host is the same one at each look
 
     async def find(self) -> list[Host]:
-        """At least one host that can be reached, waiting for it where none is this process's own. EngineError past the wait."""
+        """At least one host that can be reached, waiting for it where none is this process's own.
+
+        EngineError past the wait.
+        """
         return self._hosts(await (self._services.current() if self._own else self._services.find()))
 
     async def joined(self) -> list[Host]:

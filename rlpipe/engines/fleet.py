@@ -1,7 +1,8 @@
 """The hosts of a run together: what they serve, and which of their engines may sample now.
 
-Hosts come and go at any time. One that leaves, or is lost, is left out at the next look; one that joins while an iteration samples is
-given the weights that the others serve, and takes part as soon as its engines are proved.
+Hosts come and go at any time. One that leaves, or is lost, is left out at the next look; one that
+joins while an iteration samples is given the weights that the others serve, and takes part as soon
+as its engines are proved.
 """
 
 from __future__ import annotations
@@ -32,16 +33,24 @@ class Host(Protocol):
 
     @property
     def progress(self) -> int:
-        """Another number each time while weights are fetched or loaded: what takes long is waited for, what stands still is not."""
+        """Another number each time while weights are fetched or loaded: what takes long is waited
+        for, what stands still is not.
+        """
         ...
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
-        """Puts a policy on its engines. StoreError: refused before any engine saw it. EngineError: none serves it."""
+        """Puts a policy on its engines.
+
+        StoreError: refused before any engine saw it. EngineError: none serves it.
+        """
 
     async def release(self) -> None: ...  # its engines give their memory back, until the next `serve`
 
     async def clients(self, version: int) -> list[EngineClient]:
-        """The engines that were proved to serve `version`. EngineUnavailable: not now; another EngineError: none ever will."""
+        """The engines that were proved to serve `version`.
+
+        EngineUnavailable: not now; another EngineError: none ever will.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -52,8 +61,11 @@ FindHosts = Callable[[], Awaitable[list[Host]]]
 
 
 class Fleet:
-    """All hosts, on the same weights. `clients`: the engines that may sample, as last looked up; `well_at`: when one was last there,
-    or was on its way, or hosts were waited for (whoever finds them knows for how long)."""
+    """All hosts, on the same weights.
+
+    `clients`: the engines that may sample, as last looked up; `well_at`: when one was last there,
+    or was on its way, or hosts were waited for (whoever finds them knows for how long).
+    """
 
     def __init__(self, find_hosts: FindHosts) -> None:
         self.hosts: list[Host] = []
@@ -75,7 +87,10 @@ class Fleet:
         return self._served[1] if self._served else None
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
-        """Puts a policy on all hosts. StoreError: it was refused and the old one keeps serving. EngineError: no host serves it."""
+        """Puts a policy on all hosts.
+
+        StoreError: it was refused and the old one keeps serving. EngineError: no host serves it.
+        """
         before, self._served = self._served, None
         self.hosts = await self._find_hosts()
         assert self.hosts, "who finds the hosts waits for one"
@@ -122,7 +137,8 @@ class Fleet:
             )
 
     async def keep_taking_in(self) -> None:
-        """Until it is cancelled: hosts that join are given what the others serve, all hosts where no engine may sample.
+        """Until it is cancelled: hosts that join are given what the others serve, all hosts where
+        no engine may sample.
 
         EngineError when there is no engine, and no host can be found any more.
         """
@@ -136,8 +152,10 @@ class Fleet:
                 self._found_at = time.monotonic()
 
     async def release(self, joined: list[Host]) -> None:
-        """The engines of all hosts give their memory back; nothing is served until the next `serve`. `joined`: hosts that another process of the run
-        may have had serve something, beside those of this one."""
+        """The engines of all hosts give their memory back; nothing is served until the next
+        `serve`. `joined`: hosts that another process of the run may have had serve something,
+        beside those of this one.
+        """
         self._served, self.clients, self._serving = None, [], set()
         await asyncio.gather(*(host.release() for host in {*self.hosts, *joined}))
 

@@ -1,4 +1,6 @@
-"""The engines of one node: brings weights to them, proves that they serve them, and restarts what died or hangs."""
+"""The engines of one node: brings weights to them, proves that they serve them, and restarts what
+died or hangs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ RESTARTS_MAX = 5  # of an engine within one start of a run
 class EngineHost:
     """Owns `engines.count` engine processes, all on the weights that it was last told to serve.
 
-    `address`: where the engines listen. `keys`: API key and admin key of the engines; `relay`: passes weights on to the hosts of other nodes.
+    `address`: where the engines listen. `keys`: API key and admin key of the engines; `relay`:
+    passes weights on to the hosts of other nodes.
     """
 
     config: PipelineConfig
@@ -68,8 +71,9 @@ class EngineHost:
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None = None) -> None:
         """Puts a policy on all engines, starting them if need be; nothing to do when they serve it.
 
-        One canary first, then all. An engine that fails is restarted on the new weights beside the work of the others.
-        UserError or StoreError before any engine sees weights that do not fit; EngineError when no engine serves them.
+        One canary first, then all. An engine that fails is restarted on the new weights beside the
+        work of the others. UserError or StoreError before any engine sees weights that do not fit;
+        EngineError when no engine serves them.
         """
         async with self._serving:
             if self._served == (policy, version) and any(engine.proved == version for engine in self.engines):
@@ -97,13 +101,18 @@ class EngineHost:
             await asyncio.to_thread(prune, local, kept)
 
     async def release(self) -> None:
-        """Every engine gives its memory back, or has ended, until the next `serve`. No request may be in flight."""
+        """Every engine gives its memory back, or has ended, until the next `serve`.
+
+        No request may be in flight.
+        """
         async with self._serving:
             await asyncio.gather(*(engine.release() for engine in self.engines))
 
     @property
     def progress(self) -> int:
-        """Bytes on disk while weights are fetched; seconds while engines load them, as each load has a deadline of its own."""
+        """Bytes on disk while weights are fetched; seconds while engines load them, as each load
+        has a deadline of its own.
+        """
         if self._fetching:
             return folder_bytes(self.work_dir / "weights")
         loading = self._serving.locked() or any(engine.restarting_on for engine in self.engines)
@@ -139,7 +148,9 @@ class EngineHost:
         return self._file_keys
 
     async def _receive(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> list[Engine]:
-        """The engines that have got a policy from the trainer's memory, and were proved; all others are to load it from disk."""
+        """The engines that have got a policy from the trainer's memory, and were proved; all others
+        are to load it from disk.
+        """
         before, sender = self.weights, nearby.sender if nearby else None
         receivers = [engine for engine in self.engines if before and sender and engine.serves(before.version)]
         if before is None or sender is None or not receivers or self._spoilt >= SPOILT_MAX:
@@ -167,8 +178,11 @@ class EngineHost:
             return [engine for engine, fault in zip(receivers, proofs, strict=True) if fault is None]
 
     async def _reload(self, weights: Weights, received: list[Engine]) -> None:
-        """The first engine that reloads is the canary. When none can, and none has `received` them, one is restarted: if that fails, the weights
-        are at fault."""
+        """The first engine that reloads is the canary.
+
+        When none can, and none has `received` them, one is restarted: if that fails, the weights
+        are at fault.
+        """
         # an engine that hangs or is being restarted would make all others wait for it
         living = sorted(
             (engine for engine in self.engines if not engine.given_up and engine not in received),
@@ -213,7 +227,9 @@ class EngineHost:
         engine.proved, engine.unwell_since = weights.version, None
 
     async def _start(self, weights: Weights) -> None:
-        """Starts all engines and waits until each is proved; a fault here is the configuration's, so it is not retried."""
+        """Starts all engines and waits until each is proved; a fault here is the configuration's,
+        so it is not retried.
+        """
         self.weights = weights
         self._session = new_session()
         async with contextlib.AsyncExitStack() as undo:
@@ -239,7 +255,10 @@ class EngineHost:
         return Engine(address, service, client)
 
     async def _launch(self, engine: Engine, weights: Weights) -> None:
-        """Starts an engine process and proves it. EngineError when it does not come up, another RuntimeError past its budget."""
+        """Starts an engine process and proves it.
+
+        EngineError when it does not come up, another RuntimeError past its budget.
+        """
         engine.move_to(free_port())
         engine.service.ready_timeout_s = READY_TIMEOUT_S + reading_s(weights.folder)
         engine.service.argv = await asyncio.to_thread(argv_of, self.config, engine.address, weights)
@@ -253,7 +272,10 @@ class EngineHost:
         await self._prove(engine, weights)
 
     async def _restart(self, engine: Engine) -> None:
-        """Brings an engine back on the newest weights, or gives it up once its budget is spent. The caller holds `control`."""
+        """Brings an engine back on the newest weights, or gives it up once its budget is spent.
+
+        The caller holds `control`.
+        """
         assert engine.control.locked() and self.weights is not None
         engine.proved = None
         while engine.proved is None and not engine.given_up:
@@ -273,7 +295,9 @@ class EngineHost:
     # the watch
 
     async def _watch(self, engine: Engine) -> None:
-        """Looks after one engine for as long as the host lives: dead, hung, broken or behind the newest weights."""
+        """Looks after one engine for as long as the host lives: dead, hung, broken or behind the
+        newest weights.
+        """
         looked_at = time.monotonic()
         while not engine.given_up:
             await asyncio.sleep(WATCH_S)

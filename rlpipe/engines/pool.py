@@ -1,7 +1,9 @@
-"""The pool: spreads rollouts over engines, bounds what is in flight, sends what a lost engine left to another one.
+"""The pool: spreads rollouts over engines, bounds what is in flight, sends what a lost engine left
+to another one.
 
-A request has no deadline but progress: an engine none of whose requests has had a token for `engines.progress_timeout_s` is given up.
-So a completion may take hours, and one that waits in the engine's own queue is no fault. What a killed engine had sampled is kept.
+A request has no deadline but progress: an engine none of whose requests has had a token for
+`engines.progress_timeout_s` is given up. So a completion may take hours, and one that waits in the
+engine's own queue is no fault. What a killed engine had sampled is kept.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ GIVEN_UP_S = 30.0  # for a request that has no token for `progress_timeout_s` to
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """All completions wanted for one prompt: they go to one engine where it has room, and it computes the prompt once.
+    """All completions wanted for one prompt: they go to one engine where it has room, and it
+    computes the prompt once.
 
-    `prior`: what is there of each completion already, `NOTHING_YET` for nothing; a finished one is not sampled again, an
-    unfinished one goes on where it was cut short. Example: GroupRequest("words/17", [5, 9, 300], params, [NOTHING_YET] * 8)
+    `prior`: what is there of each completion already, `NOTHING_YET` for nothing; a finished one is
+    not sampled again, an unfinished one goes on where it was cut short. Example:
+    GroupRequest("words/17", [5, 9, 300], params, [NOTHING_YET] * 8)
     """
 
     prompt_id: str
@@ -88,7 +92,9 @@ class EnginePool:
 
     @property
     def version(self) -> int | None:
-        """The weight version that the pool serves; None before the start and after a reload that failed."""
+        """The weight version that the pool serves; None before the start and after a reload that
+        failed.
+        """
         return self.fleet.version
 
     @property
@@ -97,7 +103,9 @@ class EnginePool:
         return max((load.heard_at for load in self._loads.values()), default=0.0)
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None = None) -> None:
-        """Puts a policy on all hosts. StoreError: it was refused and the old one keeps serving. EngineError: no host serves it.
+        """Puts a policy on all hosts.
+
+        StoreError: it was refused and the old one keeps serving. EngineError: no host serves it.
 
         `nearby`: where its files are beside the store, which may not have them yet.
         """
@@ -110,11 +118,13 @@ class EnginePool:
         enough: asyncio.Event | None = None,
         on_rollout: OnRollout | None = None,
     ) -> list[list[Completion]]:
-        """The completions of every group, in order; EngineError when a rollout found no engine within its bounds.
+        """The completions of every group, in order; EngineError when a rollout found no engine
+        within its bounds.
 
-        `on_rollout` (index of the group, of the rollout, completion) is awaited as each rollout finishes; what it returns is the
-        rollout's next turn. `on_group` (index, completions) is awaited as each group finishes. Once `enough` is set, what runs is cut
-        short and what waits is not started: unfinished completions are answered with `finish_reason` "abort".
+        `on_rollout` (index of the group, of the rollout, completion) is awaited as each rollout
+        finishes; what it returns is the rollout's next turn. `on_group` (index, completions) is
+        awaited as each group finishes. Once `enough` is set, what runs is cut short and what waits
+        is not started: unfinished completions are answered with `finish_reason` "abort".
         """
         assert self.version is not None, "serve comes first"
         enough = enough or asyncio.Event()
@@ -148,9 +158,11 @@ class EnginePool:
         return completions
 
     async def release(self, joined: list[Host]) -> None:
-        """The engines of all hosts, and of those that have `joined`, give their memory back; nothing is served until the next `serve`.
+        """The engines of all hosts, and of those that have `joined`, give their memory back;
+        nothing is served until the next `serve`.
 
-        Whoever samples still is waited for. EngineError: none of it has had a token for so long that it should have been given up.
+        Whoever samples still is waited for. EngineError: none of it has had a token for so long
+        that it should have been given up.
         """
         since = time.monotonic()
         while self._num_calls:
@@ -202,7 +214,9 @@ class EnginePool:
     async def _turn(
         self, group: GroupRequest, params: Sampling, prior: Completion, home: Anchor, enough: asyncio.Event
     ) -> Completion:
-        """Samples what is missing of one rollout, on one engine after another until it is all there."""
+        """Samples what is missing of one rollout, on one engine after another until it is all
+        there.
+        """
         completion, num_faults, since = prior, 0, time.monotonic()
         while not completion.finished and not enough.is_set():
             client = await self._take_seat(home, enough)
@@ -264,7 +278,9 @@ class EnginePool:
         return sampled, fault
 
     async def _take_seat(self, home: Anchor, enough: asyncio.Event) -> EngineClient | None:
-        """Takes a seat, at home where there is one, else on the engine that has the fewest in flight; None once `enough` is set."""
+        """Takes a seat, at home where there is one, else on the engine that has the fewest in
+        flight; None once `enough` is set.
+        """
         async with self._changed:
             while not enough.is_set():
                 free = [client for client in self.fleet.clients if self._has_room(client.name)]

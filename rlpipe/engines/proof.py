@@ -47,7 +47,10 @@ class ProbeAnswer:
 
 
 async def prove(client: EngineClient, weights: Weights, model: ModelConfig, before: ProbeAnswer | None) -> ProbeAnswer:
-    """The engine's answer, which proves that it serves `weights`; EngineError where it does not. `before`: what it answered last, since it was started."""
+    """The engine's answer, which proves that it serves `weights`; EngineError where it does not.
+
+    `before`: what it answered last, since it was started.
+    """
     if (reported := await client.weight_version()) != weights.version:
         raise EngineError(f"{client.name} reports weight version {reported}, not {weights.version}")
     scored = await client.score(weights.probe.tokens, len(weights.probe.logprobs))
@@ -80,9 +83,11 @@ def off(answer: ProbeAnswer, dtype: str, experts: bool) -> str:
 
 
 def stale(answer: ProbeAnswer, before: ProbeAnswer, model: ModelConfig) -> str:
-    """Why an engine must have the weights that it had `before`, though their files differ from the new ones; empty where it need not.
+    """Why an engine must have the weights that it had `before`, though their files differ from the
+    new ones; empty where it need not.
 
-    The trainer's answer of an adapter is not asked: an engine has it merged, and rounds away what is too small for the weights.
+    The trainer's answer of an adapter is not asked: an engine has it merged, and rounds away what
+    is too small for the weights.
     """
     # other files with the same weights: those of the hub, and what the trainer saved when it left all steps out
     if answer.probe == before.probe:

@@ -1,4 +1,6 @@
-"""The HTTP protocol behind `EngineClient` that SGLang and rlpipe's local engine speak, and which client is whose."""
+"""The HTTP protocol behind `EngineClient` that SGLang and rlpipe's local engine speak, and which
+client is whose.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,12 @@ class Order:
 
 @dataclass(eq=False)
 class SglangClient(EngineClient):
-    """Control calls carry the admin key, /generate the API key: with both set, each takes only its own.
+    """Control calls carry the admin key, /generate the API key: with both set, each takes only its
+    own.
 
-    What is asked of the local engine in one breath goes as one call: its completions are short, and its HTTP side shares a CPU with the
-    model. SGLang gets a call for each request, so that each can be lost alone.
+    What is asked of the local engine in one breath goes as one call: its completions are short, and
+    its HTTP side shares a CPU with the model. SGLang gets a call for each request, so that each can
+    be lost alone.
     """
 
     health_path = "/health"

@@ -1,12 +1,14 @@
-"""Engines get a policy from the trainer's memory: this host asks the trainer to send, and engines to receive, one bucket after the other.
+"""Engines get a policy from the trainer's memory: this host asks the trainer to send, and engines
+to receive, one bucket after the other.
 
     the trainer offers: where to meet, and what it will send; nothing has changed yet
     engines: paused, in the group -> a bucket each time the trainer sends one -> flushed, labelled; still paused
     the trainer: the hashes of what it sent, which must be those of the policy's files
     engines: out of the group, go on; then they are proved, as after a load from disk
 
-A group is made for one policy and ended behind it: an engine that was restarted has none to join again. After a fault engines stay paused, as they may
-hold parts of two policies, until they have read one from disk, or were restarted.
+A group is made for one policy and ended behind it: an engine that was restarted has none to join
+again. After a fault engines stay paused, as they may hold parts of two policies, until they have
+read one from disk, or were restarted.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
 
 
 class Transfer:
-    """One policy on its way from the memory of a gang to engines of this host, whose `control` the caller holds. `keys`: bearer keys by the URL of files."""
+    """One policy on its way from the memory of a gang to engines of this host, whose `control` the
+    caller holds. `keys`: bearer keys by the URL of files.
+    """
 
     def __init__(
         self,
@@ -55,10 +59,13 @@ class Transfer:
         self._backend = "nccl" if config.engines.gpu_ids else "gloo"
 
     async def receive(self, serving: Path, version: int, files: dict[str, str]) -> None:
-        """Puts the policy in place of the one before on all engines, and lets them go on. They have to be proved.
+        """Puts the policy in place of the one before on all engines, and lets them go on.
 
-        `serving`: a folder with tensors of the same names and shapes; `files`: the sha256 of the policy's files of weights. StoreError where the policy
-        does not fit, EngineError where it did not arrive whole, or another one did: whoever had begun is not proved any more.
+        They have to be proved.
+
+        `serving`: a folder with tensors of the same names and shapes; `files`: the sha256 of the
+        policy's files of weights. StoreError where the policy does not fit, EngineError where it
+        did not arrive whole, or another one did: whoever had begun is not proved any more.
         """
         name, began = secrets.token_hex(8), time.monotonic()
         receivers = self._ranks * len(self._engines)
@@ -95,7 +102,9 @@ class Transfer:
             raise EngineError(f"{self._sender.url} offers what is not understood: {error!s:.300}") from error
 
     async def _ask(self, job: str, body: JsonDict) -> JsonDict:
-        """The result of a job of the gang, which is done once however often it is asked; EngineError where it does not do it."""
+        """The result of a job of the gang, which is done once however often it is asked;
+        EngineError where it does not do it.
+        """
         url, deadline = f"{self._sender.url}/{job}", time.monotonic() + SEND_TIMEOUT_S
         while time.monotonic() < deadline:
             try:

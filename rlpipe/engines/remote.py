@@ -1,6 +1,8 @@
-"""Engines on other nodes: `HostService` there, for `rlpipe host` and the deployment serve-engines; `RemoteHost` in the flow.
+"""Engines on other nodes: `HostService` there, for `rlpipe host` and the deployment serve-engines;
+`RemoteHost` in the flow.
 
-GET /status, /files/KEY; POST /serve, /release (JSON, bearer key). A flow finds the hosts of its run in the store.
+GET /status, /files/KEY; POST /serve, /release (JSON, bearer key). A flow finds the hosts of its run
+in the store.
 """
 
 from __future__ import annotations
@@ -81,7 +83,10 @@ class HostStatus(BaseModel):
 
 
 class HostService:
-    """This node's engines as a service of a run that goes on elsewhere. `address`: of this node; `port` 0: a free one."""
+    """This node's engines as a service of a run that goes on elsewhere.
+
+    `address`: of this node; `port` 0: a free one.
+    """
 
     def __init__(self, store: Store, config: PipelineConfig, name: str, address: str, port: int = 0) -> None:
         self._address = address
@@ -142,7 +147,9 @@ class HostService:
             return web.json_response({"error": str(fault), "kind": type(fault).__name__}, status=409)
 
     async def serve(self, request: web.Request) -> web.Response:
-        """Starts to serve, and waits a moment for it: a run does not wait for a host that joins. /status tells what became of it."""
+        """Starts to serve, and waits a moment for it: a run does not wait for a host that joins.
+        /status tells what became of it.
+        """
         try:
             wanted = ServeRequest.model_validate_json(await request.read())
         except ValidationError as error:
@@ -176,8 +183,9 @@ class HostService:
             log.error("weight version %d is not served: %s", wanted.version, error)
 
     async def release(self, request: web.Request) -> web.Response:
-        """Starts to give the engines' memory back (`engines.colocate`), and waits a moment for it: 202 until it is done. What is being served is
-        finished first, what is waited for is dropped."""
+        """Starts to give the engines' memory back (`engines.colocate`), and waits a moment for it:
+        202 until it is done. What is being served is finished first, what is waited for is dropped.
+        """
         if (
             self._releasing is None or self._releasing.done()
         ):  # who was told 202 asks again, and then there is nothing left to do
@@ -194,7 +202,9 @@ class HostService:
         await self.host.release()
 
     async def _until_committed(self, wanted: ServeRequest, fault: StoreError) -> None:
-        """Returns when the store has a policy that could not be had from the trainer's node; raises the fault where it had it all the time."""
+        """Returns when the store has a policy that could not be had from the trainer's node; raises
+        the fault where it had it all the time.
+        """
         manifest, deadline = f"{wanted.policy.folder}/{MANIFEST}", time.monotonic() + COMMIT_WAIT_S
         if wanted.nearby is None or await asyncio.to_thread(self.host.store.exists, manifest):
             raise fault
@@ -208,7 +218,9 @@ class HostService:
             await asyncio.sleep(COMMIT_POLL_S)
 
     async def status(self, request: web.Request) -> web.Response:
-        """The engines that were proved to serve the version in question, and how far the host is with weights that it brings."""
+        """The engines that were proved to serve the version in question, and how far the host is
+        with weights that it brings.
+        """
         self._raise_fault()
         version = request.query.get("version", "")
         if not re.fullmatch(r"-?\d{1,9}", version):
@@ -218,7 +230,9 @@ class HostService:
         return web.json_response(HostStatus(engines=engines, progress=self.host.progress + self._waited).model_dump())
 
     async def file(self, request: web.Request) -> web.StreamResponse:
-        """A part of a file of the weights that this host fetches, or has: hosts of other nodes get it here."""
+        """A part of a file of the weights that this host fetches, or has: hosts of other nodes get
+        it here.
+        """
         key, part = request.match_info["key"], request.http_range
         start, end = part.start, part.stop
         is_part = isinstance(start, int) and isinstance(end, int) and 0 < end - start <= PART_BYTES
@@ -233,7 +247,10 @@ class HostService:
 
 
 class RemoteHost:
-    """The engines of another node, as the pool sees them. They outlive the flow: another start of the run finds them warm."""
+    """The engines of another node, as the pool sees them.
+
+    They outlive the flow: another start of the run finds them warm.
+    """
 
     def __init__(self, peer: Peer, session: aiohttp.ClientSession) -> None:
         self.name = peer.record.name
@@ -252,7 +269,9 @@ class RemoteHost:
         await self._call("POST", "/serve", body, SERVE_TIMEOUT_S)
 
     async def release(self) -> None:
-        """Returns when its engines have no memory: they gave it back, or the host is lost, and they ended with it. EngineError when it refuses."""
+        """Returns when its engines have no memory: they gave it back, or the host is lost, and they
+        ended with it. EngineError when it refuses.
+        """
         while True:
             try:
                 status, answer = await self.peer.call("POST", "/release", {}, SERVE_TIMEOUT_S)

@@ -1,6 +1,9 @@
-"""SGLang's server with its keys from the environment. Run as a script by the interpreter that has SGLang; needs nothing of rlpipe.
+"""SGLang's server with its keys from the environment.
 
-SGLang takes keys as arguments only, which every user of the machine can read, and writes its arguments to its log.
+Run as a script by the interpreter that has SGLang; needs nothing of rlpipe.
+
+SGLang takes keys as arguments only, which every user of the machine can read, and writes its
+arguments to its log.
 """
 
 from __future__ import annotations

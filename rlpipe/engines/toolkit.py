@@ -12,11 +12,13 @@ CUDA_WHEELS = "lib/python3.*/site-packages/nvidia/cu1[0-9]"  # of pip's packages
 
 
 def toolkit_environment(python: Path) -> dict[str, str]:
-    """CUDA_HOME and PATH for an engine on a GPU that `python` runs, which it searches for compilers.
+    """CUDA_HOME and PATH for an engine on a GPU that `python` runs, which it searches for
+    compilers.
 
-    CUDA_HOME is where pip put nvcc into the interpreter's environment: nothing looks there by itself, and the toolkit of the machine is often of
-    another version. Whoever sets it chooses for himself; without nvcc in the environment it stays as it is. PATH begins with the programs
-    of the environment, as if it were activated: ninja is one.
+    CUDA_HOME is where pip put nvcc into the interpreter's environment: nothing looks there by
+    itself, and the toolkit of the machine is often of another version. Whoever sets it chooses for
+    himself; without nvcc in the environment it stays as it is. PATH begins with the programs of the
+    environment, as if it were activated: ninja is one.
     """
     programs = Path(
         shutil.which(python) or python

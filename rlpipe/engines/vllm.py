@@ -34,10 +34,13 @@ def number_of(logprob: float | None) -> float:
 
 
 class VllmClient(EngineClient):
-    """vLLM 0.32, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1. It has no call for several prompts. Seeds are honoured.
+    """vLLM 0.32, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1.
 
-    Its one key guards only /inference and /v1: the control calls answer anyone who reaches the port. A tied model reloads without an
-    error and with a stale lm_head: give `load` what `rlpipe.engines.weights.untied` makes.
+    It has no call for several prompts. Seeds are honoured.
+
+    Its one key guards only /inference and /v1: the control calls answer anyone who reaches the
+    port. A tied model reloads without an error and with a stale lm_head: give `load` what
+    `rlpipe.engines.weights.untied` makes.
     """
 
     health_path = "/weight_info"  # /health says 200 while the scheduler hangs; this has to go through it
@@ -96,7 +99,9 @@ class VllmClient(EngineClient):
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: str, version: int) -> AsyncIterator[None]:
-        """The body puts weights in place while the engine is paused; afterwards they are `version`, and nothing is cached of those before."""
+        """The body puts weights in place while the engine is paused; afterwards they are `version`,
+        and nothing is cached of those before.
+        """
         try:
             await self.control(f"/pause?mode={mode}")
             yield

@@ -1,4 +1,6 @@
-"""A policy's files on local disk, and whether they fit what an engine serves: read from the headers."""
+"""A policy's files on local disk, and whether they fit what an engine serves: read from the
+headers.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Weights:
-    """A policy that an engine can load: a local folder in HF format, its weight version, and how to prove that it is served.
+    """A policy that an engine can load: a local folder in HF format, its weight version, and how to
+    prove that it is served.
 
-    `adapter`: where engines load adapters, the folder of the one beside `folder`, empty for none; None where `folder` is the whole policy.
+    `adapter`: where engines load adapters, the folder of the one beside `folder`, empty for none;
+    None where `folder` is the whole policy.
     """
 
     folder: Path
@@ -52,7 +56,9 @@ class Weights:
 
 
 def reading_s(folder: Path) -> float:
-    """Seconds that an engine may take to read a folder's weights, beside all else: 5 a GB, on the slowest disk that is waited for."""
+    """Seconds that an engine may take to read a folder's weights, beside all else: 5 a GB, on the
+    slowest disk that is waited for.
+    """
     return round(sum(path.stat().st_size for path in folder.glob("*.safetensors")) / READ_BYTES_S)
 
 
@@ -76,9 +82,11 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def check_compatible(serving: Path, candidate: Path) -> None:
-    """StoreError naming the folder and tensors when `candidate` cannot replace what engines serve from `serving`.
+    """StoreError naming the folder and tensors when `candidate` cannot replace what engines serve
+    from `serving`.
 
-    Number types may differ (engines cast), and what a model does not train: a copied tied head, rotary frequencies.
+    Number types may differ (engines cast), and what a model does not train: a copied tied head,
+    rotary frequencies.
     """
     check_shapes(serving, tensor_shapes(candidate), str(candidate))
 
@@ -95,10 +103,11 @@ def check_shapes(serving: Path, new: dict[str, list[int]], name: str) -> None:
 
 
 def untied(folder: Path) -> Path:
-    """`folder`, or beside it an export whose `lm_head.weight` is its own where `folder` has it tied to the embedding.
+    """`folder`, or beside it an export whose `lm_head.weight` is its own where `folder` has it tied
+    to the embedding.
 
-    vLLM 0.32 reloads a tied model without an error and then samples from the old lm_head. The other tensors are hard links. An export
-    that is there is whole: it gets its name last.
+    vLLM 0.32 reloads a tied model without an error and then samples from the old lm_head. The other
+    tensors are hard links. An export that is there is whole: it gets its name last.
     """
     config = json.loads((folder / "config.json").read_text())
     shapes = tensor_shapes(folder)

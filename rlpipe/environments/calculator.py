@@ -1,4 +1,5 @@
-"""The worked example: an environment in which the policy may use a calculator, and problems and demonstrations for it.
+"""The worked example: an environment in which the policy may use a calculator, and problems and
+demonstrations for it.
 
 user       Calculate 37*4 with <tool></tool> or <answer></answer>
 assistant  <tool>37*4</tool>
@@ -23,7 +24,9 @@ SUM = re.compile(rf"{PRODUCT}(?:[+-]{PRODUCT})*")
 
 
 class Calculator:
-    """`<tool>EXPRESSION</tool>` is answered with its value or "error"; `<answer>` ends the rollout: reward 1 if it is right."""
+    """`<tool>EXPRESSION</tool>` is answered with its value or "error"; `<answer>` ends the rollout:
+    reward 1 if it is right.
+    """
 
     roles = ("tool",)
 
@@ -53,7 +56,10 @@ class Calculator:
 
 
 def calculate(expression: str) -> int:
-    """The value of integers joined by + - *, * first. ValueError for anything else. Example: calculate("2+3*-4") is -10."""
+    """The value of integers joined by + - *, * first.
+
+    ValueError for anything else. Example: calculate("2+3*-4") is -10.
+    """
     if len(expression) > EXPRESSION_CHARS_MAX or SUM.fullmatch(expression) is None:
         raise ValueError(f"it is no sum of products of integers, or longer than {EXPRESSION_CHARS_MAX} characters")
     terms = re.findall(rf"([+-]?)({PRODUCT})", "".join(expression.split()))
@@ -61,7 +67,9 @@ def calculate(expression: str) -> int:
 
 
 def problems(seed: int, rows_max: int, low: int = 10, high: int = 999) -> list[dict[str, str]]:
-    """Products of two numbers from `low` to `high`: rows with prompt and answer, for rl and evaluation."""
+    """Products of two numbers from `low` to `high`: rows with prompt and answer, for rl and
+    evaluation.
+    """
     draw = random.Random(seed)
     pairs = [(draw.randint(low, high), draw.randint(low, high)) for _ in range(rows_max)]
     return [{"prompt": _question(a, b), "answer": str(a * b)} for a, b in pairs]

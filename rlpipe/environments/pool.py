@@ -1,7 +1,8 @@
 """Environments in processes of their own, so that one may raise, crash, print or never return.
 
-Processes are a cache: an environment whose process was lost is made again in another one, which gets its completions again. A step
-that kills a process is tried once more, so that a process that was killed from outside costs nothing but time.
+Processes are a cache: an environment whose process was lost is made again in another one, which
+gets its completions again. A step that kills a process is tried once more, so that a process that
+was killed from outside costs nothing but time.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ NAMED = {"calculator": "rlpipe.environments.calculator:Calculator"}
 
 
 class EnvironmentPool:
-    """`workers` processes, started when first needed, from here to `close`. Belongs to one event loop."""
+    """`workers` processes, started when first needed, from here to `close`.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self, name: str, args: JsonDict, workers: int, timeout_s: float, total_s: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """A call of a method has `timeout_s`, all steps of one rollout together have `total_s`. `environment`: the variables of the processes."""
+        """A call of a method has `timeout_s`, all steps of one rollout together have `total_s`.
+
+        `environment`: the variables of the processes.
+        """
         assert timeout_s > 0 and workers > 0
         self._total_s = total_s
         self.num_losses = 0  # in a row
@@ -45,7 +52,9 @@ class EnvironmentPool:
         self._num_answered = 0  # when a process was lost last
 
     def open(self, prompt: RewardPrompt, history: History = ()) -> RemoteEnvironment:
-        """An environment for a prompt (`Prompt.for_reward`), which has answered `history` before; its process makes it with the first call."""
+        """An environment for a prompt (`Prompt.for_reward`), which has answered `history` before;
+        its process makes it with the first call.
+        """
         process = min(self._processes, key=lambda process: process.num_environments)
         return RemoteEnvironment(process, next(self._keys), prompt, history, self._total_s)
 
@@ -133,7 +142,10 @@ class RemoteEnvironment:
 
 
 def check_environment(name: str, args: JsonDict, environment: Mapping[str, str] | None = None) -> list[str]:
-    """The roles of an environment's messages; UserError when it cannot be loaded. In a process of its own, which imports it."""
+    """The roles of an environment's messages; UserError when it cannot be loaded.
+
+    In a process of its own, which imports it.
+    """
     with closing(
         ChildPool(_field(name), "rlpipe.environments.worker", _hello(name, args), environment=environment)
     ) as children:

@@ -1,7 +1,9 @@
-"""A process that environments live in, as its owner sees it: many calls under way at once, asked and answered in one event loop.
+"""A process that environments live in, as its owner sees it: many calls under way at once, asked
+and answered in one event loop.
 
-No thread waits for its answers. When it dies, or stops answering, its calls are asked again in a new one, half as many at a time, so that the
-call that kills a process is soon asked alone: then it is known, and no other has paid for it.
+No thread waits for its answers. When it dies, or stops answering, its calls are asked again in a
+new one, half as many at a time, so that the call that kills a process is soon asked alone: then it
+is known, and no other has paid for it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ ANY_NUMBER = 1 << 30
 
 
 class EnvironmentFault(Exception):
-    """An environment's rollout ends here. Reasons: environment_error, _timeout, _total_timeout, _crash (its process died), _invalid."""
+    """An environment's rollout ends here.
+
+    Reasons: environment_error, _timeout, _total_timeout, _crash (its process died), _invalid.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -37,7 +42,10 @@ class EnvironmentFault(Exception):
 
 
 class EnvironmentCall:
-    """One request to an environment. `request` makes it when it is sent, for the process of that number. `left_s`: for its new step."""
+    """One request to an environment.
+
+    `request` makes it when it is sent, for the process of that number. `left_s`: for its new step.
+    """
 
     def __init__(self, key: int, request: Callable[[int], JsonDict], left_s: float = math.inf) -> None:
         self.key = key
@@ -56,7 +64,8 @@ class EnvironmentCall:
 class EnvironmentProcess:
     """A process, replaced by a new one when it has ended and something is to be asked.
 
-    Environments whose methods are ordinary functions are asked one call at a time, `async` ones all that there is.
+    Environments whose methods are ordinary functions are asked one call at a time, `async` ones all
+    that there is.
     """
 
     def __init__(
@@ -67,7 +76,9 @@ class EnvironmentProcess:
         on_loss: Callable[[str], None],
         environment: Mapping[str, str],
     ) -> None:
-        """`field` is what errors name; `on_loss` hears of every process that was lost with calls, and may raise UserError."""
+        """`field` is what errors name; `on_loss` hears of every process that was lost with calls,
+        and may raise UserError.
+        """
         self.num_environments = 0
         self.hello = hello
         self.num_started = 0  # processes so far, so that a new one can be told from the one before
@@ -87,7 +98,11 @@ class EnvironmentProcess:
         self._closed = False
 
     async def ask(self, call: EnvironmentCall) -> JsonDict:
-        """The answer. EnvironmentFault; UserError when the environment does not load; EngineError when it is closed, before or meanwhile."""
+        """The answer.
+
+        EnvironmentFault; UserError when the environment does not load; EngineError when it is
+        closed, before or meanwhile.
+        """
         if self._closed:
             raise self._was_closed()
         self._waiting.append(call)
@@ -228,7 +243,9 @@ class EnvironmentProcess:
         self._send()
 
     def _lose(self, is_late: bool) -> None:
-        """The process was lost: its calls are asked again, before any other, but one that is known to be at fault."""
+        """The process was lost: its calls are asked again, before any other, but one that is known
+        to be at fault.
+        """
         lost, self._in_flight = [*self._in_flight.values()], {}
         if not lost:
             return

@@ -33,9 +33,10 @@ class Step:
 class Environment(Protocol):
     """Made afresh for every rollout with `rl.environment_args`.
 
-    Its answers are a function of the prompt and the completions alone: it may be made again elsewhere, and get them again.
-    `async` methods may wait for other things meanwhile: then thousands of environments live in one process side by side.
-    An attribute `roles` names the roles of its messages; without it they are ("user",). A method `close`, where there is one, is called
+    Its answers are a function of the prompt and the completions alone: it may be made again
+    elsewhere, and get them again. `async` methods may wait for other things meanwhile: then
+    thousands of environments live in one process side by side. An attribute `roles` names the roles
+    of its messages; without it they are ("user",). A method `close`, where there is one, is called
     when the rollout is over, unless the process has died.
     """
 
@@ -50,7 +51,9 @@ class Environment(Protocol):
 
 
 def checked_messages(said: Any, roles: list[str]) -> list[Message]:
-    """Messages {"role", "content"} as plain JSON; InvalidAnswer when they are none, or of a role that is not in `roles`."""
+    """Messages {"role", "content"} as plain JSON; InvalidAnswer when they are none, or of a role
+    that is not in `roles`.
+    """
     if not isinstance(said, list):
         raise InvalidAnswer(f"messages must be a list, and are {said!r:.200}")
     for message in said:

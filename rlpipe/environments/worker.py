@@ -1,12 +1,16 @@
-"""The process that environments live in: `python -m rlpipe.environments.worker`. An event loop, in which many calls may be under way.
+"""The process that environments live in: `python -m rlpipe.environments.worker`.
+
+An event loop, in which many calls may be under way.
 
 First line in: {"name", "path", "args"}; out: {"roles": [...], "is_async"} or {"error": message}.
-Then {"key", "prompt", "start_messages", "history", "completion", "timeout_s", "step_s"}; out, as each is known: {"key", "start_messages",
-"step", "took_s"} or {"key", "reason", "message"}. An environment has one call at a time, so that its key tells the answers apart. `prompt` is null when this
-process holds the environment `key`; else it is made here: started, and given the completions of `history` again, each with the messages
-that it answered before. `completion` is null when only its start is wanted. Each call of a method has `timeout_s`, the step that
-answers `completion` has `step_s`, and took `took_s`.
-{"drop": key}: its rollout is over. What the environment is doing is cancelled, it is closed where it has a `close`, and forgotten.
+Then {"key", "prompt", "start_messages", "history", "completion", "timeout_s", "step_s"}; out, as
+each is known: {"key", "start_messages", "step", "took_s"} or {"key", "reason", "message"}. An
+environment has one call at a time, so that its key tells the answers apart. `prompt` is null when
+this process holds the environment `key`; else it is made here: started, and given the completions
+of `history` again, each with the messages that it answered before. `completion` is null when only
+its start is wanted. Each call of a method has `timeout_s`, the step that answers `completion` has
+`step_s`, and took `took_s`. {"drop": key}: its rollout is over. What the environment is doing is
+cancelled, it is closed where it has a `close`, and forgotten.
 """
 
 from __future__ import annotations
@@ -82,7 +86,9 @@ class Home:
         self._timeout_s = 0.0
 
     async def live(self, requests: BinaryIO, answers: BinaryIO) -> None:
-        """Answers what is asked until the owner closes the pipe, or a fault of ours ends this process."""
+        """Answers what is asked until the owner closes the pipe, or a fault of ours ends this
+        process.
+        """
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = loop.create_future()
         self._answers, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, answers)
@@ -93,7 +99,9 @@ class Home:
         self._ended.result()
 
     def _arm(self) -> None:
-        """If the owner is gone too, the kernel ends code that never lets go of the loop, even when it holds the GIL."""
+        """If the owner is gone too, the kernel ends code that never lets go of the loop, even when
+        it holds the GIL.
+        """
         signal.setitimer(signal.ITIMER_REAL, 2 * self._timeout_s + ORPHAN_GRACE_S)
 
     def _end(self, error: BaseException | None = None) -> None:

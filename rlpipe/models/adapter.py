@@ -1,7 +1,9 @@
-"""LoRA: two matrices of low rank beside each linear layer of a model, under the names that the library peft has for them.
+"""LoRA: two matrices of low rank beside each linear layer of a model, under the names that the
+library peft has for them.
 
-The layers are our own and not peft's: peft puts each linear layer inside another module, and its weight gets another name; here the base keeps the
-names by which its files are read in parts, its weights tied and its experts converted.
+The layers are our own and not peft's: peft puts each linear layer inside another module, and its
+weight gets another name; here the base keeps the names by which its files are read in parts, its
+weights tied and its experts converted.
 
 Legend: I inputs and O outputs of a linear layer, R rank of the adapter.
 """
@@ -46,7 +48,8 @@ def is_adapter(name: str) -> bool:
 
 
 def put_adapter(lm: Any, adapter: Adapter) -> None:
-    """Puts an adapter, without values yet, beside the layers of `lm` that it names, and freezes all else.
+    """Puts an adapter, without values yet, beside the layers of `lm` that it names, and freezes all
+    else.
 
     UserError for a name that no linear layer has, or when there is no linear layer at all.
     """
@@ -86,7 +89,9 @@ def _is_named(name: str, targets: tuple[str, ...]) -> bool:
 
 
 def linear_layers(lm: Any) -> dict[str, nn.Linear]:
-    """The layers that can have an adapter, by name: linear ones of torch, but the head, PASSED_BY, and those whose weight is another module's."""
+    """The layers that can have an adapter, by name: linear ones of torch, but the head, PASSED_BY,
+    and those whose weight is another module's.
+    """
     head = lm.get_output_embeddings()
     tied = {id(lm.get_parameter(name)) for name in {*tied_names(lm).values()}}
     return {
@@ -100,7 +105,9 @@ def linear_layers(lm: Any) -> dict[str, nn.Linear]:
 
 
 def target_names(lm: Any) -> list[str]:
-    """The names by which peft finds exactly the adapted layers of `lm`: how they end, or, where others end so too, whole ones."""
+    """The names by which peft finds exactly the adapted layers of `lm`: how they end, or, where
+    others end so too, whole ones.
+    """
     adapted = {name for name, module in lm.named_modules() if isinstance(module, AdaptedLinear)}
     ends = {name.rpartition(".")[2] for name in adapted}
     alike = {name for name, _ in lm.named_modules() if name.rpartition(".")[2] in ends}
@@ -108,7 +115,10 @@ def target_names(lm: Any) -> list[str]:
 
 
 def new_adapter_rows(seed: int, name: str, shape: list[int], start: int, end: int) -> Tensor:
-    """Rows of a new adapter's matrix, as peft draws them: A uniform within 1 / sqrt(I), B zero. The same for any number of ranks."""
+    """Rows of a new adapter's matrix, as peft draws them: A uniform within 1 / sqrt(I), B zero.
+
+    The same for any number of ranks.
+    """
     if name.endswith(".lora_B.weight"):
         return torch.zeros(end - start, *shape[1:])
     draws = torch.Generator().manual_seed(data_seed(seed, name))
@@ -116,6 +126,8 @@ def new_adapter_rows(seed: int, name: str, shape: list[int], start: int, end: in
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """The weight of a layer that computes alone what it computes with an adapter beside it, in `dtype`, in which the trainer has all three."""
+    """The weight of a layer that computes alone what it computes with an adapter beside it, in
+    `dtype`, in which the trainer has all three.
+    """
     weight_OI, a_RI, b_OR = (tensor.to(dtype).float() for tensor in (weight_OI, a_RI, b_OR))
     return (weight_OI + scale * (b_OR @ a_RI)).to(dtype)

@@ -1,5 +1,5 @@
-"""A causal language model of transformers, run by its own code: positions tell it where sequences begin, and it makes its masks, windows and
-scales itself.
+"""A causal language model of transformers, run by its own code: positions tell it where sequences
+begin, and it makes its masks, windows and scales itself.
 
 Legend: R rows, L tokens of a row, N positions, H hidden size, V vocabulary.
 """
@@ -45,7 +45,9 @@ PROBE_TOKENS = 32  # that are scored
 
 
 def hf_config(value: JsonDict) -> PretrainedConfig:
-    """A model's config from its JSON; UserError when it names no architecture that is known, more parts than any has, or quantized weights."""
+    """A model's config from its JSON; UserError when it names no architecture that is known, more
+    parts than any has, or quantized weights.
+    """
     # how attention is computed is this machine's choice, not the folder's
     value = {key: entry for key, entry in value.items() if key not in ("transformers_version", "attn_implementation")}
     _check_counts(value)
@@ -72,7 +74,10 @@ def _check_counts(value: dict[str, Any]) -> None:
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """The model without weights, on the meta device, in eval mode. UserError naming a family that is no causal language model."""
+    """The model without weights, on the meta device, in eval mode.
+
+    UserError naming a family that is no causal language model.
+    """
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -116,7 +121,9 @@ def takes(module: nn.Module, name: str) -> bool:
 
 
 class _Outputs(BaseModelOutputWithPast):
-    """Hidden states and nothing else: what a model's own forward asks of its base besides (routers, states) is absent."""
+    """Hidden states and nothing else: what a model's own forward asks of its base besides (routers,
+    states) is absent.
+    """
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -144,7 +151,8 @@ class _Given(nn.Module):
 
 
 def head_of(lm: Any) -> Callable[[Tensor], Tensor]:
-    """From hidden states [N, H] to logits [N, V] as `lm` itself makes them: scaled, capped, with whatever it does around its lm_head.
+    """From hidden states [N, H] to logits [N, V] as `lm` itself makes them: scaled, capped, with
+    whatever it does around its lm_head.
 
     It is `lm` with another base: the parameters are the same ones.
     """
@@ -156,7 +164,9 @@ def head_of(lm: Any) -> Callable[[Tensor], Tensor]:
 
 
 def expert_layers(lm: Any) -> list[Any]:
-    """The modules whose experts run in one call: (hidden states, which K, their weights), by what transformers sets on every such module."""
+    """The modules whose experts run in one call: (hidden states, which K, their weights), by what
+    transformers sets on every such module.
+    """
     return [
         module for module in lm.modules() if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed")
     ]
@@ -180,7 +190,9 @@ class ExpertUse:
 
     @contextlib.contextmanager
     def counting(self, places_N: Tensor) -> Iterator[None]:
-        """The tokens at these flat positions of the batch are counted, in this forward pass and not where it is recomputed."""
+        """The tokens at these flat positions of the batch are counted, in this forward pass and not
+        where it is recomputed.
+        """
         self._places_N = places_N
         try:
             yield
@@ -198,10 +210,13 @@ class ExpertUse:
         sums[-1] += len(chosen_NK)
 
     def metrics(self, add: Callable[[Tensor], Tensor]) -> Metrics:
-        """Means over layers; none for a model without experts. `add`: the sum over ranks of float64 on the host.
+        """Means over layers; none for a model without experts.
 
-        `expert_load_max`: tokens of the busiest expert over the mean of all: 1 when even. `experts_unused`: the share of experts without
-        a token. `router_entropy`: of the weights that a token gives to the experts chosen for it, nats.
+        `add`: the sum over ranks of float64 on the host.
+
+        `expert_load_max`: tokens of the busiest expert over the mean of all: 1 when even.
+        `experts_unused`: the share of experts without a token. `router_entropy`: of the weights
+        that a token gives to the experts chosen for it, nats.
         """
         sums = [add(sums.double().cpu()) for sums in self._sums]
         tokens = [layer[:-3] for layer in sums]
@@ -215,7 +230,8 @@ class ExpertUse:
 
 
 def restore_buffers(lm: Any) -> None:
-    """Makes again what is in no file, rotary frequencies for example, and a model on the meta device has not; before it gets its weights.
+    """Makes again what is in no file, rotary frequencies for example, and a model on the meta
+    device has not; before it gets its weights.
 
     UserError naming a buffer that the family's code makes nowhere else than where it is built.
     """
@@ -256,7 +272,10 @@ def other_windows(config: PretrainedConfig) -> list[str]:
 
 @contextlib.contextmanager
 def small_windows(config: PretrainedConfig) -> Iterator[None]:
-    """Windows of WINDOW_TESTED tokens: short sequences are longer than any. Masks are made from the config at every forward pass."""
+    """Windows of WINDOW_TESTED tokens: short sequences are longer than any.
+
+    Masks are made from the config at every forward pass.
+    """
     text = config.get_text_config()
     before = {
         name: value for name in WINDOWS if isinstance(value := getattr(text, name, None), int) and value > WINDOW_TESTED
@@ -271,8 +290,9 @@ def small_windows(config: PretrainedConfig) -> Iterator[None]:
 
 
 def probe_tokens(config: PretrainedConfig, tokens_max: int) -> list[int]:
-    """A fixed text that looks random, so that many embeddings take part: its last PROBE_TOKENS lie beyond the smallest window of the
-    model, where a text of `tokens_max` can be so long."""
+    """A fixed text that looks random, so that many embeddings take part: its last PROBE_TOKENS lie
+    beyond the smallest window of the model, where a text of `tokens_max` can be so long.
+    """
     text = config.get_text_config()
     windows = [value for name in WINDOWS if isinstance(value := getattr(text, name, None), int)]
     beyond = PROBE_TOKENS + min(windows, default=0)

@@ -1,4 +1,5 @@
-"""The weights of safetensors files under the names that the module has for them, and back, by transformers' own conversion.
+"""The weights of safetensors files under the names that the module has for them, and back, by
+transformers' own conversion.
 
 They differ: a hub's files keep experts apart that are one tensor in the module.
 """
@@ -41,7 +42,10 @@ FILE_BYTES_MAX = 5 * 10**9  # of one file of weights
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file, wherever it lies. `read`: the rows of a tensor from the one to the other, as they are stored; all without them."""
+    """A safetensors file, wherever it lies.
+
+    `read`: the rows of a tensor from the one to the other, as they are stored; all without them.
+    """
 
     name: str
     shapes: dict[str, list[int]]
@@ -61,7 +65,8 @@ def _read_local(path: Path, name: str, rows: tuple[int, int] | None) -> Tensor:
 
 
 def check_weights(folder: Path, lm: Any) -> None:
-    """UserError naming what a folder's weights lack of those of `lm`, have in another shape or besides, or a value of theirs that is none.
+    """UserError naming what a folder's weights lack of those of `lm`, have in another shape or
+    besides, or a value of theirs that is none.
 
     All bytes are read once: 0.2 to 0.3 s a GB in memory, else as long as the disk takes.
     """
@@ -97,7 +102,9 @@ HEADER = TypeAdapter(dict[str, _Extent])
 
 
 def ranged_file(name: str, size: int, read_bytes: Callable[[int, int], memoryview]) -> TensorFile:
-    """A file of `size` bytes that is read in parts: its header now, of its tensors what is asked for. StoreError naming a torn one."""
+    """A file of `size` bytes that is read in parts: its header now, of its tensors what is asked
+    for. StoreError naming a torn one.
+    """
     try:
         first = LENGTH_BYTES + int.from_bytes(read_bytes(0, LENGTH_BYTES), "little")
         header = json.loads(bytes(read_bytes(LENGTH_BYTES, min(first, size))))
@@ -137,7 +144,10 @@ def _dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Stored tensors that become tensors of the module together. `parts`: (the pattern that a name matched, the name)."""
+    """Stored tensors that become tensors of the module together.
+
+    `parts`: (the pattern that a name matched, the name).
+    """
 
     target: str
     transform: WeightRenaming | WeightConverter
@@ -153,9 +163,12 @@ class _Group:
 
 
 class Checkpoint:
-    """The tensors of files for `lm`, which may be on the meta device. `shapes`: of what the files make, by the module's names.
+    """The tensors of files for `lm`, which may be on the meta device.
 
-    StoreError naming tensors that are there twice, or fit no conversion. `folder`: where the files are, for what is said.
+    `shapes`: of what the files make, by the module's names.
+
+    StoreError naming tensors that are there twice, or fit no conversion. `folder`: where the files
+    are, for what is said.
     """
 
     def __init__(self, folder: str, files: Sequence[TensorFile], lm: Any) -> None:
@@ -207,7 +220,10 @@ class Checkpoint:
         return made[self._stored_as.get(name, name)]
 
     def rows(self, name: str, shape: list[int], start: int, end: int) -> Tensor:
-        """Rows of a tensor of the module, fp32. StoreError naming one that is missing, of another shape, or not finite."""
+        """Rows of a tensor of the module, fp32.
+
+        StoreError naming one that is missing, of another shape, or not finite.
+        """
         return finite(self._rows(name, shape, start, end), name, self.folder)
 
     def _rows(self, name: str, shape: list[int], start: int, end: int) -> Tensor:
@@ -288,6 +304,9 @@ def hub_tensors(lm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def block_of(name: str) -> str:
-    """The block of layers that a tensor belongs to: what is converted together is in one. Example: model.layers.3"""
+    """The block of layers that a tensor belongs to: what is converted together is in one.
+
+    Example: model.layers.3
+    """
     match = BLOCK.fullmatch(name)
     return match[1] if match else name

@@ -1,4 +1,6 @@
-"""Weights that are no numbers, found by their bits: one pass over the bytes of a file, without torch."""
+"""Weights that are no numbers, found by their bits: one pass over the bytes of a file, without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def check_finite(folder: Path) -> Path:
 
 
 def not_finite(path: Path) -> str:
-    """The first tensor of a file with a value that is no finite number of 32 bits; empty where there is none. StoreError when it is torn."""
+    """The first tensor of a file with a value that is no finite number of 32 bits; empty where
+    there is none. StoreError when it is torn.
+    """
     try:
         with safe_open(path, framework="numpy"):  # its header tells of this very file
             pass

@@ -1,8 +1,11 @@
-"""Attention by torch's flex_attention: which keys a token sees is computed tile by tile, and a mask of L x L never exists.
+"""Attention by torch's flex_attention: which keys a token sees is computed tile by tile, and a mask
+of L x L never exists.
 
-Only the blocks of a row that see each other are named, B x B numbers for L = 128 B tokens; in them a rule of four numbers a token decides.
+Only the blocks of a row that see each other are named, B x B numbers for L = 128 B tokens; in them
+a rule of four numbers a token decides.
 
-Legend: R rows, L tokens of a row, P those of its blocks, B blocks, Q query blocks, K key blocks, A heads, D numbers of a head.
+Legend: R rows, L tokens of a row, P those of its blocks, B blocks, Q query blocks, K key blocks, A
+heads, D numbers of a head.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ KERNELS_MAX = 64
 
 
 def use_flex(lm: Any) -> None:
-    """From here on `lm` computes its attention by flex_attention. UserError naming a family whose code does not support it."""
+    """From here on `lm` computes its attention by flex_attention.
+
+    UserError naming a family whose code does not support it.
+    """
     if not supports_flex(lm):
         raise UserError(f"model config: {lm.config.model_type} does not support flex_attention")
     before = lm.config._attn_implementation
@@ -74,12 +80,16 @@ def own_attention(lm: Any) -> Iterator[None]:
 
 
 def texts_of(positions_RL: Tensor) -> Tensor:
-    """The number of each token's text in its row: one begins wherever a position is not the one before plus 1."""
+    """The number of each token's text in its row: one begins wherever a position is not the one
+    before plus 1.
+    """
     return (positions_RL.diff(dim=-1, prepend=positions_RL[:, :1] - 1) != 1).cumsum(-1)
 
 
 def block_mask(own_RL: Tensor, root_RL: Tensor, positions_RL: Tensor, first_RL: Tensor) -> BlockMask:
-    """A token sees those before it, itself among them, that are of its branch `own` or of its prompt `root`, from position `first` on."""
+    """A token sees those before it, itself among them, that are of its branch `own` or of its
+    prompt `root`, from position `first` on.
+    """
     room = -own_RL.shape[1] % BLOCK
     # what fills the last block is of a text of its own
     own_RP, root_RP = (functional.pad(part, (0, room), value=-1) for part in (own_RL, root_RL))
@@ -127,8 +137,11 @@ def _listed(chosen_RQK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def try_kernels(lm: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Computes the attention of one block both ways, with as many heads as `lm` has, and as large. UserError naming what the device makes no kernel for:
-    in a backward pass of sharded weights it would leave gradients behind."""
+    """Computes the attention of one block both ways, with as many heads as `lm` has, and as large.
+
+    UserError naming what the device makes no kernel for: in a backward pass of sharded weights it
+    would leave gradients behind.
+    """
     text = lm.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     key_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -153,7 +166,10 @@ def try_kernels(lm: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
-    """flex_attention, made once for all lengths of rows. One kernel too many is an error: uncompiled it would make L x L numbers."""
+    """flex_attention, made once for all lengths of rows.
+
+    One kernel too many is an error: uncompiled it would make L x L numbers.
+    """
     whole: Any = flex_attention
     kernels = torch.compile(whole, dynamic=True, fullgraph=True, backend=backend)
 

@@ -1,4 +1,7 @@
-"""A folder in Hugging Face format: which files its weights are in, and the shapes in their headers. Imports no torch."""
+"""A folder in Hugging Face format: which files its weights are in, and the shapes in their headers.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights: those of its index, else model.safetensors, else all; StoreError when one is missing.
+    """The files of a folder's weights: those of its index, else model.safetensors, else all;
+    StoreError when one is missing.
 
     Other safetensors may lie beside them: adapters, the same weights in Mistral's own format.
     """
@@ -49,7 +53,9 @@ def folder_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def check_generation_config(folder: Path) -> None:
-    """UserError unless the tokens that end a text are numbers, where generation_config.json names some: a saved policy has them too."""
+    """UserError unless the tokens that end a text are numbers, where generation_config.json names
+    some: a saved policy has them too.
+    """
     if (folder / GENERATION).is_file():
         ends = folder_config(folder, GENERATION).get("eos_token_id")
         for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
@@ -60,7 +66,9 @@ def check_generation_config(folder: Path) -> None:
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """The shapes of all tensors of a folder; StoreError naming a file that is missing, torn or no safetensors."""
+    """The shapes of all tensors of a folder; StoreError naming a file that is missing, torn or no
+    safetensors.
+    """
     return {name: shape for path in weight_files(folder) for name, shape in file_shapes(path).items()}
 
 

@@ -1,6 +1,8 @@
-"""Norms, rotary positions and MLPs of a family's code, each compiled to kernels of its own on a GPU.
+"""Norms, rotary positions and MLPs of a family's code, each compiled to kernels of its own on a
+GPU.
 
-As transformers writes them every operation is a kernel that reads and writes all activations: of a step of 1.7B parameters half the time.
+As transformers writes them every operation is a kernel that reads and writes all activations: of a
+step of 1.7B parameters half the time.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def use_fused(lm: Any, backend: str = "inductor") -> None:
 
 
 def leave_fused(lm: Any) -> None:
-    """From here on `lm` computes them as its own code has it; so do others of its family with rotary positions."""
+    """From here on `lm` computes them as its own code has it; so do others of its family with
+    rotary positions.
+    """
     for module in _modules(lm):
         vars(module).pop("forward", None)
     for file in _files(lm):

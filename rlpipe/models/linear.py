@@ -1,7 +1,9 @@
-"""Linear layers on a CPU whose float32 products torch's own library computes at half the processor's speed: by oneDNN instead.
+"""Linear layers on a CPU whose float32 products torch's own library computes at half the
+processor's speed: by oneDNN instead.
 
-torch gives float32 products to Intel's MKL. On an AMD processor MKL has kernels for AVX2 only, oneDNN, which is in torch as well, for AVX-512:
-about twice as fast (docs/benchmarks.md). A row's bits do not depend on where in the product it is, with either.
+torch gives float32 products to Intel's MKL. On an AMD processor MKL has kernels for AVX2 only,
+oneDNN, which is in torch as well, for AVX-512: about twice as fast (docs/benchmarks.md). A row's
+bits do not depend on where in the product it is, with either.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class FastLinear(nn.Linear):
 
 
 def use_fast_linears(lm: Any) -> None:
-    """The linear layers of `lm` compute by oneDNN, on a machine where that is faster; elsewhere nothing changes."""
+    """The linear layers of `lm` compute by oneDNN, on a machine where that is faster; elsewhere
+    nothing changes.
+    """
     for module in lm.modules() if onednn_is_faster() else []:
         if type(module) is nn.Linear:  # as FSDP does it: the layer stays the module that it is, under all its names
             module.__class__ = FastLinear

@@ -1,5 +1,6 @@
-"""Attention masks that we make: where keys are kept, where texts branch, and for flex_attention. All others a model makes itself, from
-positions.
+"""Attention masks that we make: where keys are kept, where texts branch, and for flex_attention.
+
+All others a model makes itself, from positions.
 
 Legend: R rows, L tokens of a row, Q queries, K keys.
 """
@@ -49,7 +50,9 @@ class Masks:
         self.named = len(self.kinds) > 1  # whether the model wants a dict of masks
 
     def of(self, query_RQ1: Tensor, key_K: Tensor, seen_RQK: Tensor | None = None) -> AttentionMask:
-        """The attention mask of queries at these positions, R x 1 x Q x K; only of what else is `seen`."""
+        """The attention mask of queries at these positions, R x 1 x Q x K; only of what else is
+        `seen`.
+        """
         visible = {kind: self._visible(kind, query_RQ1, key_K) for kind in self.kinds}
         masks = {
             kind: self._form((seen if seen_RQK is None else seen & seen_RQK)[:, None]) for kind, seen in visible.items()

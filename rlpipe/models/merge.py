@@ -46,7 +46,9 @@ class AdapterFolder:
         ]
 
     def merged(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """A weight of the base as it is with the adapter, in `dtype`; where there is no adapter beside it, as it is in `dtype`."""
+        """A weight of the base as it is with the adapter, in `dtype`; where there is no adapter
+        beside it, as it is in `dtype`.
+        """
         layer = f"{PREFIX}{name.removesuffix('.weight')}"
         a_RI, b_OR = (self._tensors.get(f"{layer}.lora_{half}.weight") for half in "AB")
         if a_RI is None or b_OR is None:
@@ -59,9 +61,11 @@ class AdapterFolder:
 
 
 def merge(base: Path, adapter: Path, target: Path) -> None:
-    """Writes into the empty folder `target` the model that `base` is with `adapter`, whose config.json says the number type of the weights.
+    """Writes into the empty folder `target` the model that `base` is with `adapter`, whose
+    config.json says the number type of the weights.
 
-    The same layout as that of a policy which is trained whole. StoreError when they do not fit each other.
+    The same layout as that of a policy which is trained whole. StoreError when they do not fit each
+    other.
     """
     config = folder_config(adapter)
     lm, matrices = empty_model(hf_config(config)), AdapterFolder(adapter)

@@ -1,4 +1,6 @@
-"""A small model of the same family: what its code does can be tried in a second, without its weights."""
+"""A small model of the same family: what its code does can be tried in a second, without its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ LOUDNESS = 2.0  # of new weights: with theirs every token is about as likely as 
 
 
 def small_config(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
-    """The text model's config with small numbers, and as many layers as show every kind of them. Its other fields are as they were."""
+    """The text model's config with small numbers, and as many layers as show every kind of them.
+
+    Its other fields are as they were.
+    """
     text = config.get_text_config()
     fields = {name: value for name, value in text.to_dict().items() if name != "transformers_version"}
     by_layer = {
@@ -64,7 +69,9 @@ def small_config(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
 
 
 def small_model(config: PretrainedConfig) -> Any:
-    """A new model of a small config, fp32, in eval mode, whose tokens depend visibly on those before them. ValueError when it is not small."""
+    """A new model of a small config, fp32, in eval mode, whose tokens depend visibly on those
+    before them. ValueError when it is not small.
+    """
     size = sum(parameter.numel() for parameter in empty_model(config).parameters())
     if size > PARAMETERS_MAX:
         raise ValueError(f"{config.model_type} has {size:,} parameters when it is made small")

@@ -1,4 +1,7 @@
-"""The memory behind tensors, given back and taken again. A tensor and all its views stay the same objects: only their bytes go and come."""
+"""The memory behind tensors, given back and taken again.
+
+A tensor and all its views stay the same objects: only their bytes go and come.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,18 @@ def storages_of(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """A view of all of it, uint8. No numpy() of it: memory that numpy has seen can never be resized again."""
+    """A view of all of it, uint8.
+
+    No numpy() of it: memory that numpy has seen can never be resized again.
+    """
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def free(storages: Iterable[UntypedStorage]) -> None:
-    """Empties them, and gives what this process has freed to the GPU and to the kernel. Nobody may read them before they are resized."""
+    """Empties them, and gives what this process has freed to the GPU and to the kernel.
+
+    Nobody may read them before they are resized.
+    """
     for storage in storages:
         assert storage.resizable(), "memory that numpy or a file has a part in cannot be freed"
         storage.resize_(0)

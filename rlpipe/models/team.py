@@ -1,7 +1,9 @@
-"""Rows that are shared by a team of ranks: each holds a slice of every row's tokens, and in attention all tokens of a part of the heads (Ulysses).
+"""Rows that are shared by a team of ranks: each holds a slice of every row's tokens, and in
+attention all tokens of a part of the heads (Ulysses).
 
-Attention itself, its masks and its kernels are those of rows that one rank holds. Legend: R rows, L tokens of a row, S those of a slice, A
-heads, D numbers of a head, N scored positions, M those of a slice.
+Attention itself, its masks and its kernels are those of rows that one rank holds. Legend: R rows, L
+tokens of a row, S those of a slice, A heads, D numbers of a head, N scored positions, M those of a
+slice.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks that share every row, and this rank's place among them: it has the slice of that number."""
+    """The ranks that share every row, and this rank's place among them: it has the slice of that
+    number.
+    """
 
     group: dist.ProcessGroup | None  # None: of one that sends nothing (a plan, a test)
     ranks: int
@@ -69,7 +73,10 @@ class Team:
     def filled(
         self, tokens_RL: Tensor, positions_RL: Tensor, branch_RL: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rows that slices of one length make. What fills them goes on behind the last text: nothing sees it, and nothing is scored there."""
+        """Rows that slices of one length make.
+
+        What fills them goes on behind the last text: nothing sees it, and nothing is scored there.
+        """
         room = -tokens_RL.shape[1] % self.ranks
         behind = positions_RL[:, -1:] + torch.arange(1, room + 1, device=positions_RL.device)
         positions_RL = torch.cat([positions_RL, behind], 1)
@@ -80,7 +87,10 @@ class Team:
         )
 
     def slice(self, tokens_RL: Tensor, positions_RL: Tensor, source_N: Tensor, target_N: Tensor, length: int) -> Slice:
-        """This rank's slice of filled rows. `source_N`: flat positions in the rows as they were, of `length` tokens."""
+        """This rank's slice of filled rows.
+
+        `source_N`: flat positions in the rows as they were, of `length` tokens.
+        """
         width = tokens_RL.shape[1] // self.ranks
         columns = slice(self.rank * width, (self.rank + 1) * width)
         row_N, column_N = source_N // length, source_N % length
@@ -102,7 +112,10 @@ class Team:
 
 
 def join_team(size: int, ranks: int, rank: int, device: torch.device) -> Team | None:
-    """The team of this rank: `ranks` neighbours; None without sharing. All ranks call it at once."""
+    """The team of this rank: `ranks` neighbours; None without sharing.
+
+    All ranks call it at once.
+    """
     assert size % ranks == 0, f"teams of {ranks} of {size} ranks"
     if ranks == 1:
         return None
@@ -123,8 +136,11 @@ def check_team(config: PretrainedConfig, ranks: int) -> None:
 
 
 def use_team(lm: Any, team: Team) -> None:
-    """From here on attention layers of `lm` exchange with the team. UserError naming a family whose code does not go through transformers'
-    registry, or that a mask of ours does not fit."""
+    """From here on attention layers of `lm` exchange with the team.
+
+    UserError naming a family whose code does not go through transformers' registry, or that a mask
+    of ours does not fit.
+    """
     check_team(lm.config, team.ranks)
     own, family = lm.config.get_text_config()._attn_implementation, lm.config.model_type
     fault = f"its own code bounds attention ({', '.join(windows)})" if (windows := other_windows(lm.config)) else ""
@@ -185,7 +201,9 @@ def attend(
 
 
 def exchanged(team: Team, parts: tuple[Tensor, ...], split: int, joined: int) -> tuple[Tensor, ...]:
-    """The i-th share of each part along the dimension `split` goes to rank i; what comes is put together along the dimension `joined`."""
+    """The i-th share of each part along the dimension `split` goes to rank i; what comes is put
+    together along the dimension `joined`.
+    """
     shares = [torch.stack(part.chunk(team.ranks, split)) for part in parts]
     sizes = [share[0].numel() for share in shares]
     received = team.send(torch.cat([share.flatten(1) for share in shares], 1))
@@ -194,7 +212,9 @@ def exchanged(team: Team, parts: tuple[Tensor, ...], split: int, joined: int) ->
 
 
 class _Exchange(torch.autograd.Function):
-    """All parts in one collective, so that no order in which gradients are ready can make ranks wait for each other."""
+    """All parts in one collective, so that no order in which gradients are ready can make ranks
+    wait for each other.
+    """
 
     @staticmethod
     def forward(ctx: Any, team: Team, split: int, joined: int, *parts: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,6 @@
-"""A policy in the store as a whole model in a local folder, whether it is stored whole or as an adapter. Imports no torch for a whole one."""
+"""A policy in the store as a whole model in a local folder, whether it is stored whole or as an
+adapter. Imports no torch for a whole one.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,21 @@ def base_of(store: Store, ref: ArtifactRef) -> ArtifactRef | None:
 
 
 def base_and_adapter(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Path) -> tuple[Path, Path | None]:
-    """The local folders of a policy's base, below `bases_dir`, and of the adapter; of a whole policy itself, and None."""
+    """The local folders of a policy's base, below `bases_dir`, and of the adapter; of a whole
+    policy itself, and None.
+    """
     base = base_of(store, ref)
     whole = materialise(store, base or ref, bases_dir)
     return whole, materialise(store, ref, local_dir) if base else None
 
 
 def whole_policy(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Path | None = None) -> Path:
-    """A policy as a whole model in HF format in a local folder below `local_dir`: its files, or an adapter merged into its base.
+    """A policy as a whole model in HF format in a local folder below `local_dir`: its files, or an
+    adapter merged into its base.
 
-    Made once, verified, appears atomically. Whole policies, which are bases too, lie below `bases_dir` where one is given: a base is
-    fetched once for all its adapters. StoreError when an adapter and its base do not fit.
+    Made once, verified, appears atomically. Whole policies, which are bases too, lie below
+    `bases_dir` where one is given: a base is fetched once for all its adapters. StoreError when an
+    adapter and its base do not fit.
     """
     base = base_of(store, ref)
     if base is None:

@@ -14,7 +14,9 @@ SEARCHED = ("CPATH", "C_INCLUDE_PATH")  # where a C compiler looks for headers b
 
 
 def check_compiler(field: str) -> None:
-    """UserError naming `field` where training on GPUs would find no C compiler, or no headers of this Python."""
+    """UserError naming `field` where training on GPUs would find no C compiler, or no headers of
+    this Python.
+    """
     named = os.environ.get("CC", "")
     if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
         missing = f"CC={named} is no program" if named else "no C compiler (gcc, clang)"

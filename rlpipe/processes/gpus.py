@@ -1,7 +1,9 @@
-"""This machine's GPUs: which of them a child process gets, whether they are here, and how large they are.
+"""This machine's GPUs: which of them a child process gets, whether they are here, and how large
+they are.
 
-`gpu_ids` of the config are numbers into what this process may see itself: into its CUDA_VISIBLE_DEVICES where a scheduler or a user has set
-it (numbers, UUIDs or MIG instances), else into all GPUs, as nvidia-smi numbers them.
+`gpu_ids` of the config are numbers into what this process may see itself: into its
+CUDA_VISIBLE_DEVICES where a scheduler or a user has set it (numbers, UUIDs or MIG instances), else
+into all GPUs, as nvidia-smi numbers them.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ def gpu_environment(field_name: str, gpu_ids: list[int]) -> dict[str, str]:
 
 
 def check_gpus(field_name: str, gpu_ids: list[int], num_processes: int = 1) -> None:
-    """UserError (with the config field's name) when this machine has not so many GPUs, or this process may not use them.
+    """UserError (with the config field's name) when this machine has not so many GPUs, or this
+    process may not use them.
 
-    `num_processes`: how many share them evenly. Where a driver has no files of its own, nothing is known of the machine.
+    `num_processes`: how many share them evenly. Where a driver has no files of its own, nothing is
+    known of the machine.
     """
     devices, share = _visible(field_name, gpu_ids), len(gpu_ids) // num_processes
     for index in range(num_processes):
@@ -98,7 +102,10 @@ def _inherited() -> list[str] | None:
 
 
 def _visible(field_name: str, gpu_ids: list[int]) -> list[str]:
-    """The ids of these GPUs that CUDA knows. UserError when they are not of those that this process sees."""
+    """The ids of these GPUs that CUDA knows.
+
+    UserError when they are not of those that this process sees.
+    """
     inherited = _inherited()
     if inherited is None:
         return [*map(str, gpu_ids)]

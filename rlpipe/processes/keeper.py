@@ -1,5 +1,7 @@
-"""Runs the module of a process that runs a user's code, as a child, and ends with it: then nothing that the code started is left, also
-where somebody else killed that child alone (the kernel, for memory). `python -m rlpipe.processes.keeper MODULE`."""
+"""Runs the module of a process that runs a user's code, as a child, and ends with it: then nothing
+that the code started is left, also where somebody else killed that child alone (the kernel, for
+memory). `python -m rlpipe.processes.keeper MODULE`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls of Linux that Python has no function for, and what a process does to itself with them. Standard library only, and little of it."""
+"""Calls of Linux that Python has no function for, and what a process does to itself with them.
+
+Standard library only, and little of it.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,10 @@ def landlock_version() -> int:
 
 
 def landlock(rights: int, ports: int, scoped: int, rules: dict[str, int]) -> None:
-    """From now on this process and its children have of `rights` on files only those of `rules`, open no TCP port (version 4), and reach
-    only each other by what is `scoped` (version 6). No process outside can be traced, or its memory and environment read."""
+    """From now on this process and its children have of `rights` on files only those of `rules`,
+    open no TCP port (version 4), and reach only each other by what is `scoped` (version 6). No
+    process outside can be traced, or its memory and environment read.
+    """
     version = landlock_version()
     scoped = scoped if version >= LANDLOCK_SIGNALS else 0
     attributes = struct.pack("=3Q", rights, ports if version >= 4 else 0, scoped)
@@ -79,8 +84,10 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(root: int) -> None:
-    """Kills all that the process `root` has started, and what that has, in whatever session, and the others of the group that it leads, should
-    it have ended; returns when none is left, or after KILL_S."""
+    """Kills all that the process `root` has started, and what that has, in whatever session, and
+    the others of the group that it leads, should it have ended; returns when none is left, or after
+    KILL_S.
+    """
     deadline_s = time.monotonic() + KILL_S
     while (pids := _descendants(root)) and time.monotonic() < deadline_s:
         for pid in pids:
@@ -108,8 +115,9 @@ def _descendants(root: int) -> list[int]:
 
 
 def leave_rights() -> None:
-    """Root's rights to read the memory map of any process, which Landlock does not take: this process, and all that it starts, loses them
-    for good, and with them the right to mount."""
+    """Root's rights to read the memory map of any process, which Landlock does not take: this
+    process, and all that it starts, loses them for good, and with them the right to mount.
+    """
     if sys.platform != "linux":
         return
     header, sets = struct.pack("=Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)

@@ -44,7 +44,9 @@ THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 
 def raise_file_limit() -> None:
-    """Lets this process, and those it starts, open as many files as the system allows: each rollout in flight is a socket."""
+    """Lets this process, and those it starts, open as many files as the system allows: each rollout
+    in flight is a socket.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -53,10 +55,11 @@ def raise_file_limit() -> None:
 
 
 def free_port() -> int:
-    """A TCP port for a process that will listen on it: free a moment ago at every address, and not one that this process was just given.
+    """A TCP port for a process that will listen on it: free a moment ago at every address, and not
+    one that this process was just given.
 
-    It is below the ports that the kernel gives connections: one of those may be a connection's by the time that a server has loaded its
-    model and listens. OSError when none is free.
+    It is below the ports that the kernel gives connections: one of those may be a connection's by
+    the time that a server has loaded its model and listens. OSError when none is free.
     """
     below = PORTS.stop
     with contextlib.suppress(OSError, ValueError):  # not Linux
@@ -94,15 +97,17 @@ def answers(url: str, key: str = "", timeout_s: float = 2.0) -> bool:
 
 
 def _parent() -> int:
-    """The process to die with: named by whoever started us, as it may be gone before we can ask; else our parent."""
+    """The process to die with: named by whoever started us, as it may be gone before we can ask;
+    else our parent.
+    """
     return int(os.environ.get(PARENT_VARIABLE) or os.getppid())
 
 
 def die_with_parent() -> None:
     """Kills this process (SIGKILL) within a second of its parent's end, however the parent ended.
 
-    Polling getppid is portable and, unlike PR_SET_PDEATHSIG, not bound to the thread that forked. Children of this process that call
-    it die with this process.
+    Polling getppid is portable and, unlike PR_SET_PDEATHSIG, not bound to the thread that forked.
+    Children of this process that call it die with this process.
     """
     parent = _parent()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
@@ -116,9 +121,11 @@ def die_with_parent() -> None:
 
 
 def run_and_die_with_parent(argv: list[str]) -> int:
-    """Runs a program that knows nothing of its parent (Prefect's server, SGLang) and kills its process group with us.
+    """Runs a program that knows nothing of its parent (Prefect's server, SGLang) and kills its
+    process group with us.
 
-    SIGTERM is passed on; what is left shortly before our own SIGKILL would come is killed, grandchildren too.
+    SIGTERM is passed on; what is left shortly before our own SIGKILL would come is killed,
+    grandchildren too.
     """
     parent, deadline = _parent(), float("inf")
     child: subprocess.Popen[bytes] | None = None
@@ -156,7 +163,8 @@ def wrapped(argv: list[str]) -> list[str]:
 class Service:
     """One child process: started, watched, restarted within `restarts_max`, stopped.
 
-    `ready` returns False until the process can serve; it is asked every 0.1 s up to `ready_timeout_s`.
+    `ready` returns False until the process can serve; it is asked every 0.1 s up to
+    `ready_timeout_s`.
     """
 
     name: str
@@ -189,7 +197,10 @@ class Service:
         return self.process is not None and self.process.poll() is None
 
     def ensure(self) -> bool:
-        """Restarts the process if it ended; True when it did. RuntimeError once the restart budget is spent."""
+        """Restarts the process if it ended; True when it did.
+
+        RuntimeError once the restart budget is spent.
+        """
         if self.alive():
             return False
         if self.process is not None:
@@ -200,7 +211,9 @@ class Service:
         return True
 
     def wait_ready(self) -> None:
-        """Returns when `ready` says so; RuntimeError with the end of the log when it ends or takes too long. Meanwhile it is said every SAY_S."""
+        """Returns when `ready` says so; RuntimeError with the end of the log when it ends or takes
+        too long. Meanwhile it is said every SAY_S.
+        """
         began_at, say_s = time.monotonic(), SAY_S
         while (waited_s := time.monotonic() - began_at) < self.ready_timeout_s:
             if not self.alive():

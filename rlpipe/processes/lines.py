@@ -1,4 +1,6 @@
-"""JSON lines over pipes, in an event loop: for a process and its owner that have many things to say at once."""
+"""JSON lines over pipes, in an event loop: for a process and its owner that have many things to say
+at once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def parsed_line(line: bytes | bytearray) -> JsonDict:
 
 
 class LineReader(asyncio.Protocol):
-    """Calls `on_message` with what each line says, and `on_end` once the other end has closed, or says nothing that can be understood."""
+    """Calls `on_message` with what each line says, and `on_end` once the other end has closed, or
+    says nothing that can be understood.
+    """
 
     def __init__(self, on_message: Callable[[JsonDict], None], on_end: Callable[[], object]) -> None:
         self._on_message = on_message

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 
 def trim() -> None:
-    """Gives the kernel what this process has freed and the C library has kept; does nothing where that is not glibc."""
+    """Gives the kernel what this process has freed and the C library has kept; does nothing where
+    that is not glibc.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -22,10 +24,11 @@ def collect() -> None:
 
 
 def settle_heap() -> None:
-    """The garbage collector looks through what is in memory now, and no more from then on, until this is called again.
+    """The garbage collector looks through what is in memory now, and no more from then on, until
+    this is called again.
 
-    A process with Prefect or torch has half a million objects, nearly all of them for good: to look through them takes 0.1 to 0.3 s, and was done
-    every other iteration.
+    A process with Prefect or torch has half a million objects, nearly all of them for good: to look
+    through them takes 0.1 to 0.3 s, and was done every other iteration.
     """
     collect()
     gc.freeze()

@@ -1,4 +1,6 @@
-"""The pool of processes that run a user's code: each is asked one request at a time, with a deadline, and replaced when it ends."""
+"""The pool of processes that run a user's code: each is asked one request at a time, with a
+deadline, and replaced when it ends.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,27 @@ class ProcessEnded(Exception):
 
 
 class ChildPool:
-    """`workers` processes, `python -m <module>`, which all load the same code, from here to `close`."""
+    """`workers` processes, `python -m <module>`, which all load the same code, from here to
+    `close`.
+    """
 
     def __init__(
         self, field: str, module: str, hello: Record, *, workers: int = 1, start_timeout_s: float = START_TIMEOUT_S,
         environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """`field` is what errors name. The module calls `serve`; `hello` is the first request, which says what to load. `environment`: the
-        variables of the processes; none: those of `code_environment`."""
+        """`field` is what errors name.
+
+        The module calls `serve`; `hello` is the first request, which says what to load.
+        `environment`: the variables of the processes; none: those of `code_environment`.
+        """
         assert workers > 0
         variables = code_environment() if environment is None else environment
         self.children = [Child(field, module, hello, start_timeout_s, variables) for _ in range(workers)]
 
     def on_all(self, function: Callable[[Child], T]) -> list[T]:
-        """Calls the function with every child, each in the child's thread; the first error once all have ended."""
+        """Calls the function with every child, each in the child's thread; the first error once all
+        have ended.
+        """
         calls = [child.thread.submit(function, child) for child in self.children]
         wait(calls)
         return [call.result() for call in calls]
@@ -67,7 +76,10 @@ class ChildPool:
 
 
 class Child:
-    """One process of a pool, replaced by a new one when it has ended. Only its `thread` starts and asks it: one call after the other."""
+    """One process of a pool, replaced by a new one when it has ended.
+
+    Only its `thread` starts and asks it: one call after the other.
+    """
 
     def __init__(
         self, field: str, module: str, hello: Record, start_timeout_s: float, environment: Mapping[str, str]
@@ -150,7 +162,8 @@ class Child:
 
 
 def code_environment(secrets: Secrets = Secrets()) -> dict[str, str]:  # noqa: B008 (it cannot be changed)
-    """The environment of a process that runs a user's code, where a policy may have it printed: ours without secrets but those passed.
+    """The environment of a process that runs a user's code, where a policy may have it printed:
+    ours without secrets but those passed.
 
     UserError where one of these is not set.
     """
@@ -161,8 +174,9 @@ def code_environment(secrets: Secrets = Secrets()) -> dict[str, str]:  # noqa: B
 
 
 def spawned(name: str, module: str, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Printed]:
-    """A new process with this environment, `python -m <module>` below a keeper, whose the pid is, with pipes to it and from it; and what it
-    prints, under this name."""
+    """A new process with this environment, `python -m <module>` below a keeper, whose the pid is,
+    with pipes to it and from it; and what it prints, under this name.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "rlpipe.processes.keeper", module],
         stdin=subprocess.PIPE,
@@ -178,7 +192,9 @@ def spawned(name: str, module: str, environment: Mapping[str, str]) -> tuple[sub
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process, its keeper, and all that it started, in whatever session; also where somebody else killed one of the two."""
+    """Kills the process, its keeper, and all that it started, in whatever session; also where
+    somebody else killed one of the two.
+    """
     if process.returncode is None:  # once reaped, the pid may be someone else's
         signal_group(process, signal.SIGSTOP)  # it starts no other meanwhile
         kill_descendants(process.pid)
@@ -186,14 +202,18 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Does not reap it: until then its process group is its own, so that a kill reaches its children."""
+    """Does not reap it: until then its process group is its own, so that a kill reaches its
+    children.
+    """
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def wait_for_end(process: subprocess.Popen[bytes]) -> None:
-    """Returns when a process has ended that closed its pipes, or after END_S: its keeper knows a moment later how."""
+    """Returns when a process has ended that closed its pipes, or after END_S: its keeper knows a
+    moment later how.
+    """
     deadline_s = time.monotonic() + END_S
     while not has_ended(process) and time.monotonic() < deadline_s:
         time.sleep(END_POLL_S)

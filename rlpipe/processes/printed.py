@@ -17,7 +17,9 @@ END_S = 2.0  # for what is in the pipe when the process has ended
 
 
 class Printed:
-    """Reads a pipe, from here on to its end: PASSED_BYTES of it go to our stderr, and of what is more the last TAIL_BYTES, once it has ended."""
+    """Reads a pipe, from here on to its end: PASSED_BYTES of it go to our stderr, and of what is
+    more the last TAIL_BYTES, once it has ended.
+    """
 
     def __init__(self, name: str, pipe: IO[bytes]) -> None:
         """`name` is what the log says of it."""

@@ -1,6 +1,8 @@
-"""A user's code: found by its path, run so that whatever it raises is one exception of ours, and served by a process of its own.
+"""A user's code: found by its path, run so that whatever it raises is one exception of ours, and
+served by a process of its own.
 
-Such a process, in which it may crash, print or never return, answers its owner (`pool`) in JSON lines.
+Such a process, in which it may crash, print or never return, answers its owner (`pool`) in JSON
+lines.
 """
 
 from __future__ import annotations
@@ -66,8 +68,11 @@ def cause_of(error: CodeRaised, what: str) -> str:
 
 
 def _import(name: str) -> ModuleType:
-    """Imports a module; TimeoutError where it waits. The main thread, in which a process that runs a user's code loads it, is
-    interrupted. For any other (preflight's, in a flow) a thread imports that is left behind when it waits: nobody can interrupt it.
+    """Imports a module; TimeoutError where it waits.
+
+    The main thread, in which a process that runs a user's code loads it, is interrupted. For any
+    other (preflight's, in a flow) a thread imports that is left behind when it waits: nobody can
+    interrupt it.
     """
     if threading.current_thread() is threading.main_thread():
         with _alarms(_idle_check(thread_ids() - {threading.get_native_id()})):
@@ -125,7 +130,10 @@ def _alarms(check: Callable[..., None]) -> Iterator[None]:
 
 
 def load_function(field: str, path: str) -> Callable[..., Any]:
-    """The function at `path`; the working directory is importable. UserError names `field` and what was tried."""
+    """The function at `path`; the working directory is importable.
+
+    UserError names `field` and what was tried.
+    """
     module_name, colon, function_name = path.partition(":")
     if not (colon and module_name and function_name):
         raise UserError(f"{field}: {path!r} is no path; write it as package.module:function")
@@ -167,8 +175,10 @@ def serve(load: Callable[[JsonDict], Loaded]) -> None:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes (from, to) the owner, out of reach of code that prints or reads: it gets stderr and an empty stdin. From here on the code
-    cannot read what other processes have in their environment, where the kernel can see to that (`kernel.seclude`)."""
+    """The pipes (from, to) the owner, out of reach of code that prints or reads: it gets stderr and
+    an empty stdin. From here on the code cannot read what other processes have in their
+    environment, where the kernel can see to that (`kernel.seclude`).
+    """
     seclude()
     adopt_orphans()
     end_with_owner()

@@ -54,8 +54,11 @@ def to_table(records: Sequence[Any], record: type[Any], names: Sequence[str] | N
 
 
 def typed(table: pa.Table, record: type[Any]) -> pa.Table:
-    """The columns of a record, with its types: the one place in which stored columns are checked. One that the table lacks is left out where
-    the field has a default. ValueError for another type, for one that is missing, and for a null where the field knows none."""
+    """The columns of a record, with its types: the one place in which stored columns are checked.
+
+    One that the table lacks is left out where the field has a default. ValueError for another type,
+    for one that is missing, and for a null where the field knows none.
+    """
     arrays, optional, names = list[Any](), optional_columns(record), list[str]()
     fields = {field.name: field for field in dataclasses.fields(record)}
     for field in schema_of(record):
@@ -91,7 +94,9 @@ def _family(kind: pa.DataType) -> Any:
 
 
 def from_table(table: pa.Table, record: type[Record]) -> list[Record]:
-    """The records of a table; a column that it lacks has the field's default, one that the record lacks is not read. ValueError: see `typed`."""
+    """The records of a table; a column that it lacks has the field's default, one that the record
+    lacks is not read. ValueError: see `typed`.
+    """
     table = typed(table, record)
     columns = {name: kind for name, kind in _columns(record).items() if name in table.column_names}
     values = [_decoded(table.column(name), kind, record, name) for name, kind in columns.items()]
@@ -99,7 +104,9 @@ def from_table(table: pa.Table, record: type[Record]) -> list[Record]:
 
 
 def as_row(record: Any) -> JsonDict:
-    """A record as users' functions get it: a dict of plain values, as DuckDB or pandas would read it."""
+    """A record as users' functions get it: a dict of plain values, as DuckDB or pandas would read
+    it.
+    """
     return to_table([record], type(record)).to_pylist()[0]
 
 
@@ -156,7 +163,10 @@ def _from_text(text: str | None, kind: Json, record: type[Any], name: str) -> An
 
 
 def to_parquet(table: pa.Table) -> bytes:
-    """The table as zstd Parquet, logprobs split by byte stream. Deterministic: equal tables give equal bytes."""
+    """The table as zstd Parquet, logprobs split by byte stream.
+
+    Deterministic: equal tables give equal bytes.
+    """
     sink, names = io.BytesIO(), table.column_names
     split = {"rollout_logprobs.list.element": "BYTE_STREAM_SPLIT"} if "rollout_logprobs" in names else None
     repeating = [name for name in names if name in DICTIONARY]
@@ -169,8 +179,9 @@ def to_parquet(table: pa.Table) -> bytes:
 def read_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     """Parquet bytes as a table, of all columns or of these; KeyError for one that is missing.
 
-    Everything is read in the calling thread. A thread of pyarrow can still hold the bytes when the interpreter ends; to release
-    them it then waits for Python's lock, and the process aborts ("terminate called without an active exception").
+    Everything is read in the calling thread. A thread of pyarrow can still hold the bytes when the
+    interpreter ends; to release them it then waits for Python's lock, and the process aborts
+    ("terminate called without an active exception").
     """
     names = None if columns is None else list(columns)
     table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(names, use_threads=False)
@@ -178,7 +189,9 @@ def read_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def decode_file(source: Path, target: Path, record: type[Any]) -> None:
-    """Writes the columns of a record in a Parquet file as an Arrow file, with its types; a few rows are in memory at a time. ValueError: see `typed`."""
+    """Writes the columns of a record in a Parquet file as an Arrow file, with its types; a few rows
+    are in memory at a time. ValueError: see `typed`.
+    """
     with pq.ParquetFile(source, memory_map=True, pre_buffer=False) as file:
         names = [name for name in schema_of(record).names if name in file.schema_arrow.names]
         schema = typed(file.schema_arrow.empty_table().select(names), record).schema

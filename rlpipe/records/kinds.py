@@ -14,14 +14,20 @@ Kind = Literal["int32", "int64", "text", "float64", "tokens", "mask", "logprobs"
 
 
 class Span(NamedTuple):
-    """Tokens of a completion, side by side, that one weight version sampled. Example: Span(version=3, num_tokens=17)."""
+    """Tokens of a completion, side by side, that one weight version sampled.
+
+    Example: Span(version=3, num_tokens=17).
+    """
 
     version: int
     num_tokens: int
 
 
 class Json(NamedTuple):
-    """The annotation of a field that is stored as JSON text; None is stored as no text. `record`: the dataclass it is read as."""
+    """The annotation of a field that is stored as JSON text; None is stored as no text.
+
+    `record`: the dataclass it is read as.
+    """
 
     sort_keys: bool = False
     record: type[Any] | None = None

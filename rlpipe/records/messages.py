@@ -1,6 +1,9 @@
-"""Messages and tools as others write them, read into one form. The one reader of rows of data sets and of what agents send.
+"""Messages and tools as others write them, read into one form.
 
-In the form a content is text or not there, the arguments of a tool call are an object, and all of it can be stored.
+The one reader of rows of data sets and of what agents send.
+
+In the form a content is text or not there, the arguments of a tool call are an object, and all of
+it can be stored.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing by three
 
 
 def read_message(message: Any, where: str) -> Message:
-    """A message in the one form, with whatever else it holds; what is null or an empty list of calls is left out.
+    """A message in the one form, with whatever else it holds; what is null or an empty list of
+    calls is left out.
 
     UserError when it is none, or holds more than text.
     """
@@ -41,7 +45,10 @@ def read_message(message: Any, where: str) -> Message:
 
 
 def read_tools(value: Any, where: str) -> list[JsonDict]:
-    """Tools as JSON schemas, of a list of them or of JSON text; empty where there are none. UserError when it is something else."""
+    """Tools as JSON schemas, of a list of them or of JSON text; empty where there are none.
+
+    UserError when it is something else.
+    """
     check_depth(value, where)
     if isinstance(value, str):
         value = None if value.strip() in ("", "null") else _parsed(value) or value
@@ -58,8 +65,9 @@ def content_text(message: Message) -> str:
 
 
 def parsed_json(text: str) -> Any:
-    """The value of JSON text that anybody wrote; None of what is none, or could not be written again: NaN, a number that no float holds,
-    half a surrogate pair, more than DEPTH_MAX levels."""
+    """The value of JSON text that anybody wrote; None of what is none, or could not be written
+    again: NaN, a number that no float holds, half a surrogate pair, more than DEPTH_MAX levels.
+    """
     try:
         return check_text(_parsed(text), "JSON text")
     except UserError:
@@ -67,13 +75,18 @@ def parsed_json(text: str) -> Any:
 
 
 def strict_json(text: str | bytes) -> Any:
-    """The value of JSON text. ValueError or RecursionError where it is none: NaN and numbers that no float holds are none, though Python
-    reads and writes them."""
+    """The value of JSON text.
+
+    ValueError or RecursionError where it is none: NaN and numbers that no float holds are none,
+    though Python reads and writes them.
+    """
     return json.loads(text, parse_constant=_refused, parse_float=_finite)
 
 
 def without_nulls(value: Any) -> Any:
-    """`value` without the keys that are null, at any depth: Arrow gives every record of a column the keys of all others."""
+    """`value` without the keys that are null, at any depth: Arrow gives every record of a column
+    the keys of all others.
+    """
     if isinstance(value, Mapping):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, (list, tuple)) else value
@@ -113,7 +126,10 @@ def _content(content: Any, where: str) -> str:
 
 
 def _call(call: Any, where: str) -> JsonDict:
-    """A tool call whose arguments are an object where they say one. Some data sets have the function itself in the place of a call."""
+    """A tool call whose arguments are an object where they say one.
+
+    Some data sets have the function itself in the place of a call.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not is_text(function.get("name")):
         raise UserError(

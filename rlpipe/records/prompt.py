@@ -28,7 +28,8 @@ class RewardPrompt(TypedDict):
 class Prompt:
     """One prompt and what its reward needs.
 
-    Example: Prompt("words/17", "words", [{"role": "user", "content": "Spell this word backward: sun"}], "nus", {}).
+    Example: Prompt("words/17", "words", [{"role": "user", "content": "Spell this word backward:
+    sun"}], "nus", {}).
     """
 
     prompt_id: Text  # "<set name>/<row>": the same row has the same id in every part of the split
@@ -54,7 +55,8 @@ class Prompt:
 class Talk(NamedTuple):
     """A conversation of SFT, its place and the tools that the assistant has in it.
 
-    Example: Talk("sums.jsonl:3", [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}], []).
+    Example: Talk("sums.jsonl:3", [{"role": "user", "content": "2+2?"}, {"role": "assistant",
+    "content": "4"}], []).
     """
 
     where: str

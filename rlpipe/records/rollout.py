@@ -1,4 +1,6 @@
-"""A rollout: what was sampled for a prompt, then its reward, then its advantage. And the files that rollouts are kept in.
+"""A rollout: what was sampled for a prompt, then its reward, then its advantage.
+
+And the files that rollouts are kept in.
 
 Legend of the shapes: P tokens of the prompt, L tokens of the completion.
 """
@@ -52,9 +54,10 @@ class EnvironmentOutcome:
 class Rollout:
     """One completion of a prompt. The stage score adds the reward, the stage filter the advantage.
 
-    Example: Rollout("words/17", group_index=0, rollout_index=3, prompt="Spell sun", prompt_tokens=[5, 9],
-    completion="nus", completion_tokens=[7, 2], loss_mask=[1, 1], rollout_logprobs=[-0.1, -2.3], weight_version=12,
-    weight_versions=(Span(12, 2),), finish_reason="stop", seed=81, engine="engine-0").
+    Example: Rollout("words/17", group_index=0, rollout_index=3, prompt="Spell sun",
+    prompt_tokens=[5, 9], completion="nus", completion_tokens=[7, 2], loss_mask=[1, 1],
+    rollout_logprobs=[-0.1, -2.3], weight_version=12, weight_versions=(Span(12, 2),),
+    finish_reason="stop", seed=81, engine="engine-0").
     """
 
     prompt_id: Text
@@ -86,7 +89,9 @@ class Rollout:
         return sum(span.num_tokens for span in self.weight_versions if span.version == version)
 
     def num_sampled_by(self, version: int) -> int:
-        """Tokens that the policy of this version wrote: the newest one of the rollout, as older tokens may be in no loss."""
+        """Tokens that the policy of this version wrote: the newest one of the rollout, as older
+        tokens may be in no loss.
+        """
         if self.environment is None:
             return self.num_tokens_of(version)
         versions_L = np.repeat(
@@ -102,7 +107,9 @@ class Rollout:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CarriedRollout(Prompt):
-    """A rollout that an iteration hands to the next, with its prompt: as it is continued, or to start again (no tokens)."""
+    """A rollout that an iteration hands to the next, with its prompt: as it is continued, or to
+    start again (no tokens).
+    """
 
     group_index: Int32
     rollout_index: Int32
@@ -130,7 +137,10 @@ class Conversation:
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A branch of an agent's conversation beside that which its rollout is made of. It is trained with `rl.branches = "all"`."""
+    """A branch of an agent's conversation beside that which its rollout is made of.
+
+    It is trained with `rl.branches = "all"`.
+    """
 
     group_index: Int32
     rollout_index: Int32
@@ -184,7 +194,10 @@ def grouped(rollouts: Iterable[Rollout]) -> list[Group]:
 
 
 def with_branches(rollouts: Sequence[Placed], branches: Iterable[Branch]) -> tuple[list[Placed | Branch], np.ndarray]:
-    """The rows that a batch is trained as: each rollout, and right behind it its branches. And for each row the place of its rollout."""
+    """The rows that a batch is trained as: each rollout, and right behind it its branches.
+
+    And for each row the place of its rollout.
+    """
     of_rollout: dict[tuple[int, int], list[Branch]] = {}
     for branch in branches:
         of_rollout.setdefault((branch.group_index, branch.rollout_index), []).append(branch)

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sender:
-    """A gang that holds a policy. `url`: where it answers; `position`: what it has to hold still; `key`: its bearer key, empty where the gang is a
-    service of the run, whose record has it."""
+    """A gang that holds a policy.
+
+    `url`: where it answers; `position`: what it has to hold still; `key`: its bearer key, empty
+    where the gang is a service of the run, whose record has it.
+    """
 
     url: str
     position: str
@@ -18,7 +21,11 @@ class Sender:
 
 @dataclass(frozen=True)
 class TensorBucket:
-    """Tensors that are sent together, under the names of a hub's files. `dtypes`: as torch has them. Example: TensorBucket(["lm_head.weight"], ["bfloat16"], [[512, 64]])"""
+    """Tensors that are sent together, under the names of a hub's files.
+
+    `dtypes`: as torch has them. Example: TensorBucket(["lm_head.weight"], ["bfloat16"], [[512,
+    64]])
+    """
 
     names: list[str]
     dtypes: list[str]
@@ -42,7 +49,10 @@ class Offer:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of torch's that a sender and its receivers make for one policy, and end behind it. `size`: of all its ranks; the sender's is 0."""
+    """A group of torch's that a sender and its receivers make for one policy, and end behind it.
+
+    `size`: of all its ranks; the sender's is 0.
+    """
 
     name: str
     address: str

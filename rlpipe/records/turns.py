@@ -58,12 +58,17 @@ def turns_of(rollout: Rollout, decode: Decode, by_agent: bool) -> Messages:
 
 
 def transcript(turns: Messages) -> str:
-    """Messages as a text for a reader, a paragraph each. Example: "[user] 37*4?\n[assistant] 148"."""
+    """Messages as a text for a reader, a paragraph each.
+
+    Example: "[user] 37*4?\n[assistant] 148".
+    """
     return "\n".join(f"[{turn['role']}] {turn['content']}" for turn in turns)
 
 
 def speakers(rollout: Rollout, by_agent: bool) -> dict[int, str]:
-    """Token of the completion -> who speaks from there on, by role; empty where all of it is one turn."""
+    """Token of the completion -> who speaks from there on, by role; empty where all of it is one
+    turn.
+    """
     places = told_ranges(rollout)
     if not places:
         return {}

@@ -67,7 +67,9 @@ class History:
 
     @cached_property
     def fork_points(self) -> list[int]:
-        """The first iteration of this run, and of those that it was forked from, that another run's iteration comes before."""
+        """The first iteration of this run, and of those that it was forked from, that another run's
+        iteration comes before.
+        """
         owners = [self.run.owner("rl", iteration).name for iteration in range(self.num_iterations)]
         return [index for index in range(1, len(owners)) if owners[index] != owners[index - 1]]
 
@@ -88,7 +90,9 @@ def _read_groups(run: Run, iteration: int) -> list[ScoredGroup]:
 
 
 def _read_gaps(run: Run, iteration: int) -> dict[tuple[int, int], np.ndarray]:
-    """(group_index, rollout_index) -> the gaps of a trained rollout that are known; nothing where older code trained the iteration."""
+    """(group_index, rollout_index) -> the gaps of a trained rollout that are known; nothing where
+    older code trained the iteration.
+    """
     stored = run.artifact("rl", iteration, "gap")
     rows = read_records(run.store, stored[0], "gap.parquet", TokenGaps) if stored else []
     return {(row.group_index, row.rollout_index): row.gap[np.isfinite(row.gap)].astype(float) for row in rows}
@@ -147,7 +151,9 @@ class Around:
 
     @cached_property
     def staleness_R(self) -> np.ndarray:
-        """Weight versions from the one that sampled a rollout's first token to the one that samples its iteration."""
+        """Weight versions from the one that sampled a rollout's first token to the one that samples
+        its iteration.
+        """
         lags = [
             self.run.sampled_by(self.groups[group].iteration) - min((span.version for span in rollout.weight_versions), default=rollout.weight_version)
             for group, rollout in zip(self.group_R, self.rollouts, strict=True)
@@ -156,7 +162,9 @@ class Around:
 
     @cached_property
     def gaps(self) -> list[np.ndarray]:
-        """The engine-trainer gap of each token of every rollout that was trained, where it is stored."""
+        """The engine-trainer gap of each token of every rollout that was trained, where it is
+        stored.
+        """
         stored = {iteration: _read_gaps(self.run, iteration) for iteration in self.metrics}
         nothing = np.zeros(0)
         return [
@@ -178,7 +186,10 @@ class Around:
 
     @cached_property
     def matched_R(self) -> np.ndarray:
-        """1 where that is the prompt's answer, by its text; nan where the prompt has none. An opinion that no reward has a part in."""
+        """1 where that is the prompt's answer, by its text; nan where the prompt has none.
+
+        An opinion that no reward has a part in.
+        """
         pairs = zip(self.group_R, self.answer_R, strict=True)
         return np.array(
             [np.nan if (text := self.label_G[group]) is None else float(answer == text) for group, answer in pairs]
@@ -192,7 +203,9 @@ class Around:
 
     @cached_property
     def today(self) -> dict[str, np.ndarray]:
-        """The parts of the reward as today's code gives them, with each side's own arguments, [R]; nan where that is not known."""
+        """The parts of the reward as today's code gives them, with each side's own arguments, [R];
+        nan where that is not known.
+        """
         before, after = (self.parts_today(config) for config in (self.config_before, self.config))
         nothing = np.full(len(self.rollouts), np.nan)
         return {

@@ -45,7 +45,10 @@ DRAWN = re.compile(r"_(greedy|maj_at_\d+|format_rate)$")
 
 @dataclass(frozen=True)
 class Point:
-    """Metrics at one step. `time_ms` is when they were committed: logging a point twice is logging the same point."""
+    """Metrics at one step.
+
+    `time_ms` is when they were committed: logging a point twice is logging the same point.
+    """
 
     step: int
     time_ms: int
@@ -133,7 +136,9 @@ def sft_points(run: Run, segment: int) -> list[Point]:
 
 
 def rl_points(run: Run, iteration: int) -> list[Point]:
-    """One committed iteration: its metrics at the iteration, the evaluation of the policy that it made at that weight version."""
+    """One committed iteration: its metrics at the iteration, the evaluation of the policy that it
+    made at that weight version.
+    """
     record = run.record(iteration)
     time_ms = _milliseconds(record.ended_at)
     rest = {name: value for name, value in record.metrics.items() if not name.startswith(EVALUATION)}
@@ -142,8 +147,9 @@ def rl_points(run: Run, iteration: int) -> list[Point]:
 
 
 def evaluation_points(run: Run, version: int) -> list[Point]:
-    """The evaluation of a weight version, where the record of its iteration has none: at that version, and of what a phase starts
-    from once more under a name of its own."""
+    """The evaluation of a weight version, where the record of its iteration has none: at that
+    version, and of what a phase starts from once more under a name of its own.
+    """
     manifest = evaluation_of(run, version)
     record = run.iteration(version - 1) if version > 0 else None
     if manifest is None or (record is not None and record.evaluation):
@@ -159,7 +165,9 @@ def _milliseconds(moment: str) -> int:
 
 
 def evaluations(run: Run, num_iterations: int) -> Evaluations:
-    """[(weight version, metrics)] of every evaluation, the one at the start of RL first; without RL the base model's, then SFT's."""
+    """[(weight version, metrics)] of every evaluation, the one at the start of RL first; without RL
+    the base model's, then SFT's.
+    """
     starts = [0] if num_iterations or not run.num_segments else [BEFORE_SFT, 0]
     evaluated = [(version, manifest.metrics) for version in starts if (manifest := evaluation_of(run, version))]
     return evaluated + [
@@ -168,7 +176,9 @@ def evaluations(run: Run, num_iterations: int) -> Evaluations:
 
 
 def evaluated_versions(run: Run) -> Iterator[tuple[int, Manifest]]:
-    """(weight version, manifest of its evaluation), in order; also those that `rlpipe evaluate` made."""
+    """(weight version, manifest of its evaluation), in order; also those that `rlpipe evaluate`
+    made.
+    """
     folders, member = set(manifests(run)), run
     while member.parent is not None:
         member = member.parent

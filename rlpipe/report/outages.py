@@ -26,7 +26,10 @@ def read(what: str, reads: Callable[..., Read], *arguments: Any) -> Read:
 
 
 def said_of(error: Exception, uri: str) -> str:
-    """One line about what kept MLflow at `uri` from what it was told. Example: MLflow at http://x cannot be reached (connection refused)."""
+    """One line about what kept MLflow at `uri` from what it was told.
+
+    Example: MLflow at http://x cannot be reached (connection refused).
+    """
     message = without_passwords(str(error))[:MESSAGE_CHARS_MAX]
     if isinstance(error, NotRead):
         return f"MLflow lacks {message}"

@@ -22,8 +22,10 @@ COPIES = 3  # policies in scratch while a run is at work: what was published, an
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds, on this machine's processor, of a microbatch of `tokens_max` tokens forward and backward, of one forward, and of a token
-    for each place of an engine. Example: Speed(2.1, 0.7, 0.12)."""
+    """Seconds, on this machine's processor, of a microbatch of `tokens_max` tokens forward and
+    backward, of one forward, and of a token for each place of an engine. Example: Speed(2.1, 0.7,
+    0.12).
+    """
 
     train_s: float
     forward_s: float
@@ -32,7 +34,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of the prompts of RL and of the conversations of SFT, as the tokenizer counted them; 0 where it was not tried."""
+    """Mean tokens of the prompts of RL and of the conversations of SFT, as the tokenizer counted
+    them; 0 where it was not tried.
+    """
 
     prompt: float = 0.0
     conversation: float = 0.0
@@ -112,7 +116,9 @@ def _free_bytes(config: PipelineConfig) -> int | None:
 
 
 def time_lines(config: PipelineConfig, speed: Speed | str, lengths: Lengths) -> list[str]:
-    """Seconds of an iteration and hours of the run, of what was timed; why not, where nothing was and `speed` says why."""
+    """Seconds of an iteration and hours of the run, of what was timed; why not, where nothing was
+    and `speed` says why.
+    """
     if isinstance(speed, str):
         return [f"time: not estimated, {speed}"]
     sft, rl, longest = config.sft, config.rl, config.model.context_tokens_max

@@ -1,4 +1,6 @@
-"""The proof of a finding: a fork without the suspect, its command, and the reward with it and without it."""
+"""The proof of a finding: a fork without the suspect, its command, and the reward with it and
+without it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def proof_lines(verdict: Verdict) -> list[str]:
 
 
 def proved_lines(verdict: Verdict, proof: WhatIf, fork: Run) -> list[str]:
-    """The mean reward before and in the iterations that the fork has, with the suspect and without it."""
+    """The mean reward before and in the iterations that the fork has, with the suspect and without
+    it.
+    """
     around, count = verdict.around, fork.num_iterations
     numbers = [number for number in around.metrics if around.at <= number < count]
     before = np.mean([metrics[REWARD] for number, metrics in around.metrics.items() if number < around.at])

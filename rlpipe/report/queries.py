@@ -1,6 +1,8 @@
-"""SQL over all runs of a store (`rlpipe sql`): what manifests name, as views of DuckDB (docs/queries.md has their columns).
+"""SQL over all runs of a store (`rlpipe sql`): what manifests name, as views of DuckDB
+(docs/queries.md has their columns).
 
-pyarrow reads the Parquet files, DuckDB asks it for columns and rows: so `s3://` needs no extension, and DuckDB itself opens no file at all.
+pyarrow reads the Parquet files, DuckDB asks it for columns and rows: so `s3://` needs no extension,
+and DuckDB itself opens no file at all.
 """
 
 from __future__ import annotations
@@ -100,9 +102,11 @@ class Queries:
         return self._catalogue.faults
 
     def ask(self, sql: str) -> Answer:
-        """The answer of one SELECT, DESCRIBE, SHOW or EXPLAIN; UserError with DuckDB's reason for what is none, or is faulty.
+        """The answer of one SELECT, DESCRIBE, SHOW or EXPLAIN; UserError with DuckDB's reason for
+        what is none, or is faulty.
 
-        It can neither write nor read a file: DuckDB has no access to any, and its settings are locked.
+        It can neither write nor read a file: DuckDB has no access to any, and its settings are
+        locked.
         """
         if not is_text(sql):
             raise UserError(

@@ -20,7 +20,11 @@ NOTHING = "-"
 
 
 def answer_lines(answer: Answer, kind: Format, rows_max: int) -> Iterator[str]:
-    """The lines of an answer. A table has at most `rows_max` rows, long cells are cut in it; CSV and JSON (an object a line) have all of it."""
+    """The lines of an answer.
+
+    A table has at most `rows_max` rows, long cells are cut in it; CSV and JSON (an object a line)
+    have all of it.
+    """
     return {"table": lambda: _table(answer, rows_max), "csv": lambda: _csv(answer), "json": lambda: _json(answer)}[
         kind
     ]()

@@ -1,6 +1,8 @@
-"""Stored rollouts scored by a second reward, and where the two part: what a policy looks like that learns a reward's weak side.
+"""Stored rollouts scored by a second reward, and where the two part: what a policy looks like that
+learns a reward's weak side.
 
-Nothing is written to the run. The second reward runs where rewards run: in child processes, or behind HTTP.
+Nothing is written to the run. The second reward runs where rewards run: in child processes, or
+behind HTTP.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ ALPHA = 0.01
 
 @dataclass(frozen=True)
 class Rescored:
-    """Rollouts with both rewards, columns of R rollouts; nan where the second reward could not score one."""
+    """Rollouts with both rewards, columns of R rollouts; nan where the second reward could not
+    score one.
+    """
 
     groups: list[ScoredGroup]
     group_R: np.ndarray
@@ -40,7 +44,9 @@ class Rescored:
 
 
 def rescored(history: History, reward: str) -> Rescored:
-    """The rollouts of the run, of at most ITERATIONS_MAX iterations, with a second reward: by name, or package.module:function."""
+    """The rollouts of the run, of at most ITERATIONS_MAX iterations, with a second reward: by name,
+    or package.module:function.
+    """
     if not history.num_iterations:
         raise UserError(f"run {history.run.name} has no committed iteration: there is nothing to score")
     groups = [group for number in evenly(history.num_iterations, ITERATIONS_MAX) for group in history.groups(number)]
@@ -64,8 +70,9 @@ def rescored(history: History, reward: str) -> Rescored:
 
 
 def parting(both: Rescored) -> tuple[int, Shift]:
-    """The iteration from which the two rewards, each in its own spread, differ most from how they did before, and by how much;
-    its p-value is corrected for all iterations."""
+    """The iteration from which the two rewards, each in its own spread, differ most from how they
+    did before, and by how much; its p-value is corrected for all iterations.
+    """
     difference_G = group_means(_difference(both), both.group_R, len(both.groups))
     iteration_G = np.array([group.iteration for group in both.groups])
     numbers = both.iterations()[1:]

@@ -60,7 +60,9 @@ class RunSummary:
 
 
 def run_lines(store: Store) -> list[str]:
-    """One line a run: how far it is, its newest reward and commit, its state, and what it was forked from."""
+    """One line a run: how far it is, its newest reward and commit, its state, and what it was
+    forked from.
+    """
     summaries = run_summaries(store).items()
     lines = [
         f"{name:32s} {_run_line(summary) if isinstance(summary, RunSummary) else summary}"
@@ -121,7 +123,9 @@ def _stopped(run: Run, segments: int, committed: int) -> str:
 
 
 def show_lines(run: Run) -> list[str]:
-    """The iterations of a run, one line each (`pruned`: without the files of its policy), and before/after."""
+    """The iterations of a run, one line each (`pruned`: without the files of its policy), and
+    before/after.
+    """
     records, pruned = run.iterations(run.num_iterations), pruned_folders(run)
     lines = [
         f"run {run.name} in {run.store.url}: {len(records)} iterations committed",
@@ -143,7 +147,9 @@ def show_lines(run: Run) -> list[str]:
 
 
 def iteration_lines(run: Run, iteration: int, rows_max: int) -> list[str]:
-    """The metrics of one iteration, and its rollouts group by group; of several turns a line a turn."""
+    """The metrics of one iteration, and its rollouts group by group; of several turns a line a
+    turn.
+    """
     record = run.iteration(iteration)
     if record is None:
         raise UserError(
@@ -167,7 +173,9 @@ def iteration_lines(run: Run, iteration: int, rows_max: int) -> list[str]:
 
 
 class TrainedGroup(NamedTuple):
-    """A group that an iteration trained on, and the reference answer of its prompt; empty without one. `turns_of`: see `turns_to_show`."""
+    """A group that an iteration trained on, and the reference answer of its prompt; empty without
+    one. `turns_of`: see `turns_to_show`.
+    """
 
     answer: str
     rollouts: Group
@@ -188,7 +196,9 @@ def trained_groups(run: Run, record: IterationRecord) -> list[TrainedGroup]:
 
 
 def rollout_table(run: Run, iteration: int) -> str:
-    """Rollouts from all over the batch that a committed iteration trained on, as CSV: at most TABLE_ROWS, long texts cut."""
+    """Rollouts from all over the batch that a committed iteration trained on, as CSV: at most
+    TABLE_ROWS, long texts cut.
+    """
     record = run.iteration(iteration)
     assert record is not None, f"iteration {iteration} is not committed"
     batch = record.artifacts["batch"]
@@ -216,7 +226,9 @@ def text_line(text: str) -> str:
 
 
 def compare_lines(first: Run, second: Run) -> list[str]:
-    """A table with a column a run: settings that differ, metrics of the newest iterations, evaluations before and after RL."""
+    """A table with a column a run: settings that differ, metrics of the newest iterations,
+    evaluations before and after RL.
+    """
     runs = [first, second]
     settings = _rows([flat_settings(identity(run.config)) for run in runs])
     rows = [
@@ -251,7 +263,10 @@ def _newest_metrics(run: Run) -> dict[str, str]:
 
 
 def flat_settings(value: Any, name: str = "") -> dict[str, str]:
-    """Nested settings by their dotted names, entries of lists by their number. Example: {"data.2.rows_max": "600"}."""
+    """Nested settings by their dotted names, entries of lists by their number.
+
+    Example: {"data.2.rows_max": "600"}.
+    """
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = dict(enumerate(value))
     if not isinstance(value, dict) or not value:

@@ -1,6 +1,8 @@
-"""Stored completions scored again by the code of today: the same code gives the same text the same reward, so where it does not, the code changed.
+"""Stored completions scored again by the code of today: the same code gives the same text the same
+reward, so where it does not, the code changed.
 
-Nothing is written. Rewards run where they always run, in child processes; services and models are not asked.
+Nothing is written. Rewards run where they always run, in child processes; services and models are
+not asked.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def items_of(pairs: list[tuple[ScoredGroup, Rollout]], turns: Turns) -> list[Ite
 
 
 class Today:
-    """The reward functions of a run as they are today; a context manager, which ends their processes."""
+    """The reward functions of a run as they are today; a context manager, which ends their
+    processes.
+    """
 
     def __init__(self, run: Run) -> None:
         self.why_not = ""  # why functions could not be called, the first reason
@@ -77,7 +81,9 @@ class Today:
         return self._known[key, iteration]
 
     def _pool(self, key: str, names: list[str], args: RewardArgs, rl: RlConfig) -> RewardPool | None:
-        """The processes that have these functions; None where one cannot be loaded, or the time is over."""
+        """The processes that have these functions; None where one cannot be loaded, or the time is
+        over.
+        """
         self._end = self._end or time.monotonic() + SECONDS_MAX
         if time.monotonic() > self._end:
             self.why_not = self.why_not or f"{SECONDS_MAX:g} s were not enough for all iterations"

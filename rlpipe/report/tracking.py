@@ -1,6 +1,8 @@
-"""MLflow, in a thread of its own and failing open: an outage costs a warning, never the run. docs/tracking.md says what is where.
+"""MLflow, in a thread of its own and failing open: an outage costs a warning, never the run.
+docs/tracking.md says what is where.
 
-The store is the truth: what MLflow missed is read from there and sent later, each step once, by whoever runs next.
+The store is the truth: what MLflow missed is read from there and sent later, each step once, by
+whoever runs next.
 """
 
 from __future__ import annotations
@@ -80,7 +82,11 @@ class MlflowRun:
 
 
 class Tracker:
-    """Follows one pipeline run. `fetch` reads the points of one unit of a source: an SFT segment, an RL iteration, the evaluation before RL."""
+    """Follows one pipeline run.
+
+    `fetch` reads the points of one unit of a source: an SFT segment, an RL iteration, the
+    evaluation before RL.
+    """
 
     def __init__(self, run: Run, fetch: Callable[[str, int], list[Point]]) -> None:
         self.run = run
@@ -101,7 +107,9 @@ class Tracker:
         self._submit(self._show_phase)
 
     def committed(self, source: str, units: int) -> None:
-        """Says that so many units of the source are in the store now: first when it begins, or is continued."""
+        """Says that so many units of the source are in the store now: first when it begins, or is
+        continued.
+        """
         self._submit(lambda: self._send(source, units))
 
     def evaluated(self, version: int) -> None:
@@ -112,15 +120,21 @@ class Tracker:
         )
 
     def reads(self, use: str, data_sets: Callable[[], list[DataSet]]) -> None:
-        """Says that the data sets of a use are read. They are asked for only where MLflow does not have them."""
+        """Says that the data sets of a use are read.
+
+        They are asked for only where MLflow does not have them.
+        """
         self._submit(lambda: self._log_data(use, data_sets))
 
     def publish(
         self, policy_url: str, num_iterations: int, evaluation: Metrics, curves: Path, lineage: dict[str, str], on_registered: Callable[[], None]
     ) -> None:  # fmt: skip
-        """Attaches the curves and registers the final policy by the URL of its folder (a path where it is on a disk), without copying it.
+        """Attaches the curves and registers the final policy by the URL of its folder (a path where
+        it is on a disk), without copying it.
 
-        `lineage`: tags that say what it was made of. `on_registered` is called in the tracker's thread, where it was not registered before."""
+        `lineage`: tags that say what it was made of. `on_registered` is called in the tracker's
+        thread, where it was not registered before.
+        """
         tags = lineage | {POLICY_TAG: policy_url, "rlpipe.run": self.run.name, "rlpipe.iterations": str(num_iterations)}
         tags |= {f"evaluation/{name}": f"{value:.6g}" for name, value in evaluation.items()}
         self._submit(lambda: self._client.log_artifact(self._open(PARENT).run_id, str(curves)))
@@ -185,7 +199,9 @@ class Tracker:
         return experiment.experiment_id if experiment else self._client.create_experiment(self._project)
 
     def _describe(self, entity: Any) -> None:
-        """Adds the parameters and tags that an MLflow run lacks: all where it is new, the rest where a process died between."""
+        """Adds the parameters and tags that an MLflow run lacks: all where it is new, the rest
+        where a process died between.
+        """
         from mlflow.entities import Param
 
         for key, value in code_tags(self.run).items():

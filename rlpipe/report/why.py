@@ -1,7 +1,9 @@
-"""`rlpipe why`: what changed around an iteration of a run, ranked by how much of the reward's change it explains.
+"""`rlpipe why`: what changed around an iteration of a run, ranked by how much of the reward's
+change it explains.
 
-Each suspect (rlpipe/report/suspects/) says what it saw, with a p-value. That counts when it is below ALPHA after a correction for
-all iterations and suspects that were looked at. Nothing is named otherwise.
+Each suspect (rlpipe/report/suspects/) says what it saw, with a p-value. That counts when it is
+below ALPHA after a correction for all iterations and suspects that were looked at. Nothing is named
+otherwise.
 """
 
 from __future__ import annotations
@@ -66,7 +68,10 @@ class Verdict:
 
 
 def judged(history: History, at: int | None) -> Verdict:
-    """The verdict on iteration `at`, or on the one at which most changed. UserError when there is nothing to compare."""
+    """The verdict on iteration `at`, or on the one at which most changed.
+
+    UserError when there is nothing to compare.
+    """
     count = history.num_iterations
     if count < 2:
         raise UserError(
@@ -85,7 +90,9 @@ def judged(history: History, at: int | None) -> Verdict:
 
 
 def candidates(history: History) -> list[int]:
-    """The iterations that are looked at: all of a short run, else those at which a metric jumps most, and where it was forked."""
+    """The iterations that are looked at: all of a short run, else those at which a metric jumps
+    most, and where it was forked.
+    """
     count = history.num_iterations
     if count <= SCANNED_MAX:
         return list(range(1, count))
@@ -102,7 +109,9 @@ def candidates(history: History) -> list[int]:
 
 
 def _jumps(values: np.ndarray) -> list[float]:
-    """At each iteration from 1 on, the mean of three less that of the three before, in units of the usual step."""
+    """At each iteration from 1 on, the mean of three less that of the three before, in units of the
+    usual step.
+    """
     usual = float(np.median(np.abs(np.diff(values)))) or float(np.std(values)) or 1.0
     return [
         abs(values[at : at + 3].mean() - values[max(0, at - 3) : at].mean()) / usual for at in range(1, len(values))

@@ -1,4 +1,6 @@
-"""The reward `code`: does the completion's program pass the prompt's tests, run where it can do no harm. See docs/rewards-code.md."""
+"""The reward `code`: does the completion's program pass the prompt's tests, run where it can do no
+harm. See docs/rewards-code.md.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ DEFINITION = re.compile(r"^def +(\w+) *\(", re.MULTILINE)
 
 
 class CodeTest(NamedTuple):
-    """One test: what the sandbox starts the program with, and the stdout that it must write (None: the run says whether it passed)."""
+    """One test: what the sandbox starts the program with, and the stdout that it must write (None:
+    the run says whether it passed).
+    """
 
     start: tuple[str, Any]  # see `runner.run`
     expected: str | None
@@ -69,11 +73,13 @@ def code(
 ) -> Callable[[RewardPrompt, str], float]:
     """A reward that runs the last ```python block of a completion against the prompt's tests.
 
-    1.0 when all pass, else 0.0; with `partial` the fraction that passes. No block, or one that does not compile: 0.0.
-    Each test has `time_s`, all together `total_s`, which must be below rl.reward_timeout_s. `memory_mb` is for each process,
-    `processes` counts threads too, `files_mb` bounds what is written. Of more than `tests_max` tests, those with the longest
-    inputs are made. `python`: the interpreter, with the packages that programs may import; rlpipe's own by default.
-    ValueError when total_s makes no sense, or no program can be run here; the reward raises it for a prompt without tests.
+    1.0 when all pass, else 0.0; with `partial` the fraction that passes. No block, or one that does
+    not compile: 0.0. Each test has `time_s`, all together `total_s`, which must be below
+    rl.reward_timeout_s. `memory_mb` is for each process, `processes` counts threads too, `files_mb`
+    bounds what is written. Of more than `tests_max` tests, those with the longest inputs are made.
+    `python`: the interpreter, with the packages that programs may import; rlpipe's own by default.
+    ValueError when total_s makes no sense, or no program can be run here; the reward raises it for
+    a prompt without tests.
     """
     if total_s < time_s:
         raise ValueError(f"total_s={total_s:g} is below time_s={time_s:g}; one test may take time_s")
@@ -142,7 +148,10 @@ def pick(tests: list[CodeTest], tests_max: int) -> list[CodeTest]:
 
 
 def _read(raw: Any, function: str | None, entry_point: str | None) -> list[CodeTest]:
-    """Tests in any form. `function` is called with inputs; `entry_point`, which may be guessed, with a `check`."""
+    """Tests in any form.
+
+    `function` is called with inputs; `entry_point`, which may be guessed, with a `check`.
+    """
     if isinstance(raw, str):
         return _scripts([raw], entry_point) if raw.strip() else []
     if isinstance(raw, dict):
@@ -170,7 +179,10 @@ def _case(entry: Mapping[str, Any], function: str | None) -> CodeTest:
 def _scripts(
     codes: Sequence[str], entry_point: str | None, setup: str = "", reference: str | None = None
 ) -> list[CodeTest]:
-    """Tests written in Python; what asserts nothing belongs to the next one that does. NoAssertion when none does."""
+    """Tests written in Python; what asserts nothing belongs to the next one that does.
+
+    NoAssertion when none does.
+    """
     tests: list[CodeTest] = []
     before = ""
     for index, code in enumerate(codes):
@@ -200,7 +212,9 @@ def _function_name(fields: Mapping[str, Any]) -> str | None:
 
 
 def _only_function(prompt: RewardPrompt) -> str | None:
-    """The function that the prompt's last message begins to write, as HumanEval's do, when it is the only one there."""
+    """The function that the prompt's last message begins to write, as HumanEval's do, when it is
+    the only one there.
+    """
     names = set(DEFINITION.findall(prompt["messages"][-1]["content"])) if prompt["messages"] else set()
     return names.pop() if len(names) == 1 else None
 
@@ -243,7 +257,9 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def _names(code: str, reference: str | None) -> list[str]:
-    """The names that the tests take from the program: those that neither they nor Python define, and those of the reference."""
+    """The names that the tests take from the program: those that neither they nor Python define,
+    and those of the reference.
+    """
     tables = [symtable.symtable(code, "tests.py", "exec")]
     for table in tables:
         tables.extend(table.get_children())

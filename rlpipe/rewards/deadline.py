@@ -10,7 +10,8 @@ import httpcore
 
 
 class DeadlineStream(httpcore.NetworkStream):
-    """A connection of which each use ends at a deadline, which it gets as `timeout`: a time on the monotonic clock.
+    """A connection of which each use ends at a deadline, which it gets as `timeout`: a time on the
+    monotonic clock.
 
     httpcore's own timeout would start anew with every byte that trickles in.
     """

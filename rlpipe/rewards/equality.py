@@ -70,7 +70,9 @@ def are_equal(reference: list[Any], values: list[Any], exponent: int) -> bool:
 
 
 def _worked_out(value: Any) -> Any:
-    """With the i that math-verify takes for any letter as the imaginary unit, and 3^(2^10) as a number, for which verify takes seconds."""
+    """With the i that math-verify takes for any letter as the imaginary unit, and 3^(2^10) as a
+    number, for which verify takes seconds.
+    """
     if isinstance(value, Pow) and value.is_number:
         return value.doit()
     if isinstance(value, Eq):
@@ -99,7 +101,10 @@ def _are_inequalities(value: Any) -> bool:
 
 
 def all_at_once(value: Any) -> Any:
-    """Inequalities that hold together: x > 2 and x < 5. Without that word the parser has the same for x < 2 or x > 5."""
+    """Inequalities that hold together: x > 2 and x < 5.
+
+    Without that word the parser has the same for x < 2 or x > 5.
+    """
     return And(*value.args) if _are_inequalities(value) else value
 
 

@@ -16,7 +16,9 @@ PYTHON = re.compile(r"\{?[ \t]*+\.?(?:python|py)(?:3(?:\.\d++)*+)?(?![^\s{},:;])
 
 
 class Block(NamedTuple):
-    """A fenced block: what stands behind its opening fence, and its text, without the indentation of its fence."""
+    """A fenced block: what stands behind its opening fence, and its text, without the indentation
+    of its fence.
+    """
 
     info: str
     text: str
@@ -38,9 +40,10 @@ class _Fence(NamedTuple):
 def blocks(text: str) -> Iterator[Block]:
     """The closed fenced blocks of a text, in order.
 
-    As in CommonMark: a fence is three or more backticks or tildes, is closed by as many or more of the same alone on a line, and may stand in
-    list items and block quotes; what it is indented by is taken from each of its lines. Wider: it may be indented by any number of
-    columns, and lines of a list item's block may be indented less. A block that is not closed is none.
+    As in CommonMark: a fence is three or more backticks or tildes, is closed by as many or more of
+    the same alone on a line, and may stand in list items and block quotes; what it is indented by
+    is taken from each of its lines. Wider: it may be indented by any number of columns, and lines
+    of a list item's block may be indented less. A block that is not closed is none.
     """
     fence: _Fence | None = None
     lines: list[str] = []

@@ -1,7 +1,9 @@
-"""Formulas as people write them, for the rewards `math` and `deepscaler`: mended for math-verify, or as text that can be compared. Pure.
+"""Formulas as people write them, for the rewards `math` and `deepscaler`: mended for math-verify,
+or as text that can be compared. Pure.
 
-math-verify's grammar reads a formula whole or not at all; but what is done to it before drops quotes, dots and units, and the grammar has
-no word for a time, a congruence or a base. `says_more` tells which formulas mean more than their value there.
+math-verify's grammar reads a formula whole or not at all; but what is done to it before drops
+quotes, dots and units, and the grammar has no word for a time, a congruence or a base. `says_more`
+tells which formulas mean more than their value there.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ _SAME_TEXT = [(re.compile(pattern), put) for pattern, put in [
 
 
 def bare(text: str) -> str:
-    """A formula without the marks around it (`$...$`, `\\(...\\)`, `\\[...\\]`) and the period at its end."""
+    """A formula without the marks around it (`$...$`, `\\(...\\)`, `\\[...\\]`) and the period at
+    its end.
+    """
     text = scaled(re.sub(r"(?<!\.)\.$", "", " ".join(text.split()))).strip()
     around = _ENVIRONMENT.fullmatch(text)
     return bare(next(inside for inside in around.groups() if inside is not None)) if around else text
@@ -96,7 +100,8 @@ def scaled(text: str) -> str:
 
 
 def mended(formula: str) -> str:
-    """The formula with what math-verify does not know written in its words: `0.\\overline{3}` as a fraction, `1e16`, `\\langle`, `f'`.
+    """The formula with what math-verify does not know written in its words: `0.\\overline{3}` as a
+    fraction, `1e16`, `\\langle`, `f'`.
 
     Its unit is left out (`last_unit`), and of `\\angle A = 45` the name.
     """
@@ -129,7 +134,9 @@ def mended(formula: str) -> str:
 
 
 def letters(formula: str) -> frozenset[str]:
-    """The letters of what a formula is equal to, of commands and words none, nor a constant's c; none of a letter alone."""
+    """The letters of what a formula is equal to, of commands and words none, nor a constant's c;
+    none of a letter alone.
+    """
     right = LATEX_TEXT.sub(" ", bare(formula)).rpartition("=")[2]
     signs = frozenset(re.findall(r"[abd-zABD-Z]", _COMMANDS.sub(" ", right)))
     return frozenset() if re.fullmatch(r"[\s({]*[a-zA-Z]?[\s)}]*", right) else signs
@@ -151,7 +158,9 @@ def says_more(formula: str, read: str) -> bool:
 
 
 def same_text(formula: str) -> str:
-    """The formula as text in one spelling: `\\dfrac` and `\\frac`, `\\left(` and `(`, `\\text{cm}` and `centimeters` are the same there."""
+    """The formula as text in one spelling: `\\dfrac` and `\\frac`, `\\left(` and `(`, `\\text{cm}`
+    and `centimeters` are the same there.
+    """
     text = bare(formula).translate(_UNICODE)
     text = _unwrapped(_in_both_cases(THOUSANDS.sub("", re.sub(r"\\!\s*", "", text))))
     if MEASURES.fullmatch(text.strip()):
@@ -165,7 +174,9 @@ def same_text(formula: str) -> str:
 
 
 def last_unit(text: str) -> str:
-    """The unit that follows the last number, or a currency before it, in one spelling; empty when there is none that is known."""
+    """The unit that follows the last number, or a currency before it, in one spelling; empty when
+    there is none that is known.
+    """
     text = re.sub(rf"{_POWER}\s*$", "", _unwrapped(text.strip().removesuffix(".")))
     words = re.findall(r"[A-Za-z]+", re.split(r"[\d}]", text)[-1].replace(".", "")) if re.search(r"\d", text) else []
     known = [UNITS[word.lower()] for word in words if word.lower() in UNITS and word != "\\"]
@@ -192,7 +203,9 @@ def _repeating(whole: str, fixed: str, repeated: str) -> str:
 
 
 def _in_both_cases(text: str) -> str:
-    """With R as `R_{cap}` where there is an r too: neither math-verify nor `same_text` tells the two apart."""
+    """With R as `R_{cap}` where there is an r too: neither math-verify nor `same_text` tells the
+    two apart.
+    """
     cases = {letter for run in _FEW_LETTERS.findall(LATEX_TEXT.sub(" ", text)) for letter in run[0]}
     both = {letter for letter in cases if letter.isupper() and letter.lower() in cases}
 

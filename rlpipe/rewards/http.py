@@ -1,7 +1,8 @@
-"""Rewards behind HTTP: a few calls at a time, each rollout with a deadline, tried again while the service is only briefly away.
+"""Rewards behind HTTP: a few calls at a time, each rollout with a deadline, tried again while the
+service is only briefly away.
 
-The reward `remote` is a service of your own that answers a rollout with {"reward": number}. `judge` is a language model behind an
-OpenAI-compatible endpoint, which grades completions by a rubric.
+The reward `remote` is a service of your own that answers a rollout with {"reward": number}. `judge`
+is a language model behind an OpenAI-compatible endpoint, which grades completions by a rubric.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ REFERENCE = "\n\n<reference_answer>\n{answer}\n</reference_answer>"
 
 @dataclass(frozen=True, kw_only=True, config=ARGUMENTS)
 class RewardService:
-    """POSTs {"prompt", "completion", "rollout"} to `url`; the answer is {"reward": number, or several by name}.
+    """POSTs {"prompt", "completion", "rollout"} to `url`; the answer is {"reward": number, or
+    several by name}.
 
-    `url` may be `$NAME`, and `key_env` names, the environment variable that holds it. ValueError when one is not set.
+    `url` may be `$NAME`, and `key_env` names, the environment variable that holds it. ValueError
+    when one is not set.
     """
 
     url: str
@@ -82,7 +85,9 @@ class RewardService:
         return self.url.startswith("$")
 
     def key(self) -> str:
-        """The bearer token, empty where none is wanted; ValueError when there is none in the environment variable."""
+        """The bearer token, empty where none is wanted; ValueError when there is none in the
+        environment variable.
+        """
         key = _variable(f"key_env={self.key_env!r}", self.key_env).strip() if self.key_env else ""
         if not key.isprintable():
             raise ValueError(
@@ -103,7 +108,10 @@ class RewardService:
 
 @dataclass(frozen=True, kw_only=True, config=ARGUMENTS)
 class Judge(RewardService):
-    """The score that `model` gives, divided by `scale`: 0 to 1. `url` is the API's base, such as http://host:8000/v1."""
+    """The score that `model` gives, divided by `scale`: 0 to 1.
+
+    `url` is the API's base, such as http://host:8000/v1.
+    """
 
     model: str
     rubric: str
@@ -133,7 +141,9 @@ class Judge(RewardService):
 
 
 def verdict(text: str, scale: float) -> float:
-    """The score in a judge's answer, after its thinking: the last line, and the only one, that says `Score:`; else InvalidAnswer."""
+    """The score in a judge's answer, after its thinking: the last line, and the only one, that says
+    `Score:`; else InvalidAnswer.
+    """
     lines = [line.strip().strip("*`").strip() for line in text.rpartition("</think>")[2].strip().splitlines()]
     scores = [line for line in lines if line.startswith("Score:")]
     match = LINE.fullmatch(lines[-1]) if lines else None
@@ -152,7 +162,9 @@ def _variable(field: str, name: str) -> str:
 
 
 class ServiceFault(Exception):
-    """No answer worth the name. "reward_unavailable": a connection error, 429 or 5xx; "reward_error": asking again would not help."""
+    """No answer worth the name. "reward_unavailable": a connection error, 429 or 5xx;
+    "reward_error": asking again would not help.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -192,7 +204,10 @@ class HttpScorer:
         self._closed.set()
 
     def score(self, items: list[Item]) -> list[Score]:
-        """One Score per item, in order. After FAILURES_MAX failures in a row the rest is not asked: reward_unavailable."""
+        """One Score per item, in order.
+
+        After FAILURES_MAX failures in a row the rest is not asked: reward_unavailable.
+        """
         self._num_failed_in_row = 0
         concurrency = self._service.concurrency
         with (
@@ -219,7 +234,9 @@ class HttpScorer:
         return score
 
     def _checked(self, reward: Any) -> Any:
-        """The reward, whose parts have short names: they are metrics, in the store, Prefect and MLflow; InvalidAnswer for another one."""
+        """The reward, whose parts have short names: they are metrics, in the store, Prefect and
+        MLflow; InvalidAnswer for another one.
+        """
         for name in reward if isinstance(reward, dict) else ():
             if not PART_NAME.fullmatch(name) or self._mask(name) != name:
                 raise InvalidAnswer(
@@ -228,7 +245,11 @@ class HttpScorer:
         return reward
 
     def _ask(self, http: httpcore.ConnectionPool, question: bytes) -> Any:
-        """The JSON answer. ServiceFault after TRIES_MAX tries or when there is no time for another, TimeoutError within one."""
+        """The JSON answer.
+
+        ServiceFault after TRIES_MAX tries or when there is no time for another, TimeoutError within
+        one.
+        """
         ends_s = time.monotonic() + self._timeout_s
         num_tries = 0
         while True:

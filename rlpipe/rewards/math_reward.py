@@ -1,6 +1,8 @@
-"""The rewards `math` and `deepscaler`: is the final answer equal to the reference, by math-verify where it reads both whole.
+"""The rewards `math` and `deepscaler`: is the final answer equal to the reference, by math-verify
+where it reads both whole.
 
-What math-verify reads in part is compared as text. So a number out of a congruence, a time or a vector is never taken for the answer.
+What math-verify reads in part is compared as text. So a number out of a congruence, a time or a
+vector is never taken for the answer.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ IN_PART = re.compile(
 
 @dataclass(frozen=True)
 class ReferenceAnswer:
-    """A reference answer. `values` is what math-verify made of the whole of it; None where it is compared as text."""
+    """A reference answer.
+
+    `values` is what math-verify made of the whole of it; None where it is compared as text.
+    """
 
     text: str
     values: list[Any] | None = None
@@ -61,10 +66,11 @@ class ReferenceAnswer:
 
 
 def score_math(prompt: RewardPrompt, completion: str) -> float:
-    """1.0 when the final answers are equal, else 0.0; ValueError for a prompt without an answer that can be read.
+    """1.0 when the final answers are equal, else 0.0; ValueError for a prompt without an answer
+    that can be read.
 
-    The final answer is the one that is marked (`marked_answer`), or else what math-verify finds in the last CHARS_MAX characters:
-    the last formula or number.
+    The final answer is the one that is marked (`marked_answer`), or else what math-verify finds in
+    the last CHARS_MAX characters: the last formula or number.
     """
     reference = _reference(prompt)
     answer = marked_answer(completion)
@@ -74,10 +80,11 @@ def score_math(prompt: RewardPrompt, completion: str) -> float:
 
 
 def score_deepscaler(prompt: RewardPrompt, completion: str) -> float:
-    """As DeepScaleR scores: 1.0 when the last box after the thinking block is equal to the answer, else 0.0.
+    """As DeepScaleR scores: 1.0 when the last box after the thinking block is equal to the answer,
+    else 0.0.
 
-    The block has to be closed, once; its opening tag may be in the prompt, where many chat templates put it. ValueError as in
-    `score_math`.
+    The block has to be closed, once; its opening tag may be in the prompt, where many chat
+    templates put it. ValueError as in `score_math`.
     """
     reference = _reference(prompt)
     thinking, closed, rest = completion.partition("</think>")
@@ -207,7 +214,9 @@ def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:
 
 
 def _read_again(values: list[Any]) -> list[Any]:
-    """The value of the text that math-verify took out of another, where that is not what it has read: of "3/5." it has read a float. Else empty."""
+    """The value of the text that math-verify took out of another, where that is not what it has
+    read: of "3/5." it has read a float. Else empty.
+    """
     whole = _whole(values[-1]) if values else None
     return whole if whole is not None and whole[0] != values[0] else []
 
@@ -248,6 +257,8 @@ def _is_prose(text: str) -> bool:
 
 
 def _cleaned(text: str) -> str:
-    """Without what math-verify stumbles over: prices in LaTeX, typographic minus signs, spaces between thousands."""
+    """Without what math-verify stumbles over: prices in LaTeX, typographic minus signs, spaces
+    between thousands.
+    """
     text = re.sub(r"(\d/\d+)\.(?!\d)", r"\1", text)  # a fraction that ends a sentence
     return THOUSANDS.sub("", text.replace("\\$", "").replace("\u2212", "-"))

@@ -1,4 +1,6 @@
-"""All of `rl.rewards` together: functions and services score side by side, and each rollout gets one weighted sum or one fault."""
+"""All of `rl.rewards` together: functions and services score side by side, and each rollout gets
+one weighted sum or one fault.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ class RewardPool:
         timeout_s: float,
         secrets: Secrets = Secrets(),  # noqa: B008
     ) -> None:
-        """`rewards` maps a name, or package.module:function, to its weight; `secrets` are those that functions
-        do not see, but for what their own arguments name. UserError for a reward that cannot be loaded."""
+        """`rewards` maps a name, or package.module:function, to its weight; `secrets` are those
+        that functions do not see, but for what their own arguments name. UserError for a reward
+        that cannot be loaded.
+        """
         self.last_error: str | None = None  # the first fault of the newest `score`, for the log
         self._closed = False
         self._lock = threading.Lock()
@@ -56,7 +60,9 @@ class RewardPool:
             undo.pop_all()  # all are ready: they stay
 
     def score(self, items: list[Item], *, quiet: bool = False) -> list[Score]:
-        """One Score per item, in order; threads take turns. EngineError when the pool is closed, before or meanwhile.
+        """One Score per item, in order; threads take turns.
+
+        EngineError when the pool is closed, before or meanwhile.
 
         Faults are logged, unless `quiet`.
         """
@@ -77,7 +83,9 @@ class RewardPool:
         return scores
 
     def close(self) -> None:
-        """Ends the processes; what is being scored ends soon, with an EngineError: a run that is stopped commits no faults."""
+        """Ends the processes; what is being scored ends soon, with an EngineError: a run that is
+        stopped commits no faults.
+        """
         self._closed = True
         for scorer in self._scorers:
             scorer.close()
@@ -92,12 +100,15 @@ class RewardPool:
 def score(
     rewards: dict[str, float], rows: list[JsonDict], args: RewardArgs | None = None, *, timeout_s: float = 10.0
 ) -> list[Score]:
-    """Scores rows outside of any run, with the code and the faults of a run: for notebooks and tests of rewards.
+    """Scores rows outside of any run, with the code and the faults of a run: for notebooks and
+    tests of rewards.
 
-    A row has `prompt` (text, or messages) and `completion`; where the reward reads them also `answer`, `metadata` (a dict) and
-    `rollout` ({"num_tokens", "finish_reason", "environment", "turns"}). UserError for a reward that cannot be loaded.
+    A row has `prompt` (text, or messages) and `completion`; where the reward reads them also
+    `answer`, `metadata` (a dict) and `rollout` ({"num_tokens", "finish_reason", "environment",
+    "turns"}). UserError for a reward that cannot be loaded.
 
-    Example: score({"exact": 1.0}, [{"prompt": "2 + 2?", "answer": "4", "completion": "<answer>4</answer>"}])[0].reward == 1.0
+    Example: score({"exact": 1.0}, [{"prompt": "2 + 2?", "answer": "4", "completion":
+    "<answer>4</answer>"}])[0].reward == 1.0
     """
     items: list[Item] = []
     for index, row in enumerate(rows):
@@ -149,14 +160,18 @@ def check_rewards(
     heard: Mapping[str, str] | None = None,
     secrets: Secrets = Secrets(),  # noqa: B008
 ) -> float | None:
-    """The best reward of the trial rollouts, which are tried until one has `passing`; None where there are none, or they cannot tell: of
-    services, which are not called, and of `code`, as no row has a program.
+    """The best reward of the trial rollouts, which are tried until one has `passing`; None where
+    there are none, or they cannot tell: of services, which are not called, and of `code`, as no row
+    has a program.
 
-    UserError when a reward cannot be loaded, cannot keep to `timeout_s`, or can score nothing of a data set.
+    UserError when a reward cannot be loaded, cannot keep to `timeout_s`, or can score nothing of a
+    data set.
 
-    `prompts` are the rows of each data set by its label, `written` completions that SFT shows, for a reward that reads the format
-    which SFT teaches, and `heard` what is left of completions that were tokens. Functions are tried in a process of their own, so that this one imports none. Services are not called: one that
-    is down when it is needed is a fault of the rollouts, `reward_unavailable`.
+    `prompts` are the rows of each data set by its label, `written` completions that SFT shows, for
+    a reward that reads the format which SFT teaches, and `heard` what is left of completions that
+    were tokens. Functions are tried in a process of their own, so that this one imports none.
+    Services are not called: one that is down when it is needed is a fault of the rollouts,
+    `reward_unavailable`.
     """
     _scorers(rewards, args, 1, timeout_s, secrets)
     for name in rewards:
@@ -185,9 +200,11 @@ def check_rewards(
 
 
 def check_time(args: Mapping[str, Any], timeout_s: float) -> None:
-    """UserError when the tests of a rollout may take longer than scoring it: a slow program would be a fault, not a 0.0.
+    """UserError when the tests of a rollout may take longer than scoring it: a slow program would
+    be a fault, not a 0.0.
 
-    Says in the log what programs are confined by, as a warning where it could be more; UserError where they cannot be confined.
+    Says in the log what programs are confined by, as a warning where it could be more; UserError
+    where they cannot be confined.
     """
     total_s = args.get("total_s", TOTAL_S)
     if not total_s < timeout_s:  # also a nan
@@ -219,7 +236,10 @@ class _Trial(NamedTuple):
 def _tried(
     pool: RewardPool, rows: list[RewardPrompt], written: Sequence[str], passing: float, heard: Mapping[str, str]
 ) -> _Trial:
-    """Trial rollouts of a data set, row after row until one has the reward `passing`. A character counts as a token."""
+    """Trial rollouts of a data set, row after row until one has the reward `passing`.
+
+    A character counts as a token.
+    """
     deadline, best = time.monotonic() + TRIAL_S, -math.inf
     for prompt in rows[:ROWS_MAX]:
         completions = [heard.get(text, text) for text in trial_completions(prompt, written)]

@@ -1,4 +1,7 @@
-"""Rewards in processes of their own, so that one may raise, crash, print or never return. `hf:<folder>`, a model, is one of them."""
+"""Rewards in processes of their own, so that one may raise, crash, print or never return.
+
+`hf:<folder>`, a model, is one of them.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,19 @@ logger = logging.getLogger(__name__)
 
 
 class RewardLost(RuntimeError):
-    """A reward that was loaded before does not load again, for want of memory or of its files: scoring is worth another try."""
+    """A reward that was loaded before does not load again, for want of memory or of its files:
+    scoring is worth another try.
+    """
 
 
 class ProcessScorer:
-    """Processes with rewards loaded; each is asked `batch_size` rollouts at a time, which have n x `timeout_s`.
+    """Processes with rewards loaded; each is asked `batch_size` rollouts at a time, which have n x
+    `timeout_s`.
 
-    A process that dies or hangs is replaced. Functions are never asked again, and given up when FAILURES_MAX processes were lost
-    before any has answered. With `losses_max`, rollouts that fail are asked again one by one, and at most so many processes are
-    replaced within one `score`: a process that was killed from outside costs no rollout.
+    A process that dies or hangs is replaced. Functions are never asked again, and given up when
+    FAILURES_MAX processes were lost before any has answered. With `losses_max`, rollouts that fail
+    are asked again one by one, and at most so many processes are replaced within one `score`: a
+    process that was killed from outside costs no rollout.
     """
 
     def __init__(
@@ -97,7 +104,9 @@ class ProcessScorer:
                     self._lose(batch, ("reward_crash", "its code wrote something of its own in the place of an answer"))
 
     def _keep(self, batch: list[int], answer: JsonDict) -> None:
-        """Keeps a batch's scores, or the error that all of it met; KeyError, TypeError or ValueError for what is no answer."""
+        """Keeps a batch's scores, or the error that all of it met; KeyError, TypeError or
+        ValueError for what is no answer.
+        """
         if "error" in answer:
             self._has_answers = True
             self._faults |= dict.fromkeys(batch, ("reward_error", answer["error"]))
@@ -108,7 +117,10 @@ class ProcessScorer:
         self._has_answers = True
 
     def _lose(self, batch: list[int], fault: Fault) -> None:
-        """A process was lost with a batch. What has lost too many would go on so: it is given up."""
+        """A process was lost with a batch.
+
+        What has lost too many would go on so: it is given up.
+        """
         with self._lock:
             self._faults |= dict.fromkeys(batch, fault)
             self._num_losses += 1
@@ -128,7 +140,8 @@ def model(
     name: str, weight: float, timeout_s: float, /, *, batch_size: Annotated[int, Field(ge=1, le=4096)] = 8,
     tokens_max: Annotated[int, Field(ge=16)] = 2048, output: Annotated[int, Field(ge=0)] = 0, device: str = "cpu",
 ) -> ProcessScorer:  # fmt: skip
-    """The model's output number `output` for the prompt and the completion as a conversation, cut to `tokens_max` tokens.
+    """The model's output number `output` for the prompt and the completion as a conversation, cut
+    to `tokens_max` tokens.
 
     ValueError when the folder holds no sequence-classification model, or it has no such output.
     """
@@ -141,7 +154,9 @@ def model(
 
 
 def try_model(name: str) -> None:
-    """UserError naming what keeps the weights in a reward model's folder from being that model; read once, in a process of its own."""
+    """UserError naming what keeps the weights in a reward model's folder from being that model;
+    read once, in a process of its own.
+    """
     hello = {"name": name, "tried": str(expanded(name.removeprefix("hf:")))}
     with closing(
         ChildPool(f"rl.rewards.{name}", "rlpipe.rewards.worker", hello, start_timeout_s=LOAD_TIMEOUT_S)

@@ -26,7 +26,8 @@ NUMBER = re.compile(r"(?:.*####)?\s*-?\d[\d,]*(?:\.\d+)?\s*", re.DOTALL)  # comp
 
 
 def references_line(answers: Sequence[str | None]) -> str:
-    """In words, how many of the references are compared as text and how many cannot be scored; empty where all are compared by value.
+    """In words, how many of the references are compared as text and how many cannot be scored;
+    empty where all are compared by value.
 
     At most ROWS_MAX are looked at, and for TIME_S.
     """

@@ -1,6 +1,8 @@
-"""Rewards by name: functions, which score one rollout in a worker process, and services, which score many at once.
+"""Rewards by name: functions, which score one rollout in a worker process, and services, which
+score many at once.
 
-A named function has a factory with typed keyword-only arguments (`rl.reward_args`), whose libraries are imported when it is called.
+A named function has a factory with typed keyword-only arguments (`rl.reward_args`), whose libraries
+are imported when it is called.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ GIVEN = ("prompt", "completion", "rollout")  # what rlpipe itself passes to a re
 
 
 def format_reward(*, pattern: str = ONE_ANSWER) -> Reward:
-    """1 when the whole completion, stripped, matches the regular expression (`.` matches newlines), else 0."""
+    """1 when the whole completion, stripped, matches the regular expression (`.` matches newlines),
+    else 0.
+    """
     try:
         wanted = re.compile(pattern, flags=re.DOTALL)
     except re.error as error:
@@ -44,13 +48,17 @@ def format_reward(*, pattern: str = ONE_ANSWER) -> Reward:
 
 
 def exact(prompt: RewardPrompt, completion: str) -> float:
-    """1 when the text of the last `<answer>` is the reference answer, whatever the case; verifiers may be kinder."""
+    """1 when the text of the last `<answer>` is the reference answer, whatever the case; verifiers
+    may be kinder.
+    """
     answer = last_answer(completion)
     return float(answer is not None and answer.strip().lower() == str(prompt["answer"]).strip().lower())
 
 
 def length(*, target: Tokens | None = None, max: Tokens | None = None) -> Reward:
-    """By the completion's tokens: with `target`, 1 at the target and falling to 0 at none and at twice as many; with `max`, 1 up to it."""
+    """By the completion's tokens: with `target`, 1 at the target and falling to 0 at none and at
+    twice as many; with `max`, 1 up to it.
+    """
     if (target is None) == (max is None):
         raise ValueError(f"target={target}, max={max}: give one of the two, in tokens")
 
@@ -64,7 +72,9 @@ def length(*, target: Tokens | None = None, max: Tokens | None = None) -> Reward
 
 
 def overlong(*, tokens_max: Tokens, buffer: Tokens, factor: Annotated[float, Field(gt=0)] = 1.0) -> Reward:
-    """DAPO's soft punishment: min(-(len - (tokens_max - buffer)) / buffer * factor, 0), len in tokens."""
+    """DAPO's soft punishment: min(-(len - (tokens_max - buffer)) / buffer * factor, 0), len in
+    tokens.
+    """
     if buffer >= tokens_max:
         raise ValueError(
             f"buffer={buffer} must be below tokens_max={tokens_max}: the punishment starts at their difference"
@@ -78,7 +88,9 @@ def overlong(*, tokens_max: Tokens, buffer: Tokens, factor: Annotated[float, Fie
 
 
 def environment(prompt: RewardPrompt, completion: str, rollout: RolloutFacts) -> Any:
-    """The number that the rollout's environment gave; ValueError when there was no environment, or it gave none."""
+    """The number that the rollout's environment gave; ValueError when there was no environment, or
+    it gave none.
+    """
     record = rollout["environment"]
     if not isinstance(record, dict) or "reward" not in record:
         raise ValueError(f"prompt {prompt['prompt_id']}: no environment gave this rollout a reward")
@@ -118,7 +130,8 @@ def can_be_refused(name: str, args: RewardArgs) -> bool:
 def resolve(name: str, args: JsonDict | None = None) -> Reward:
     """The reward function called `name`, its libraries imported; UserError names what exists.
 
-    Called with (prompt, completion), or, where it has a parameter `rollout`, with (prompt, completion, rollout=facts).
+    Called with (prompt, completion), or, where it has a parameter `rollout`, with (prompt,
+    completion, rollout=facts).
     """
     args = args or {}
     if ":" not in name:
@@ -137,7 +150,9 @@ def wants_rollout(function: Reward) -> bool:
 
 
 def check_names(rewards: dict[str, float], args: RewardArgs) -> None:
-    """UserError when there is nothing to score with, a name, weight or argument is no good, or two rewards share a label."""
+    """UserError when there is nothing to score with, a name, weight or argument is no good, or two
+    rewards share a label.
+    """
     if not rewards:
         raise UserError("rl.rewards is empty: name at least one, for example rewards = { math = 1.0 }")
     for name, weight in rewards.items():
@@ -188,7 +203,9 @@ def _refusal(name: str, factory: Callable[..., Any], error: ValidationError) -> 
 
 
 def _check_call(name: str, function: Reward, args: JsonDict) -> None:
-    """UserError when a function of the user's cannot be called as `function(prompt, completion, **args)`."""
+    """UserError when a function of the user's cannot be called as
+    `function(prompt, completion, **args)`.
+    """
     given = next((arg for arg in args if arg in GIVEN), None)
     if given is not None:
         raise UserError(

@@ -66,8 +66,8 @@ class Item(TypedDict):
 class Score:
     """A rollout's reward and its parts by name, or the reason why there is none.
 
-    Examples: Score(1.0, {"math": 1.0}, None); Score(None, {}, "reward_timeout").
-    Reasons: reward_error (raised, or a service refused), reward_timeout, reward_crash (its process died),
+    Examples: Score(1.0, {"math": 1.0}, None); Score(None, {}, "reward_timeout"). Reasons:
+    reward_error (raised, or a service refused), reward_timeout, reward_crash (its process died),
     reward_invalid (no finite number), reward_unavailable (a service is down).
     """
 
@@ -93,7 +93,9 @@ def gives(reward: str, part: str) -> bool:
 
 
 def score_of(name: str, value: Any, weight: float) -> Score:
-    """The Score of what a reward answered, a number or several by name; InvalidAnswer when it is anything else."""
+    """The Score of what a reward answered, a number or several by name; InvalidAnswer when it is
+    anything else.
+    """
     values = _named(name, value) if isinstance(value, dict) else {label(name): value}
     if not values:
         raise InvalidAnswer(f"reward {name!r} gave no part at all")
@@ -111,7 +113,9 @@ def score_of(name: str, value: Any, weight: float) -> Score:
 
 
 def _named(reward: str, values: dict[Any, Any]) -> dict[str, Any]:
-    """The parts of a reward under their names in metrics: what no person can read in one is an escape; InvalidAnswer for one that is too long."""
+    """The parts of a reward under their names in metrics: what no person can read in one is an
+    escape; InvalidAnswer for one that is too long.
+    """
     names = [printable(str(name)).replace("\n", "\\n").replace("\t", "\\t") for name in values]
     if long := [name for name in names if len(name) > PART_CHARS_MAX]:
         raise InvalidAnswer(
@@ -129,7 +133,9 @@ def _sum(values: Iterable[float]) -> float:
 
 
 def scored(name: str, weight: float, code: Callable[[], Any]) -> Score:
-    """The Score of what a user's code gives; a fault when it raises, or gives anything but finite numbers."""
+    """The Score of what a user's code gives; a fault when it raises, or gives anything but finite
+    numbers.
+    """
     try:
         with user_code():
             return score_of(name, code(), weight)
@@ -140,7 +146,9 @@ def scored(name: str, weight: float, code: Callable[[], Any]) -> Score:
 
 
 def combined(scores: list[Score]) -> Score:
-    """The sum of what several scorers said of one rollout, in whatever order, or the first fault among them."""
+    """The sum of what several scorers said of one rollout, in whatever order, or the first fault
+    among them.
+    """
     fault = next((score for score in scores if score.reason is not None), None)
     if fault is not None:
         return fault

@@ -1,7 +1,9 @@
-"""The reward `reasoning_gym`: is the answer right, by the verifier of the generator that made the prompt.
+"""The reward `reasoning_gym`: is the answer right, by the verifier of the generator that made the
+prompt.
 
-Some of reasoning_gym's verifiers evaluate the answer as Python (`eval`, or sympy's `parse_expr`, which is one): a completion could run code of
-its own and patch the scores after it. What may reach those is a grammar in which no attribute, string or unknown function can be written.
+Some of reasoning_gym's verifiers evaluate the answer as Python (`eval`, or sympy's `parse_expr`,
+which is one): a completion could run code of its own and patch the scores after it. What may reach
+those is a grammar in which no attribute, string or unknown function can be written.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ EVALUATED: dict[str, re.Pattern[str]] = {
 
 
 def score_answer(prompt: RewardPrompt, completion: str) -> float:
-    """The verifier's score of the last `<answer>` of the completion, 0 to 1; ValueError for a prompt of another source.
+    """The verifier's score of the last `<answer>` of the completion, 0 to 1; ValueError for a
+    prompt of another source.
 
     Where the verifier would evaluate the answer, one outside EVALUATED's grammar counts as none.
     """

@@ -1,8 +1,10 @@
-"""The process that scores, with functions or with one reward model: `python -m rlpipe.rewards.worker`.
+"""The process that scores, with functions or with one reward model:
+`python -m rlpipe.rewards.worker`.
 
-First line in: {"rewards": {name: weight}, "args": {name: arguments}}, or {"name", "weight", "model": the arguments of RewardModel},
-or {"name", "tried": a folder whose weights are looked at, and nothing is scored}.
-Then {"items": [Item]}, out: {"scores": [the fields of a Score], "warning"} or {"error": message}.
+First line in: {"rewards": {name: weight}, "args": {name: arguments}}, or {"name", "weight",
+"model": the arguments of RewardModel}, or {"name", "tried": a folder whose weights are looked at,
+and nothing is scored}. Then {"items": [Item]}, out: {"scores": [the fields of a Score], "warning"}
+or {"error": message}.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ CHARS_PER_TOKEN = 16  # a completion is cut to so many characters a token before
 
 
 def check_reward_model(folder: str) -> None:
-    """UserError naming what a folder's weights lack, or where they are no numbers: transformers would warn, and use random ones."""
+    """UserError naming what a folder's weights lack, or where they are no numbers: transformers
+    would warn, and use random ones.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 

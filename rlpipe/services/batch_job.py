@@ -19,7 +19,9 @@ STARTED = ("RUNNING", "SUSPENDED", "STOPPED")
 
 @dataclass
 class BatchJob:
-    """The jobs of one name, one of which is to bring a service. As Slurm said last, at most ASK_S ago; `lines`: a job each, None: not known.
+    """The jobs of one name, one of which is to bring a service.
+
+    As Slurm said last, at most ASK_S ago; `lines`: a job each, None: not known.
 
     `became`: what became of the last of them, a line each, as far as Slurm still knows.
     """
@@ -30,7 +32,10 @@ class BatchJob:
     _asked_at: float = field(default=float("-inf"), init=False)
 
     async def ask(self) -> None:
-        """Asks Slurm, unless it was asked a moment ago. While it does not answer, what it said last holds."""
+        """Asks Slurm, unless it was asked a moment ago.
+
+        While it does not answer, what it said last holds.
+        """
         if time.monotonic() - self._asked_at < ASK_S:
             return
         self._asked_at = time.monotonic()
@@ -55,18 +60,25 @@ class BatchJob:
         return self.lines == []
 
     def __str__(self) -> str:
-        """Examples: `Slurm job rlpipe-a-trainer: 12 PENDING (Resources)`, `Slurm job rlpipe-a-trainer: 12 CANCELLED (None)`."""
+        """Examples: `Slurm job rlpipe-a-trainer: 12 PENDING (Resources)`,
+        `Slurm job rlpipe-a-trainer: 12 CANCELLED (None)`.
+        """
         return f"Slurm job {self.name}: {', '.join(self.lines or self.became) or 'none'}"
 
 
 def batch_job(kind: str) -> BatchJob | None:
-    """The job that is to bring the services of a kind to this flow; None: no batch system is known to."""
+    """The job that is to bring the services of a kind to this flow; None: no batch system is known
+    to.
+    """
     name = os.environ.get(VARIABLE.format(kind.upper()), "")
     return BatchJob(name) if name else None
 
 
 async def _squeue(*which: str) -> list[str]:
-    """`ID STATE (REASON)` of each of these jobs, by default those that have not ended. OSError when Slurm does not say."""
+    """`ID STATE (REASON)` of each of these jobs, by default those that have not ended.
+
+    OSError when Slurm does not say.
+    """
     command = ("squeue", "--noheader", *which, "--format=%A %T (%r)")
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

@@ -16,7 +16,9 @@ EVENT, LAST_EVENT = b"data: ", b"data: [DONE]"
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Connections: bounded by the requests in flight, and dropped before a server drops them (uvicorn after 5 s idle)."""
+    """Connections: bounded by the requests in flight, and dropped before a server drops them
+    (uvicorn after 5 s idle).
+    """
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
 
 
@@ -29,7 +31,9 @@ async def http_call(
     timeout_s: float,
     connect_s: float | None = None,
 ) -> tuple[int, bytes]:
-    """Status and body of the answer. `body`: a JSON value, None for no body; `connect_s`: within it there must be a connection.
+    """Status and body of the answer.
+
+    `body`: a JSON value, None for no body; `connect_s`: within it there must be a connection.
 
     ConnectionError, which names the URL, when there is no answer in time.
     """
@@ -48,7 +52,10 @@ async def http_call(
 async def http_stream(
     session: aiohttp.ClientSession, url: str, key: str, body: object, connect_s: float
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The answer to a POST while it is still being written, for as long as that takes. ConnectionError, as for `http_call`."""
+    """The answer to a POST while it is still being written, for as long as that takes.
+
+    ConnectionError, as for `http_call`.
+    """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
@@ -61,9 +68,11 @@ async def http_stream(
 
 
 async def json_events(response: aiohttp.ClientResponse) -> AsyncGenerator[Iterator[Any]]:
-    """The server-sent events of an answer as JSON: what came together at a time, to be read before the next is asked for.
+    """The server-sent events of an answer as JSON: what came together at a time, to be read before
+    the next is asked for.
 
-    Each is parsed when it is read: many that are there at once would keep the garbage collector busy.
+    Each is parsed when it is read: many that are there at once would keep the garbage collector
+    busy.
     """
     unread = b""
     async for part in response.content.iter_any():
@@ -72,7 +81,9 @@ async def json_events(response: aiohttp.ClientResponse) -> AsyncGenerator[Iterat
 
 
 def json_of(url: str, status: int, content: bytes) -> JsonDict:
-    """The JSON object of an answer; ConnectionError for any other: it comes from somebody else, a proxy perhaps."""
+    """The JSON object of an answer; ConnectionError for any other: it comes from somebody else, a
+    proxy perhaps.
+    """
     if (answer := json_object(content)) is None:
         raise ConnectionError(f"{url}: answered {status} without JSON ({content[:80]!r})")
     return answer

@@ -1,4 +1,6 @@
-"""The services of a run as its flow sees them: who is registered, who of them answers, who is missing and has to be started."""
+"""The services of a run as its flow sees them: who is registered, who of them answers, who is
+missing and has to be started.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +183,10 @@ class ServiceFinder:
             await asyncio.to_thread(dismiss, self._run.store, self._run.root, self._kind, peer.record.name)
 
     async def _start_missing(self, answering: set[str]) -> None:
-        """Asks for a service on each node where none answers. The nodes of a gang are one: node 0 answers for all."""
+        """Asks for a service on each node where none answers.
+
+        The nodes of a gang are one: node 0 answers for all.
+        """
         lost = {peer.record.name: peer for peer in self._peers.values() if peer.lost}
         for node in range(self._settings.nodes):
             name = node_name(0 if self._kind == TRAINER else node)

@@ -1,9 +1,12 @@
-"""Services: trainer gangs and engine hosts in processes of their own, elsewhere. What they leave in the store, and when they end.
+"""Services: trainer gangs and engine hosts in processes of their own, elsewhere.
 
-A service leaves a record in `runs/<run>/services/<kind>/<name>.json`, and is the run's for as long as that record is its own: who
-deletes it, or puts another in its place, dismisses the service. Nobody has to reach it for that. With a services' key a record is only
-taken from who has it, and each start of a service is asked with a key of its own, which both sides make of the services' key: who listens at
-the URL of one that died learns nothing that another takes.
+What they leave in the store, and when they end.
+
+A service leaves a record in `runs/<run>/services/<kind>/<name>.json`, and is the run's for as long
+as that record is its own: who deletes it, or puts another in its place, dismisses the service.
+Nobody has to reach it for that. With a services' key a record is only taken from who has it, and
+each start of a service is asked with a key of its own, which both sides make of the services' key:
+who listens at the URL of one that died learns nothing that another takes.
 """
 
 from __future__ import annotations
@@ -57,12 +60,17 @@ class ServiceRecord:
     proof: str = ""  # that who left it has the services' key
 
     def proved(self, place: str) -> ServiceRecord:
-        """The same with its proof: the HMAC by the services' key of all that it says and of where it stands. Empty without a key."""
+        """The same with its proof: the HMAC by the services' key of all that it says and of where
+        it stands. Empty without a key.
+        """
         return replace(self, proof=_derived("proof", {**asdict(self), "proof": "", "place": place}))
 
     @property
     def key(self) -> str:
-        """The bearer key of this start alone; a gang that its service starts again has another. Empty without a services' key."""
+        """The bearer key of this start alone; a gang that its service starts again has another.
+
+        Empty without a services' key.
+        """
         return _derived("key", {"start": self.start, "rendezvous": self.rendezvous})
 
     @property
@@ -71,12 +79,17 @@ class ServiceRecord:
 
 
 def node_name(node: int) -> str:
-    """The name of the service that a run starts for one of its nodes: a second start of it takes the first one's place."""
+    """The name of the service that a run starts for one of its nodes: a second start of it takes
+    the first one's place.
+    """
     return f"node-{node}"
 
 
 def service_key() -> str:
-    """The secret that flow, gangs and hosts share, and send to nobody; empty: no key is asked for. UserError when it is no plain text."""
+    """The secret that flow, gangs and hosts share, and send to nobody; empty: no key is asked for.
+
+    UserError when it is no plain text.
+    """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise UserError(
@@ -111,7 +124,9 @@ def services_folder(run_root: str, kind: str) -> str:
 
 
 def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
-    """The records of a kind, in the order of their names; where this process has the services' key, those of who has it too."""
+    """The records of a kind, in the order of their names; where this process has the services' key,
+    those of who has it too.
+    """
     records = []
     for key in _places(store, run_root, kind):
         with contextlib.suppress(StoreError):  # gone between the two calls, or of another version
@@ -124,7 +139,9 @@ def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
 
 
 def file_keys(store: Store, run_root: str) -> dict[str, str]:
-    """The bearer keys of what serves files to a run, its gang and its hosts, by the URLs of these files."""
+    """The bearer keys of what serves files to a run, its gang and its hosts, by the URLs of these
+    files.
+    """
     return {record.files_url: record.key for kind in (TRAINER, ENGINES) for record in registered(store, run_root, kind)}
 
 
@@ -164,7 +181,9 @@ class Registration:
     record: ServiceRecord
 
     def work_dir(self, below: Path) -> Path:
-        """Its own folder for logs and local copies; those of earlier starts, which were killed, are removed."""
+        """Its own folder for logs and local copies; those of earlier starts, which were killed, are
+        removed.
+        """
         folder = below / f"{self.kind}-{self.run_root.rsplit('/', 1)[-1]}-{self.record.name}"
         for scratch in folder.glob("*/*/"):
             shutil.rmtree(scratch, ignore_errors=True)
@@ -177,7 +196,9 @@ class Registration:
         await asyncio.to_thread(self.store.put, key, sealed(self.record))
 
     async def change(self, **fields: str) -> None:
-        """Says something else in the record, while it stands: a dismissed service must not bring itself back."""
+        """Says something else in the record, while it stands: a dismissed service must not bring
+        itself back.
+        """
         self.record = replace(self.record, **fields)
         if await self.stands():
             await self.enter()
@@ -226,8 +247,10 @@ def past(idle_timeout_s: float) -> IsOver:
 
 
 async def serve(service: RunService, is_over: IsOver, ended: asyncio.Event) -> str:
-    """Serves a run until that is over, leaves the run, and returns why: told to end, dismissed, or without work for too long
-    (`past`, or `RunWatch.is_over` for a service that nobody starts again). A fault that ends the work is raised."""
+    """Serves a run until that is over, leaves the run, and returns why: told to end, dismissed, or
+    without work for too long (`past`, or `RunWatch.is_over` for a service that nobody starts
+    again). A fault that ends the work is raised.
+    """
     raise_file_limit()
     with patience.working() as work:
         return await _served(service, is_over, ended, work)
@@ -264,7 +287,8 @@ async def _served(service: RunService, is_over: IsOver, ended: asyncio.Event, wo
 
 
 async def config_of(watch: RunWatch, **sections: BaseModel | None) -> PipelineConfig:
-    """The config of a run with other operational sections, waiting until somebody has begun it, and for as long as somebody prepares it.
+    """The config of a run with other operational sections, waiting until somebody has begun it, and
+    for as long as somebody prepares it.
 
     UserError when nobody did within the watch's idle time.
     """

@@ -34,7 +34,8 @@ class RunWatch:
         self._looked_at = float("-inf")
 
     async def gone_s(self) -> float:
-        """For how many seconds nobody has worked on the run, or prepared it, at the last look; 0 before its last beat is STALE_S old.
+        """For how many seconds nobody has worked on the run, or prepared it, at the last look; 0
+        before its last beat is STALE_S old.
 
         While the store cannot be read nothing is known, and nothing counted.
         """

@@ -1,7 +1,9 @@
-"""Rollouts of agents with a loop of their own: what an agent asks the endpoint becomes the rollout, what it says at its end the outcome.
+"""Rollouts of agents with a loop of their own: what an agent asks the endpoint becomes the rollout,
+what it says at its end the outcome.
 
-A rollout's tokens are those of its last branch: the prompt that it began with, then what was sampled (mask 1) and what the agent put
-between (mask 0, logprob 0). Its other branches lie beside the rollouts.
+A rollout's tokens are those of its last branch: the prompt that it began with, then what was
+sampled (mask 1) and what the agent put between (mask 0, logprob 0). Its other branches lie beside
+the rollouts.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class ActedCompletion(PlayedCompletion):
 async def act(
     session: Session, requests: list[GroupRequest], prompts: list[Prompt], shard: StageKey | None
 ) -> list[list[Completion]]:
-    """The rollouts (`ActedCompletion`) of groups, each by its agent. `shard`: where replies are kept; an evaluation keeps none.
+    """The rollouts (`ActedCompletion`) of groups, each by its agent.
+
+    `shard`: where replies are kept; an evaluation keeps none.
 
     UserError when one had a fault and there is no `rl.reward_fallback`.
     """
@@ -107,7 +111,10 @@ def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Pr
 
 
 def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]], rl: RlConfig) -> list[FileRecord]:
-    """The branches that are no rollout's own, as one file; none where there are none. `groups`: (index in the iteration, completions)."""
+    """The branches that are no rollout's own, as one file; none where there are none.
+
+    `groups`: (index in the iteration, completions).
+    """
     branches = [
         branch
         for group_index, completions in groups
@@ -121,7 +128,8 @@ def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]],
 def branch_rows(group_index: int, rollout_index: int, nodes: list[Node], rl: RlConfig) -> list[Branch]:
     """The rows of a rollout's branches but for its own, which is the first of `nodes`.
 
-    Where all branches are trained, their masks have each reply once: none that the rollout or an earlier branch has.
+    Where all branches are trained, their masks have each reply once: none that the rollout or an
+    earlier branch has.
     """
     masks = masks_of_each_reply_once(nodes) if rl.branches == "all" else [node.policy_mask for node in nodes]
     return [

@@ -65,7 +65,9 @@ class TriedModel:
 
 
 def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: bool) -> TriedModel:
-    """Tries a model in a process of its own: `where` it is from, and its `folder` or its `config`; `sized`: with what a plan counts."""
+    """Tries a model in a process of its own: `where` it is from, and its `folder` or its `config`;
+    `sized`: with what a plan counts.
+    """
     trainer, shared = config.trainer, {"context_ranks": config.trainer.context_ranks}
     hello = {**named, "context_tokens_max": config.model.context_tokens_max, **shared}
     if sized:
@@ -125,7 +127,10 @@ def tokenizer_folder(config: PipelineConfig, prompts: PromptSets, scratch: Path)
 
 @stage("base", "policy", settings=["model.*"], verb="prepare_model")
 async def base_policy(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
-    """The base model: copied from `model.path`, or new from the seed (made by the trainer). That of a run is named by the manifest."""
+    """The base model: copied from `model.path`, or new from the seed (made by the trainer).
+
+    That of a run is named by the manifest.
+    """
     model = session.config.model
     if model.path:
         source = await asyncio.to_thread(source_of, session.config)
@@ -149,7 +154,9 @@ async def base_probe(session: Session, attempt: Attempt, *, policy: ArtifactRef)
 
 @stage("base", "reference", settings=["rl.reference"], verb="prepare_reference")
 def base_reference(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
-    """The reference of the KL where `rl.reference` names one, copied: a later start has the same, whatever became of it there."""
+    """The reference of the KL where `rl.reference` names one, copied: a later start has the same,
+    whatever became of it there.
+    """
     name = session.config.rl.reference
     source = source_of(session.config, "rl.reference", name)
     check_vocabulary(
@@ -161,7 +168,9 @@ def base_reference(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef
 
 
 def check_reference(config: PipelineConfig, run: Run | None, prompts: PromptSets, scratch: Path) -> None:
-    """UserError unless the reference has the vocabulary of a run: of its tokenizer, or of the one that it would get."""
+    """UserError unless the reference has the vocabulary of a run: of its tokenizer, or of the one
+    that it would get.
+    """
     name = config.rl.reference
     if run is not None and name.startswith(RUN):
         policy = newest_policy(run.store, "rl.reference", name)[0]
@@ -182,7 +191,9 @@ def _committed_tokenizer(store: Store, ref: ArtifactRef) -> bytes:
 
 
 def check_vocabulary(name: str, own: bytes, other: bytes) -> None:
-    """UserError unless both tokenizer.json give the same number to each token: the reference is asked about the policy's tokens."""
+    """UserError unless both tokenizer.json give the same number to each token: the reference is
+    asked about the policy's tokens.
+    """
     policy, reference = (_vocabulary(name, document) for document in (own, other))
     differ = sorted({token for token, _ in policy.items() ^ reference.items()})
     if differ:

@@ -43,7 +43,8 @@ class CommittedLate(StoreError):
 class Published:
     """Files that lie on the disks of the trainer's nodes, and are on their way to the store.
 
-    `places`, `made_on`: where each of them is, as `Nearby` has it. `land` returns when the store has all of them. `sender`: as of `Nearby`.
+    `places`, `made_on`: where each of them is, as `Nearby` has it. `land` returns when the store
+    has all of them. `sender`: as of `Nearby`.
     """
 
     places: list[NodeDisk]
@@ -53,7 +54,10 @@ class Published:
 
 
 class Behind:
-    """The commits of a run that are under way, one after the other. The first fault ends them, and is raised for whoever waits."""
+    """The commits of a run that are under way, one after the other.
+
+    The first fault ends them, and is raised for whoever waits.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -62,7 +66,10 @@ class Behind:
         self._nearby: dict[str, Nearby] = {}
 
     def publish(self, folder: str, manifest: Manifest, published: Published) -> ArtifactRef:
-        """The artifact that a manifest will be, committed once the store has its files. Until then this process reads it here."""
+        """The artifact that a manifest will be, committed once the store has its files.
+
+        Until then this process reads it here.
+        """
         document = sealed(manifest)
         ref = ArtifactRef(folder, hashlib.sha256(document).hexdigest())
         self._run.pending.artifacts[folder] = (ref, manifest)
@@ -153,8 +160,11 @@ class Behind:
 
 
 def commit_record(run: Run, key: str, record: IterationRecord) -> None:
-    """Creates the record of an iteration. One of the same artifacts, which a holder before this one committed late, is as good; StoreError
-    for one of others."""
+    """Creates the record of an iteration.
+
+    One of the same artifacts, which a holder before this one committed late, is as good; StoreError
+    for one of others.
+    """
     with fenced(run.lease):
         created = run.store.create(key, sealed(record))
     if not created and read_document(run.store, key, IterationRecord).artifacts != record.artifacts:

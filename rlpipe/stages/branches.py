@@ -1,6 +1,7 @@
 """The branches of agents' rollouts that are trained beside them (`rl.branches = "all"`).
 
-They lie beside the rollouts of a shard and of a batch, in a file of their own: what reads rollouts counts rollouts.
+They lie beside the rollouts of a shard and of a batch, in a file of their own: what reads rollouts
+counts rollouts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rlpipe.store.backend import Store
 
 
 def branch_fields(config: PipelineConfig) -> list[str]:
-    """The field that says that branches are trained, where they are: other artifacts do not depend on it."""
+    """The field that says that branches are trained, where they are: other artifacts do not depend
+    on it.
+    """
     return ["rl.branches"] if config.rl.branches == "all" else []
 
 
@@ -37,7 +40,8 @@ def read_branches(store: Store, shards: list[ArtifactRef] | None) -> list[Branch
 def branches_of(rollouts: Iterable[Rollout], branches: Iterable[Branch], rl: RlConfig) -> list[Branch]:
     """The branches of these rollouts as they are trained.
 
-    With `rl.mask_truncated` none of a rollout that was cut off; of a branch that was cut off the replies before the one that was.
+    With `rl.mask_truncated` none of a rollout that was cut off; of a branch that was cut off the
+    replies before the one that was.
     """
     places = {
         (rollout.group_index, rollout.rollout_index)
@@ -52,7 +56,9 @@ def branches_of(rollouts: Iterable[Rollout], branches: Iterable[Branch], rl: RlC
 
 
 def _without_last_reply(branch: Branch) -> Branch:
-    """The branch with no token trained after the last that is not: that reply is in no other row, and something was said before it."""
+    """The branch with no token trained after the last that is not: that reply is in no other row,
+    and something was said before it.
+    """
     untrained = np.flatnonzero(branch.loss_mask == 0)
     loss_mask = branch.loss_mask.copy()
     loss_mask[untrained[-1] if len(untrained) else 0 :] = 0

@@ -20,7 +20,8 @@ Hand = tuple[int, str] | str  # (iteration, stage verb), or what is busy
 class Clock:
     """Seconds of stages; of some that overlap (shards), those in which any of them ran.
 
-    A stage counts for the iteration that it is of, though it may run ahead of it. What is busy counts from one commit to the next.
+    A stage counts for the iteration that it is of, though it may run ahead of it. What is busy
+    counts from one commit to the next.
     """
 
     def __init__(self) -> None:
@@ -30,13 +31,17 @@ class Clock:
         self._restart(-1)
 
     def begin(self, iteration: int) -> None:
-        """An iteration counts from the commit before it, where this process made that, else from here on."""
+        """An iteration counts from the commit before it, where this process made that, else from
+        here on.
+        """
         if iteration != self._iteration:
             self._restart(iteration)
 
     @contextlib.contextmanager
     def during(self, verb: str, iteration: int | None = None) -> Iterator[None]:
-        """Counts the body, a stage, for the iteration that it is of (the current one), and for what it keeps busy."""
+        """Counts the body, a stage, for the iteration that it is of (the current one), and for what
+        it keeps busy.
+        """
         hands: list[Hand] = [(self._iteration if iteration is None else iteration, verb), ANY_STAGE]
         hands += [USES[verb]] if verb in USES else []
         for hand in hands:

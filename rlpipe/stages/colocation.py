@@ -1,10 +1,12 @@
-"""Trainer and engines that share GPUs (`engines.colocate`) take turns in their memory: one works, the other has given its memory back.
+"""Trainer and engines that share GPUs (`engines.colocate`) take turns in their memory: one works,
+the other has given its memory back.
 
     engines sample -> engines release -> the trainer comes back with its next job, trains, saves
     -> the trainer offloads -> engines wake, load the new policy, are proved -> engines sample
 
-On several nodes all engines have their turn, and all of the gang. Nothing of it has to be known after a crash: child processes of the flow end with
-it; of services that outlive it, the next start asks both sides to give back what they hold, before the other takes it.
+On several nodes all engines have their turn, and all of the gang. Nothing of it has to be known
+after a crash: child processes of the flow end with it; of services that outlive it, the next start
+asks both sides to give back what they hold, before the other takes it.
 """
 
 from __future__ import annotations
@@ -28,14 +30,19 @@ class MemoryTurns:
         self._lock = asyncio.Lock()
 
     async def to_trainer(self) -> None:
-        """Before any job of the trainer: engines hold no memory once this returns, and have no policy before they are given one."""
+        """Before any job of the trainer: engines hold no memory once this returns, and have no
+        policy before they are given one.
+        """
         async with self._lock:
             if self.turn != "trainer":
                 await self.pool.release(await self.joined())
                 self.turn = "trainer"
 
     async def to_engines(self) -> None:
-        """Before engines are given a policy: the trainer holds no memory once this returns. It comes back with its next job."""
+        """Before engines are given a policy: the trainer holds no memory once this returns.
+
+        It comes back with its next job.
+        """
         async with self._lock:
             if self.turn != "engines":
                 await self.trainer.offload()

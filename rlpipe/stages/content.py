@@ -90,7 +90,9 @@ class Content:
         return try_model(self.config, named | {"where": f"{field}={folder}", "folder": str(folder)}, sized=sized)
 
     def reference(self, run: Run | None) -> str:
-        """The reference is a model that loads, with the vocabulary of the run; for a plan, as far as it is here."""
+        """The reference is a model that loads, with the vocabulary of the run; for a plan, as far
+        as it is here.
+        """
         config, name = self.config, self.config.rl.reference
         folders = [expanded(path) for path in (name, config.model.path or ".")]
         if (run is None and not all(folder.is_dir() for folder in folders)) or not (config.model.path or self.prompts):
@@ -138,7 +140,9 @@ class Content:
         return ""
 
     def engines(self) -> str:
-        """The GPUs of child processes that sample are here, and their interpreter has what they run."""
+        """The GPUs of child processes that sample are here, and their interpreter has what they
+        run.
+        """
         engines = self.config.engines
         if not (self.config.samples and self.config.engines_here):
             return ""
@@ -179,7 +183,9 @@ class Content:
         return f"sft.validation_fraction: {len(kept):,} conversations are kept for validation"
 
     def tokenizer(self) -> str:
-        """The tokenizer loads, its template takes the data, and every prompt leaves room for a completion."""
+        """The tokenizer loads, its template takes the data, and every prompt leaves room for a
+        completion.
+        """
         config, model = self.config, self.config.model
         if model.path and not self.runs and not expanded(model.path).is_dir():
             return "tokenizer: not tried, the model is not here"
@@ -216,7 +222,9 @@ class Content:
         return f"tokenizer: {trial.vocab_size:,} tokens{self._room(lengths)}{lost}"
 
     def _room(self, lengths: dict[int, int]) -> str:
-        """Drops the prompts that are too long where a set says so, and says how long the others are. `lengths`: tokens, by id of the row."""
+        """Drops the prompts that are too long where a set says so, and says how long the others
+        are. `lengths`: tokens, by id of the row.
+        """
         config, kept = self.config, []
         for use in ("rl", "evaluation"):
             for data in config.sets(use) if lengths else []:
@@ -249,7 +257,9 @@ class Content:
         return [self.prompts.get(label(data), []) for data in self.config.sets(use)]
 
     def environment(self) -> str:
-        """The environment loads; whether the chat template can put its messages is tried with the tokenizer."""
+        """The environment loads; whether the chat template can put its messages is tried with the
+        tokenizer.
+        """
         rl = self.config.rl
         self.roles = check_environment(rl.environment, rl.environment_args, code_environment(rl.secrets))
         return f"environment: {rl.environment}"
@@ -260,7 +270,10 @@ class Content:
         return f"agent: {self.config.rl.agent}"
 
     def rewards(self, uses: list[str], tried: bool) -> str:
-        """The rewards of these uses load, and score something of each set. `uses`: one or both; both are scored by the rewards of the first."""
+        """The rewards of these uses load, and score something of each set.
+
+        `uses`: one or both; both are scored by the rewards of the first.
+        """
         config, rl = self.config, self.config.rl
         rows, written = (self._trial_rows(uses), self._shown()) if tried else ({}, [])
         rewards, args = config.rewards(uses[0]), config.reward_args(uses[0])
@@ -288,7 +301,9 @@ class Content:
         return "\n".join(lines)
 
     def _trial_rows(self, uses: Sequence[str] = ("rl", "evaluation")) -> TrialRows:
-        """The rows of each set that rewards are tried on; none where an environment, or stored rollouts, would have to be made up."""
+        """The rows of each set that rewards are tried on; none where an environment, or stored
+        rollouts, would have to be made up.
+        """
         rl = self.config.rl
         sets = [] if rl.environment or rl.agent or rl.rollouts_from else self._prompt_sets()
         return {label(data): [row.for_reward() for row in read[:ROWS_MAX]] for data, read in sets if data.use in uses}
@@ -298,7 +313,9 @@ class Content:
         return [content_text(read[0].messages[-1]) for read in self.conversations.values()]
 
     def filters(self, tried: bool) -> str:
-        """The filters load, and answer as they must; not tried where an environment's answers would have to be made up."""
+        """The filters load, and answer as they must; not tried where an environment's answers would
+        have to be made up.
+        """
         rl = self.config.rl
         filters = resolve_filters(rl.filters)
         if tried:

@@ -29,7 +29,9 @@ EVALUATED_BY = ["data.evaluation", "evaluation.prompts_max", "evaluation.num_com
 
 
 def evaluated_by(config: PipelineConfig) -> list[str]:
-    """The fields that an evaluation depends on: RL's own where the evaluation has none; the temperature where it is not 1, as it was always."""
+    """The fields that an evaluation depends on: RL's own where the evaluation has none; the
+    temperature where it is not 1, as it was always.
+    """
     own = [name for name in OWN if getattr(config.evaluation, name) not in (None, {})]
     named = own + (["temperature"] if config.evaluation.temperature != 1.0 else [])
     shared = [name for name in EVALUATED_BY if name not in [f"rl.{name}" for name in own]]
@@ -39,7 +41,10 @@ def evaluated_by(config: PipelineConfig) -> list[str]:
 
 @stage("", "evaluation", settings=evaluated_by)
 async def evaluate(session: Session, attempt: Attempt, *, policy: ArtifactRef, version: int) -> Produced:
-    """The metrics of every evaluation set: greedy, pass@k and the majority's answer. It lies beside the policy."""
+    """The metrics of every evaluation set: greedy, pass@k and the majority's answer.
+
+    It lies beside the policy.
+    """
     await session.serve(policy, version)
     prompts, rollouts = await _sample(session, version)
     return await asyncio.to_thread(_scored, session, attempt, prompts, rollouts, version)

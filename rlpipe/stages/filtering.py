@@ -1,7 +1,9 @@
-"""The stage filter: groups are kept or dropped, what is kept becomes the batch, and what was cut short goes on in the next iteration.
+"""The stage filter: groups are kept or dropped, what is kept becomes the batch, and what was cut
+short goes on in the next iteration.
 
-A group that was cut short is carried as a whole. Each of its rollouts keeps its tokens, unless the oldest of them are too old.
-A batch has as many groups as were asked for: what finished beyond them is carried too, or dropped.
+A group that was cut short is carried as a whole. Each of its rollouts keeps its tokens, unless the
+oldest of them are too old. A batch has as many groups as were asked for: what finished beyond them
+is carried too, or dropped.
 """
 
 from __future__ import annotations
@@ -51,21 +53,29 @@ RATED_BY = [
 
 
 def filtered_by(config: PipelineConfig) -> list[str]:
-    """The fields that a batch depends on. Batches of older runs, which left nothing out, name no fallback."""
+    """The fields that a batch depends on.
+
+    Batches of older runs, which left nothing out, name no fallback.
+    """
     rl = config.rl
     rated, left_out = RATED_BY if rl.curriculum != "none" else [], ["rl.reward_fallback"] if rl.leaves_out else []
     return FILTERED_BY + rated + left_out + branch_fields(config)
 
 
 def trainable(group: Group, rl: RlConfig) -> Group:
-    """The rollouts of a group that may be trained: without those that have a fault, where these are left out."""
+    """The rollouts of a group that may be trained: without those that have a fault, where these are
+    left out.
+    """
     return [rollout for rollout in group if not (rl.leaves_out and rollout.reward_fault)]
 
 
 def kept_groups(session: Session, groups: list[Group]) -> tuple[list[int], dict[int, str]]:
-    """Positions of the groups that are kept, and the reason of each dropped one. `groups`: what can be trained of each.
+    """Positions of the groups that are kept, and the reason of each dropped one.
 
-    One of which nothing is left, or nothing to compare a rollout with, is dropped before the filters are asked.
+    `groups`: what can be trained of each.
+
+    One of which nothing is left, or nothing to compare a rollout with, is dropped before the
+    filters are asked.
     """
     rl = session.config.rl
     return apply_filters(
@@ -96,10 +106,11 @@ class Sorted(NamedTuple):
 
 
 def sort_groups(session: Session, sampled: list[Group], iteration: int) -> Sorted:
-    """The first groups that the filters keep are trained, as many as were asked for (`batch_groups`).
+    """The first groups that the filters keep are trained, as many as were asked for
+    (`batch_groups`).
 
-    The others are surplus. Where rounds are over-sampled the next iteration takes them before what it samples, as many as it starts
-    groups and as are not too old by then. Others are dropped.
+    The others are surplus. Where rounds are over-sampled the next iteration takes them before what
+    it samples, as many as it starts groups and as are not too old by then. Others are dropped.
     """
     rl = session.config.rl
     finished = [group for group in sampled if is_finished(group)]
@@ -148,11 +159,13 @@ def filter_groups(
     pass_rates: ArtifactRef | None = None,
     last: bool = False,
 ) -> Produced:
-    """The groups to train of all rounds so far, with advantages, and those to be carried: both lists have one artifact a round.
+    """The groups to train of all rounds so far, with advantages, and those to be carried: both
+    lists have one artifact a round.
 
-    The metrics say whether another round is needed, and where every rollout went. `branches`: the shards of all rounds, where branches
-    are trained (`shards_with_branches`). `pass_rates`, for a curriculum, is the batch
-    of the iteration before: its rates, brought up to date, lie beside this batch. `last`: there is no other round to be had.
+    The metrics say whether another round is needed, and where every rollout went. `branches`: the
+    shards of all rounds, where branches are trained (`shards_with_branches`). `pass_rates`, for a
+    curriculum, is the batch of the iteration before: its rates, brought up to date, lie beside this
+    batch. `last`: there is no other round to be had.
     """
     rl, store = session.config.rl, session.run.store
     assert (branches is not None) == (rl.branches == "all"), "branches are trained, or they are not"
@@ -238,7 +251,9 @@ def _carried(session: Session, iteration: int, prompts: list[ArtifactRef], group
 
 
 def without_truncated(rollouts: list[Rollout]) -> list[Rollout]:
-    """The rollouts, with no token trained in those that the token limit cut off; the others are the same objects."""
+    """The rollouts, with no token trained in those that the token limit cut off; the others are the
+    same objects.
+    """
     return [
         replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
         if rollout.finish_reason == TRUNCATED and rollout.loss_mask.any()
@@ -250,7 +265,8 @@ def without_truncated(rollouts: list[Rollout]) -> list[Rollout]:
 def with_advantages(
     rollouts: list[Rollout], estimator: str, gamma: float, branches: Iterable[Branch] = ()
 ) -> list[Rollout]:
-    """The rollouts with `advantage`: the mean over the rollout's scored tokens of what the trainer computes, without a KL term.
+    """The rollouts with `advantage`: the mean over the rollout's scored tokens of what the trainer
+    computes, without a KL term.
 
     The tokens of its branches are the rollout's too.
     """
@@ -268,7 +284,9 @@ def with_advantages(
 
 
 def carried_rollouts(group: Group, prompt: Prompt, version: int, staleness_max: int) -> list[CarriedRollout]:
-    """An unfinished group as iteration `version` takes it up: a rollout with tokens too old for that starts again, empty."""
+    """An unfinished group as iteration `version` takes it up: a rollout with tokens too old for
+    that starts again, empty.
+    """
     carried = []
     for rollout in group:
         expired = any(version - span.version > staleness_max for span in rollout.weight_versions)

@@ -1,4 +1,6 @@
-"""Parquet files of rollouts from anywhere (docs/what-if.md): read group by group, and checked before anything is trained on them."""
+"""Parquet files of rollouts from anywhere (docs/what-if.md): read group by group, and checked
+before anything is trained on them.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ PromptBook = dict[tuple[str, str], Prompt | None]  # None: two prompts of that t
 
 
 def prompt_book(prompts: list[Prompt]) -> PromptBook:
-    """The prompts by (id, text) and by ("", text). An id alone proves nothing: other data have the same ids."""
+    """The prompts by (id, text) and by ("", text).
+
+    An id alone proves nothing: other data have the same ids.
+    """
     book: PromptBook = {}
     for prompt in prompts:
         text = content_text(prompt.messages[-1])
@@ -69,7 +74,9 @@ def prompt_book(prompts: list[Prompt]) -> PromptBook:
 
 @dataclass(frozen=True)
 class ForeignFiles:
-    """A Parquet file, or a folder of them in the order of their paths, and what their rollouts have to fit."""
+    """A Parquet file, or a folder of them in the order of their paths, and what their rollouts have
+    to fit.
+    """
 
     name: str  # as rl.rollouts_from has it
     context_tokens_max: int
@@ -89,10 +96,12 @@ class ForeignFiles:
         return paths
 
     def groups(self) -> Iterator[tuple[Prompt, Group]]:
-        """The whole groups with their prompts, in order; UserError naming the file, its row or its columns.
+        """The whole groups with their prompts, in order; UserError naming the file, its row or its
+        columns.
 
-        Rewards are kept where the prompt is in no data set. Groups that were cut short are left out. A group is side by side, and of any
-        size: files of several iterations may be written one after another.
+        Rewards are kept where the prompt is in no data set. Groups that were cut short are left
+        out. A group is side by side, and of any size: files of several iterations may be written
+        one after another.
         """
         num_unfinished = 0
         for path in self.paths():
@@ -180,7 +189,9 @@ def _rollouts(path: Path) -> Iterator[Rollout]:
 
 
 def _completed(table: pa.Table, path: Path, first: int) -> pa.Table:
-    """The rows with all columns: what the file leaves away has its default (docs/what-if.md). UserError for text that cannot be read.
+    """The rows with all columns: what the file leaves away has its default (docs/what-if.md).
+
+    UserError for text that cannot be read.
 
     `first`: the number of the first row, for errors.
     """

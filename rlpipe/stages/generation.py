@@ -71,10 +71,11 @@ async def generate(
     policy: ArtifactRef,
     num_kept: int = 0,
 ) -> Produced:
-    """The rollouts of one shard of a round's prompts, sampled by `policy`: the version that `rl.overlap` says.
+    """The rollouts of one shard of a round's prompts, sampled by `policy`: the version that
+    `rl.overlap` says.
 
-    `num_kept`: groups that survived the earlier rounds. When enough have survived of a round that is over-sampled, what is under way is
-    cut short; it is committed all the same.
+    `num_kept`: groups that survived the earlier rounds. When enough have survived of a round that
+    is over-sampled, what is under way is cut short; it is committed all the same.
     """
     groups = await asyncio.to_thread(prompt_groups, session, prompts)
     shards = shard_places(session.config.rl, len(groups))
@@ -152,8 +153,11 @@ async def sample(
     enough: asyncio.Event | None = None,
     shard: StageKey | None = None,
 ) -> list[list[Completion]]:
-    """The completions of every group, in the environment, or by the agent, where there is one. `on_group`, `enough`: as in `EnginePool.generate`; not for
-    agents, which keep the replies that they were given beside `shard`."""
+    """The completions of every group, in the environment, or by the agent, where there is one.
+
+    `on_group`, `enough`: as in `EnginePool.generate`; not for agents, which keep the replies that
+    they were given beside `shard`.
+    """
     if session.config.rl.agent:
         return await act(session, requests, prompts, shard)
     if session.config.rl.environment:
@@ -169,7 +173,10 @@ def sampling_params(session: Session, use: str, temperature: float, seed: int) -
 
 
 def round_at_work(session: Session, key: tuple[int, int], num_kept: int = 0) -> SamplingRound:
-    """The state of this round (iteration, round), shared by its shards. `num_kept`: groups that survived the earlier rounds."""
+    """The state of this round (iteration, round), shared by its shards.
+
+    `num_kept`: groups that survived the earlier rounds.
+    """
     if session.sampling_round is None or session.sampling_round.key != key:
 
         def score(prompts: dict[str, Prompt], rollouts: list[Rollout], known: Scores) -> list[Rollout]:
@@ -212,11 +219,13 @@ async def _until_enough(made: ShardGroups) -> list[list[Completion]]:
 async def _check_answered(
     session: Session, sampling_round: SamplingRound, keys: list[StageKey], shard: int, rollouts: Group
 ) -> None:
-    """Returns when the rollouts of a shard may be committed: what is committed is not sampled again. `keys`: all shards of the round.
+    """Returns when the rollouts of a shard may be committed: what is committed is not sampled
+    again. `keys`: all shards of the round.
 
-    A shard that has rollouts which their environment failed, and none that it answered, waits until another shard of its round has
-    committed an answered one. So a round that is committed holds a rollout that can be scored, and an environment that works for
-    nobody spoils none. UserError when it has answered no rollout of the round. EngineError when the other shards do not end: none
+    A shard that has rollouts which their environment failed, and none that it answered, waits until
+    another shard of its round has committed an answered one. So a round that is committed holds a
+    rollout that can be scored, and an environment that works for nobody spoils none. UserError when
+    it has answered no rollout of the round. EngineError when the other shards do not end: none
     within `rl.turns_max` times `engines.progress_timeout_s` after the last token of any engine.
     """
     key, faults = keys[shard], Counter(rollout.environment.fault for rollout in rollouts if rollout.environment)

@@ -31,7 +31,10 @@ async def told(held: Lease) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def cancelled_when_taken_over(held: Lease) -> AsyncIterator[None]:
-    """Ends what the body waits for, however long, once anyone finds that the run was taken over. What comes after the body is not cancelled."""
+    """Ends what the body waits for, however long, once anyone finds that the run was taken over.
+
+    What comes after the body is not cancelled.
+    """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "a session is opened in a task"
     within, cancelled = True, False

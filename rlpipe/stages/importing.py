@@ -1,7 +1,9 @@
-"""Stored rollouts instead of sampled ones (`rl.rollouts_from`): those of another run of the store, or of Parquet files from anywhere.
+"""Stored rollouts instead of sampled ones (`rl.rollouts_from`): those of another run of the store,
+or of Parquet files from anywhere.
 
-Files are imported once, before the first iteration of the run that names them; from then on the run needs them no more. Each iteration
-then makes its prompts and rollouts its own, so that a run is whole by itself.
+Files are imported once, before the first iteration of the run that names them; from then on the run
+needs them no more. Each iteration then makes its prompts and rollouts its own, so that a run is
+whole by itself.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def is_run(config_value: str) -> bool:
 
 
 def source_run(run: Run) -> Run:
-    """The run that `rl.rollouts_from` names; UserError naming the field when its rollouts do not fit, or there are not enough."""
+    """The run that `rl.rollouts_from` names; UserError naming the field when its rollouts do not
+    fit, or there are not enough.
+    """
     rl, context = run.config.rl, run.config.model.context_tokens_max
     source = open_existing(run.store, rl.rollouts_from.removeprefix(RUN))
     if source.config.model.context_tokens_max > context:
@@ -76,7 +80,10 @@ def check_tokenizer(source: Run, tokenizer_sha256: str) -> None:
 
 
 def foreign_files(run: Run, prompts: PromptSets, vocab_size: int) -> ForeignFiles:
-    """The files that `rl.rollouts_from` names. `vocab_size`: the largest of the tokenizer's and the model's."""
+    """The files that `rl.rollouts_from` names.
+
+    `vocab_size`: the largest of the tokenizer's and the model's.
+    """
     rl, book = run.config.rl, prompt_book([prompt for rows in prompts("rl") for prompt in rows])
     return ForeignFiles(rl.rollouts_from, run.config.model.context_tokens_max, vocab_size, book)
 
@@ -87,7 +94,9 @@ def check_enough(run: Run, num_groups: int) -> None:
 
 
 def check_groups(run: Run, sizes: Collection[int]) -> None:
-    """UserError when a file's groups are too few for the run, or have one rollout each and would all be dropped for it."""
+    """UserError when a file's groups are too few for the run, or have one rollout each and would
+    all be dropped for it.
+    """
     rl, alone = run.config.rl, max(sizes, default=0) == 1
     check_enough(run, len(sizes))
     if alone and rl.rollouts_min > 1:
@@ -111,13 +120,17 @@ def _check_enough(run: Run, count: int, unit: str, wanted: int) -> None:
 
 
 def groups_before(run: Run, iteration: int) -> int:
-    """Groups of a file that the iterations before this one take: those of a fork's parent took as many as the parent was set to."""
+    """Groups of a file that the iterations before this one take: those of a fork's parent took as
+    many as the parent was set to.
+    """
     return sum(run.owner("rl", index, "prompts").config.rl.num_prompts for index in range(iteration))
 
 
 @stage("rl", "imported", settings=["rl.rollouts_from", "rl.group_size", "data.rl"])
 def import_files(session: Session, attempt: Attempt, *, iteration: int) -> Produced:
-    """All whole groups of the files that `rl.rollouts_from` names, checked row by row: in files of CHUNK_GROUPS groups."""
+    """All whole groups of the files that `rl.rollouts_from` names, checked row by row: in files of
+    CHUNK_GROUPS groups.
+    """
     run = session.run
     ref, base = run.committed("base", 0, "policy")
     model = json.loads(read_file(run.store, ref.folder, base.file("config.json")))
@@ -178,7 +191,9 @@ async def import_prompts(session: Session, *, iteration: int) -> StageResult:
 
 
 async def import_rollouts(session: Session, *, iteration: int, prompts: ArtifactRef) -> StageResult:
-    """This iteration's stored rollouts, and the rewards that are kept because their prompts are not known."""
+    """This iteration's stored rollouts, and the rewards that are kept because their prompts are not
+    known.
+    """
 
     def write(stored: StoredIteration, attempt: Attempt) -> Produced:
         rollouts = [_with_text(session, rollout) for _, group in stored.groups for rollout in group]
@@ -203,7 +218,10 @@ async def _import(
     fields: list[str],
     write: Callable[[StoredIteration, Attempt], Produced],
 ) -> StageResult:
-    """Commits what `write` makes of the source's rollouts. What is imported needs its source no more."""
+    """Commits what `write` makes of the source's rollouts.
+
+    What is imported needs its source no more.
+    """
     standing = await asyncio.to_thread(session.run.artifact, *key)
     if standing is not None:
         return StageResult(standing[0], standing[1].metrics, cached=True)
@@ -238,7 +256,10 @@ def _of_run(session: Session, iteration: int) -> StoredIteration:
 
 
 def _handed_on(source: Run, iteration: int) -> set[int]:
-    """The groups that the source's next iteration has too. Those that were finished were trained there: they are imported once."""
+    """The groups that the source's next iteration has too.
+
+    Those that were finished were trained there: they are imported once.
+    """
     record = source.iteration(iteration)
     assert record is not None, "there are as many committed iterations as are needed"
     return {group[0].group_index for group in carried_groups(source.store, record.artifacts["batch"])}
@@ -260,7 +281,9 @@ def _of_files(session: Session, files: StageResult, iteration: int) -> StoredIte
 
 
 def _with_text(session: Session, rollout: Rollout) -> Rollout:
-    """The rollout with its completion's text; UserError when a text of one turn is not what the tokens say."""
+    """The rollout with its completion's text; UserError when a text of one turn is not what the
+    tokens say.
+    """
     tokens = rollout.completion_tokens.tolist()
     decoded = session.tokenizer.decode(tokens)
     if not rollout.completion:

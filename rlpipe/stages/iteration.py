@@ -46,7 +46,8 @@ def committed_before(session: Session, iteration: int) -> Before:
 async def commit_iteration(
     session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict
 ) -> IterationRecord:
-    """The record of an iteration, which is committed after the policy that it names (the standing one when it was committed before).
+    """The record of an iteration, which is committed after the policy that it names (the standing
+    one when it was committed before).
 
     `artifacts`: the iteration's prompts, batch, policy and, when there is one, evaluation.
     """
@@ -85,7 +86,9 @@ def _record(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
 
 
 def time_metrics(session: Session, iteration: int, metrics: Metrics) -> Metrics:
-    """Seconds from the commit before, of stages and in none, and the tokens per second that they mean."""
+    """Seconds from the commit before, of stages and in none, and the tokens per second that they
+    mean.
+    """
     times = session.clock.at_commit(iteration)
     for name, tokens, verb in (("rollout", "rollout/num_tokens", "generate"), ("train", "train/num_tokens", "train")):
         if times.get(f"time/{verb}_s") and tokens in metrics:
@@ -94,13 +97,17 @@ def time_metrics(session: Session, iteration: int, metrics: Metrics) -> Metrics:
 
 
 def _curve(before: list[list[float]], iteration: int, reward: float) -> list[list[float]]:
-    """[iteration, reward] points so far, the older ones thinned so that they are not too many: each record can draw the curve by itself."""
+    """[iteration, reward] points so far, the older ones thinned so that they are not too many: each
+    record can draw the curve by itself.
+    """
     points = [*before, [iteration, reward]]
     return points if len(points) <= CURVE_POINTS_MAX else [*points[:-CURVE_NEWEST:2], *points[-CURVE_NEWEST:]]
 
 
 def staleness(trained: Group, version: int) -> Metrics:
-    """Weight versions from the rollouts to the policy that trains on them; below 0 for those of a later policy of another run."""
+    """Weight versions from the rollouts to the policy that trains on them; below 0 for those of a
+    later policy of another run.
+    """
     lags = [version - rollout.weight_version for rollout in trained] or [0]
     return {"rollout/staleness_mean": sum(lags) / len(lags), "rollout/staleness_max": max(lags)}
 
@@ -114,11 +121,13 @@ def account(
     version: int,
     num_left_out: int = 0,
 ) -> Metrics:
-    """The counts of an iteration that `version` sampled: `num_sampled = num_trained + num_filtered + num_left_out + num_carried + num_expired`.
+    """The counts of an iteration that `version` sampled:
+    `num_sampled = num_trained + num_filtered + num_left_out + num_carried + num_expired`.
 
-    Those left out for a fault are in no other class, whether their group was trained or dropped. Counted are rollouts that finished
-    or got a token; the others, of groups that are carried, are `num_unsampled`.
-    AssertionError when one is in no class, or in two. What comes in again is `num_continued`: the carried of the iteration before.
+    Those left out for a fault are in no other class, whether their group was trained or dropped.
+    Counted are rollouts that finished or got a token; the others, of groups that are carried, are
+    `num_unsampled`. AssertionError when one is in no class, or in two. What comes in again is
+    `num_continued`: the carried of the iteration before.
     """
     rollouts = [rollout for group in groups for rollout in group]
     finished = {id(rollout) for group in groups if is_finished(group) for rollout in group}

@@ -37,7 +37,8 @@ async def nothing() -> None: ...
 async def do_job(
     session: Session, job: GangJob, rebuild: Rebuild, on_progress: OnProgress = None, before_rebuild: Act = nothing
 ) -> JsonDict:
-    """One job of the trainer; whenever it does not hold what the job starts from, or was lost, it is rebuilt. TrainerError past the bound.
+    """One job of the trainer; whenever it does not hold what the job starts from, or was lost, it
+    is rebuilt. TrainerError past the bound.
 
     `before_rebuild` is awaited outside of the turn: it may need the trainer.
     """
@@ -66,7 +67,8 @@ async def do_job(
 class Landing:
     """The way to the store of what one save published, which `answer` lists.
 
-    It lands once, though it is several artifacts: files of an artifact that is committed are never written again.
+    It lands once, though it is several artifacts: files of an artifact that is committed are never
+    written again.
     """
 
     session: Session
@@ -76,7 +78,10 @@ class Landing:
     _landed: bool = field(default=False, init=False)
 
     async def land(self) -> None:
-        """Returns when the store has all of it. A trainer that lost it makes it again; TrainerError when that has other bits."""
+        """Returns when the store has all of it.
+
+        A trainer that lost it makes it again; TrainerError when that has other bits.
+        """
         if self._landed:
             return
         for _ in range(
@@ -110,7 +115,9 @@ class Landing:
             )
 
     def _check_memory(self) -> None:
-        """TrainerError where engines that sample have the memory in which the trainer would make it again."""
+        """TrainerError where engines that sample have the memory in which the trainer would make it
+        again.
+        """
         if self.session.memory and self.session.memory.turn == "engines":
             raise TrainerError(
                 f"the trainer was lost before {self.job.position} was in the store, and engines have its memory (engines.colocate). The "

@@ -45,7 +45,10 @@ FIELD = "model.path"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model in HF format on this machine. `place`: as a person finds it. `policy`: of a run's policy, which one it is."""
+    """A model in HF format on this machine.
+
+    `place`: as a person finds it. `policy`: of a run's policy, which one it is.
+    """
 
     folder: Path
     place: str
@@ -53,9 +56,12 @@ class ModelSource:
 
 
 def source_of(config: PipelineConfig, field: str = FIELD, name: str = "") -> ModelSource:
-    """The model that a field names, by default `model.path`. What is not on this machine comes to `scratch`, whole and verified, once.
+    """The model that a field names, by default `model.path`.
 
-    UserError, which names the field, when it is no model in HF format, or the run has no policy, or its policy was pruned.
+    What is not on this machine comes to `scratch`, whole and verified, once.
+
+    UserError, which names the field, when it is no model in HF format, or the run has no policy, or
+    its policy was pruned.
     """
     name = name or config.model.path
     if name.startswith(RUN):
@@ -79,7 +85,9 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def newest_policy(store: Store, field: str, name: str) -> tuple[ArtifactRef, int]:
-    """The newest policy of the run that a field names, and its weight version; UserError when it has none, or its files were pruned."""
+    """The newest policy of the run that a field names, and its weight version; UserError when it
+    has none, or its files were pruned.
+    """
     try:
         source = open_existing(store, name.removeprefix(RUN))
     except UserError as error:
@@ -96,7 +104,9 @@ def newest_policy(store: Store, field: str, name: str) -> tuple[ArtifactRef, int
 
 
 def with_trained_template(folder: Path, model: ModelConfig) -> Path:
-    """A policy's folder, or one beside it with the chat template that trained: older code stored the one that the base had."""
+    """A policy's folder, or one beside it with the chat template that trained: older code stored
+    the one that the base had.
+    """
     if not (model.chat_template or model.chat_template_args):
         return folder
     target = folder.with_name(f"{folder.name}-trained")
@@ -108,7 +118,9 @@ def with_trained_template(folder: Path, model: ModelConfig) -> Path:
 
 
 def write_trained_template(model: ModelConfig, folder: Path) -> None:
-    """Makes the chat template of a folder with a tokenizer the one that the run trains with, where the config has one or values for it."""
+    """Makes the chat template of a folder with a tokenizer the one that the run trains with, where
+    the config has one or values for it.
+    """
     if model.chat_template or model.chat_template_args:
         trained = ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args)
         write_template(folder, trained.template_text)
@@ -133,7 +145,9 @@ def _models(config: PipelineConfig) -> Path:
 
 
 def _files_on_s3(field: str, url: str) -> list[OutsideFile]:
-    """The files of a model's folder on S3; UserError when it is none, before anything large is fetched."""
+    """The files of a model's folder on S3; UserError when it is none, before anything large is
+    fetched.
+    """
     if url.endswith(".gguf"):
         raise UserError(
             f"{field}={url!r} is a GGUF file: download it, and make a folder of it with `{IMPORT_GGUF} FILE FOLDER`"
@@ -165,7 +179,9 @@ def _check_names(names: Any, field: str, path: str) -> None:
 
 
 def _checked(folder: Path, field: str, path: str) -> Path:
-    """The folder; UserError unless it holds a model of its own files, and those of weights are whole."""
+    """The folder; UserError unless it holds a model of its own files, and those of weights are
+    whole.
+    """
     _check_names([file.name for file in folder.iterdir() if file.is_file()], field, path)
     named = [folder / name for name in MODEL_FILES | TOKENIZER_FILES]
     check_links(f"{field}={path!r}", folder, [*named, *folder.glob("*.safetensors")])
@@ -177,7 +193,9 @@ def _checked(folder: Path, field: str, path: str) -> Path:
 
 
 def model_folder(model: ModelConfig, field: str = FIELD) -> Path:
-    """The local folder of `model.path`; UserError, which names the field that it is from, when it is no model in HF format."""
+    """The local folder of `model.path`; UserError, which names the field that it is from, when it
+    is no model in HF format.
+    """
     folder = expanded(model.path)
     if folder.suffix == ".gguf":
         raise UserError(

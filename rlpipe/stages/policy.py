@@ -1,4 +1,6 @@
-"""The stages train, checkpoint and reload_engines: a batch becomes weight version k + 1, published, served, and behind that durable."""
+"""The stages train, checkpoint and reload_engines: a batch becomes weight version k + 1, published,
+served, and behind that durable.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ ONPOLICY_MAX = 1e-6  # mean |policy - proximal logprobs| of the first step; 0 wh
 async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> StageResult:
     """Trains on `batch`; `cached` when the policy that came of it is committed.
 
-    It commits nothing itself: until the weights are durable, the training has not happened. StepRefused when
-    `rl.on_mismatch` says so.
+    It commits nothing itself: until the weights are durable, the training has not happened.
+    StepRefused when `rl.on_mismatch` says so.
     """
     committed = await asyncio.to_thread(session.run.artifact, "rl", iteration, "policy")
     if committed is not None:
@@ -63,10 +65,11 @@ def first_step_faults(first: Metrics, iteration: int, anchored: bool, other_refe
 
 
 def check_mismatch(mismatch: float, iteration: int, rl: RlConfig, num_tokens_stale: int) -> None:
-    """Warns when engine and trainer disagree by more than `rl.mismatch_max`; StepRefused with `rl.on_mismatch = "fail"`.
+    """Warns when engine and trainer disagree by more than `rl.mismatch_max`; StepRefused with
+    `rl.on_mismatch = "fail"`.
 
-    Not of tokens that an older policy sampled: there it holds the policy's own change. The batch says whether it has such
-    (`num_tokens_stale`): in a fork they may be what the parent carried.
+    Not of tokens that an older policy sampled: there it holds the policy's own change. The batch
+    says whether it has such (`num_tokens_stale`): in a fork they may be what the parent carried.
     """
     if mismatch <= rl.mismatch_max or not rl.mismatch_counts(num_tokens_stale):
         return
@@ -93,8 +96,9 @@ async def checkpoint(
     reference: ArtifactRef | None = None,
     metrics: JsonDict,
 ) -> Produced:
-    """Publishes the policy after an iteration (weight version iteration + 1), the gaps of its tokens, and the state when that is due. They
-    are committed, the policy last, when the store has their files: behind the sampling of the next iteration.
+    """Publishes the policy after an iteration (weight version iteration + 1), the gaps of its
+    tokens, and the state when that is due. They are committed, the policy last, when the store has
+    their files: behind the sampling of the next iteration.
 
     `reference`: that of the KL, where it is another model than what RL starts from.
     """

@@ -1,4 +1,6 @@
-"""Everything that can be known to be wrong is said before anything is written, and before a model is loaded."""
+"""Everything that can be known to be wrong is said before anything is written, and before a model
+is loaded.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,12 @@ _passed: set[str] = set()  # hashes of configs
 
 
 def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
-    """UserError naming field, file or row, and the fix, a line for each fault, when the run could not succeed.
-    What is committed is not looked for again.
+    """UserError naming field, file or row, and the fix, a line for each fault, when the run could
+    not succeed. What is committed is not looked for again.
 
-    `fork`: the run that is about to be forked (`planned_fork`). A run whose last iteration is a redo needs nothing but the store.
-    What may change while one waits is not asked: whether another process holds the run (`rlpipe.store.lease.check_free`).
+    `fork`: the run that is about to be forked (`planned_fork`). A run whose last iteration is a
+    redo needs nothing but the store. What may change while one waits is not asked: whether another
+    process holds the run (`rlpipe.store.lease.check_free`).
     """
     store, last = open_store(config.store), config.rl.num_iterations - 1
     check_access(store)
@@ -117,9 +120,11 @@ def look_at(config: PipelineConfig) -> Findings:
 
 
 def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, runs: bool = True) -> Findings:
-    """All that a config names, looked at in order, also after a fault; for a `run`, what it still needs.
+    """All that a config names, looked at in order, also after a fault; for a `run`, what it still
+    needs.
 
-    `data`: whether data sets are needed; `runs`: whether it is to run, now and here, or a plan of it is made.
+    `data`: whether data sets are needed; `runs`: whether it is to run, now and here, or a plan of
+    it is made.
     """
     findings, content, rl = Findings([], [], []), Content(config, runs), config.rl
     has_base, has_sft = (run is not None and run.has_base), (run is not None and run.sft_complete)

@@ -72,7 +72,9 @@ class StoredRound:
 
 
 def stored_rounds(run: Run, iteration: int) -> list[StoredRound]:
-    """The sampling rounds of a committed iteration; StoreError when a part is missing or not the one that was scored."""
+    """The sampling rounds of a committed iteration; StoreError when a part is missing or not the
+    one that was scored.
+    """
     return [_stored_round(run, iteration, index) for index in range(run.record(iteration).last_round + 1)]
 
 

@@ -1,7 +1,9 @@
-"""A policy whose files were pruned is made again: training goes on from the newest state before it, on the stored batches, and the files
-must have the hashes of its manifest. And a policy as a folder of its own (`rlpipe export`), which is made again where it has to be.
+"""A policy whose files were pruned is made again: training goes on from the newest state before it,
+on the stored batches, and the files must have the hashes of its manifest. And a policy as a folder
+of its own (`rlpipe export`), which is made again where it has to be.
 
-Why nothing can go wrong when the run prunes meanwhile, or two do it at once: rlpipe/store/retention.py.
+Why nothing can go wrong when the run prunes meanwhile, or two do it at once:
+rlpipe/store/retention.py.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ log = logging.getLogger(__name__)
 
 
 def pruned_versions(run: Run, iteration: int) -> list[int]:
-    """The weight versions that the engines need to begin an iteration and whose files are not all there."""
+    """The weight versions that the engines need to begin an iteration and whose files are not all
+    there.
+    """
     return [
         version
         for version in sorted({run.sampled_by(iteration), iteration})
@@ -49,9 +53,11 @@ def is_missing_to_evaluate(run: Run, version: int) -> bool:
 
 
 async def restore_policy(session: Session, *, version: int) -> StageResult:
-    """Makes the files of a pruned policy again and puts them where they were; `cached` when they are there.
+    """Makes the files of a pruned policy again and puts them where they were; `cached` when they
+    are there.
 
-    StoreError naming both hashes where the trainer of this run makes other files: then nothing is written.
+    StoreError naming both hashes where the trainer of this run makes other files: then nothing is
+    written.
     """
     ref, manifest = await asyncio.to_thread(session.run.policy, version)
     store = session.run.store
@@ -71,7 +77,8 @@ async def restore_policy(session: Session, *, version: int) -> StageResult:
 async def remake_policy(
     session: Session, version: int, target: Path, wanted: list[FileRecord], base: ArtifactRef | None = None
 ) -> None:
-    """Makes the files of a policy of RL again, under their plain names in a local folder; StoreError when one is not as `wanted`.
+    """Makes the files of a policy of RL again, under their plain names in a local folder;
+    StoreError when one is not as `wanted`.
 
     `base`: what they are a difference to; none: the policy whole.
     """
@@ -97,7 +104,9 @@ async def remake_policy(
 
 
 def check_same_files(manifest: Manifest, wanted: list[FileRecord], files: list[FileRecord]) -> None:
-    """StoreError naming the first file that has another hash than what is wanted of a policy, or is in one of both only."""
+    """StoreError naming the first file that has another hash than what is wanted of a policy, or is
+    in one of both only.
+    """
     before, made = ({file.plain_name: file.sha256 for file in records} for records in (wanted, files))
     for name in sorted({*before, *made}):
         if before.get(name) != made.get(name):
@@ -110,7 +119,9 @@ def check_same_files(manifest: Manifest, wanted: list[FileRecord], files: list[F
 
 
 def put_back(store: Store, folder: str, manifest: Manifest, source: Path) -> None:
-    """Puts the files of a pruned artifact back where its manifest has them; that it was pruned is forgotten last."""
+    """Puts the files of a pruned artifact back where its manifest has them; that it was pruned is
+    forgotten last.
+    """
     for file in manifest.files:
         store.put_file(f"{folder}/{file.name}", source / file.plain_name)
     for file in manifest.files:
@@ -132,8 +143,9 @@ def committed_version(run: Run, version: int | None) -> int:
 
 
 async def export_policy(config: PipelineConfig, version: int | None, target: Path) -> int:
-    """A policy of a run as a folder in HF format, which appears whole; the weight version. One that was pruned is made again by a trainer
-    of this config, and stays pruned in the store.
+    """A policy of a run as a folder in HF format, which appears whole; the weight version.
+
+    One that was pruned is made again by a trainer of this config, and stays pruned in the store.
 
     UserError when something is in the folder already, or the version is not committed.
     """
@@ -157,7 +169,9 @@ async def export_policy(config: PipelineConfig, version: int | None, target: Pat
 
 
 def _whole(store: Store, ref: ArtifactRef, made: Path) -> Path:
-    """The files of a policy, which were made again, as a whole model: merged into the base where they are an adapter."""
+    """The files of a policy, which were made again, as a whole model: merged into the base where
+    they are an adapter.
+    """
     base = base_of(store, ref)
     if base is None:
         return made

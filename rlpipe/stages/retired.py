@@ -19,10 +19,12 @@ SHARD = re.compile(r"rollouts/round-0/shard-(\d+)")  # there was one round
 
 
 def withdraw_steps(run: Run) -> list[str]:
-    """Takes back what the iteration after the newest committed one has of the retired mode, and returns its folders: shards with other groups
-    than they have today, and what was made of steps. The same is made of it again, but for the batch of each step.
+    """Takes back what the iteration after the newest committed one has of the retired mode, and
+    returns its folders: shards with other groups than they have today, and what was made of steps.
+    The same is made of it again, but for the batch of each step.
 
-    What tells that it is of that mode goes last, so whoever dies in between begins here again. Files stay for `rlpipe gc`.
+    What tells that it is of that mode goes last, so whoever dies in between begins here again.
+    Files stay for `rlpipe gc`.
     """
     if not had_steps(run.store, run.name):
         return []

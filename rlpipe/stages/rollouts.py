@@ -20,7 +20,9 @@ from rlpipe.stages.turns import PlayedCompletion, played_before
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """One group of a sampling round: its prompt, and what an earlier iteration sampled of it already."""
+    """One group of a sampling round: its prompt, and what an earlier iteration sampled of it
+    already.
+    """
 
     slot: int  # in the round
     group_index: int  # in the iteration
@@ -50,7 +52,9 @@ class ShardGroups:
         return self.finished[index]
 
     async def score(self, index: int, completions: list[Completion]) -> None:
-        """Has a finished group scored while others are sampled, and does not wait for it: what is sampled is committed first."""
+        """Has a finished group scored while others are sampled, and does not wait for it: what is
+        sampled is committed first.
+        """
         self.sampling_round.add(self.groups[index].prompt, await self.rollouts(index, completions))
 
 
@@ -94,7 +98,9 @@ def rollouts_of(
 
 
 def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bool) -> np.ndarray:
-    """Per completion token, whether it carries loss where `version` is the one that samples: int8 [L]."""
+    """Per completion token, whether it carries loss where `version` is the one that samples: int8
+    [L].
+    """
     assert all(sampled_by <= version for sampled_by, _ in spans), f"spans {spans} of a rollout of version {version}"
     trained = [train_stale_tokens or sampled_by == version for sampled_by, _ in spans]
     return np.repeat(np.array(trained, dtype=np.int8), [num_tokens for _, num_tokens in spans])

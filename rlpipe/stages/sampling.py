@@ -1,7 +1,9 @@
-"""The stage sample_prompts: the prompts of a sampling round, drawn by a cursor over the data sets, after the groups that are carried.
+"""The stage sample_prompts: the prompts of a sampling round, drawn by a cursor over the data sets,
+after the groups that are carried.
 
-A curriculum takes prompts by the running pass rate of each. The rates lie beside the batch of each iteration; the next one draws by
-them. Nothing is drawn but from the cursor, so its position alone says where to go on.
+A curriculum takes prompts by the running pass rate of each. The rates lie beside the batch of each
+iteration; the next one draws by them. Nothing is drawn but from the cursor, so its position alone
+says where to go on.
 """
 
 from __future__ import annotations
@@ -55,10 +57,11 @@ async def sample_prompts(
     carried: ArtifactRef | None = None,
     pass_rates: ArtifactRef | None = None,
 ) -> Produced:
-    """The prompts of one sampling round: first those of the groups that `carried` (the batch of the iteration before) hands on.
+    """The prompts of one sampling round: first those of the groups that `carried` (the batch of the
+    iteration before) hands on.
 
-    `before` is the previous round's artifact: the cursor goes on from there. `pass_rates`, for a curriculum, is the batch of the
-    iteration before too, in every round.
+    `before` is the previous round's artifact: the cursor goes on from there. `pass_rates`, for a
+    curriculum, is the batch of the iteration before too, in every round.
     """
     drawn = await asyncio.to_thread(_drawn, session, iteration, round_index, before, carried, pass_rates)
     prompts = [group[0].as_prompt for group in drawn.carried] + await encoded_prompts(session, "rl", drawn.prompts)
@@ -131,7 +134,9 @@ def prompts_by_id(store: Store, refs: list[ArtifactRef]) -> dict[str, Prompt]:
 
 
 def check_carried(run: Run) -> None:
-    """UserError when a fork could not go on with the groups that its parent handed on: they were sampled otherwise."""
+    """UserError when a fork could not go on with the groups that its parent handed on: they were
+    sampled otherwise.
+    """
     at, now = run.fork_at, run.config.rl
     record = run.iteration(at) if run.parent is not None and at >= 0 else None
     if record is None or run.redo or now.rollouts_from:
@@ -158,7 +163,9 @@ def check_carried(run: Run) -> None:
 
 
 def check_lengths(session: Session, use: str) -> None:
-    """UserError when prompts leave no room for a completion; an environment's are known when they are drawn."""
+    """UserError when prompts leave no room for a completion; an environment's are known when they
+    are drawn.
+    """
     if not session.config.rl.environment:
         prompts = [prompt for rows in session.fitting(use) for prompt in rows]
         lengths = list(prompt_lengths(session.tokenizer, prompts))
@@ -166,7 +173,10 @@ def check_lengths(session: Session, use: str) -> None:
 
 
 def check_room(config: PipelineConfig, use: str, prompts: Sequence[Prompt], lengths: Sequence[int]) -> None:
-    """UserError naming the first prompt of a use that no engine would take, and how many there are. `lengths`: tokens of each prompt."""
+    """UserError naming the first prompt of a use that no engine would take, and how many there are.
+
+    `lengths`: tokens of each prompt.
+    """
     room = room_for(config, use)
     too_long = [(prompt, length) for prompt, length in zip(prompts, lengths, strict=True) if length > room]
     if too_long:
@@ -182,7 +192,9 @@ def check_room(config: PipelineConfig, use: str, prompts: Sequence[Prompt], leng
 
 
 async def encoded_prompts(session: Session, use: str, prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts of a use with the tokens of what the policy is asked: where there is an environment, of what that asks."""
+    """The prompts of a use with the tokens of what the policy is asked: where there is an
+    environment, of what that asks.
+    """
     messages = [prompt.messages for prompt in prompts]
     if session.config.rl.environment:
         messages = await environment_prompts(session, prompts)
@@ -212,7 +224,9 @@ PassRates = dict[str, PassRate]  # by prompt id
 
 
 def read_pass_rates(session: Session, batch: ArtifactRef | None) -> PassRates:
-    """The pass rates beside a batch; none where there is no batch yet, or it is of a run without a curriculum."""
+    """The pass rates beside a batch; none where there is no batch yet, or it is of a run without a
+    curriculum.
+    """
     rates = read_records_if_any(session.run.store, batch, PASS_RATES, PassRate) if batch is not None else []
     return {rate.prompt_id: rate for rate in rates}
 
@@ -220,7 +234,9 @@ def read_pass_rates(session: Session, batch: ArtifactRef | None) -> PassRates:
 def write_pass_rates(
     session: Session, attempt: Attempt, previous: ArtifactRef | None, groups: list[Group]
 ) -> tuple[list[FileRecord], Metrics]:
-    """The pass rates of `previous` with all finished groups of this iteration, kept or dropped, as a file; and metrics."""
+    """The pass rates of `previous` with all finished groups of this iteration, kept or dropped, as
+    a file; and metrics.
+    """
     if session.config.rl.curriculum == "none":
         return [], {}
     threshold = passing_reward(session.config, "rl")
@@ -240,7 +256,9 @@ def write_pass_rates(
 def draw_prompts(
     session: Session, iteration: int, position: CursorPosition, count: int, previous: ArtifactRef | None
 ) -> tuple[list[Draw], CursorPosition, dict[str, int]]:
-    """`count` draws after `position`, the position after them, and what the curriculum skipped (nothing where there is none)."""
+    """`count` draws after `position`, the position after them, and what the curriculum skipped
+    (nothing where there is none).
+    """
     rl, sets = session.config.rl, session.fitting("rl")
     if rl.curriculum == "none":
         return *session.prompt_cursor.take(position, count), {}
@@ -256,9 +274,11 @@ def draw_prompts(
 
 
 def updated(rates: PassRates, shares: Iterable[tuple[str, float]]) -> PassRates:
-    """The rates after finished groups, given as (prompt id, share of its rollouts that passed), in order.
+    """The rates after finished groups, given as (prompt id, share of its rollouts that passed), in
+    order.
 
-    The first group sets the rate; each later one moves it halfway towards its own (an exponential moving average).
+    The first group sets the rate; each later one moves it halfway towards its own (an exponential
+    moving average).
     """
     after = dict(rates)
     for prompt_id, share in shares:
@@ -285,11 +305,12 @@ def chance(known: PassRate | None, curriculum: str, low: float, high: float) -> 
 def take_accepted(
     cursor: PromptCursor, position: CursorPosition, count: int, accepts: Callable[[Draw, int], bool]
 ) -> tuple[list[Draw], CursorPosition, dict[str, int]]:
-    """`count` draws after `position` that `accepts(draw, its place in the stream)`, the position after the last one looked at,
-    and how many were skipped.
+    """`count` draws after `position` that `accepts(draw, its place in the stream)`, the position
+    after the last one looked at, and how many were skipped.
 
-    At most one pass over the data (as many draws as there are rows) is looked at: when that gives too few, what was skipped is
-    taken after all, in order, counted as refilled. Every place of the stream is taken or skipped once.
+    At most one pass over the data (as many draws as there are rows) is looked at: when that gives
+    too few, what was skipped is taken after all, in order, counted as refilled. Every place of the
+    stream is taken or skipped once.
     """
     taken: list[Draw] = []
     skipped: list[Draw] = []

@@ -1,7 +1,8 @@
-"""One sampling round while it is sampled: its finished groups are scored, those that survive the filters are counted, and shards wait for one
-another where the environment answered none of theirs.
+"""One sampling round while it is sampled: its finished groups are scored, those that survive the
+filters are counted, and shards wait for one another where the environment answered none of theirs.
 
-It is a cache. Stages score what is not in it, and a process that takes over a round counts the committed shards again.
+It is a cache. Stages score what is not in it, and a process that takes over a round counts the
+committed shards again.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ class _Waiting:
 class SamplingRound:
     """The state of one round, which its shards share.
 
-    `score`: gives rollouts their rewards; called in one thread, since the scorers are shared. `survives`: says whether a scored group is
-    kept by the filters; called in threads. `wanted`: the number of surviving groups that end a round that is over-sampled.
-    Example: `enough = sampling_round.begin(range(4))`, then `await sampling_round.judge(...)` until it is set.
+    `score`: gives rollouts their rewards; called in one thread, since the scorers are shared.
+    `survives`: says whether a scored group is kept by the filters; called in threads. `wanted`: the
+    number of surviving groups that end a round that is over-sampled. Example:
+    `enough = sampling_round.begin(range(4))`, then `await sampling_round.judge(...)` until it is
+    set.
     """
 
     def __init__(self, key: tuple[int, int], score: Scorer, survives: Callable[[Group], bool], wanted: int) -> None:
@@ -57,8 +60,10 @@ class SamplingRound:
         self._events: list[asyncio.Event] = []
 
     def add(self, prompt: Prompt, group: Group) -> Future[Group]:
-        """The finished group with its scores, once they are there; returns at once. Groups that finish while others are scored are scored
-        together, next."""
+        """The finished group with its scores, once they are there; returns at once.
+
+        Groups that finish while others are scored are scored together, next.
+        """
         waiting = _Waiting(prompt, group)
         self._waiting.put(waiting)
         self._scoring.submit(self._score_waiting)
@@ -73,7 +78,10 @@ class SamplingRound:
         self._scores = {}
 
     def begin(self, group_indices: Iterable[int]) -> asyncio.Event:
-        """A shard starts, perhaps once more: its groups are not counted yet. The event is set when enough groups have survived."""
+        """A shard starts, perhaps once more: its groups are not counted yet.
+
+        The event is set when enough groups have survived.
+        """
         assert self._wanted > 0, "a round that needs no groups is not sampled"
         self._surviving.difference_update(group_indices)
         # each attempt has its own: one that is winding down must not see its event cleared
@@ -83,7 +91,9 @@ class SamplingRound:
         return enough
 
     async def judge(self, prompt: Prompt, group: Group) -> None:
-        """Scores and filters one group while others are still sampled, and counts it when it survives; counted twice it counts once."""
+        """Scores and filters one group while others are still sampled, and counts it when it
+        survives; counted twice it counts once.
+        """
         if not is_finished(group):
             return
         scored = await asyncio.wrap_future(self.add(prompt, group))
@@ -92,7 +102,9 @@ class SamplingRound:
             self._set_events()
 
     async def count_committed(self, committed: Callable[[], Iterator[tuple[Prompt, Group]]]) -> None:
-        """Judges the groups that an earlier process committed of the round, once; whoever comes meanwhile waits for it."""
+        """Judges the groups that an earlier process committed of the round, once; whoever comes
+        meanwhile waits for it.
+        """
         async with self._counting:
             if not self._counted:
                 for prompt, group in await asyncio.to_thread(lambda: list(committed())):

@@ -34,10 +34,13 @@ SCORING = ["rl.rewards", "rl.reward_args", "rl.reward_fallback"]
 def score_rollouts(
     session: Session, prompts: dict[str, Prompt], rollouts: list[Rollout], known: Scores, use: str = "rl"
 ) -> list[Rollout]:
-    """The rollouts with their rewards, those of `use` (rl or evaluation). One that could not be scored gets the fallback, and the
-    reason in `reward_fault`. Scores that are `known` are not computed again; those computed are added.
+    """The rollouts with their rewards, those of `use` (rl or evaluation).
 
-    UserError when it has no fallback (`rl.reward_fallback = none`), or when not a single rollout could be scored.
+    One that could not be scored gets the fallback, and the reason in `reward_fault`. Scores that
+    are `known` are not computed again; those computed are added.
+
+    UserError when it has no fallback (`rl.reward_fallback = none`), or when not a single rollout
+    could be scored.
     """
     pool = session.evaluation_rewards if use == "evaluation" else session.rewards
     scored = rewarded(session, prompts, rollouts, known, pool)
@@ -71,7 +74,10 @@ def _unscored(session: Session, use: str, faults: Counter[str], counts: str) -> 
 def rewarded(
     session: Session, prompts: dict[str, Prompt], rollouts: list[Rollout], known: Scores, pool: RewardPool
 ) -> list[Rollout]:
-    """The rollouts with their scores, or the fallback. Scores that are `known` are not computed again; those computed are added."""
+    """The rollouts with their scores, or the fallback.
+
+    Scores that are `known` are not computed again; those computed are added.
+    """
     facts = [_facts(session, rollout) for rollout in rollouts]
     keys = [score_key(rollout, known_of) for rollout, known_of in zip(rollouts, facts, strict=True)]
     scores = [_environment_fault(rollout) or known.get(key) for rollout, key in zip(rollouts, keys, strict=True)]
@@ -195,7 +201,9 @@ def _score_metrics(session: Session, iteration: int, rollouts: list[Rollout]) ->
 
 
 def over_rounds(rounds: list[Metrics]) -> Metrics:
-    """The score metrics of an iteration: counts add up, maxima are taken, the rest is the mean, each rollout weighing the same."""
+    """The score metrics of an iteration: counts add up, maxima are taken, the rest is the mean,
+    each rollout weighing the same.
+    """
     merged: Metrics = {}
     largest = max(metrics["num_scored"] for metrics in rounds)
     for name in {name for metrics in rounds for name in metrics}:

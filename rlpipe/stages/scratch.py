@@ -1,4 +1,6 @@
-"""The folder of a run on this machine: logs, which stay, and copies of what is in the store, which go when the session ends."""
+"""The folder of a run on this machine: logs, which stay, and copies of what is in the store, which
+go when the session ends.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,9 @@ def work_dir_of(config: PipelineConfig) -> Path:
 
 
 def remove_copies(work_dir: Path) -> None:
-    """Frees what the copies take on the disk. They are not trusted after a crash, and all of them can be made again from the store."""
+    """Frees what the copies take on the disk.
+
+    They are not trusted after a crash, and all of them can be made again from the store.
+    """
     for name in COPIES:
         shutil.rmtree(work_dir / name, ignore_errors=True)

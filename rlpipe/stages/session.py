@@ -79,7 +79,9 @@ class Session:
         self._trainer_lock, self._pool_lock = asyncio.Lock(), asyncio.Lock()
 
     def _fitting(self, use: str) -> list[list[Prompt]]:
-        """The prompt sets of a use without what their `on_too_long` drops: what is drawn from, the same on every start."""
+        """The prompt sets of a use without what their `on_too_long` drops: what is drawn from, the
+        same on every start.
+        """
         return [
             fitting(data, rows, prompt_lengths(self.tokenizer, rows), room_for(self.config, use))
             for data, rows in zip(self.config.sets(use), self.prompts(use), strict=True)
@@ -101,7 +103,9 @@ class Session:
                 await asyncio.to_thread(self.run.lease.check_unless_fresh)
 
     async def gang(self) -> TrainerClient:
-        """The trainer, for a job: started if need be, with the memory that it may share with engines."""
+        """The trainer, for a job: started if need be, with the memory that it may share with
+        engines.
+        """
         async with self._trainer_lock:
             await self._may_steer()
             if self.memory:
@@ -111,7 +115,9 @@ class Session:
         return self.trainer
 
     async def serve(self, policy: ArtifactRef, version: int) -> bool:
-        """Puts a policy on every engine, starting the pool if need be; False when it was served already."""
+        """Puts a policy on every engine, starting the pool if need be; False when it was served
+        already.
+        """
         async with self._pool_lock:
             await self._may_steer()
             if self.pool.version == version:
@@ -199,7 +205,9 @@ class Session:
 
     @cached_property
     def data_sha256(self) -> str:
-        """The hash of all prompts of use rl that are drawn: a cursor's position means nothing in other data."""
+        """The hash of all prompts of use rl that are drawn: a cursor's position means nothing in
+        other data.
+        """
         return sha256_of([[prompt.as_json() for prompt in rows] for rows in self.fitting("rl")])
 
     @cached_property
@@ -217,7 +225,9 @@ class Session:
         return ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args, model.control_tokens)
 
     def check_open(self) -> None:
-        """A shard may outlive another that failed, and the flow that failed with it: it starts nothing any more."""
+        """A shard may outlive another that failed, and the flow that failed with it: it starts
+        nothing any more.
+        """
         if self._closed:
             raise EngineError(f"run {self.run.name} was closed")
 
@@ -230,7 +240,10 @@ class Session:
         await self.close(failed=error is not None)
 
     async def close(self, failed: bool = False) -> None:
-        """Commits what is under way, and ends all parts. `failed`: something else has ended the session."""
+        """Commits what is under way, and ends all parts.
+
+        `failed`: something else has ended the session.
+        """
         try:
             if not failed:
                 await self.behind.landed()
@@ -261,9 +274,12 @@ def is_open(config: PipelineConfig) -> bool:
 async def open_session(
     config: PipelineConfig, start_service: StartService = nobody_starts, flow_run: str = ""
 ) -> AsyncIterator[Session]:
-    """The session of a run: opened by the outermost flow (`flow_run`), shared by those inside it. `start_service`: for what runs elsewhere.
-    UserError when the run is held by another process, or was created with other settings; TakenOver, whatever the body was doing, soon
-    after another process has taken it."""
+    """The session of a run: opened by the outermost flow (`flow_run`), shared by those inside it.
+
+    `start_service`: for what runs elsewhere. UserError when the run is held by another process, or
+    was created with other settings; TakenOver, whatever the body was doing, soon after another
+    process has taken it.
+    """
     if (key := (config.store, config.run)) in _open:
         yield _open[key]
         return

@@ -1,4 +1,6 @@
-"""The stages of SFT: conversations become tokens once; then segments of steps, each committed with its state; then the choice of one."""
+"""The stages of SFT: conversations become tokens once; then segments of steps, each committed with
+its state; then the choice of one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ SELECTED_BY = ["sft.validation_fraction", "sft.patience", "sft.num_steps", "sft.
     "data", "data", settings=lambda config: PREPARED_BY + (["sft.validation_fraction"] if config.sft.validated else [])
 )
 def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
-    """Tokenises the conversations of all SFT sets, mixed by weight, with the loss mask on the assistant's tokens."""
+    """Tokenises the conversations of all SFT sets, mixed by weight, with the loss mask on the
+    assistant's tokens.
+    """
     config = session.config
     read = {data.name: load_conversations(data, data_seed(config.seed, data.name)) for data in config.sets("sft")}
     loaded = {data.name: _short_enough(session, data, read[data.name]) for data in config.sets("sft")}
@@ -68,7 +72,9 @@ def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactR
 
 
 def _short_enough(session: Session, data: DataConfig, conversations: list[Talk]) -> list[Talk]:
-    """The conversations of a set as its `on_too_long` wants them; where it says nothing, all of them: long ones are truncated later."""
+    """The conversations of a set as its `on_too_long` wants them; where it says nothing, all of
+    them: long ones are truncated later.
+    """
     if data.on_too_long is None:
         return conversations
     lengths = [len(encode_talk(session.tokenizer, talk)[0]) for talk in conversations]
@@ -99,7 +105,9 @@ async def train_segment(
     previous: ArtifactRef,
     on_progress: OnProgress = None,
 ) -> Produced:
-    """One segment of SFT steps: trained, then state and policy committed (the policy last: it is the segment's commit)."""
+    """One segment of SFT steps: trained, then state and policy committed (the policy last: it is
+    the segment's commit).
+    """
     job = sft_job(session.run, segment, data)
     metrics = await train_job(session, segment, job, on_progress)
     inputs = {"data": data, "tokenizer": tokenizer, "previous": previous}
@@ -115,7 +123,9 @@ def previous_policy(run: Run, segment: int) -> ArtifactRef:
 
 
 def validation_losses(run: Run, num_segments: int) -> list[float]:
-    """The validation loss of each of the first `num_segments` segments, which are committed; none without validation."""
+    """The validation loss of each of the first `num_segments` segments, which are committed; none
+    without validation.
+    """
     if not run.config.sft.validated:
         return []
     return [run.committed("sft", segment, "policy")[1].metrics[LOSS] for segment in range(num_segments)]
@@ -133,9 +143,11 @@ def out_of_patience(sft: SftConfig, losses: list[float]) -> bool:
 
 @stage("data", "selection", settings=lambda config: PREPARED_BY + (SELECTED_BY if config.sft.validated else []))
 def select_segment(session: Session, attempt: Attempt, *, last: ArtifactRef, num_segments: int) -> Produced:
-    """Commits the choice once SFT is over: `segment` is the best one, `num_segments` were trained, `losses` is one a segment.
+    """Commits the choice once SFT is over: `segment` is the best one, `num_segments` were trained,
+    `losses` is one a segment.
 
-    It is a function of the committed segments (`last` is the policy of the last one): whoever comes back after a crash chooses the same.
+    It is a function of the committed segments (`last` is the policy of the last one): whoever comes
+    back after a crash chooses the same.
     """
     losses = validation_losses(session.run, num_segments)
     sft = session.config.sft

@@ -84,7 +84,9 @@ Fields = Sequence[str] | Callable[[PipelineConfig], Sequence[str]]
 
 @dataclass(frozen=True, eq=False)
 class Stage(Generic[P]):
-    """A declared stage: called with the session and the function's other arguments, it answers with what is committed."""
+    """A declared stage: called with the session and the function's other arguments, it answers with
+    what is committed.
+    """
 
     function: Function[P]
     phase: str
@@ -101,7 +103,9 @@ class Stage(Generic[P]):
         return await run_stage(session, key, self._inputs(arguments), settings, produce)
 
     def key(self, session: Session, **arguments: Any) -> StageKey:
-        """The artifact of these arguments; what is made of a policy, by its `version`, lies beside it."""
+        """The artifact of these arguments; what is made of a policy, by its `version`, lies beside
+        it.
+        """
         if not self.phase:
             return StageKey(*session.run.policy_place(arguments["version"]), self.name)
         iteration = arguments.get("iteration", arguments.get("segment", 0))
@@ -128,8 +132,12 @@ class Stage(Generic[P]):
 def stage(
     phase: str, name: str, *, settings: Fields = (), verb: str = "", numbered: str = "{name}-{index}"
 ) -> Callable[[Function[P]], Stage[P]]:
-    """Declares a stage of a phase. An empty phase: beside the policy. `name`: its key, filled with the arguments; `settings`: the config fields that its result depends on;
-    `verb`: its name for people, where it is not the function's; `numbered`: how the inputs of a list are called."""
+    """Declares a stage of a phase.
+
+    An empty phase: beside the policy. `name`: its key, filled with the arguments; `settings`: the
+    config fields that its result depends on; `verb`: its name for people, where it is not the
+    function's; `numbered`: how the inputs of a list are called.
+    """
 
     def declared(function: Function[P]) -> Stage[P]:
         return Stage(function, phase, name, settings, verb or function.__name__, numbered)
@@ -138,7 +146,10 @@ def stage(
 
 
 def stage_settings(config: PipelineConfig, fields: Sequence[str]) -> JsonDict:
-    """The seed and these fields of the config. `data.USE` is all data sets of that use, `model.*` a whole section."""
+    """The seed and these fields of the config.
+
+    `data.USE` is all data sets of that use, `model.*` a whole section.
+    """
     tree = stored_tree(config)
     settings: JsonDict = {"seed": config.seed}
     for name in fields:
@@ -155,10 +166,13 @@ def stage_settings(config: PipelineConfig, fields: Sequence[str]) -> JsonDict:
 async def run_stage(
     session: Session, key: StageKey, inputs: dict[str, ArtifactRef], settings: JsonDict, produce: Produce
 ) -> StageResult:
-    """Answers from the stage's manifest if it has one, else produces and commits it. `produce` is called in a thread.
+    """Answers from the stage's manifest if it has one, else produces and commits it.
 
-    It is committed after all of its inputs, which may be on their way to the store; what was only published itself is committed behind.
-    UserError when the manifest records other inputs or settings than these.
+    `produce` is called in a thread.
+
+    It is committed after all of its inputs, which may be on their way to the store; what was only
+    published itself is committed behind. UserError when the manifest records other inputs or
+    settings than these.
     """
     run = session.run
     session.behind.check()
@@ -206,7 +220,9 @@ async def run_stage(
 
 
 async def all_ended(calls: list[Awaitable[Result]]) -> list[Result]:
-    """The results of all calls, in order, once every one has ended; the first fault among them is raised."""
+    """The results of all calls, in order, once every one has ended; the first fault among them is
+    raised.
+    """
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

@@ -1,7 +1,9 @@
-"""Residency is a cache: what the trainer must hold for a job, and how to bring it there from the store.
+"""Residency is a cache: what the trainer must hold for a job, and how to bring it there from the
+store.
 
-A position names a training state by where it is committed: after SFT segment or RL iteration k of the run that owns it.
-The rollouts are the write-ahead log, the training state is the snapshot: load the newest state, replay the batches since.
+A position names a training state by where it is committed: after SFT segment or RL iteration k of
+the run that owns it. The rollouts are the write-ahead log, the training state is the snapshot: load
+the newest state, replay the batches since.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ TRAINED_BY = {  # phase -> the config fields that its policies and states depend
 
 
 def position(run: Run, phase: str, iteration: int) -> str:
-    """The name of the training state after an iteration; -1 is the start of the phase (weights, fresh optimizer)."""
+    """The name of the training state after an iteration; -1 is the start of the phase (weights,
+    fresh optimizer).
+    """
     assert iteration >= -1, f"{phase} {iteration} is before the start"
     if iteration >= 0:
         return f"{run.owner(phase, iteration).root}/{phase}/{iteration:05d}"
@@ -140,7 +144,9 @@ class Saved:
 
 
 async def train_job(session: Session, iteration: int, job: RlJob | SftJob, on_progress: OnProgress = None) -> JsonDict:
-    """Does a training job on whatever the trainer holds, rebuilding it from the store when it must; its metrics."""
+    """Does a training job on whatever the trainer holds, rebuilding it from the store when it must;
+    its metrics.
+    """
     rebuild = functools.partial(replay, session.run, job.kind, iteration)
     # what is under way may need the trainer too, and what this one is rebuilt from may be under way
     return (await do_job(session, job, rebuild, on_progress, before_rebuild=session.behind.landed))["metrics"]
@@ -149,7 +155,9 @@ async def train_job(session: Session, iteration: int, job: RlJob | SftJob, on_pr
 async def save_job(
     session: Session, iteration: int, job: RlJob | SftJob, attempt: Attempt, with_state: bool, stored: StoredAs = WHOLE
 ) -> Saved:
-    """Publishes what `job` results in: its policy, its state if that is wanted, and of RL its gaps; trains it again when it is not held."""
+    """Publishes what `job` results in: its policy, its state if that is wanted, and of RL its gaps;
+    trains it again when it is not held.
+    """
     phase = job.kind
 
     async def rebuild(gang: TrainerClient) -> None:
@@ -195,7 +203,9 @@ async def save(
     folders: Mapping[str, str] = MappingProxyType({}),
     stored: StoredAs = WHOLE,
 ) -> Saved:
-    """Publishes what the trainer holds: its policy as files of the attempt; its state and its gaps where `folders` has one for them."""
+    """Publishes what the trainer holds: its policy as files of the attempt; its state and its gaps
+    where `folders` has one for them.
+    """
     chat = await asyncio.to_thread(lambda: session.tokenizer)
     assert chat.stop_token_ids, "a policy that could never end"
     tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
@@ -217,7 +227,9 @@ async def save(
 
 
 async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> None:
-    """Brings the trainer to the start of `iteration`: loads the newest state before it and trains on the stored batches since."""
+    """Brings the trainer to the start of `iteration`: loads the newest state before it and trains
+    on the stored batches since.
+    """
     newest = _newest_state(run, phase, iteration - 1)
     state = run.committed(phase, newest, "state")[0] if newest >= 0 else None
     assert state is None or state.folder not in run.pending.artifacts, f"{state} is not in the store yet"
@@ -232,7 +244,9 @@ async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> N
 
 @functools.cache
 def warn_of_differences(position: str, differs: str) -> None:
-    """Once for each: what is trained from here on need not have the bits that the gang of the state would have given."""
+    """Once for each: what is trained from here on need not have the bits that the gang of the state
+    would have given.
+    """
     if differs:
         log.warning(
             "%s was saved by another trainer (%s): nothing is lost, and the run goes on, but not to the same bits",
@@ -242,7 +256,9 @@ def warn_of_differences(position: str, differs: str) -> None:
 
 
 def _newest_state(run: Run, phase: str, iteration: int) -> int:
-    """The newest iteration at or before this one whose state is committed, and was not pruned; -1 when there is none."""
+    """The newest iteration at or before this one whose state is committed, and was not pruned; -1
+    when there is none.
+    """
     if iteration < 0 or phase == "sft":  # every segment commits its state
         return iteration
     newest = run.record(iteration).state_iteration

@@ -1,7 +1,9 @@
-"""Rollouts in an environment: a completion, the environment's answer, the next completion, until one of them ends it.
+"""Rollouts in an environment: a completion, the environment's answer, the next completion, until
+one of them ends it.
 
-Tokens in, tokens out: what an engine sampled is kept as it is; only what the environment says is encoded, by itself. A rollout's
-completion is all of it in order, the environment's tokens with logprob 0 and mask 0.
+Tokens in, tokens out: what an engine sampled is kept as it is; only what the environment says is
+encoded, by itself. A rollout's completion is all of it in order, the environment's tokens with
+logprob 0 and mask 0.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PlayedCompletion(Completion):
-    """A rollout of several turns. `finish_reason`: "stop" (the environment was done), "length", "turns" or "fault"."""
+    """A rollout of several turns.
+
+    `finish_reason`: "stop" (the environment was done), "length", "turns" or "fault".
+    """
 
     prompt_tokens: list[int]
     policy_mask: list[int]  # 1 on the tokens that the policy wrote
@@ -40,7 +45,9 @@ class PlayedCompletion(Completion):
 
 
 class Turns:
-    """One rollout on its way: what there is of it (`completion`), and what its environment has answered."""
+    """One rollout on its way: what there is of it (`completion`), and what its environment has
+    answered.
+    """
 
     def __init__(
         self, session: Session, prompt: Prompt, prompt_tokens: list[int], tokens_max: int, prior: Completion
@@ -66,7 +73,10 @@ class Turns:
         self._num_answers = 0  # of the environment since it was opened here
 
     async def take(self, longer: Completion) -> None:
-        """The policy's next turn: `longer` is `completion` and what was sampled after it. Afterwards it is unfinished, or final."""
+        """The policy's next turn: `longer` is `completion` and what was sampled after it.
+
+        Afterwards it is unfinished, or final.
+        """
         assert longer.finish_reason in ("stop", TRUNCATED)
         self.keep(longer)
         self.num_turns += 1
@@ -85,14 +95,18 @@ class Turns:
         assert len(self.policy_mask) == len(self.completion.tokens) <= self.tokens_max
 
     def keep(self, longer: Completion) -> None:
-        """`longer` is `completion` and what was sampled after it, of a turn that may have been cut short."""
+        """`longer` is `completion` and what was sampled after it, of a turn that may have been cut
+        short.
+        """
         before = len(self.completion.tokens)
         assert longer.tokens[:before] == self.completion.tokens
         self.policy_mask += [1] * (len(longer.tokens) - before)
         self.completion = longer
 
     async def _answer(self, text: str) -> None:
-        """The environment's answer is appended, unless it ends the rollout, or leaves the policy no token."""
+        """The environment's answer is appended, unless it ends the rollout, or leaves the policy no
+        token.
+        """
         step, tokenizer = await self.environment.step(text), self.session.tokenizer
         self._num_answers += 1
         if (
@@ -186,10 +200,13 @@ async def play(
     on_group: OnGroup | None = None,
     enough: asyncio.Event | None = None,
 ) -> list[list[Completion]]:
-    """The rollouts (`PlayedCompletion`) of groups whose prompts are put by the environment. Each advances by itself.
+    """The rollouts (`PlayedCompletion`) of groups whose prompts are put by the environment.
 
-    `on_group` and `enough` as in `EnginePool.generate`: what is cut short goes on in a later iteration, in an environment that is told
-    again what it was told. UserError when one had a fault and there is no `rl.reward_fallback`.
+    Each advances by itself.
+
+    `on_group` and `enough` as in `EnginePool.generate`: what is cut short goes on in a later
+    iteration, in an environment that is told again what it was told. UserError when one had a fault
+    and there is no `rl.reward_fallback`.
     """
     groups = [
         [
@@ -257,10 +274,11 @@ async def environment_prompts(session: Session, prompts: list[Prompt]) -> list[l
 
 
 def environment_metrics(rollouts: list[Rollout], names_from: list[Rollout] | None = None) -> Metrics:
-    """Means over rollouts of their turns, the environment's reward and its own metrics, and the share that was out of turns; empty where
-    there is no environment.
+    """Means over rollouts of their turns, the environment's reward and its own metrics, and the
+    share that was out of turns; empty where there is no environment.
 
-    A metric that a rollout lacks is 0 for it; `names_from`: the rollouts that say which there are, where these are a part of them.
+    A metric that a rollout lacks is 0 for it; `names_from`: the rollouts that say which there are,
+    where these are a part of them.
     """
     played = [(rollout, rollout.environment) for rollout in rollouts if rollout.environment]
     if not played:

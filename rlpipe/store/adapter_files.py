@@ -1,4 +1,6 @@
-"""The files of a LoRA adapter, in the format of the library peft, and of which whole policy it is an adapter. Imports no torch."""
+"""The files of a LoRA adapter, in the format of the library peft, and of which whole policy it is
+an adapter. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ PREFIX = "base_model.model."  # before the name of a tensor in peft's files
 
 @dataclass(frozen=True)
 class Adapter:
-    """Two matrices beside each of many linear layers: x goes through the layer, and alpha / rank times through both matrices.
+    """Two matrices beside each of many linear layers: x goes through the layer, and alpha / rank
+    times through both matrices.
 
-    `targets`: names of layers, or how they end; none: all linear layers but the head. Example: Adapter(8, 16.0, ("q_proj", "v_proj"))
+    `targets`: names of layers, or how they end; none: all linear layers but the head. Example:
+    Adapter(8, 16.0, ("q_proj", "v_proj"))
     """
 
     rank: Annotated[int, Field(ge=1)]
@@ -55,7 +59,9 @@ class AdapterBase:
 
 @dataclass(frozen=True)
 class _PeftDocument:
-    """The fields of peft's adapter_config.json that change what an adapter computes, as far as rlpipe knows others than their defaults."""
+    """The fields of peft's adapter_config.json that change what an adapter computes, as far as
+    rlpipe knows others than their defaults.
+    """
 
     peft_type: Literal["LORA"]
     r: Annotated[int, Field(ge=1)]
@@ -90,7 +96,9 @@ def config_document(adapter: Adapter, targets: list[str]) -> JsonDict:
 
 
 def adapter_of(where: str, document: JsonDict) -> Adapter:
-    """The adapter that an adapter_config.json describes; StoreError naming the field in which it is another kind."""
+    """The adapter that an adapter_config.json describes; StoreError naming the field in which it is
+    another kind.
+    """
     try:
         config = PEFT_DOCUMENT.validate_python(document)
     except ValidationError as error:

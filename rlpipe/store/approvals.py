@@ -25,7 +25,10 @@ def approve(run: Run, gate: Gate, flow_run: str) -> None:
 
 
 def awaited_gate(run: Run, ended: bool) -> Gate | None:
-    """The gate that a run without a holder has come to, and where it waits. `ended`: its RL is complete, or was stopped."""
+    """The gate that a run without a holder has come to, and where it waits.
+
+    `ended`: its RL is complete, or was stopped.
+    """
     if not run.sft_complete:
         return None
     if run.config.rl.num_iterations and is_awaited(run, "rl"):

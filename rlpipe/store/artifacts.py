@@ -1,7 +1,10 @@
-"""Artifacts: data files first, the manifest last and exclusively. A result exists when its manifest does.
+"""Artifacts: data files first, the manifest last and exclusively.
 
-Layout of an artifact: `<folder>/<attempt>/<file>` and `<folder>/manifest.json`. Two attempts at one stage write
-different files; the first manifest wins, and the loser answers with the winner's. Files are read verified.
+A result exists when its manifest does.
+
+Layout of an artifact: `<folder>/<attempt>/<file>` and `<folder>/manifest.json`. Two attempts at one
+stage write different files; the first manifest wins, and the loser answers with the winner's. Files
+are read verified.
 """
 
 from __future__ import annotations
@@ -43,13 +46,19 @@ class Blocks:
 
 
 def new_attempt(held: Lease | None = None) -> str:
-    """A name no other attempt has. It begins with the number of the lease under which the attempt is made, by which `rlpipe gc` knows whose it is."""
+    """A name no other attempt has.
+
+    It begins with the number of the lease under which the attempt is made, by which `rlpipe gc`
+    knows whose it is.
+    """
     own = uuid.uuid4().hex[:12]
     return f"{held.number:06d}l{own}" if held else own
 
 
 def lease_of(attempt: str) -> int | None:
-    """The number of the lease under which an attempt was made; None where its name says nothing of it (older code)."""
+    """The number of the lease under which an attempt was made; None where its name says nothing of
+    it (older code).
+    """
     named = ATTEMPT.fullmatch(attempt)
     return int(named[1]) if named else None
 
@@ -81,9 +90,12 @@ def blocks_of(path: Path) -> Blocks:
 
 
 def commit(store: Store, folder: str, manifest: Manifest, held: Lease | None = None) -> tuple[ArtifactRef, Manifest]:
-    """Creates the manifest exclusively. Answers with the one that stands: ours, or that of an earlier attempt.
+    """Creates the manifest exclusively.
 
-    UserError when the standing one records other inputs or settings than ours; TakenOver when `held` is superseded.
+    Answers with the one that stands: ours, or that of an earlier attempt.
+
+    UserError when the standing one records other inputs or settings than ours; TakenOver when
+    `held` is superseded.
     """
     data = sealed(manifest)
     with fenced(held):
@@ -101,7 +113,9 @@ def find(store: Store, folder: str) -> tuple[ArtifactRef, Manifest] | None:
 
 
 def read_manifest(store: Store, folder: str, sha256: str | None = None) -> Manifest:
-    """The manifest of `folder`; StoreError when missing, malformed or (with `sha256`) not the one meant."""
+    """The manifest of `folder`; StoreError when missing, malformed or (with `sha256`) not the one
+    meant.
+    """
     ref, manifest = read_artifact(store, folder)
     if sha256 not in (None, ref.sha256):
         raise StoreError(f"{store.address(folder)}/{MANIFEST} has sha256 {ref.sha256}, expected {sha256}")
@@ -116,7 +130,9 @@ def read_artifact(store: Store, folder: str) -> tuple[ArtifactRef, Manifest]:
 
 
 def parse_manifest(address: str, data: bytes) -> Manifest:
-    """The manifest in a document; StoreError naming `address` when it is malformed, or names files outside of its artifact."""
+    """The manifest in a document; StoreError naming `address` when it is malformed, or names files
+    outside of its artifact.
+    """
     return parse_document(address, data, Manifest, _check)
 
 
@@ -183,7 +199,9 @@ def read_file(store: Store, folder: str, record: FileRecord) -> bytes:
 
 
 def check_file(store: Store, folder: str, record: FileRecord) -> None:
-    """Reads a data file of any size once, keeping nothing of it; StoreError when it is not what its record says."""
+    """Reads a data file of any size once, keeping nothing of it; StoreError when it is not what its
+    record says.
+    """
     key, digest = f"{folder}/{record.name}", hashlib.sha256()
     if (size := store.size(key)) != record.bytes:
         raise StoreError(f"{store.address(key)} has {size} bytes; its manifest says {record.bytes}")
@@ -227,7 +245,9 @@ def _sha256s(blocks: list[memoryview]) -> list[str]:
 def read_records(
     store: Store, ref: ArtifactRef, name: str, record: type[Record], columns: Sequence[str] | None = None
 ) -> list[Record]:
-    """All records of one Parquet file of an artifact, of the record's columns, all or these; StoreError when it has them not."""
+    """All records of one Parquet file of an artifact, of the record's columns, all or these;
+    StoreError when it has them not.
+    """
     file = read_manifest(store, ref.folder, ref.sha256).file(name)
     data = read_file(store, ref.folder, file)
     try:

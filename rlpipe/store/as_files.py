@@ -1,4 +1,7 @@
-"""A store that is not a local folder, as pyarrow reads files: by ranges, read-only. Sizes are those of the manifests, so nothing asks for them."""
+"""A store that is not a local folder, as pyarrow reads files: by ranges, read-only.
+
+Sizes are those of the manifests, so nothing asks for them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ class StoreFiles(AbstractFileSystem):
 
 
 class RangeFile(io.RawIOBase):
-    """One file of a store; each `read` is one request. pyarrow reads a file from one thread at a time."""
+    """One file of a store; each `read` is one request. pyarrow reads a file from one thread at a
+    time.
+    """
 
     def __init__(self, store: Store, key: str, size: int) -> None:
         super().__init__()

@@ -41,12 +41,16 @@ UNCOMMITTED = ("lease", "services", "approval")  # who holds the run, who works 
 
 
 def manifests(run: Run) -> list[str]:
-    """The folders of all committed artifacts that belong to the run itself (not to the one it was forked from)."""
+    """The folders of all committed artifacts that belong to the run itself (not to the one it was
+    forked from).
+    """
     return [key.removesuffix(f"/{MANIFEST}") for key in run.store.list(run.root) if key.endswith(f"/{MANIFEST}")]
 
 
 def verify(run: Run) -> tuple[int, list[str]]:
-    """Re-hashes every file, checks that every input is a committed artifact and that nothing is missing: (number of artifacts, faults)."""
+    """Re-hashes every file, checks that every input is a committed artifact and that nothing is
+    missing: (number of artifacts, faults).
+    """
     lineage = _lineage(run)
     folders = [folder for member in lineage for folder in manifests(member)]
     known = {_sha256(run.store, folder) for folder in folders}
@@ -60,10 +64,11 @@ def verify(run: Run) -> tuple[int, list[str]]:
 
 
 def files(run: Run, kind: str) -> list[str]:
-    """The keys of all committed files of one kind of artifact ("scores", "policy", ...) in the order in which they were made. Not of
-    those that were pruned.
+    """The keys of all committed files of one kind of artifact ("scores", "policy", ...) in the
+    order in which they were made. Not of those that were pruned.
 
-    A fork's shared iterations give the files of the run it was forked from. UserError listing the kinds when there is none.
+    A fork's shared iterations give the files of the run it was forked from. UserError listing the
+    kinds when there is none.
     """
     entries = []
     for folder in (folder for member in _lineage(run) for folder in manifests(member)):
@@ -85,7 +90,9 @@ def _below_run(folder: str) -> str:
 
 
 def stage_of(folder: str) -> tuple[str, int, str]:
-    """Phase, iteration and stage of an artifact's folder. Example: rl, 12, scores/round-0 of runs/a/rl/00012/scores/round-0.
+    """Phase, iteration and stage of an artifact's folder.
+
+    Example: rl, 12, scores/round-0 of runs/a/rl/00012/scores/round-0.
 
     StoreError for a folder that no stage has.
     """
@@ -196,7 +203,9 @@ def _iteration_faults(run: Run) -> Iterator[str]:
 
 
 def _unknown(run: Run) -> Iterator[str]:
-    """Documents of a later version, of which this one has none: what they name would be taken for waste."""
+    """Documents of a later version, of which this one has none: what they name would be taken for
+    waste.
+    """
     committed, others = manifests(run), tuple(f"{run.root}/{name}/" for name in UNCOMMITTED)
     listed = [key for key in run.store.list(run.root) if key.endswith(".json") and not key.startswith(others)]
     for key in sorted({*listed}.difference(_of_attempts(run, listed, committed))):
@@ -217,8 +226,10 @@ def _start_faults(run: Run) -> Iterator[str]:
 
 
 def unreferenced(run: Run) -> list[str]:
-    """The keys below the run that no manifest names: data of attempts that lost or died, and temporary files. Not the replies that the
-    agents of a shard were given which is not committed: it goes on from them."""
+    """The keys below the run that no manifest names: data of attempts that lost or died, and
+    temporary files. Not the replies that the agents of a shard were given which is not committed:
+    it goes on from them.
+    """
     listed = run.store.list(run.root)  # before the manifests: what is committed meanwhile is named by one of them
     committed = manifests(run)
     kept = {f"{folder}/{record.name}" for folder in committed for record in read_manifest(run.store, folder).files}
@@ -277,7 +288,8 @@ def spared_lines(run: Run) -> list[str]:
 def sweep(run: Run) -> list[str]:
     """Deletes what is unreferenced and not `spared`, and returns it. The caller holds the run.
 
-    StoreError while `verify` finds a fault: what a damaged manifest should name would be taken for waste.
+    StoreError while `verify` finds a fault: what a damaged manifest should name would be taken for
+    waste.
     """
     _, faults = verify(run)
     if faults:

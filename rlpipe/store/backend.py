@@ -1,4 +1,6 @@
-"""The store: one URL (`file://` or `s3://`) as a flat map of keys to bytes, read, overwritten, created exclusively."""
+"""The store: one URL (`file://` or `s3://`) as a flat map of keys to bytes, read, overwritten,
+created exclusively.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ class Objects(Protocol):
 
 
 class Store:
-    """One URL as a flat map of keys to bytes. Writes are atomic. `create` never clobbers: the first writer of a key wins."""
+    """One URL as a flat map of keys to bytes.
+
+    Writes are atomic. `create` never clobbers: the first writer of a key wins.
+    """
 
     def __init__(self, url: str) -> None:
         scheme, separator, rest = url.partition("://")
@@ -84,7 +89,9 @@ class Store:
             return self.objects.size(_check(key))
 
     def parts(self, key: str, start: int, end: int) -> Iterator[Part]:
-        """The bytes `start` to `end` of a file in order, the next parts being read already; StoreError naming it when it is missing or shorter."""
+        """The bytes `start` to `end` of a file in order, the next parts being read already;
+        StoreError naming it when it is missing or shorter.
+        """
         _check(key)
 
         def whole(first: int, last: int) -> Part:
@@ -114,12 +121,18 @@ class Store:
         self.objects.put(_check(key), data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Creates `key` exclusively: True when this call did, False when it was there. The bytes are never empty."""
+        """Creates `key` exclusively: True when this call did, False when it was there.
+
+        The bytes are never empty.
+        """
         assert data, f"{key}: an empty file says nothing of who created it"
         return self.objects.create(_check(key), data)
 
     def put_file(self, key: str, source: Path) -> FileContent:
-        """Uploads a local file, atomic like `put`. The content is that of the very bytes that were sent, hashed meanwhile."""
+        """Uploads a local file, atomic like `put`.
+
+        The content is that of the very bytes that were sent, hashed meanwhile.
+        """
         with source.open("rb") as file, hashing() as passed:
             size = source.stat().st_size
 
@@ -134,13 +147,19 @@ class Store:
             return passed.content()
 
     def get_file(self, key: str, target: Path) -> FileContent:
-        """Downloads `key` to `target`, and says what it wrote there, hashed meanwhile (not atomic: callers compare the hash and rename)."""
+        """Downloads `key` to `target`, and says what it wrote there, hashed meanwhile (not atomic:
+        callers compare the hash and rename).
+        """
         return self._get_parts(key, self.size(key), target)
 
     def _get_parts(
         self, key: str, size: int, target: Path, order: Sequence[int] = (), landed: Callable[[int], None] | None = None
     ) -> FileContent:
-        """As `get_file`, of a file of `size` bytes. `order`: the starts of the parts as they are begun; `landed` is told the start of each that is there."""
+        """As `get_file`, of a file of `size` bytes.
+
+        `order`: the starts of the parts as they are begun; `landed` is told the start of each that
+        is there.
+        """
 
         def fetch_part(start: int, end: int) -> None:
             if self.objects.copy_part(key, start, end, file.fileno()) != end:
@@ -193,7 +212,10 @@ def open_store(url: str) -> Store:
 
 
 def check_readable(store: Store) -> None:
-    """UserError with the way out when the store cannot be reached or listed. It may be mounted read-only."""
+    """UserError with the way out when the store cannot be reached or listed.
+
+    It may be mounted read-only.
+    """
     try:
         store.folders("runs")
     except OSError as error:
@@ -201,7 +223,9 @@ def check_readable(store: Store) -> None:
 
 
 def check_access(store: Store) -> None:
-    """UserError with the way out when the store cannot be reached, listed or written; writes nothing that stays."""
+    """UserError with the way out when the store cannot be reached, listed or written; writes
+    nothing that stays.
+    """
     try:
         store.objects.check_writable(f".rlpipe-probe-{uuid.uuid4().hex[:8]}")
     except OSError as error:

@@ -72,7 +72,9 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class StoredArtifact:
-    """A committed artifact, and the run that its rows are shown under: not always the one that made it (`place.run`)."""
+    """A committed artifact, and the run that its rows are shown under: not always the one that made
+    it (`place.run`).
+    """
 
     run: str
     place: Place
@@ -82,7 +84,10 @@ class StoredArtifact:
 
 
 class Catalogue:
-    """The runs of a store that were asked for, and those that they were forked from. A document is read once."""
+    """The runs of a store that were asked for, and those that they were forked from.
+
+    A document is read once.
+    """
 
     def __init__(self, store: Store, names: Sequence[str] = ()) -> None:
         """All runs, or those called `names`; UserError when there is none of that name."""
@@ -145,7 +150,9 @@ class Catalogue:
         )
 
     def owner(self, run: StoredRun, iteration: int, kind: str = "") -> StoredRun | None:
-        """The run that made an iteration of RL, or a kind of artifact of it; None when the run that it was forked from is not there."""
+        """The run that made an iteration of RL, or a kind of artifact of it; None when the run that
+        it was forked from is not there.
+        """
         passed: set[str] = set()
         while run.record.fork is not None:
             fork = run.record.fork
@@ -161,12 +168,16 @@ class Catalogue:
         return run
 
     def maker(self, artifact: StoredArtifact, kind: str) -> str:
-        """The name of the run that made this kind of artifact of the iteration that an artifact is of."""
+        """The name of the run that made this kind of artifact of the iteration that an artifact is
+        of.
+        """
         owner = self.owner(self._runs[artifact.run], artifact.place.iteration, kind)
         return owner.name if owner else artifact.run
 
     def artifacts(self, *kinds: str, phase: str = "") -> list[StoredArtifact]:
-        """The committed artifacts of these kinds (without: of all), of one phase or of all, in order."""
+        """The committed artifacts of these kinds (without: of all), of one phase or of all, in
+        order.
+        """
         wanted = [
             (run.name, place, folder)
             for run in self.runs

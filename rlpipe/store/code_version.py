@@ -1,4 +1,6 @@
-"""The code that works on a run, as its records name it: a commit, and a hash of what was edited since."""
+"""The code that works on a run, as its records name it: a commit, and a hash of what was edited
+since.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,10 @@ FOREIGN = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY",
 def code_version() -> str:
     """The code as it is on the disk when it is first asked for in this process.
 
-    Of a checkout the commit, `6a1f0c2b9d3e`; where files of the code differ from it, are new (and not ignored) or gone,
-    `6a1f0c2b9d3e-dirty-1b2c3d4e`, whose end is a hash of them: the same edit of the same commit has the same. Elsewhere (installed,
-    copied, no git) the version of the package and a hash of all its files, `0.1.0-files-5f6a7b8c`.
+    Of a checkout the commit, `6a1f0c2b9d3e`; where files of the code differ from it, are new (and
+    not ignored) or gone, `6a1f0c2b9d3e-dirty-1b2c3d4e`, whose end is a hash of them: the same edit
+    of the same commit has the same. Elsewhere (installed, copied, no git) the version of the
+    package and a hash of all its files, `0.1.0-files-5f6a7b8c`.
     """
     return version_of(ROOT)
 
@@ -80,7 +83,9 @@ def _digest(root: Path, names: Iterable[bytes]) -> str:
 
 
 def _content(path: Path) -> bytes:
-    """A sha256 of a file's size and its first FILE_BYTES_MAX bytes; empty where no file can be read."""
+    """A sha256 of a file's size and its first FILE_BYTES_MAX bytes; empty where no file can be
+    read.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(FILE_BYTES_MAX)

@@ -1,8 +1,11 @@
-"""The files of a policy as differences to those of an earlier one: which numbers changed, and to what. Rebuilt to the bit, and proved by sha256.
+"""The files of a policy as differences to those of an earlier one: which numbers changed, and to
+what. Rebuilt to the bit, and proved by sha256.
 
-A difference has one frame for every FRAME_BYTES of its file, compressed by zstd. A frame begins with a bit for each number of the file: 1 where the
-number is another one than the base's. The changed numbers follow, as XOR with the base's: the lowest byte of all of them, then the next byte.
-Numbers are `width` bytes of the file, whatever they mean. `delta.json`, a Delta, says what is stored of each file.
+A difference has one frame for every FRAME_BYTES of its file, compressed by zstd. A frame begins
+with a bit for each number of the file: 1 where the number is another one than the base's. The
+changed numbers follow, as XOR with the base's: the lowest byte of all of them, then the next byte.
+Numbers are `width` bytes of the file, whatever they mean. `delta.json`, a Delta, says what is
+stored of each file.
 
 Legend: N numbers of a frame, M of them changed, W bytes of a number.
 """
@@ -47,8 +50,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """A whole file of a policy, and what is stored of it: all ("whole", under its name), nothing ("base": it is the base's), or
-    its difference to the base's ("xor": `frames` of numbers of `width` bytes, under its name and SUFFIX)."""
+    """A whole file of a policy, and what is stored of it: all ("whole", under its name), nothing
+    ("base": it is the base's), or its difference to the base's ("xor": `frames` of numbers of
+    `width` bytes, under its name and SUFFIX).
+    """
 
     name: str
     bytes: int
@@ -84,7 +89,9 @@ def parse_delta(address: str, data: bytes) -> Delta:
 
 
 def write_difference(base: Path, whole: Path, target: Path, width: int) -> tuple[DeltaFile, str]:
-    """Writes to `target` how `whole` differs from `base`, a file of as many bytes; the record of the whole file, and the sha256 of `base` as it was read."""
+    """Writes to `target` how `whole` differs from `base`, a file of as many bytes; the record of
+    the whole file, and the sha256 of `base` as it was read.
+    """
     size, frames = whole.stat().st_size, list[Frame]()
     digest, base_digest = hashlib.sha256(), hashlib.sha256()
     assert base.stat().st_size == size, f"{base} has not the {size} bytes of {whole}"
@@ -103,7 +110,8 @@ def write_difference(base: Path, whole: Path, target: Path, width: int) -> tuple
 
 
 def rebuild(address: str, delta: Delta, stored: Path, base: Path, whole: Path) -> Path:
-    """Makes the folder `whole` with the whole files of a policy, of what is stored of it and of its base's whole files.
+    """Makes the folder `whole` with the whole files of a policy, of what is stored of it and of its
+    base's whole files.
 
     StoreError naming a file, below the policy's address, that does not come out as it was written.
     """

@@ -1,4 +1,6 @@
-"""Files below a folder, written whole or not at all: a temporary file beside, fsync, rename or link, fsync of the folder."""
+"""Files below a folder, written whole or not at all: a temporary file beside, fsync, rename or
+link, fsync of the folder.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ FOLDER_TRIES = 20  # of a folder that others delete while a file is made in it
 
 
 class Disk:
-    """A folder as a flat map of keys to bytes. Every fault is an OSError; FileNotFoundError for a file that is not there."""
+    """A folder as a flat map of keys to bytes.
+
+    Every fault is an OSError; FileNotFoundError for a file that is not there.
+    """
 
     parts_at_once = 1  # writers of one file wait for each other, and take processor time for it
 
@@ -48,7 +53,10 @@ class Disk:
             return file.read(end - start)
 
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
-        """Writes a part to the same place of an open file. Where it ended, which is before `end` when the file does."""
+        """Writes a part to the same place of an open file.
+
+        Where it ended, which is before `end` when the file does.
+        """
         with (self._root / key).open("rb", buffering=0) as file:
             file.seek(start)
             while start < end and (piece := file.read(min(PIECE_BYTES, end - start))):
@@ -86,7 +94,9 @@ class Disk:
             return []
 
     def delete(self, key: str) -> None:
-        """The folders that it leaves empty are gone too, but the root: a folder is where keys are, as on S3."""
+        """The folders that it leaves empty are gone too, but the root: a folder is where keys are,
+        as on S3.
+        """
         path = self._root / key
         path.unlink()
         with contextlib.suppress(OSError):  # the first that is not empty, or that another deletes at once
@@ -94,7 +104,10 @@ class Disk:
                 (self._root / folder).rmdir()
 
     def check_writable(self, key: str) -> None:
-        """OSError when `key` could not be created. Writes nothing that stays, and makes no folder."""
+        """OSError when `key` could not be created.
+
+        Writes nothing that stays, and makes no folder.
+        """
         folder = self._root
         while not folder.exists():
             folder = folder.parent
@@ -123,7 +136,9 @@ def _refuse_unless_gone(error: OSError) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: Path, pieces: Iterable[bytes]) -> Iterator[Path]:
-    """A file beside `path` with these pieces, on disk; it is gone afterwards, unless it was renamed."""
+    """A file beside `path` with these pieces, on disk; it is gone afterwards, unless it was
+    renamed.
+    """
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         with _opened(temporary) as file:
@@ -137,7 +152,9 @@ def _temporary(path: Path, pieces: Iterable[bytes]) -> Iterator[Path]:
 
 
 def _opened(path: Path, tries: int = FOLDER_TRIES) -> BinaryIO:
-    """A new file in its folder, which is made; once more where another process took it away in between, with the last file in it."""
+    """A new file in its folder, which is made; once more where another process took it away in
+    between, with the last file in it.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("wb")

@@ -1,7 +1,9 @@
-"""The JSON documents of a run (run.json, manifests, iteration.json, leases, services): written with a seal, parsed in one place.
+"""The JSON documents of a run (run.json, manifests, iteration.json, leases, services): written with
+a seal, parsed in one place.
 
-The seal is the sha256 of the rest: a document that was cut, edited or damaged is known without another that names it. Those that older
-versions wrote have none. One whose seal is right, and whose content is none of its type, is of a later version.
+The seal is the sha256 of the rest: a document that was cut, edited or damaged is known without
+another that names it. Those that older versions wrote have none. One whose seal is right, and whose
+content is none of its type, is of a later version.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ SEAL = "seal"
 
 
 class LaterVersion(StoreError):
-    """A document that a later version of rlpipe wrote: its seal is right, and this version does not know what it says."""
+    """A document that a later version of rlpipe wrote: its seal is right, and this version does not
+    know what it says.
+    """
 
 
 def sealed(document: Any) -> bytes:
-    """The bytes of a document, a dataclass, its keys in their order: that of filters and rewards in a config means something. The seal does
-    not depend on it."""
+    """The bytes of a document, a dataclass, its keys in their order: that of filters and rewards in
+    a config means something. The seal does not depend on it.
+    """
     tree = dataclasses.asdict(document)
     assert SEAL not in tree, f"{type(document).__name__} has a field of that name"
     data = json.dumps(tree | {SEAL: sha256_of(tree)}, separators=(",", ":"), allow_nan=False).encode()
@@ -37,7 +42,9 @@ def sealed(document: Any) -> bytes:
 
 
 def read_document(store: Store, key: str, kind: type[Document]) -> Document:
-    """The document of `key`; StoreError naming the file when it is missing, or not what was written, LaterVersion for what is not known here."""
+    """The document of `key`; StoreError naming the file when it is missing, or not what was
+    written, LaterVersion for what is not known here.
+    """
     assert key.endswith(".json"), f"{key} is no document"
     return parse_document(store.address(key), store.read(key), kind)
 
@@ -45,8 +52,9 @@ def read_document(store: Store, key: str, kind: type[Document]) -> Document:
 def parse_document(
     address: str, data: bytes, kind: type[Document], check: Callable[[Document], object] = lambda _: None
 ) -> Document:
-    """The document that `data` holds; StoreError naming its address and the fault, of a later version's LaterVersion. `check`: raises
-    ValueError for what its type alone does not refuse."""
+    """The document that `data` holds; StoreError naming its address and the fault, of a later
+    version's LaterVersion. `check`: raises ValueError for what its type alone does not refuse.
+    """
     is_whole = False
     try:
         tree = json.loads(data)

@@ -1,5 +1,7 @@
-"""The heartbeat of a process that holds or prepares a run: another process, which beats for as long as the first lives and is not stopped.
-What keeps the first from its threads, such as a library that holds the interpreter's lock for a minute, does not make it look dead."""
+"""The heartbeat of a process that holds or prepares a run: another process, which beats for as long
+as the first lives and is not stopped. What keeps the first from its threads, such as a library that
+holds the interpreter's lock for a minute, does not make it look dead.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Look:
 
 
 class Heartbeat:
-    """Beats into `key` every `every_s`, the first time after that, until `end` or until the key `fence` exists; it looks before each beat."""
+    """Beats into `key` every `every_s`, the first time after that, until `end` or until the key
+    `fence` exists; it looks before each beat.
+    """
 
     def __init__(
         self, store: Store, key: str, holder: Holder, every_s: float, fence: str, on_look: Callable[[Look], object]
@@ -57,8 +61,11 @@ class Heartbeat:
         self._thread.start()
 
     def _attend(self) -> None:
-        """Starts the process, after a moment: much that takes a run is over by then. Starts it again when somebody ended it, or it cannot be
-        had just now, and says so once where it did nothing."""
+        """Starts the process, after a moment: much that takes a run is over by then.
+
+        Starts it again when somebody ended it, or it cannot be had just now, and says so once where
+        it did nothing.
+        """
         while not self._is_fenced and not self._stop.wait(self._every_s / 5):
             why, looks = "", self._looks
             try:
@@ -116,7 +123,9 @@ def _said(lines: Iterable[str]) -> Iterator[Look]:
 
 
 def beat(orders: io.FileIO, store: Store, key: str, holder: Holder, every_s: float, fence: str, parent: int) -> None:
-    """Beats for the process `parent` until that ends, until a line or the end of `orders`, or until `fence` exists."""
+    """Beats for the process `parent` until that ends, until a line or the end of `orders`, or until
+    `fence` exists.
+    """
     while not select.select([orders], [], [], every_s)[0] and os.getppid() == parent:
         if psutil.Process(parent).status() in STOPPED:
             continue  # it works on nothing: another may take its run

@@ -72,7 +72,9 @@ def this_process(flow_run: str = "") -> Holder:
 
 @cache
 def this_machine() -> str:
-    """The boot of this host and the pid namespace of this process: two containers of one host name see other pids."""
+    """The boot of this host and the pid namespace of this process: two containers of one host name
+    see other pids.
+    """
     try:
         return f"{BOOT_ID.read_text().strip()} {os.readlink(PID_NAMESPACE)}"
     except OSError:  # not Linux
@@ -80,7 +82,10 @@ def this_machine() -> str:
 
 
 def _start_time(pid: int) -> float | None:
-    """When a process of this host started; None when it is gone or a zombie. Guards against reused pids."""
+    """When a process of this host started; None when it is gone or a zombie.
+
+    Guards against reused pids.
+    """
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:

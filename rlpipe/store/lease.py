@@ -1,9 +1,12 @@
-"""One holder per run. Leases are numbered, each number is created exclusively by who takes the run, and is a fence: its holder is
-superseded exactly when the next number exists, and looks before each commit and each deletion. Beside them lies what announces a run that
-is only being prepared. The rule, and why nothing is lost by it, with a table of what may still come late: docs/store.md.
+"""One holder per run.
 
-Whether a holder is dead: of this host (boot, pid namespace) its pid and start time say so; of another its heartbeat must stand still for
-`STALE_S` of *our* clock, so clocks need not agree.
+Leases are numbered, each number is created exclusively by who takes the run, and is a fence: its
+holder is superseded exactly when the next number exists, and looks before each commit and each
+deletion. Beside them lies what announces a run that is only being prepared. The rule, and why
+nothing is lost by it, with a table of what may still come late: docs/store.md.
+
+Whether a holder is dead: of this host (boot, pid namespace) its pid and start time say so; of
+another its heartbeat must stand still for `STALE_S` of *our* clock, so clocks need not agree.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ NAME, ANNOUNCED = re.compile(r"\d{6,}\.json"), re.compile(r"announced-[0-9a-f]+\
 
 
 class RunHeld(UserError):
-    """Another process works on the run. `flow_run`: what it works for, as it said when it took the run."""
+    """Another process works on the run.
+
+    `flow_run`: what it works for, as it said when it took the run.
+    """
 
     def __init__(self, message: str, flow_run: str = "") -> None:
         super().__init__(message)
@@ -44,7 +50,10 @@ class RunHeld(UserError):
 
 
 class TakenOver(UserError):
-    """This process was taken for dead, and another holds the run. `flow_run`: what that one works for."""
+    """This process was taken for dead, and another holds the run.
+
+    `flow_run`: what that one works for.
+    """
 
     def __init__(self, message: str, flow_run: str = "") -> None:
         super().__init__(message)
@@ -52,7 +61,10 @@ class TakenOver(UserError):
 
 
 class Lease:
-    """A held lease. What its holder commits or deletes is a `deed`; whoever was taken over does no more of them."""
+    """A held lease.
+
+    What its holder commits or deletes is a `deed`; whoever was taken over does no more of them.
+    """
 
     def __init__(self, store: Store, run_root: str, number: int, holder: Holder) -> None:
         self.number = number
@@ -72,7 +84,9 @@ class Lease:
             self._tell()
 
     def check(self) -> None:
-        """TakenOver, naming the holder, once another process has taken the run; one look at the store."""
+        """TakenOver, naming the holder, once another process has taken the run; one look at the
+        store.
+        """
         if self._over is None and self._store.exists(_key(self._run_root, self.number + 1)):
             self._tell()
         self._looked_at = time.monotonic()
@@ -111,7 +125,9 @@ class Lease:
 
     @contextlib.contextmanager
     def deed(self) -> Iterator[None]:
-        """The body writes or deletes one thing of the run, after a look at the lease: TakenOver instead, and StoreError once it was given back."""
+        """The body writes or deletes one thing of the run, after a look at the lease: TakenOver
+        instead, and StoreError once it was given back.
+        """
         with self._changed:
             if self._released:
                 raise StoreError(
@@ -144,7 +160,10 @@ def fenced(held: Lease | None) -> Iterator[None]:
 
 
 class Announcement:
-    """Says that this process prepares a run. No key is left of it after `vanish`; the folder of a store that had none stays."""
+    """Says that this process prepares a run.
+
+    No key is left of it after `vanish`; the folder of a store that had none stays.
+    """
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key, self.of_process = store, key, os.getpid()
@@ -171,15 +190,19 @@ def acquire(store: Store, run_root: str, flow_run: str = "") -> Lease:
 
 
 def announce(store: Store, run_root: str) -> None:
-    """Says, from HEARTBEAT_S on, that this process prepares a run: until it has the run's lease, withdraws, or ends. The services of the
-    run see that by `pulse`, and wait. Any number of processes may do so at once."""
+    """Says, from HEARTBEAT_S on, that this process prepares a run: until it has the run's lease,
+    withdraws, or ends. The services of the run see that by `pulse`, and wait. Any number of
+    processes may do so at once.
+    """
     key = f"{run_root}/lease/announced-{secrets.token_hex(4)}.json"
     withdraw(store, run_root)
     _announcements[store.url, run_root] = Announcement(store, key)
 
 
 def withdraw(store: Store, run_root: str) -> None:
-    """Takes the announcement of this process away; no key is left of it, and one that was never seen wrote nothing."""
+    """Takes the announcement of this process away; no key is left of it, and one that was never
+    seen wrote nothing.
+    """
     if announcement := _announcements.pop((store.url, run_root), None):
         announcement.vanish()
 
@@ -207,8 +230,10 @@ def pulse(store: Store, run_root: str) -> str:
 
 
 def check_free(store: Store, run_root: str) -> int:
-    """The number of the newest lease (-1: none); RunHeld when its holder lives, or when that of an older one that was not given back is a
-    process of here, be it stopped. Of an older one of elsewhere one late deed at most may come (docs/store.md). Writes nothing."""
+    """The number of the newest lease (-1: none); RunHeld when its holder lives, or when that of an
+    older one that was not given back is a process of here, be it stopped. Of an older one of
+    elsewhere one late deed at most may come (docs/store.md). Writes nothing.
+    """
     leases = numbers(store, run_root)
     newest = leases[-1] if leases else -1
     for number, holder in unreleased(store, run_root, leases).items():
@@ -221,7 +246,10 @@ def check_free(store: Store, run_root: str) -> int:
 
 
 def numbers(store: Store, run_root: str) -> list[int]:
-    """The numbers of all leases of a run, in order. StoreError where something else has the place of one: nobody could take the run."""
+    """The numbers of all leases of a run, in order.
+
+    StoreError where something else has the place of one: nobody could take the run.
+    """
     folder = f"{run_root}/lease"
     if wrong := [name for name in (store.folders(folder) if store.local else ()) if NAME.fullmatch(name)]:
         raise StoreError(
@@ -231,14 +259,18 @@ def numbers(store: Store, run_root: str) -> list[int]:
 
 
 def unreleased(store: Store, run_root: str, leases: list[int]) -> dict[int, Holder]:
-    """The holders of those of these leases that were not given back; StoreError for one that is damaged."""
+    """The holders of those of these leases that were not given back; StoreError for one that is
+    damaged.
+    """
     with ThreadPoolExecutor(READERS) as readers:
         holders = [*readers.map(lambda number: _read(store, _key(run_root, number)), leases)]
     return {number: holder for number, holder in zip(leases, holders, strict=True) if holder is not None}
 
 
 def write_off(store: Store, run_root: str, number: int) -> None:
-    """Gives a lease back for a holder that is lost, by the word of a person; UserError where it was given back, or its process lives here."""
+    """Gives a lease back for a holder that is lost, by the word of a person; UserError where it was
+    given back, or its process lives here.
+    """
     holder = unreleased(store, run_root, [number]).get(number) if number in numbers(store, run_root) else None
     if holder is None:
         raise UserError(f"--lost {number}: the run has no such lease, or it was given back")

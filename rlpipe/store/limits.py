@@ -1,8 +1,9 @@
 """Budgets and stop rules: when a run ends before its last iteration, and why.
 
-Everything is counted from what is committed, so a resume counts what was spent before, and whoever asks gets the same answer. What
-an attempt that died had not committed is not counted. An iteration's record carries the counts of the run up to it: to ask
-costs one read at iteration 1,000 as at iteration 10. A fork counts its own iterations, not its parent's.
+Everything is counted from what is committed, so a resume counts what was spent before, and whoever
+asks gets the same answer. What an attempt that died had not committed is not counted. An
+iteration's record carries the counts of the run up to it: to ask costs one read at iteration 1,000
+as at iteration 10. A fork counts its own iterations, not its parent's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ HOUR_S = 3600.0
 
 
 def gpus_held(config: PipelineConfig, phase: str) -> int:
-    """GPUs a phase ("sft" or "rl") holds while it runs: the trainer's, and during RL the engines' own, which stay up between stages."""
+    """GPUs a phase ("sft" or "rl") holds while it runs: the trainer's, and during RL the engines'
+    own, which stay up between stages.
+    """
     trainer = config.trainer.nodes * len(config.trainer.gpu_ids)
     engines = config.engines.nodes * len(config.engines.gpu_ids)
     own = phase == "rl" and config.samples and not config.engines.colocate
@@ -66,7 +69,10 @@ def add_iteration(before: Metrics, metrics: Metrics, gpus: int) -> Metrics:
 
 
 def best_so_far(previous: IterationRecord | None, iteration: int, reward: float) -> BestReward:
-    """The best mean reward up to an iteration, and where it was. `previous`: the record before; its equal is no better one."""
+    """The best mean reward up to an iteration, and where it was.
+
+    `previous`: the record before; its equal is no better one.
+    """
     return previous.best if previous and previous.best.reward >= reward else BestReward(iteration, reward)
 
 
@@ -98,14 +104,17 @@ def add_untrained(run: Run, iteration: int, num_tokens: float) -> Metrics:
 
 
 def own_record(run: Run, iteration: int) -> IterationRecord | None:
-    """The record of an iteration that this run committed itself; None before its first one (a fork counts from there)."""
+    """The record of an iteration that this run committed itself; None before its first one (a fork
+    counts from there).
+    """
     if iteration < 0 or run.owner("rl", iteration) is not run:
         return None
     return run.iteration(iteration)
 
 
 def reason_to_stop(run: Run, phase: str, done: int) -> str:
-    """Why a run does not go on after `done` committed segments ("sft") or iterations ("rl"); empty: it does, or is complete.
+    """Why a run does not go on after `done` committed segments ("sft") or iterations ("rl"); empty:
+    it does, or is complete.
 
     The same for everybody who asks: it depends on the store and the config only.
     """

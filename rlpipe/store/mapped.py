@@ -1,4 +1,6 @@
-"""Records of a file that is read once on a machine: decoded into a file there, whose pages its processes share, and have in memory where they look at them."""
+"""Records of a file that is read once on a machine: decoded into a file there, whose pages its
+processes share, and have in memory where they look at them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ DECODED = "decoded.arrow"
 
 
 def map_records(store: Store, ref: ArtifactRef, name: str, record: type[Record], folder: Path) -> list[Record]:
-    """All records of one Parquet file of an artifact. StoreError when there is no such file, or they are others.
+    """All records of one Parquet file of an artifact.
 
-    Their arrays are pages of a file in `folder`, which the first process makes. Once all have theirs it may be deleted: its pages stay for as long as
-    an array does.
+    StoreError when there is no such file, or they are others.
+
+    Their arrays are pages of a file in `folder`, which the first process makes. Once all have
+    theirs it may be deleted: its pages stay for as long as an array does.
     """
     file = read_manifest(store, ref.folder, ref.sha256).file(name)
     target = folder / f"{ref.sha256[:12]}-{name}"

@@ -1,5 +1,5 @@
-"""An artifact that the store does not have yet, or that is nearer than the store: on this node's disk, on that of the node which made it, or on
-those of the nodes that fetch it too.
+"""An artifact that the store does not have yet, or that is nearer than the store: on this node's
+disk, on that of the node which made it, or on those of the nodes that fetch it too.
 
 Who reads it reads the nearest copy, and the store where there is none any more.
 """
@@ -65,8 +65,11 @@ class Nearby:
 
 
 def nearer(store: Store, nearby: Nearby | None, keys: Mapping[str, str], relay: Relay | None = None) -> Store:
-    """`store`, which reads one artifact from nearby, as far as it is there. `keys`: the bearer keys of its servers, by their URLs, and one
-    that has none is not asked; `relay`: passes on what is read."""
+    """`store`, which reads one artifact from nearby, as far as it is there.
+
+    `keys`: the bearer keys of its servers, by their URLs, and one that has none is not asked;
+    `relay`: passes on what is read.
+    """
     if relay is not None:
         relay.clear()
     return NearStore(store, nearby, keys, relay) if nearby else store
@@ -82,8 +85,9 @@ class NearStore(Store):
         self.objects = cast("Objects", self._near)
 
     def get_file(self, key: str, target: Path) -> FileContent:
-        """A file of this node's disk gets `target` as another name, unread: the process that wrote it has hashed it, and the upload does again
-        before anything that is made of it is committed. What comes over the network is hashed, and comes from the store where it is damaged.
+        """A file of this node's disk gets `target` as another name, unread: the process that wrote
+        it has hashed it, and the upload does again before anything that is made of it is committed.
+        What comes over the network is hashed, and comes from the store where it is damaged.
         """
         record = self._near.records.get(key)
         if record is None:
@@ -115,7 +119,10 @@ class NearStore(Store):
 
 
 class NearObjects:
-    """Reads of the files of one artifact; all else is the store's own. `own_url`: of this node among the peers."""
+    """Reads of the files of one artifact; all else is the store's own.
+
+    `own_url`: of this node among the peers.
+    """
 
     def __init__(self, objects: Objects, nearby: Nearby, keys: Mapping[str, str], own_url: str) -> None:
         self._keys, self._places, self._made_on = keys, nearby.places, nearby.made_on
@@ -155,7 +162,9 @@ class NearObjects:
         )
 
     def order(self, size: int) -> tuple[list[int], list[int]]:
-        """The starts of a file's parts as this node begins them, and of those that it is to get before other nodes."""
+        """The starts of a file's parts as this node begins them, and of those that it is to get
+        before other nodes.
+        """
         starts, num_nodes = range(0, size, PART_BYTES), len(self._peers)
         if self._own_url not in self._peers:
             return [*starts], []
@@ -165,7 +174,9 @@ class NearObjects:
         ]
 
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
-        """From the node that gets this part first, where that is another one, else from the nearest copy."""
+        """From the node that gets this part first, where that is another one, else from the nearest
+        copy.
+        """
         peer = self._peers[owner_of(start, len(self._peers))] if self._peers and key in self.records else self._own_url
         asks = peer != self._own_url and peer not in self._peers_left and self._place(key) not in self._left
         if asks and self.on_disk(key) is None:
@@ -193,7 +204,9 @@ class NearObjects:
         return path if is_there else None
 
     def leave(self, key: str, why: str) -> bool:
-        """From here on the files of the node that made this one are read from the store alone; False when they were before."""
+        """From here on the files of the node that made this one are read from the store alone;
+        False when they were before.
+        """
         place = self._place(key)
         if place in self._left:
             return False

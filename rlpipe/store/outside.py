@@ -1,4 +1,7 @@
-"""Files on S3 that belong to no store: data sets, and folders of models. Endpoint and keys are found as those of a store on S3."""
+"""Files on S3 that belong to no store: data sets, and folders of models.
+
+Endpoint and keys are found as those of a store on S3.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ _verified: set[Path] = set()  # folders whose files have these hashes, looked at
 
 @dataclass(frozen=True)
 class OutsideFile:
-    """An object of a bucket. `name`: its path below the folder that was listed. `tag` changes with its content."""
+    """An object of a bucket.
+
+    `name`: its path below the folder that was listed. `tag` changes with its content.
+    """
 
     bucket: Bucket
     address: str
@@ -46,7 +52,9 @@ class OutsideFile:
         return OutsideReader(self)
 
     def parts(self, start: int) -> Iterator[Part]:
-        """The bytes from `start` on, in order, several parts being read ahead; StoreError when it ends before its size."""
+        """The bytes from `start` on, in order, several parts being read ahead; StoreError when it
+        ends before its size.
+        """
 
         def whole(first: int, last: int) -> Part:
             part = self.bucket.read_part(self.key, first, last)
@@ -58,7 +66,10 @@ class OutsideFile:
 
 
 class OutsideReader(io.BufferedReader):
-    """An object as a file: what is read of it is asked for, and no more. `fault`: the OSError that ended a read, whoever wrapped it."""
+    """An object as a file: what is read of it is asked for, and no more.
+
+    `fault`: the OSError that ended a read, whoever wrapped it.
+    """
 
     def __init__(self, file: OutsideFile) -> None:
         self._object = _Object(file)
@@ -106,8 +117,10 @@ def is_outside(name: str) -> bool:
 
 
 def outside_files(field: str, url: str) -> list[OutsideFile]:
-    """The object that an s3:// URL names, or all below it, by name; empty when there is none. UserError, which names the field, for what
-    is no such URL, and for a bucket that cannot be read."""
+    """The object that an s3:// URL names, or all below it, by name; empty when there is none.
+
+    UserError, which names the field, for what is no such URL, and for a bucket that cannot be read.
+    """
     from rlpipe.store.s3 import Bucket  # it takes 0.3 s
 
     name, _, path = url.removeprefix(SCHEME).partition("/")
@@ -151,10 +164,12 @@ def fetched_folder(url: str, files: Sequence[OutsideFile], below: Path) -> Path:
 
 
 def fetch_files(field: str, url: str, files: Sequence[OutsideFile], below: Path) -> Path:
-    """The files of a folder on S3, none of them in a folder of its own, in a local one below `below`; its path.
+    """The files of a folder on S3, none of them in a folder of its own, in a local one below
+    `below`; its path.
 
-    What is there already, whole and with the sha256 that it was fetched with, is not fetched again; of a file that was cut short, the rest
-    is. One process fetches, others wait. UserError when the disk has not the room.
+    What is there already, whole and with the sha256 that it was fetched with, is not fetched again;
+    of a file that was cut short, the rest is. One process fetches, others wait. UserError when the
+    disk has not the room.
     """
     folder = fetched_folder(url, files, below)
     assert all("/" not in file.name for file in files), f"{url}: a file in a folder of its own"

@@ -46,7 +46,10 @@ class Passing(OSError):
 
 
 class Away(OSError):
-    """A server was asked for as long as it is worth: asking again at once changes nothing. Its text names the first fault."""
+    """A server was asked for as long as it is worth: asking again at once changes nothing.
+
+    Its text names the first fault.
+    """
 
 
 class Errand:
@@ -73,7 +76,9 @@ def working() -> Iterator[Errand]:
 
 @contextlib.contextmanager
 def hurrying() -> Iterator[None]:
-    """The calls of the body give up after FIRST_S whatever this process does: of a heartbeat, which is worth nothing when it is late."""
+    """The calls of the body give up after FIRST_S whatever this process does: of a heartbeat, which
+    is worth nothing when it is late.
+    """
     token = _hurries.set(True)
     try:
         yield
@@ -91,8 +96,10 @@ def is_hurried() -> bool:
 
 
 class Wait:
-    """The tries of one call after its first fault, for `bound_s` at most, which may change meanwhile. Of all that wait for one `server` at
-    once one line says that they do, and one that it is over."""
+    """The tries of one call after its first fault, for `bound_s` at most, which may change
+    meanwhile. Of all that wait for one `server` at once one line says that they do, and one that it
+    is over.
+    """
 
     _lock, _said = threading.Lock(), Counter[str]()  # how many wait for a server, of those that have lasted
 

@@ -1,4 +1,5 @@
-"""`pruned.json`: that the files of an artifact were deleted, or are about to be, and how they are made again. And the deleting itself.
+"""`pruned.json`: that the files of an artifact were deleted, or are about to be, and how they are
+made again. And the deleting itself.
 
 When that is done, and why it is safe: rlpipe/store/retention.py.
 """
@@ -66,7 +67,9 @@ def read_pruned(store: Store, folder: str) -> PruneRecord | None:
 
 
 def pruned_folders(run: Run) -> set[str]:
-    """The folders of all artifacts without their files, of a run and of those that it was forked from. A listing each."""
+    """The folders of all artifacts without their files, of a run and of those that it was forked
+    from. A listing each.
+    """
     own = {key.removesuffix(f"/{PRUNED}") for key in run.store.list(f"{run.root}/rl") if key.endswith(f"/{PRUNED}")}
     return own | (pruned_folders(run.parent) if run.parent else set())
 
@@ -78,7 +81,9 @@ def delete(store: Store, key: str) -> None:
 
 
 def finish_pruning(store: Store, folder: str, held: Lease | None, stopped: threading.Event | None = None) -> None:
-    """Deletes what is left of the files of an artifact whose pruning began, by who holds the run that it belongs to; TakenOver."""
+    """Deletes what is left of the files of an artifact whose pruning began, by who holds the run
+    that it belongs to; TakenOver.
+    """
     record = read_pruned(store, folder)
     if record is None or record.finished:
         return
@@ -92,8 +97,12 @@ def finish_pruning(store: Store, folder: str, held: Lease | None, stopped: threa
 
 
 def delete_fenced(store: Store, key: str, record: PruneRecord, folder: str, held: Lease | None) -> None:
-    """Deletes a file of an artifact that is being pruned, or its pruned.json. Where the run turns out to have been taken over meanwhile, the
-    deletion came late, maybe to what others have restored or pruned since: then pruned.json says again that files may be missing; TakenOver."""
+    """Deletes a file of an artifact that is being pruned, or its pruned.json.
+
+    Where the run turns out to have been taken over meanwhile, the deletion came late, maybe to what
+    others have restored or pruned since: then pruned.json says again that files may be missing;
+    TakenOver.
+    """
     with fenced(held):
         delete(store, key)
     try:

@@ -35,7 +35,8 @@ def owner_of(start: int, num_nodes: int) -> int:
 def order_of_parts(size: int, place: int, num_nodes: int) -> list[int]:
     """The starts of a file's parts in the order in which the node at `place` begins them.
 
-    Its own come one round before the others need them; of each round it asks the next node first, so that no two ask the same one.
+    Its own come one round before the others need them; of each round it asks the next node first,
+    so that no two ask the same one.
     """
     starts = range(0, size, PART_BYTES)
     rounds = [starts[first : first + num_nodes] for first in range(0, len(starts), num_nodes)]
@@ -50,7 +51,9 @@ def order_of_parts(size: int, place: int, num_nodes: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RelayedFile:
-    """A file on this disk, and its parts by their start: those that are there, and those that this node is to get first."""
+    """A file on this disk, and its parts by their start: those that are there, and those that this
+    node is to get first.
+    """
 
     path: Path
     parts: dict[int, Future[None]] = field(default_factory=dict)
@@ -66,7 +69,8 @@ class RelayedFile:
 class Relay:
     """The files of the newest artifact that this node fetches, for the other nodes.
 
-    `folder`: where they have a name of their own, whatever becomes of the first; `url`: of this node's server of them.
+    `folder`: where they have a name of their own, whatever becomes of the first; `url`: of this
+    node's server of them.
     """
 
     def __init__(self, folder: Path, url: str) -> None:
@@ -91,7 +95,8 @@ class Relay:
 
     @contextlib.contextmanager
     def landing(self, key: str, path: Path, own: list[int]) -> Iterator[Callable[[int], None]]:
-        """A file that comes, part by part, while the body runs: it is given what to call with the start of each. Not passed on when that fails.
+        """A file that comes, part by part, while the body runs: it is given what to call with the
+        start of each. Not passed on when that fails.
 
         `own`: the starts of those for which others may wait.
         """

@@ -1,4 +1,6 @@
-"""Reading objects of a server through obstore (object_store of Rust), whose transfers run beside the interpreter: of S3, and of another node."""
+"""Reading objects of a server through obstore (object_store of Rust), whose transfers run beside
+the interpreter: of S3, and of another node.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ _used_by: int | None = None  # the process in which the threads of obstore run
 
 
 def check_process(address: str) -> None:
-    """OSError in a process that was forked after obstore was used: it has none of its threads, and would wait for ever."""
+    """OSError in a process that was forked after obstore was used: it has none of its threads, and
+    would wait for ever.
+    """
     global _used_by
     if _used_by not in (None, os.getpid()):
         raise OSError(
@@ -49,7 +53,10 @@ def check_process(address: str) -> None:
 
 
 class RemoteObjects(ABC):
-    """Objects that are read in parts. Every fault is an OSError, FileNotFoundError for an object that is not there."""
+    """Objects that are read in parts.
+
+    Every fault is an OSError, FileNotFoundError for an object that is not there.
+    """
 
     parts_at_once = PARTS
 
@@ -86,7 +93,10 @@ class RemoteObjects(ABC):
             raise
 
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
-        """Writes a part to the same place of an open file, as it comes. Where it ended, which is before `end` when the object does."""
+        """Writes a part to the same place of an open file, as it comes.
+
+        Where it ended, which is before `end` when the object does.
+        """
 
         def ask() -> int:
             at, result = start, obstore.get(self._reader(), self._path(key), options={"range": (start, end)})
@@ -116,7 +126,10 @@ class RemoteObjects(ABC):
 
 
 def _as_oserror(error: Exception, address: str) -> OSError:
-    """The same fault. Its kind is that of the server's answer, which is only in the text when it was to a listing."""
+    """The same fault.
+
+    Its kind is that of the server's answer, which is only in the text when it was to a listing.
+    """
     text, _, debug = str(error).partition("\n\nDebug source")
     status = re.search(r"status code: (\d{3})", text)
     causes = re.findall(r'message: "([^"]+)"', debug) or re.findall(r"HttpError {\s+kind: (\w+)", debug)
@@ -138,7 +151,10 @@ def _as_oserror(error: Exception, address: str) -> OSError:
 
 
 class FileServer(RemoteObjects):
-    """Files of another node at `url`/key, by its bearer key. A node that is gone is noticed within seconds."""
+    """Files of another node at `url`/key, by its bearer key.
+
+    A node that is gone is noticed within seconds.
+    """
 
     def __init__(self, url: str, key: str) -> None:
         self._url = url

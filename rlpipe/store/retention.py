@@ -61,7 +61,9 @@ READERS = 16  # of pruned.json, at the same time
 
 
 def kept_versions(checkpoint: CheckpointConfig, newest: int, pinned: Collection[int]) -> set[int]:
-    """The weight versions of 1 to `newest` whose policies stay: the newest, those at equal distances, and what is `pinned`."""
+    """The weight versions of 1 to `newest` whose policies stay: the newest, those at equal
+    distances, and what is `pinned`.
+    """
     last, every = checkpoint.keep_policies_last, checkpoint.keep_policies_every
     recent = range(newest - last + 1 if last else 1, newest + 1)
     spaced = range(every, newest + 1, every) if every else ()
@@ -85,7 +87,10 @@ class Pins(NamedTuple):
 
 
 class Forks:
-    """The forks in a store. What a run was forked from never changes, so each run.json is read once."""
+    """The forks in a store.
+
+    What a run was forked from never changes, so each run.json is read once.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -93,7 +98,10 @@ class Forks:
         self._states: dict[tuple[str, int], int] = {}  # run and iteration -> that of the newest state then
 
     def pins(self, run: str) -> Pins:
-        """By what is in the store now. StoreError when a run.json cannot be read: nobody knows then what must stay."""
+        """By what is in the store now.
+
+        StoreError when a run.json cannot be read: nobody knows then what must stay.
+        """
         for name in self._store.folders("runs"):
             if name not in self._records and is_run_name(name) and self._store.exists(record_key(name)):
                 self._records[name] = read_document(self._store, record_key(name), RunRecord).fork
@@ -129,7 +137,10 @@ def _newest_shared(fork: ForkRecord) -> int:
 
 
 class Retention:
-    """Prunes one run, in a thread of its own, for as long as the caller holds the run. What fails is tried again after the next commit."""
+    """Prunes one run, in a thread of its own, for as long as the caller holds the run.
+
+    What fails is tried again after the next commit.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, self._forks = run, Forks(run.store)
@@ -145,7 +156,9 @@ class Retention:
         self._passes: list[Future[None]] = []
 
     def begin(self) -> None:
-        """Looks at the whole run, by one listing; then finishes what a kill interrupted, in the background."""
+        """Looks at the whole run, by one listing; then finishes what a kill interrupted, in the
+        background.
+        """
         begun = self._look()
 
         def work() -> None:
@@ -155,7 +168,10 @@ class Retention:
         self._submit(work)
 
     def prune(self) -> None:
-        """Prunes what is too much, in the background. Not for who only reads the run: its config may be the one that it began with."""
+        """Prunes what is too much, in the background.
+
+        Not for who only reads the run: its config may be the one that it began with.
+        """
         self._submit(self._prune_all)
 
     def committed(self, record: IterationRecord) -> None:
@@ -168,7 +184,9 @@ class Retention:
         self._submit(work)
 
     def close(self) -> None:
-        """Returns when all that is too much was pruned, or after CLOSE_S: the next start does the rest."""
+        """Returns when all that is too much was pruned, or after CLOSE_S: the next start does the
+        rest.
+        """
         done, _ = wait(self._passes, timeout=CLOSE_S)
         self._stopped.set()
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -260,7 +278,9 @@ class Retention:
         return self._deltas[iteration]
 
     def _versions_of_use(self) -> set[int]:
-        """The version that had the best mean reward, and the one that the run ends with by its config, which is registered."""
+        """The version that had the best mean reward, and the one that the run ends with by its
+        config, which is registered.
+        """
         best = self._run.record(self._newest).best.iteration
         return {self._run.sampled_by(best), self._run.config.rl.num_iterations}
 

@@ -1,8 +1,9 @@
 """A run in the store: `run.json`, where each artifact lives, and how far the run has come.
 
-A run is a prefix of immutable artifacts. A fork shares its parent's prefix by reference: iterations 0..at are looked up there.
-A fork that redoes a stage of iteration `at` shares 0..at-1, and of `at` itself what comes before that stage. One at AT_SFT
-shares the base model and SFT, and evaluates weight version 0 itself.
+A run is a prefix of immutable artifacts. A fork shares its parent's prefix by reference: iterations
+0..at are looked up there. A fork that redoes a stage of iteration `at` shares 0..at-1, and of `at`
+itself what comes before that stage. One at AT_SFT shares the base model and SFT, and evaluates
+weight version 0 itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class OtherSettings(UserError):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a store, with the config it is worked on with now. What is `pending` it answers like what is committed. `lease`: of who holds it."""
+    """One run of a store, with the config it is worked on with now.
+
+    What is `pending` it answers like what is committed. `lease`: of who holds it.
+    """
 
     store: Store
     config: PipelineConfig
@@ -52,7 +56,8 @@ class Run:
         return f"runs/{self.name}"
 
     def owner(self, phase: str, iteration: int, stage: str = "") -> Run:
-        """The run that computed a stage of this iteration: this one, or the ancestor it was forked from.
+        """The run that computed a stage of this iteration: this one, or the ancestor it was forked
+        from.
 
         Without a stage: the run that trained the iteration and committed it.
         """
@@ -74,7 +79,9 @@ class Run:
         return bool(self.redo) and iteration == self.fork_at + 1
 
     def sampled_by(self, iteration: int) -> int:
-        """The weight version that samples an iteration, by the run that does: a redone one was sampled by the parent."""
+        """The weight version that samples an iteration, by the run that does: a redone one was
+        sampled by the parent.
+        """
         return self.owner("rl", iteration, "rollouts").config.rl.sampled_by(iteration)
 
     def folder(self, phase: str, iteration: int, stage: str) -> str:
@@ -205,17 +212,20 @@ class Run:
         return f"{self.parent.name} at {at}" + (f", redoes {self.redo} of {self.fork_at + 1}" if self.redo else "")
 
     def sft_result(self) -> tuple[int, int]:
-        """(the segment whose policy RL starts from, how many were trained), once SFT is complete; (-1, 0) without SFT."""
+        """(the segment whose policy RL starts from, how many were trained), once SFT is complete;
+        (-1, 0) without SFT.
+        """
         if self.config.sft.validated:
             chosen = self.committed("data", 0, "selection")[1].metrics
             return chosen["segment"], chosen["num_segments"]
         return self.num_segments - 1, self.num_segments
 
     def policy_place(self, version: int) -> tuple[str, int]:
-        """(phase, iteration) of a weight version's policy, beside which its evaluation lies: iteration k makes version k + 1.
+        """(phase, iteration) of a weight version's policy, beside which its evaluation lies:
+        iteration k makes version k + 1.
 
-        Version 0, what RL starts from, is that of the last SFT segment (validated: of the best), or the base model; BEFORE_SFT is the
-        base model in any case.
+        Version 0, what RL starts from, is that of the last SFT segment (validated: of the best), or
+        the base model; BEFORE_SFT is the base model in any case.
         """
         assert version >= BEFORE_SFT, version
         if version > 0:
@@ -229,7 +239,9 @@ class Run:
 
 
 def create_or_continue(config: PipelineConfig) -> Run:
-    """The run of this name: created, or continued when the config computes the same thing; else UserError."""
+    """The run of this name: created, or continued when the config computes the same thing; else
+    UserError.
+    """
     assert config.run, "the command line or the flow names the run"
     store = open_store(config.store)
     check_access(store)
@@ -239,7 +251,9 @@ def create_or_continue(config: PipelineConfig) -> Run:
 
 
 def find_run(store: Store, config: PipelineConfig) -> Run | None:
-    """The run of this name if there is one; OtherSettings when it was created to compute something else. Writes nothing."""
+    """The run of this name if there is one; OtherSettings when it was created to compute something
+    else. Writes nothing.
+    """
     return _continued(store, config) if store.exists(record_key(config.run)) else None
 
 
@@ -259,7 +273,8 @@ def _continued(store: Store, config: PipelineConfig) -> Run:
 
 
 def open_existing(store: Store, name: str, forks: tuple[str, ...] = ()) -> Run:
-    """A run with the config it was created with; UserError listing the runs when there is none of that name.
+    """A run with the config it was created with; UserError listing the runs when there is none of
+    that name.
 
     `forks`: those that were opened on the way here, from fork to parent.
     """
@@ -292,9 +307,11 @@ def planned_fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> R
 
 
 def fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:
-    """A new run that shares `run`'s iterations 0..at and goes on with `config`; UserError when that cannot be.
+    """A new run that shares `run`'s iterations 0..at and goes on with `config`; UserError when that
+    cannot be.
 
-    AT_SFT shares its SFT only. With `redo` ("score", "filter" or "train") iteration `at` is redone from that stage on; what is before it is shared.
+    AT_SFT shares its SFT only. With `redo` ("score", "filter" or "train") iteration `at` is redone
+    from that stage on; what is before it is shared.
     """
     planned_fork(run, at, config, redo)
     create_record(run.store, config, ForkRecord(run.name, at, redo))

@@ -1,5 +1,6 @@
-"""`run.json`: the config a run was created with, by which code, and what it was forked from; `start.json`: the same of its last start.
-And the name of a run, which is its folder."""
+"""`run.json`: the config a run was created with, by which code, and what it was forked from;
+`start.json`: the same of its last start. And the name of a run, which is its folder.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +115,11 @@ def _libraries() -> dict[str, str]:
 
 
 def read_record(store: Store, name: str) -> tuple[PipelineConfig, ForkRecord | None]:
-    """The config of run.json, and of a fork what it shares. StoreError when it is damaged, of another run or a later version; ConfigRefused for another version's."""
+    """The config of run.json, and of a fork what it shares.
+
+    StoreError when it is damaged, of another run or a later version; ConfigRefused for another
+    version's.
+    """
     record = read_document(store, record_key(name), RunRecord)
     return _config_of(store, record_key(name), name, record), record.fork
 
@@ -126,8 +131,9 @@ def had_steps(store: Store, name: str) -> bool:
 
 
 def last_started(store: Store, name: str) -> PipelineConfig:
-    """The config of a run's last start, or what it was created with where it has not been started since there is a start.json; errors as
-    `read_record`."""
+    """The config of a run's last start, or what it was created with where it has not been started
+    since there is a start.json; errors as `read_record`.
+    """
     key = start_key(name)
     return (
         _config_of(store, key, name, read_document(store, key, StartRecord))

@@ -1,6 +1,8 @@
-"""Objects of one S3 bucket, through obstore (object_store of Rust): its transfers run beside the interpreter.
+"""Objects of one S3 bucket, through obstore (object_store of Rust): its transfers run beside the
+interpreter.
 
-Endpoint, region and keys are found as every AWS tool finds them: in the environment, in ~/.aws, from the machine's role.
+Endpoint, region and keys are found as every AWS tool finds them: in the environment, in ~/.aws,
+from the machine's role.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ KEYS = timedelta(minutes=10)  # obstore asks for keys again five minutes before 
 
 @dataclass(frozen=True)
 class _Clients:
-    """`quick`: an answer within seconds, or another try. `patient`: for uploads, which are answered when all is sent."""
+    """`quick`: an answer within seconds, or another try.
+
+    `patient`: for uploads, which are answered when all is sent.
+    """
 
     quick: S3Store
     patient: S3Store
@@ -61,7 +66,8 @@ class Entry(NamedTuple):
 class Bucket(RemoteObjects):
     """The objects below a prefix of a bucket, as a flat map of keys to bytes.
 
-    Every fault is an OSError, as late as rlpipe/store/patience.py says; FileNotFoundError for an object that is not there.
+    Every fault is an OSError, as late as rlpipe/store/patience.py says; FileNotFoundError for an
+    object that is not there.
     """
 
     def __init__(self, bucket: str, prefix: str) -> None:
@@ -102,7 +108,9 @@ class Bucket(RemoteObjects):
         self._ask(key, lambda: obstore.put(self._client_for(data), self._path(key), data, use_multipart=False))
 
     def put_parts(self, key: str, size: int, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
-        """Sends pieces of any size in parts, PARTS at the same time; `pieces` gives them at each try, from the first on. The object becomes visible whole, when the last part has landed."""
+        """Sends pieces of any size in parts, PARTS at the same time; `pieces` gives them at each
+        try, from the first on. The object becomes visible whole, when the last part has landed.
+        """
         part_bytes = max(PART_BYTES, -(-size // PARTS_MAX))
         assert part_bytes * PARTS_MAX >= size, f"{key}: {size} bytes"
 
@@ -226,7 +234,9 @@ def _open(bucket: str) -> _Clients:
 
 
 def _endpoint(session: Session) -> str | None:
-    """The address of an S3 server that is not Amazon's, in the order in which AWS tools look for it."""
+    """The address of an S3 server that is not Amazon's, in the order in which AWS tools look for
+    it.
+    """
     profile = session.get_scoped_config()
     service = session.full_config.get("services", {}).get(profile.get("services"), {}).get("s3", {})
     configured = (service.get("endpoint_url"), profile.get("endpoint_url"))

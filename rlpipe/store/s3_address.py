@@ -17,7 +17,10 @@ REGION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_address(bucket: str, endpoint: str | None, region: str) -> None:
-    """OSError that names the bucket, endpoint or region that is none. What may hold a password is not repeated."""
+    """OSError that names the bucket, endpoint or region that is none.
+
+    What may hold a password is not repeated.
+    """
     if not BUCKET.fullmatch(bucket):
         raise _fault(f"{bucket!r:.100} is no name of a bucket: letters, digits, '.', '_' and '-'")
     if not REGION.fullmatch(region):

@@ -30,7 +30,10 @@ class FileContent:
 
 
 class Hashing:
-    """The sha256 and the number of the bytes that pass by. A thread computes it; at most WAITING pieces wait for it."""
+    """The sha256 and the number of the bytes that pass by.
+
+    A thread computes it; at most WAITING pieces wait for it.
+    """
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread, self._sha256, self._bytes = thread, hashlib.sha256(), 0
@@ -76,7 +79,10 @@ def pieces_of(file: io.BufferedIOBase) -> Iterator[bytes]:
 
 
 def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int, at_once: int) -> Iterator[Part]:
-    """The bytes `start` to `end` in order, as `read_part(start, end)` gives them. In memory are the parts that are read `at_once`, and one more."""
+    """The bytes `start` to `end` in order, as `read_part(start, end)` gives them.
+
+    In memory are the parts that are read `at_once`, and one more.
+    """
     assert 0 <= start <= end, f"{start} to {end}"
     spans = [(at, min(at + PART_BYTES, end)) for at in range(start, end, PART_BYTES)]
     if len(spans) <= 1:

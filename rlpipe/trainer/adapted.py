@@ -1,4 +1,6 @@
-"""A policy that is an adapter beside a base which never changes: how the adapter goes to the store, and how it stands in for the KL's reference."""
+"""A policy that is an adapter beside a base which never changes: how the adapter goes to the store,
+and how it stands in for the KL's reference.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from rlpipe.trainer.step import Resident
 
 
 def save_adapter(gang: Gang, resident: Resident, folder: Path, documents: dict[str, bytes]) -> list[FileRecord]:
-    """Publishes in a folder the adapter in peft's files, in the number type of the forward pass, the reference to its base, and the documents. Records on rank 0."""
+    """Publishes in a folder the adapter in peft's files, in the number type of the forward pass,
+    the reference to its base, and the documents. Records on rank 0.
+    """
     adapted, dtype = resident.policy.adapted, getattr(torch, gang.options.dtype)
     assert adapted is not None, "the policy is whole"
     # gathered by all ranks; cloned, as of one rank they are views of the live weights
@@ -42,7 +46,8 @@ def save_adapter(gang: Gang, resident: Resident, folder: Path, documents: dict[s
 
 
 def adapter_of_reference(gang: Gang, resident: Resident, ref: ArtifactRef) -> list[Tensor]:
-    """This rank's rows of the adapter with which the policy in training is the policy `ref`: zeros where that is its base, with the adapter off.
+    """This rank's rows of the adapter with which the policy in training is the policy `ref`: zeros
+    where that is its base, with the adapter off.
 
     Empty where it is no policy of the same base, and has to be loaded as a model of its own.
     """

@@ -1,6 +1,7 @@
 """Data of a job: Parquet to sequences, and rows of texts (rlpipe/trainer/packing.py) to tensors.
 
-Legend: R rows of a microbatch, L tokens of a row, N scored positions, B sequences of a microbatch, T their scored tokens (padded).
+Legend: R rows of a microbatch, L tokens of a row, N scored positions, B sequences of a microbatch,
+T their scored tokens (padded).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class RlBatch:
-    """The rollouts of an iteration: what its advantages are computed of, and the sequences of each step.
+    """The rollouts of an iteration: what its advantages are computed of, and the sequences of each
+    step.
 
     Branches that are trained are rows (B) of their own, right behind that of their rollout.
     """
@@ -89,10 +91,12 @@ class Microbatch:
 
 
 def collate(texts: list[Text], rows: list[Row], padding: int = 0) -> Microbatch:
-    """The tensors of one microbatch: texts side by side in rows, as long as the fullest and `padding` more.
+    """The tensors of one microbatch: texts side by side in rows, as long as the fullest and
+    `padding` more.
 
-    Positions restart with each text, and with each token of padding; all completions of a prompt go on from it. Behind a single
-    sequence they go on: rows that hold one each need no mask but the causal one.
+    Positions restart with each text, and with each token of padding; all completions of a prompt go
+    on from it. Behind a single sequence they go on: rows that hold one each need no mask but the
+    causal one.
     """
     row_tokens = fullest([[text_tokens(texts[index]) for index in row] for row in rows]) + padding
     shape = (max(len(rows), 1), row_tokens)
@@ -143,8 +147,9 @@ def _padded(rows: list[np.ndarray], width: int) -> Tensor:
 
 
 def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path) -> RlBatch:
-    """The rollouts of a batch, in as many steps as it has groups for; `folder`: as `map_records` has it. StoreError naming the group of a row that
-    makes no sense."""
+    """The rollouts of a batch, in as many steps as it has groups for; `folder`: as `map_records`
+    has it. StoreError naming the group of a row that makes no sense.
+    """
     rollouts = map_records(store, data, "batch.parquet", BatchRow, folder)
     rows, rollout_B = with_branches(rollouts, map_records_if_any(store, data, BRANCHES_FILE, Branch, folder))
     rewards = [rollouts[place].reward for place in rollout_B]
@@ -174,10 +179,12 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path)
 
 
 def rows_of_steps(group_index_B: np.ndarray, empty_groups: list[int] | None, num_steps: int) -> list[np.ndarray]:
-    """The rows of each step: its groups are contiguous (`step_ranges`), those of which nothing can be trained among them.
+    """The rows of each step: its groups are contiguous (`step_ranges`), those of which nothing can
+    be trained among them.
 
-    Such a group keeps its place, so a step is the same whatever became of others. A batch of older code says of none (None): step j
-    takes its groups j, j + num_steps, ..., so that what is trained again comes to the same weights.
+    Such a group keeps its place, so a step is the same whatever became of others. A batch of older
+    code says of none (None): step j takes its groups j, j + num_steps, ..., so that what is trained
+    again comes to the same weights.
     """
     if empty_groups is None:
         group_B = np.cumsum(np.diff(group_index_B, prepend=group_index_B[:1]) != 0)
@@ -196,8 +203,10 @@ def rows_of_steps(group_index_B: np.ndarray, empty_groups: list[int] | None, num
 
 
 def read_conversations(store: Store, data: ArtifactRef, name: str, folder: Path) -> list[TrainSequence]:
-    """The conversations of a file of an SFT data set, in order; none where there is no such file. `folder`: as `map_records` has it. StoreError for
-    one that makes no sense."""
+    """The conversations of a file of an SFT data set, in order; none where there is no such file.
+
+    `folder`: as `map_records` has it. StoreError for one that makes no sense.
+    """
     sequences, none = [], np.zeros(0, dtype=np.float32)
     for row in map_records_if_any(store, data, name, Conversation, folder):
         if not len(row.tokens) == len(row.loss_mask) > 0:
@@ -212,10 +221,12 @@ def read_conversations(store: Store, data: ArtifactRef, name: str, folder: Path)
 
 
 def conversations_of_step(num_conversations: int, step: int, batch_size: int, seed: int) -> list[int]:
-    """Indices of a global step: a slice of an endless sequence of epochs, a function of its arguments.
+    """Indices of a global step: a slice of an endless sequence of epochs, a function of its
+    arguments.
 
-    The first epoch is in the stored order: the mixture's cursor has shuffled it, with exact shares in every batch (shuffled again,
-    the number of hard examples a batch sees would vary, and with it what a short SFT learns). Later epochs are permuted.
+    The first epoch is in the stored order: the mixture's cursor has shuffled it, with exact shares
+    in every batch (shuffled again, the number of hard examples a batch sees would vary, and with it
+    what a short SFT learns). Later epochs are permuted.
     """
     assert num_conversations > 0 and step >= 0, f"{num_conversations} conversations, step {step}"
     places = [divmod(place, num_conversations) for place in range(step * batch_size, (step + 1) * batch_size)]

@@ -48,7 +48,10 @@ class Board:
         self._worked = time.monotonic()  # when somebody last asked for work, or it ended
 
     def submit(self, job: GangJob) -> JobRecord:
-        """The record of this job: it runs, or it is done and still holds, or it is new. JobRefused otherwise."""
+        """The record of this job: it runs, or it is done and still holds, or it is new.
+
+        JobRefused otherwise.
+        """
         with self._lock:
             self._worked = time.monotonic()
             for record in [self.running] if self.running else self._finished:

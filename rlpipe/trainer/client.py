@@ -1,4 +1,7 @@
-"""The trainer gang from the flow's side: starts it, asks it, brings it back when it dies. Only references cross this border."""
+"""The trainer gang from the flow's side: starts it, asks it, brings it back when it dies.
+
+Only references cross this border.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ BUSY_RETRY_S = 0.5
 
 
 class NotResident(TrainerError):
-    """The gang does not hold the position that a job starts from (it was restarted, or served another run)."""
+    """The gang does not hold the position that a job starts from (it was restarted, or served
+    another run).
+    """
 
 
 class GangLost(TrainerError):
@@ -65,8 +70,9 @@ class TrainerClient:
     async def run(self, job: str, body: JsonDict, on_progress: Callable[[JsonDict], None] | None = None) -> JsonDict:
         """Does one job (`load`, `train`, `save`, `upload` or `offload`) and returns its result.
 
-        NotResident when the gang holds another position, GangLost when it died (and was restarted, empty),
-        StepRefused when a step would be non-finite, OSError when the store could not be reached, TrainerError past JOB_TIMEOUT_S.
+        NotResident when the gang holds another position, GangLost when it died (and was restarted,
+        empty), StepRefused when a step would be non-finite, OSError when the store could not be
+        reached, TrainerError past JOB_TIMEOUT_S.
         """
         deadline = time.monotonic() + JOB_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -96,8 +102,9 @@ class TrainerClient:
         )
 
     async def offload(self) -> None:
-        """The gang gives its memory back until its next job: also one that worked for another process of the run. One that was never started, or
-        is lost meanwhile, holds none."""
+        """The gang gives its memory back until its next job: also one that worked for another
+        process of the run. One that was never started, or is lost meanwhile, holds none.
+        """
         if not self.started and (url := await self.place.running()):
             self.url, self.session = url, new_session()
         if self.started:
@@ -114,8 +121,9 @@ class TrainerClient:
             raise await self._lost(job, f"node 0 does not answer ({error})", times_lost) from error
 
     async def _lost(self, job: str, why: str, times_lost: int) -> GangLost:
-        """Brings the gang back, once for all that were asking; what is to be raised then. TrainerError, which names what was lost, when it
-        does not come.
+        """Brings the gang back, once for all that were asking; what is to be raised then.
+
+        TrainerError, which names what was lost, when it does not come.
 
         `times_lost`: how often that had happened when the gang was asked.
         """

@@ -17,7 +17,10 @@ def json_bytes(document: JsonDict) -> bytes:
 
 
 def config_files(gang: Gang, resident: Resident, stop_token_ids: list[int]) -> dict[str, bytes]:
-    """The JSON files beside the weights, by their names. What ends a turn ends a generation: the generation config says all of it."""
+    """The JSON files beside the weights, by their names.
+
+    What ends a turn ends a generation: the generation config says all of it.
+    """
     generation_config = resident.generation_config
     known = generation_config.get("eos_token_id")
     ends = set(known if isinstance(known, list) else [known] if known is not None else [])

@@ -1,8 +1,11 @@
-"""The arithmetic of a model's passes, and the share of a GPU's peak that it is: model FLOPs utilisation (MFU).
+"""The arithmetic of a model's passes, and the share of a GPU's peak that it is: model FLOPs
+utilisation (MFU).
 
-After PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311), appendix B: 6 N + 12 L H Q T a token for a forward and a backward pass, N
-parameters, L layers, H heads, Q numbers of a head, T tokens of the sequence. A third of that is a forward pass. N without embeddings that are only
-looked up, of a layer's experts those that a token is sent to, and the head for the tokens whose logits are made, the scored ones. Recomputed activations and padding are no model FLOPs; windows and the causal
+After PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311), appendix B: 6 N + 12 L H Q T a
+token for a forward and a backward pass, N parameters, L layers, H heads, Q numbers of a head, T
+tokens of the sequence. A third of that is a forward pass. N without embeddings that are only looked
+up, of a layer's experts those that a token is sent to, and the head for the tokens whose logits are
+made, the scored ones. Recomputed activations and padding are no model FLOPs; windows and the causal
 half are not taken off, as there.
 """
 
@@ -68,8 +71,10 @@ def forward_flops(policy: PolicyModel, work: Work) -> float | None:
 
 
 def flex_tokens(policy: PolicyModel) -> float | None:
-    """With flex_attention: at this length of a text its attention, of which the causal half is computed, costs as much as all else in its layers.
-    None for a policy with another attention, that takes a mask of L x L."""
+    """With flex_attention: at this length of a text its attention, of which the causal half is
+    computed, costs as much as all else in its layers. None for a policy with another attention,
+    that takes a mask of L x L.
+    """
     if not uses_flex(policy.lm):
         return None
     parameters = used_parameters(policy)
@@ -113,7 +118,10 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def mfu(gang: Gang, seconds: float, done: list[tuple[PolicyModel, Work, int]]) -> Metrics:
-    """`train/mfu`, given the forward passes that were done over some work by a policy. Nothing where peak or arithmetic is not known."""
+    """`train/mfu`, given the forward passes that were done over some work by a policy.
+
+    Nothing where peak or arithmetic is not known.
+    """
     peak, whole = peak_flops(gang.device, gang.options.dtype), 0.0
     if peak is None or seconds <= 0:
         return {}

@@ -1,4 +1,6 @@
-"""The ranks of one gang and how they agree: on a job, on sums, on a failure that only one of them saw."""
+"""The ranks of one gang and how they agree: on a job, on sums, on a failure that only one of them
+saw.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,12 @@ Found = TypeVar("Found")
 
 @dataclass
 class Gang:
-    """This rank's view of the gang. `control` is a gloo group of long patience: for what follows reading or writing.
+    """This rank's view of the gang.
 
-    `mesh`: of all ranks, or (copies of the model, parts of a copy); then `rank // parts` is this rank's copy.
+    `control` is a gloo group of long patience: for what follows reading or writing.
+
+    `mesh`: of all ranks, or (copies of the model, parts of a copy); then `rank // parts` is this
+    rank's copy.
     """
 
     options: TrainerOptions
@@ -75,7 +80,9 @@ class Gang:
         return self.team.ranks if self.team else 1
 
     def once(self, values: torch.Tensor) -> torch.Tensor:
-        """For sums over ranks, what all ranks of a team have alike: zeros on all but the first of them."""
+        """For sums over ranks, what all ranks of a team have alike: zeros on all but the first of
+        them.
+        """
         return torch.zeros_like(values) if self.team and self.team.rank else values
 
     def scratch(self, name: str) -> Path:
@@ -114,12 +121,16 @@ class Gang:
         return self.rank % self.node_ranks == 0
 
     def by_node(self, number: int) -> int:
-        """The rank that has the turn `number` where the nodes take turns, and on each of them its ranks: `size` turns are a round."""
+        """The rank that has the turn `number` where the nodes take turns, and on each of them its
+        ranks: `size` turns are a round.
+        """
         local, node = divmod(number % self.size, self.nodes)
         return node * self.node_ranks + local
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, on all ranks: torch's own gather would unpickle whatever comes in at the port."""
+        """The JSON values of all ranks, on all ranks: torch's own gather would unpickle whatever
+        comes in at the port.
+        """
         data = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)
@@ -135,13 +146,17 @@ class Gang:
         return values
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
-        """A float32 host tensor of which one rank has each number, and the others 0: whole, on all ranks. As a sum of one number it is exact."""
+        """A float32 host tensor of which one rank has each number, and the others 0: whole, on all
+        ranks. As a sum of one number it is exact.
+        """
         assert values.dtype == torch.float32 and values.device.type == "cpu", f"{values.dtype} on {values.device}"
         dist.all_reduce(values)
         return values
 
     def to_first(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The values of every rank, in the order of ranks, on rank 0, and none on the others: host tensors of one dimension and any length."""
+        """The values of every rank, in the order of ranks, on rank 0, and none on the others: host
+        tensors of one dimension and any length.
+        """
         counts = self.gather(len(values))
         of_ranks = [values] if self.rank == 0 else []
         for rank in range(1, self.size):  # one by one: of what rank 0 has not asked for yet nothing is under way
@@ -168,7 +183,9 @@ class Gang:
         return of_gang | {name: str(count) for name, count in shape.items()}
 
     def warn(self, text: str) -> None:
-        """Says it in this rank's log, and, from the first rank, to the flow with the result of the job that is being done."""
+        """Says it in this rank's log, and, from the first rank, to the flow with the result of the
+        job that is being done.
+        """
         log.warning("%s", text)
         self._warnings.append(text)
 
@@ -188,7 +205,8 @@ class Gang:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A body without collectives that may fail on some ranks: then all ranks raise, and none is left waiting.
+        """A body without collectives that may fail on some ranks: then all ranks raise, and none is
+        left waiting.
 
         UserError when the fault is the user's, StoreError otherwise.
         """
@@ -229,7 +247,9 @@ def _bytes(data: bytes, length: int) -> torch.Tensor:
 
 
 def _keep_to_interface(address: str) -> None:
-    """The ranks' own connections stay on the interface of `address`: torch would take that of the host's name."""
+    """The ranks' own connections stay on the interface of `address`: torch would take that of the
+    host's name.
+    """
     address = socket.gethostbyname(address)
     for name, addresses in psutil.net_if_addrs().items():
         if address in (entry.address for entry in addresses):
@@ -238,7 +258,9 @@ def _keep_to_interface(address: str) -> None:
 
 
 def join_gang(options: TrainerOptions) -> Gang:
-    """Joins the gang that the launcher started (or that the caller initialised), with reproducible arithmetic."""
+    """Joins the gang that the launcher started (or that the caller initialised), with reproducible
+    arithmetic.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if options.trainer.nccl_algo:
         os.environ.setdefault("NCCL_ALGO", options.trainer.nccl_algo)

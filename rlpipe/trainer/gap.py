@@ -22,7 +22,9 @@ from rlpipe.trainer.publishing import publish_bytes
 
 
 def of_whole_batch(gang: Gang, lengths_B: np.ndarray, parts: Iterable[tuple[Microbatch, Tensor]]) -> Tensor:
-    """Values_BT of every microbatch of every rank as [N], float32 on the host, on all ranks: each team of ranks fills in its own."""
+    """Values_BT of every microbatch of every rank as [N], float32 on the host, on all ranks: each
+    team of ranks fills in its own.
+    """
     ends_B = np.cumsum(lengths_B)
     values_N = torch.zeros(int(lengths_B.sum()))
     for microbatch, values_BT in parts:
@@ -33,21 +35,27 @@ def of_whole_batch(gang: Gang, lengths_B: np.ndarray, parts: Iterable[tuple[Micr
 
 
 class Gaps:
-    """The gaps of this rank's microbatches, while it takes its steps. They stay on the device until all are there: no step waits for them."""
+    """The gaps of this rank's microbatches, while it takes its steps.
+
+    They stay on the device until all are there: no step waits for them.
+    """
 
     def __init__(self) -> None:
         self._rows: list[int] = []
         self._gaps: list[Tensor] = []  # of their scored tokens
 
     def add(self, microbatch: Microbatch, start_BT: Tensor, recorded_BT: Tensor) -> None:
-        """The trainer's logprobs of a microbatch, by the weights that the iteration started from; `recorded`: where they and the engine's are known."""
+        """The trainer's logprobs of a microbatch, by the weights that the iteration started from;
+        `recorded`: where they and the engine's are known.
+        """
         gap_BT = (start_BT - microbatch.rollout_logprobs_BT).masked_fill(~recorded_BT, torch.nan)
         self._rows += microbatch.rows
         self._gaps.append(microbatch.scored(gap_BT))
 
     def gathered(self, gang: Gang, rollouts: RlBatch) -> list[TokenGaps]:
-        """A row for each rollout of the batch, in its order, on rank 0; none on the others, which send it theirs. Branches beside them have none. A
-        collective."""
+        """A row for each rollout of the batch, in its order, on rank 0; none on the others, which
+        send it theirs. Branches beside them have none. A collective.
+        """
         rows, gaps = (
             torch.tensor(self._rows, dtype=torch.int64),
             torch.cat(self._gaps).cpu().half() if self._gaps else torch.zeros(0).half(),

@@ -48,9 +48,11 @@ class NewAdapter:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class LoadJob:
-    """Makes a position resident, from one of: a new model, a policy (weights, fresh optimizer), a state (everything).
+    """Makes a position resident, from one of: a new model, a policy (weights, fresh optimizer), a
+    state (everything).
 
-    `adapter`: what a whole policy gets, to train only that; a stored one that is an adapter has its own.
+    `adapter`: what a whole policy gets, to train only that; a stored one that is an adapter has its
+    own.
     """
 
     position: str
@@ -70,8 +72,9 @@ class LoadJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class SaveJob:
-    """Publishes what is resident at `position`, and begins to upload it: the policy, the state, the gaps of the iteration that led there, each
-    where there is a folder for it."""
+    """Publishes what is resident at `position`, and begins to upload it: the policy, the state, the
+    gaps of the iteration that led there, each where there is a folder for it.
+    """
 
     position: str
     policy_folder: str | None
@@ -87,7 +90,10 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Optimizer steps on `data`, from the position `start` to `result`. `first_step`: global index of the first of them."""
+    """Optimizer steps on `data`, from the position `start` to `result`.
+
+    `first_step`: global index of the first of them.
+    """
 
     start: str
     result: str
@@ -112,7 +118,10 @@ class RlJob(TrainJob):
 @with_config(EXACT)
 @dataclass(frozen=True)
 class SftJob(TrainJob):
-    """A segment of SFT, of `settings.num_steps` steps. `seed`: of the order of the conversations."""
+    """A segment of SFT, of `settings.num_steps` steps.
+
+    `seed`: of the order of the conversations.
+    """
 
     kind: Literal["sft"]
     settings: SftConfig
@@ -130,7 +139,9 @@ class OffloadJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class OfferJob:
-    """Says what a `SendJob` of the policy at `position` will send to the group of that name, and where the group meets."""
+    """Says what a `SendJob` of the policy at `position` will send to the group of that name, and
+    where the group meets.
+    """
 
     position: str
     group: Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}$")]
@@ -139,7 +150,9 @@ class OfferJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class SendJob:
-    """Sends the policy at `position`, which was offered to the same group, to its receivers: ranks from 1 on."""
+    """Sends the policy at `position`, which was offered to the same group, to its receivers: ranks
+    from 1 on.
+    """
 
     position: str
     group: Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}$")]
@@ -168,7 +181,9 @@ _ATTEMPT = TypeAdapter(_Attempt)
 
 
 def job_of(kind: str, body: bytes) -> GangJob:
-    """The job of a request; UserError naming the field when the body is not JSON of exactly its fields."""
+    """The job of a request; UserError naming the field when the body is not JSON of exactly its
+    fields.
+    """
     try:
         return JOBS[kind].validate_json(body)
     except ValidationError as error:
@@ -188,7 +203,9 @@ def attempt_of(body: bytes) -> str:
 
 
 def check_place(job: GangJob, run: str) -> None:
-    """UserError for a save that would write elsewhere than into a folder of the run for what it saves."""
+    """UserError for a save that would write elsewhere than into a folder of the run for what it
+    saves.
+    """
     assert run, "a gang is of a run"
     if not isinstance(job, SaveJob):
         return

@@ -1,8 +1,11 @@
-"""Starts the ranks of one node of a gang, as torchrun would, whose import of torch takes seconds. It ends with its parent and listens where
-its arguments say, so a killed flow process leaves no gang behind, and nobody else gets in. Told to end, it ends its ranks and says so in one
-line; with the first rank that fails it ends the others.
+"""Starts the ranks of one node of a gang, as torchrun would, whose import of torch takes seconds.
 
-`python -m rlpipe.trainer.launcher OPTIONS -- -m MODULE ARGUMENTS`. The ranks get the variables that torch reads, and torchrun sets.
+It ends with its parent and listens where its arguments say, so a killed flow process leaves no gang
+behind, and nobody else gets in. Told to end, it ends its ranks and says so in one line; with the
+first rank that fails it ends the others.
+
+`python -m rlpipe.trainer.launcher OPTIONS -- -m MODULE ARGUMENTS`. The ranks get the variables that
+torch reads, and torchrun sets.
 """
 
 from __future__ import annotations
@@ -31,8 +34,12 @@ def bind(node: int, address: str, port: int) -> socket.socket | None:
 def start_rank(
     options: argparse.Namespace, local_rank: int, port: int, listener: socket.socket | None
 ) -> subprocess.Popen[bytes]:
-    """One rank, in a session of its own. The first of all has the meeting point, on the socket that is bound already: torch's own would
-    listen at every address of the machine. To torch it is that of an agent, as torchrun is one: no rank opens another."""
+    """One rank, in a session of its own.
+
+    The first of all has the meeting point, on the socket that is bound already: torch's own would
+    listen at every address of the machine. To torch it is that of an agent, as torchrun is one: no
+    rank opens another.
+    """
     local_ranks, rank = options.nproc_per_node, options.node_rank * options.nproc_per_node + local_rank
     environment = {
         "MASTER_ADDR": options.master_addr, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -49,7 +56,9 @@ def start_rank(
 
 
 def until_ended(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int:
-    """The code to end with: once all ranks have ended well, or the first has not, or a signal has come into `signals`."""
+    """The code to end with: once all ranks have ended well, or the first has not, or a signal has
+    come into `signals`.
+    """
     while not signals:
         codes = [rank.poll() for rank in ranks]
         failed = [

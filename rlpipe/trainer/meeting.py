@@ -58,7 +58,9 @@ class Sent:
         self._store = _meeting_point()
 
     def __call__(self, fault: Exception | None) -> None:
-        """Says how it ended here; the first node waits for the others, and raises what went wrong there. A node that is lost ends the gang, and this wait."""
+        """Says how it ended here; the first node waits for the others, and raises what went wrong
+        there. A node that is lost ends the gang, and this wait.
+        """
         self._saves += 1
         if self._node:
             ended = None if fault is None else [isinstance(fault, OSError), str(fault)]
@@ -81,7 +83,8 @@ class Sent:
 
 
 class Pulse:
-    """Every rank beats at the meeting point, in a thread of its own, and rank 0 listens: of a collective no rank learns who is gone.
+    """Every rank beats at the meeting point, in a thread of its own, and rank 0 listens: of a
+    collective no rank learns who is gone.
 
     `lost` is told why the gang cannot go on; it ends this process.
     """

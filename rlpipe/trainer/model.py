@@ -48,7 +48,9 @@ Weights = Callable[[Any], ReadRows]  # where the rows of a model, which has none
 
 
 class PolicyModel(nn.Module):
-    """A causal language model whose forward pass gives logprobs, so that lm_head is unsharded where it is used."""
+    """A causal language model whose forward pass gives logprobs, so that lm_head is unsharded where
+    it is used.
+    """
 
     def __init__(self, lm: Any, adapted: Adapted | None = None, team: Team | None = None) -> None:
         super().__init__()
@@ -70,8 +72,9 @@ class PolicyModel(nn.Module):
         entropy_trained: bool = True,
         branch_RL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies, fp32, of `target_N`, each predicted at the flat position `source_N`; all ranks of a team give the same, and get
-        the same."""
+        """Logprobs and entropies, fp32, of `target_N`, each predicted at the flat position
+        `source_N`; all ranks of a team give the same, and get the same.
+        """
         team, length, count, place_M = (
             self.team if uses_team(self.lm) else None,
             tokens_RL.shape[1],
@@ -102,7 +105,9 @@ class PolicyModel(nn.Module):
         return masks.of_rows(positions_RL, branch_RL, BRANCHES)
 
     def plain_logprobs(self, tokens_L: Tensor) -> Tensor:
-        """Logprobs of `tokens_L` but the first, as the language model itself gives them for this text alone: what `forward` must equal."""
+        """Logprobs of `tokens_L` but the first, as the language model itself gives them for this
+        text alone: what `forward` must equal.
+        """
         given = {"use_cache": False} if takes(self.lm, "use_cache") else {}
         with own_attention(self.lm), as_written():
             logits_LV = self.lm(input_ids=tokens_L[None], **given).logits[0, :-1].float()
@@ -128,7 +133,9 @@ class PolicyModel(nn.Module):
 
 
 def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """The rows of dimension 0 that FSDP2 gives to a rank: equal chunks, the last ones shorter or empty."""
+    """The rows of dimension 0 that FSDP2 gives to a rank: equal chunks, the last ones shorter or
+    empty.
+    """
     chunk = -(-rows // size)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
@@ -136,8 +143,11 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
 def build_policy(
     gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False, adapted: Adapted | None = None
 ) -> PolicyModel:
-    """The sharded policy, each rank reading only its own rows: fp32 masters. `frozen`, and what has an adapter beside it, is held in the number
-    type of the forward pass, which gives the same bits. Faults of reading are common to all ranks."""
+    """The sharded policy, each rank reading only its own rows: fp32 masters.
+
+    `frozen`, and what has an adapter beside it, is held in the number type of the forward pass,
+    which gives the same bits. Faults of reading are common to all ranks.
+    """
     lm: Any = None
     read_rows: ReadRows | None = None
     with gang.together():
@@ -199,7 +209,10 @@ def fill(gang: Gang, parameters: Iterable[tuple[str, DTensor]], tensors: Iterabl
 
 
 def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
-    """Rows of a newly initialised model: the same for any number of ranks. UserError for one that no memory holds."""
+    """Rows of a newly initialised model: the same for any number of ranks.
+
+    UserError for one that no memory holds.
+    """
     here, needed = psutil.virtual_memory().total, 4 * sum(parameter.numel() for parameter in lm.parameters())
     if needed > here:
         raise UserError(
@@ -213,8 +226,9 @@ def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
 def load_policy(
     gang: Gang, ref: ArtifactRef, frozen: bool = False, new: NewAdapter | None = None
 ) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
-    """The weights of a policy in the store, its config and its generation config; `frozen`: as `build_policy` has it. `new`: the adapter that a
-    whole policy gets."""
+    """The weights of a policy in the store, its config and its generation config; `frozen`: as
+    `build_policy` has it. `new`: the adapter that a whole policy gets.
+    """
     adapted, weights = Adapted(new.settings, ref) if new else None, None
     rebuilt = _rebuilt(gang, ref)
     with gang.together():
@@ -244,7 +258,9 @@ def load_policy(
 
 
 def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
-    """On this node's disk, verified, the whole files of a policy that is stored as a difference; None for one that is read from the store."""
+    """On this node's disk, verified, the whole files of a policy that is stored as a difference;
+    None for one that is read from the store.
+    """
     folder: Path | None = None
     for is_turn in (
         os.environ.get("LOCAL_RANK", "0") == "0",
@@ -302,7 +318,9 @@ def with_adapter(weights: Weights, of_adapter: ReadRows) -> Weights:
 
 
 def check_share(gang: Gang, folder: str, files: list[FileRecord]) -> None:
-    """Files whose blocks are not known are hashed whole, each by one rank: together the ranks read them once for that."""
+    """Files whose blocks are not known are hashed whole, each by one rank: together the ranks read
+    them once for that.
+    """
     for file in files[gang.rank :: gang.size]:
         check_file(gang.store, folder, file)
 

@@ -1,6 +1,9 @@
-"""AdamW's moments away from the device while passes run (`trainer.offload = "optimizer"`). For an update they come back part by part: the same bits.
+"""AdamW's moments away from the device while passes run (`trainer.offload = "optimizer"`).
 
-On a GPU they are in pinned memory of the host. A CPU has no other memory to go to: there they are in a file of the node's scratch.
+For an update they come back part by part: the same bits.
+
+On a GPU they are in pinned memory of the host. A CPU has no other memory to go to: there they are
+in a file of the node's scratch.
 """
 
 from __future__ import annotations
@@ -62,8 +65,10 @@ class AwayMoments:
 
     @torch.no_grad()
     def update(self, optimizer: torch.optim.AdamW, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """The optimizer's step, part by part: it leaves alone what has no gradient. On a GPU the next part comes while one is updated, and the one
-        before goes."""
+        """The optimizer's step, part by part: it leaves alone what has no gradient.
+
+        On a GPU the next part comes while one is updated, and the one before goes.
+        """
         longest = max((part.home.numel() for part in self._parts), default=0)
         slots = [torch.empty(longest, device=self._device) for _ in range(min(PARTS_HERE, len(self._parts)))]
         free: list[Event] = [self._come.mark() for _ in slots]  # from when on a part may come into a slot
@@ -122,7 +127,10 @@ def _entries(part: Part, flat: Tensor) -> dict[nn.Parameter, dict[str, Tensor]]:
 
 
 def _mapped(gang: Gang, num_bytes: int) -> mmap.mmap:
-    """Zeros in a file of the node's scratch, which is gone with this process. OSError when the disk has no room."""
+    """Zeros in a file of the node's scratch, which is gone with this process.
+
+    OSError when the disk has no room.
+    """
     with tempfile.TemporaryFile(dir=gang.scratch("moments")) as file:
         os.posix_fallocate(
             file.fileno(), 0, num_bytes

@@ -1,4 +1,6 @@
-"""The HTTP side of each node of a gang: what was published there, for other nodes. On the first node it is the gang's too (`server.py`).
+"""The HTTP side of each node of a gang: what was published there, for other nodes.
+
+On the first node it is the gang's too (`server.py`).
 
 GET /files/KEY (bearer key).
 """
@@ -50,7 +52,9 @@ class NodeServer:
         self.address = self._listener.getsockname()
 
     async def serve(self) -> None:
-        """Serves until it is cancelled; in a thread of a node's first rank with its own event loop, because the main thread trains."""
+        """Serves until it is cancelled; in a thread of a node's first rank with its own event loop,
+        because the main thread trains.
+        """
         connections = Connections(
             self.answer,
             keepalive_timeout=REQUEST_S,
@@ -85,7 +89,9 @@ class NodeServer:
         return web.json_response({"error": f"no {request.path}"}, status=404)
 
     def _file(self, key: str) -> web.StreamResponse:
-        """A file that was published, or the part of it that is wanted: other nodes get policies so, before the store has them."""
+        """A file that was published, or the part of it that is wanted: other nodes get policies so,
+        before the store has them.
+        """
         path, disk = self.uploads.disk / key, self.uploads.disk.resolve()
         try:
             is_published = is_key(key) and path.resolve().is_relative_to(disk) and path.is_file()

@@ -22,7 +22,9 @@ from rlpipe.trainer.gang import Gang
 
 @dataclass(frozen=True)
 class Offloaded:
-    """Memory that is away, and where: in `copies` on the host, or in the file at `path`, one piece behind the other."""
+    """Memory that is away, and where: in `copies` on the host, or in the file at `path`, one piece
+    behind the other.
+    """
 
     pieces: list[UntypedStorage]
     sizes: list[int]  # bytes of each
@@ -32,7 +34,10 @@ class Offloaded:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Brings everything back. Any fault is this rank's end, and the gang's: it is then rebuilt from the store."""
+        """Brings everything back.
+
+        Any fault is this rank's end, and the gang's: it is then rebuilt from the store.
+        """
         for piece, size in zip(self.pieces, self.sizes, strict=True):
             assert piece.nbytes() == 0, "somebody took memory of what is away"
             piece.resize_(size)
@@ -51,7 +56,10 @@ class Offloaded:
 
 @torch.no_grad()
 def offload(gang: Gang, tensors: Iterable[Tensor]) -> Offloaded:
-    """Moves the memory behind `tensors` away. StoreError, on all ranks and with nothing moved, when the disk has no room."""
+    """Moves the memory behind `tensors` away.
+
+    StoreError, on all ranks and with nothing moved, when the disk has no room.
+    """
     pieces, path = storages_of(tensors), gang.scratch("offload") / f"rank-{gang.rank}"
     copies: list[Tensor] = []
     checksums: list[int] = []

@@ -1,7 +1,7 @@
 """Sequences to texts, texts to rows, rows to microbatches: pure and deterministic.
 
-A text is one sequence, or several of a group with their prompt once: each goes on from it, and sees none of the others.
-All ranks of a step share the number of microbatches.
+A text is one sequence, or several of a group with their prompt once: each goes on from it, and sees
+none of the others. All ranks of a step share the number of microbatches.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ class Rows(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class TrainSequence:
-    """Tokens, and which of them are trained. All ranks plan with its prompt and its counts; what is long may be pages of a file, which a rank
-    has in memory once it asks for `tokens`, `scored` or `rollout_logprobs`."""
+    """Tokens, and which of them are trained.
+
+    All ranks plan with its prompt and its counts; what is long may be pages of a file, which a rank
+    has in memory once it asks for `tokens`, `scored` or `rollout_logprobs`.
+    """
 
     prompt: np.ndarray  # tokens at its beginning, none of them scored, that others of its group have too
     completion: np.ndarray  # the tokens behind it
@@ -87,12 +90,17 @@ def text_tokens(text: Text) -> int:
 
 
 def text_pairs(text: Text) -> int:
-    """Pairs of a text's tokens, as if each saw all of its sequence; those of a shared prompt once. The causal half of them is what is seen."""
+    """Pairs of a text's tokens, as if each saw all of its sequence; those of a shared prompt once.
+
+    The causal half of them is what is seen.
+    """
     return sum(sequence.num_tokens**2 for sequence in text) - (len(text) - 1) * len(text[0].prompt) ** 2
 
 
 def share_prompts(sequences: list[TrainSequence], tokens_max: int) -> list[Text]:
-    """Neighbours with the same prompt as one text, as many as are `tokens_max` together; what has no prompt stays alone."""
+    """Neighbours with the same prompt as one text, as many as are `tokens_max` together; what has
+    no prompt stays alone.
+    """
     texts: list[Text] = []
     prompt, room = np.zeros(0), 0
     for sequence in sequences:
@@ -119,7 +127,9 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def pack_rows(indices: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[Row]:
-    """Best-fit decreasing: `indices` come longest first, each goes to the row with the least room that is enough."""
+    """Best-fit decreasing: `indices` come longest first, each goes to the row with the least room
+    that is enough.
+    """
     rows: list[Row] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), rising
     for index in indices:
@@ -142,9 +152,11 @@ def plan_texts(
 ) -> tuple[list[Text], list[RankPlan]]:
     """The texts of a step and their plan: a prompt is shared by as many as costs least.
 
-    Shared by many it is computed once, but their row is long. With a mask of L x L attention within it, though masked, costs as much as if all saw
-    all. With flex_attention (`flex_tokens`: at this length of a text its attention costs as much as all else) only what is seen costs: then
-    rows and texts are as long as a microbatch, and what is shared by too many keeps ranks from having the same to do.
+    Shared by many it is computed once, but their row is long. With a mask of L x L attention within
+    it, though masked, costs as much as if all saw all. With flex_attention (`flex_tokens`: at this
+    length of a text its attention costs as much as all else) only what is seen costs: then rows and
+    texts are as long as a microbatch, and what is shared by too many keeps ranks from having the
+    same to do.
     """
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
     longest_row = tokens_max * context_ranks
@@ -173,11 +185,12 @@ def plan_step(
     context_ranks: int = 1,
     attention: Sequence[float] | None = None,
 ) -> list[RankPlan]:
-    """The plan of every rank: rows of the length that costs least, in microbatches of rows that are alike and at most `tokens_max` tokens a rank.
-    `attention`: as `cost` has it.
+    """The plan of every rank: rows of the length that costs least, in microbatches of rows that are
+    alike and at most `tokens_max` tokens a rank. `attention`: as `cost` has it.
 
-    `context_ranks` neighbours share each row, and have one plan. A rank with less to do gets microbatches without rows, so that all run the same
-    number. UserError when a sequence does not fit.
+    `context_ranks` neighbours share each row, and have one plan. A rank with less to do gets
+    microbatches without rows, so that all run the same number. UserError when a sequence does not
+    fit.
     """
     longest = max(lengths, default=1)
     if longest > tokens_max * context_ranks:
@@ -224,7 +237,9 @@ def cost(plans: list[RankPlan], lengths: Sequence[int], attention: Sequence[floa
 
 
 def microbatches(rows: list[Row], lengths: Sequence[int], tokens_max: int) -> RankPlan:
-    """The rows, fullest first, as many at a time as hold `tokens_max` tokens: padded to the fullest of its microbatch a row wastes little."""
+    """The rows, fullest first, as many at a time as hold `tokens_max` tokens: padded to the fullest
+    of its microbatch a row wastes little.
+    """
     plan: RankPlan = []
     room = 0
     for row in sorted(rows, key=lambda row: -sum(lengths[index] for index in row)):
@@ -237,7 +252,9 @@ def microbatches(rows: list[Row], lengths: Sequence[int], tokens_max: int) -> Ra
 
 
 def fullest(rows: Sequence[Sequence[int]]) -> int:
-    """L: tokens of the fullest row, given the lengths of each row's sequences; 1 where there is only padding."""
+    """L: tokens of the fullest row, given the lengths of each row's sequences; 1 where there is
+    only padding.
+    """
     return max(map(sum, rows), default=1)
 
 

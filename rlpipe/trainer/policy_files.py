@@ -31,7 +31,11 @@ BUFFERS, BUFFER_BYTES = 2, 64 << 20  # of pinned memory, a rank
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of a policy's weights. `files`: their blocks, each the names of its tensors; `metadata`: of the index, empty of a single file."""
+    """The files of a policy's weights.
+
+    `files`: their blocks, each the names of its tensors; `metadata`: of the index, empty of a
+    single file.
+    """
 
     files: dict[str, list[list[str]]]
     metadata: JsonDict
@@ -53,7 +57,9 @@ def layout_of(gang: Gang, resident: Resident) -> Layout:
 
 
 def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> JobResult:
-    """HF files: weights in the dtype of the forward pass, gathered tensor by tensor, config, tokenizer; of an adapter its own files. Rank 0 gets records and metrics."""
+    """HF files: weights in the dtype of the forward pass, gathered tensor by tensor, config,
+    tokenizer; of an adapter its own files. Rank 0 gets records and metrics.
+    """
     if resident.policy.adapted is not None:
         target, documents = gang.published / folder / job.attempt, config_files(gang, resident, job.stop_token_ids)
         return JobResult(policy=save_adapter(gang, resident, target, documents))
@@ -88,7 +94,9 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> Jo
 
 
 def saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """A parameter is saved in the number type of the forward pass; a buffer in its own, in which the model uses it."""
+    """A parameter is saved in the number type of the forward pass; a buffer in its own, in which
+    the model uses it.
+    """
     return dtype if isinstance(tensor, DTensor) else tensor.dtype
 
 
@@ -100,9 +108,12 @@ def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _gathered(
     gang: Gang, tensors: dict[str, Tensor], files: dict[int, list[str]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors of this rank's file, whole, in main memory. `files`: the names in the file of each rank.
+    """The tensors of this rank's file, whole, in main memory.
 
-    All ranks gather them, one of each file in turn: while a GPU copies its own, the others' are gathered and copied.
+    `files`: the names in the file of each rank.
+
+    All ranks gather them, one of each file in turn: while a GPU copies its own, the others' are
+    gathered and copied.
     """
     own: dict[str, Tensor] = {}
     with HostCopies(gang.device) as copies:
@@ -116,7 +127,8 @@ def _gathered(
 
 
 class HostCopies:
-    """Copies of tensors in main memory, through pinned memory and beside what the device does; all are there when the block ends.
+    """Copies of tensors in main memory, through pinned memory and beside what the device does; all
+    are there when the block ends.
 
     One is on its way at a time, and with it the tensor stays on the device.
     """
@@ -140,7 +152,9 @@ class HostCopies:
             self._last.result()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Contiguous; of a CPU's tensor itself, where that is: a one-rank gang gets views of the live weights."""
+        """Contiguous; of a CPU's tensor itself, where that is: a one-rank gang gets views of the
+        live weights.
+        """
         if self._on_cpu:
             return tensor.contiguous()
         if self._last is not None:

@@ -1,4 +1,6 @@
-"""Texts that look random, and their logprobs: by the policy's forward pass of rows, and by the model's own of each alone."""
+"""Texts that look random, and their logprobs: by the policy's forward pass of rows, and by the
+model's own of each alone.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ ROOM = 8  # of padding
 
 
 def settle(policy: PolicyModel, device: torch.device) -> None:
-    """A forward pass that comes to its end: without, FSDP would stay in the middle of the one that failed."""
+    """A forward pass that comes to its end: without, FSDP would stay in the middle of the one that
+    failed.
+    """
     policy.zero_grad(set_to_none=True)
     own_logprobs(policy, [sequence(LENGTHS[-1], policy.lm.config.get_text_config().vocab_size, 0)], device)
 

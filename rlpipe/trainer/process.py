@@ -50,7 +50,10 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 class TrainerOptions(BaseModel, frozen=True):
-    """One gang. Example: TrainerOptions(store="file:///data/store", run="a", host="127.0.0.1", port=8123, work_dir="/tmp/gang").
+    """One gang.
+
+    Example: TrainerOptions(store="file:///data/store", run="a", host="127.0.0.1", port=8123,
+    work_dir="/tmp/gang").
 
     The bearer key is not among them: it is never on a command line.
     """
@@ -66,7 +69,9 @@ class TrainerOptions(BaseModel, frozen=True):
 
 
 def launcher_argv(options: TrainerOptions, node: int = 0, rendezvous: str = "") -> list[str]:
-    """The command of one node's part of a gang. Several nodes meet at node 0's rendezvous, host:port.
+    """The command of one node's part of a gang.
+
+    Several nodes meet at node 0's rendezvous, host:port.
 
     The launcher restarts nothing. Who started the gang starts it again, within one budget.
     """
@@ -105,7 +110,10 @@ class GangProcess:
     _service: Service | None = field(default=None, init=False)
 
     async def start(self) -> str:
-        """Starts it; returns `url` once node 0 answers. TrainerError when it does not come up, UserError where this node cannot train."""
+        """Starts it; returns `url` once node 0 answers.
+
+        TrainerError when it does not come up, UserError where this node cannot train.
+        """
         assert self._service is None, "the gang runs already"
         trainer, port = self.config.trainer, free_port()
         if trainer.gpu_ids:
@@ -152,7 +160,10 @@ class GangProcess:
         return ""
 
     async def bring_back(self) -> str:
-        """A dead rank ends its gang; it is started again here, within the budget. One that neither ends nor answers is ended."""
+        """A dead rank ends its gang; it is started again here, within the budget.
+
+        One that neither ends nor answers is ended.
+        """
         service = self._service
         assert service is not None, "start comes first"
         await asyncio.sleep(1.0)  # a dying launcher takes a moment to end
@@ -164,7 +175,9 @@ class GangProcess:
         return await self._until_ready(service.ensure)
 
     async def close(self) -> None:
-        """Ends it, and removes what it had on this disk but its log: all of that can be made again from the store."""
+        """Ends it, and removes what it had on this disk but its log: all of that can be made again
+        from the store.
+        """
         if self._service is not None:
             await asyncio.to_thread(self._service.stop)
             await asyncio.to_thread(shutil.rmtree, self.work_dir / "trainer", ignore_errors=True)
@@ -181,14 +194,18 @@ class GangProcess:
 
 
 class RegisteredGang:
-    """A gang whose nodes are services of the run; with `trainer.place = "deployment"` they are started where they are missing."""
+    """A gang whose nodes are services of the run; with `trainer.place = "deployment"` they are
+    started where they are missing.
+    """
 
     def __init__(self, run: Run, start_service: StartService) -> None:
         self.key = ""  # of the gang that was found last
         self._services = ServiceFinder(run, TRAINER, start_service)
 
     async def start(self) -> str:
-        """The URL of node 0, once it answers; TrainerError when nobody is to be waited for any longer."""
+        """The URL of node 0, once it answers; TrainerError when nobody is to be waited for any
+        longer.
+        """
         peers = await self._services.find()
         record = next(peer.record for peer in peers if peer.record.name == node_name(0))
         self.key = record.key
@@ -197,7 +214,9 @@ class RegisteredGang:
     bring_back = start
 
     async def running(self) -> str:
-        """The URL of node 0 of a gang that has joined, as soon as it answers; empty where there is none, it begins, or it is lost."""
+        """The URL of node 0 of a gang that has joined, as soon as it answers; empty where there is
+        none, it begins, or it is lost.
+        """
         while peers := [
             peer for peer in await self._services.current() if peer.record.name == node_name(0) and peer.record.url
         ]:
@@ -261,8 +280,11 @@ class GangService:
         raise TrainerError(f"the gang ended {RESTARTS_MAX + 1} times; see {self._work_dir}/trainer.log")
 
     async def idle_s(self) -> float:
-        """Seconds since the gang's last job; a gang that is only starting does not count them. The nodes behind the first count from
-        the end of their part of a gang: while it runs, node 0 counts."""
+        """Seconds since the gang's last job; a gang that is only starting does not count them.
+
+        The nodes behind the first count from the end of their part of a gang: while it runs, node 0
+        counts.
+        """
         if self._node > 0:
             return 0.0 if self._gang is not None and self._gang.alive else time.monotonic() - self._ran_at
         if self._gang is None:
@@ -290,7 +312,9 @@ class GangService:
         return met_at
 
     async def _announced(self) -> str:
-        """The meeting point in the record of node 0; empty when there is none, or it cannot be read now."""
+        """The meeting point in the record of node 0; empty when there is none, or it cannot be read
+        now.
+        """
         try:
             records = await asyncio.to_thread(registered, self.registration.store, self.registration.run_root, TRAINER)
         except OSError as error:

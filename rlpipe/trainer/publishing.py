@@ -32,9 +32,12 @@ GIVE_WAY_S = 120.0  # so long an upload leaves the cable to other nodes
 
 @dataclass(frozen=True)
 class Publication:
-    """The files of one save that one node made, by their keys in the store. They lie below a folder of that node.
+    """The files of one save that one node made, by their keys in the store.
 
-    Those `beside` a policy, of a state and of gaps, are deleted once the store has them: no engine needs them.
+    They lie below a folder of that node.
+
+    Those `beside` a policy, of a state and of gaps, are deleted once the store has them: no engine
+    needs them.
     """
 
     attempt: str
@@ -72,7 +75,10 @@ def published_in_blocks(path: Path) -> tuple[FileRecord, Blocks]:
 
 
 def upload(store: Store, disk: Path, publication: Publication) -> None:
-    """Sends all files to the store. OSError when it cannot be reached, StoreError when a file is not what its record says."""
+    """Sends all files to the store.
+
+    OSError when it cannot be reached, StoreError when a file is not what its record says.
+    """
 
     def send(key: str, record: FileRecord) -> None:
         if not (disk / key).is_file():  # an earlier try has sent it
@@ -121,7 +127,9 @@ class Fetches:
                 self._changed.notify_all()
 
     def give_way(self) -> None:
-        """Returns when other nodes have what they want of a save that was just published, after GIVE_WAY_S at the latest."""
+        """Returns when other nodes have what they want of a save that was just published, after
+        GIVE_WAY_S at the latest.
+        """
         deadline, quiet_s = time.monotonic() + GIVE_WAY_S, self._begin_s
         with self._changed:
             while self._changed.wait_for(lambda: bool(self.going), quiet_s):
@@ -135,9 +143,12 @@ class Fetches:
 
 
 class Uploads:
-    """The uploads of a node, one after the other in a thread of its first rank. The newest is known by its attempt.
+    """The uploads of a node, one after the other in a thread of its first rank.
 
-    `on_sent`: is told how each ended; on a gang's first node it returns when all nodes have sent theirs, or raises what went wrong there.
+    The newest is known by its attempt.
+
+    `on_sent`: is told how each ended; on a gang's first node it returns when all nodes have sent
+    theirs, or raises what went wrong there.
     """
 
     def __init__(
@@ -177,7 +188,10 @@ class Uploads:
         self._on_sent(None)
 
     def _upload(self, publication: Publication) -> None:
-        """Sends until it succeeds, TRIES times at most; then the last OSError. What was replaced by another save is not tried again."""
+        """Sends until it succeeds, TRIES times at most; then the last OSError.
+
+        What was replaced by another save is not tried again.
+        """
         for left in reversed(range(TRIES)):
             try:
                 upload(self._store, self.disk, publication)

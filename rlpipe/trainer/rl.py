@@ -50,9 +50,11 @@ STEP_METRICS = ("loss", "policy_loss", "kl", "grad_norm", *(name for name in TOK
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen policy of the KL, and how sequences may be put into its rows: it may be of another family than the policy.
+    """The frozen policy of the KL, and how sequences may be put into its rows: it may be of another
+    family than the policy.
 
-    `adapter`: the policy in training is it, with these values of its adapter (zeros: the adapter is off); empty for a model of its own.
+    `adapter`: the policy in training is it, with these values of its adapter (zeros: the adapter is
+    off); empty for a model of its own.
     """
 
     policy: PolicyModel
@@ -62,7 +64,10 @@ class Reference:
 
 @dataclass
 class StepsTaken:
-    """The steps of an iteration. `batches`: of all, without their microbatches; `metrics`: of those that had something to train."""
+    """The steps of an iteration.
+
+    `batches`: of all, without their microbatches; `metrics`: of those that had something to train.
+    """
 
     batches: list[StepBatch]
     metrics: list[Metrics]
@@ -70,14 +75,17 @@ class StepsTaken:
 
 
 def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: RlJob) -> JobResult:
-    """Runs the steps of an iteration. Means over them, zeros without one, and `first_step`: what must be 0 before any update.
+    """Runs the steps of an iteration.
+
+    Means over them, zeros without one, and `first_step`: what must be 0 before any update.
 
     StepRefused names the data folder and the step.
 
-    proximal_logprobs are those of the weights that the iteration started from, in the very microbatches that are then trained: the
-    first step is on-policy to the bit. They are computed for all steps before the first. Of an only step they are those of its own forward
-    pass. Advantages are of the whole batch.
-    With `proximal = "engine"` they are what was recorded while sampling, and no pass is made; UserError where that is not known.
+    proximal_logprobs are those of the weights that the iteration started from, in the very
+    microbatches that are then trained: the first step is on-policy to the bit. They are computed
+    for all steps before the first. Of an only step they are those of its own forward pass.
+    Advantages are of the whole batch. With `proximal = "engine"` they are what was recorded while
+    sampling, and no pass is made; UserError where that is not known.
     """
     settings = job.settings
     rollouts = gang.in_turn(lambda folder: read_rl_batch(gang.store, job.data, settings.num_steps, folder))
@@ -114,7 +122,10 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
 
 
 def check_recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> None:
-    """UserError, the same on every rank, where nobody recorded the logprob of a token to train. A collective."""
+    """UserError, the same on every rank, where nobody recorded the logprob of a token to train.
+
+    A collective.
+    """
     recorded = [
         microbatch.scored(microbatch.rollout_logprobs_BT) for batch in batches for microbatch in batch.microbatches
     ]
@@ -169,8 +180,9 @@ def with_frozen(
     temperature: float,
     reference_weights: contextlib.AbstractContextManager[None] | None = None,
 ) -> StepBatch:
-    """The batch with proximal_logprobs where there is a policy, and with reference_logprobs where there is a reference, which has its weights
-    within a body."""
+    """The batch with proximal_logprobs where there is a policy, and with reference_logprobs where
+    there is a reference, which has its weights within a body.
+    """
     frozen: dict[str, list[Tensor]] = {}
     if policy:
         frozen["proximal_logprobs_BT"] = frozen_logprobs(policy, batch.microbatches, temperature)

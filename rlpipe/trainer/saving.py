@@ -42,10 +42,12 @@ WRITTEN: TypeAdapter[list[WrittenFiles]] = TypeAdapter(list[WrittenFiles])
 
 
 class PolicyWriter:
-    """Publishes the files of one policy, each on the node of the rank that has it. The caller makes whole files of weights in the folder `whole`,
-    which the ranks of a node share.
+    """Publishes the files of one policy, each on the node of the rank that has it.
 
-    A file is stored as its difference where the job names a base, and the base has a file of that name and size.
+    The caller makes whole files of weights in the folder `whole`, which the ranks of a node share.
+
+    A file is stored as its difference where the job names a base, and the base has a file of that
+    name and size.
     """
 
     def __init__(self, gang: Gang, job: SaveJob, folder: str) -> None:
@@ -64,7 +66,9 @@ class PolicyWriter:
         return whole_files(self._gang.store, self._job.base) if self._job.base else {}
 
     def weights(self, path: Path, tensors: Iterable[str], width: int) -> None:
-        """Publishes one file of `whole`, which has these tensors, most of whose numbers have `width` bytes, and deletes it where no later policy needs it."""
+        """Publishes one file of `whole`, which has these tensors, most of whose numbers have
+        `width` bytes, and deletes it where no later policy needs it.
+        """
         base, size = self._base.get(path.name), path.stat().st_size
         self._index |= dict.fromkeys(tensors, path.name)
         if base is not None and base.bytes == size > 0:
@@ -89,7 +93,9 @@ class PolicyWriter:
         return {name: file for part in written for name, file in part.index.items()}
 
     def documents(self, documents: dict[str, bytes]) -> JobResult:
-        """Publishes the small files, and where there are differences what is stored of each file; the records of all files, and metrics."""
+        """Publishes the small files, and where there are differences what is stored of each file;
+        the records of all files, and metrics.
+        """
         frames = [frame for file in self._files for frame in file.frames]
         base = self._base if frames else {}  # for the small files alone no policy is bound to another
         for name, data in documents.items():
@@ -145,7 +151,9 @@ class PolicyWriter:
         return self._gang.scratch("kept") / sha256_of(sorted(weights))
 
     def keep(self) -> None:
-        """Keeps the files of this policy that this node has for the next one, in place of those of the one before. Once a node, at the end."""
+        """Keeps the files of this policy that this node has for the next one, in place of those of
+        the one before. Once a node, at the end.
+        """
         for folder in self._gang.scratch("kept").iterdir():
             shutil.rmtree(folder)
         if self._job.is_base:

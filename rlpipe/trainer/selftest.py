@@ -44,8 +44,12 @@ FIRST_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Proof:
-    """Mean |difference| of the logprobs of tokens. `single`, `packed`, `shared`: to the model's own forward pass of each text alone. `ahead`: of
-    single rows, when what comes later changes; `aside`, `leak`, `branch_leak`: of single, packed and shared rows, when the other sequences change."""
+    """Mean |difference| of the logprobs of tokens.
+
+    `single`, `packed`, `shared`: to the model's own forward pass of each text alone. `ahead`: of
+    single rows, when what comes later changes; `aside`, `leak`, `branch_leak`: of single, packed
+    and shared rows, when the other sequences change.
+    """
 
     single: float
     packed: float
@@ -60,7 +64,10 @@ class Proof:
         return all(map(math.isfinite, (self.single, self.packed, self.ahead, self.aside, self.leak)))
 
     def rows(self, family: str, dtype: str) -> Rows:
-        """Packed rows and shared prompts where they change nothing, else a row for each sequence. UserError naming the family when that is wrong too."""
+        """Packed rows and shared prompts where they change nothing, else a row for each sequence.
+
+        UserError naming the family when that is wrong too.
+        """
         if not self.is_finite:
             raise UserError(
                 f"model: {family}: its logprobs are not finite; its weights are damaged, or too large for {dtype}"
@@ -107,8 +114,10 @@ def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
 
 
 def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
-    """The same with flex_attention, which the policy keeps; None, and it keeps its own attention, where that is not what its own code computes.
-    On GPUs its norms, rotary positions and MLPs are kernels, too, unless that is what is wrong."""
+    """The same with flex_attention, which the policy keeps; None, and it keeps its own attention,
+    where that is not what its own code computes. On GPUs its norms, rotary positions and MLPs are
+    kernels, too, unless that is what is wrong.
+    """
     lm, faults = policy.lm, list[str]()
     for choose in (use_fused, leave_fused) if gang.device.type in FUSED_DEVICES else (leave_fused,):
         choose(lm)
@@ -232,7 +241,9 @@ def _gradients(gang: Gang, policy: PolicyModel, texts: list[TrainSequence], rows
 
 
 def prove(policy: PolicyModel, device: torch.device) -> Proof:
-    """Runs the sequences alone, one a row, packed, and as completions of one prompt; and with other tokens where they must not matter."""
+    """Runs the sequences alone, one a row, packed, and as completions of one prompt; and with other
+    tokens where they must not matter.
+    """
     vocab_size = policy.lm.config.get_text_config().vocab_size
     texts, others = ([sequence(length, vocab_size, salt) for length in LENGTHS] for salt in (0, 1))
     later = [
@@ -262,7 +273,9 @@ def prove(policy: PolicyModel, device: torch.device) -> Proof:
 def _prove_shared(
     policy: PolicyModel, texts: list[TrainSequence], others: list[TrainSequence], device: torch.device
 ) -> tuple[float, float]:
-    """`shared` and `branch_leak` of the sequences behind one prompt; infinite where the model does not take the mask."""
+    """`shared` and `branch_leak` of the sequences behind one prompt; infinite where the model does
+    not take the mask.
+    """
     prompt = sequence(PROMPT, policy.lm.config.get_text_config().vocab_size, 2).tokens
     texts, others = [behind(prompt, text) for text in texts], [behind(prompt, text) for text in others]
     own = [part[PROMPT - 1 :] for part in own_logprobs(policy, texts, device)]
@@ -278,7 +291,9 @@ def _prove_shared(
 def tried(
     policy: PolicyModel, texts: list[TrainSequence], others: list[TrainSequence], rows: Rows, device: torch.device
 ) -> tuple[list[Tensor], float]:
-    """The logprobs of sequences in such rows, and the largest mean |difference| of one's when every other one becomes another."""
+    """The logprobs of sequences in such rows, and the largest mean |difference| of one's when every
+    other one becomes another.
+    """
     given = row_logprobs(policy, texts, rows, device)
     halves = [
         [other if index % 2 == half else text for index, (text, other) in enumerate(zip(texts, others, strict=True))]

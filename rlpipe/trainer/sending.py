@@ -72,7 +72,10 @@ class Sending:
         return JobResult(offer=offer)
 
     def send(self, resident: Resident, job: SendJob) -> JobResult:
-        """Sends the policy; rank 0 gets the records of the files that hold what was sent. StoreError, on all ranks, when it did not reach every receiver."""
+        """Sends the policy; rank 0 gets the records of the files that hold what was sent.
+
+        StoreError, on all ranks, when it did not reach every receiver.
+        """
         gang, lm, dtype = self._gang, resident.policy.lm, getattr(torch, self._gang.options.dtype)
         tensors, group = tensors_of(lm), None
         with gang.together():
@@ -105,9 +108,12 @@ class Sending:
 
 
 class ReceiverGroup:
-    """The group of rank 0 and what receives, for one policy. Every call has a deadline; OSError when a receiver is gone, or late.
+    """The group of rank 0 and what receives, for one policy.
 
-    torch's calls are made in a thread: one of NCCL that waits for a receiver which died does not end by itself.
+    Every call has a deadline; OSError when a receiver is gone, or late.
+
+    torch's calls are made in a thread: one of NCCL that waits for a receiver which died does not
+    end by itself.
     """
 
     def __init__(self, store: TCPStore, job: SendJob, device: torch.device) -> None:
@@ -181,7 +187,9 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 def _plan(gang: Gang, resident: Resident) -> Iterator[tuple[str, list[list[str]]]]:
-    """For each file of the policy the buckets that it is sent in: names of the module's tensors, whole blocks."""
+    """For each file of the policy the buckets that it is sent in: names of the module's tensors,
+    whole blocks.
+    """
     tensors, dtype = tensors_of(resident.policy.lm), getattr(torch, gang.options.dtype)
     for file, blocks in layout_of(gang, resident).files.items():
         buckets, room = [], 0
@@ -208,7 +216,9 @@ def _described(gang: Gang, resident: Resident, names: list[str]) -> TensorBucket
 
 
 def file_of(name: str, tensors: dict[str, Tensor]) -> FileRecord:
-    """The record of the file that has these tensors of main memory, without the file: as safetensors would write it, which orders them its way."""
+    """The record of the file that has these tensors of main memory, without the file: as
+    safetensors would write it, which orders them its way.
+    """
     head = save({key: tensor.new_empty(0) for key, tensor in tensors.items()}, METADATA)
     header, size = json.loads(head[LENGTH_BYTES:]), 0
     order = [key for key in header if key != "__metadata__"]

@@ -1,7 +1,9 @@
-"""The trainer process: one rank of a gang. All ranks do the jobs; rank 0 also answers HTTP, in a thread of its own.
+"""The trainer process: one rank of a gang.
 
-GET /health, /status, /files/KEY; POST /load, /train, /save, /offer, /send, /offload, /upload (JSON, bearer key). A POST
-waits up to WAIT_S, then answers 202: ask again.
+All ranks do the jobs; rank 0 also answers HTTP, in a thread of its own.
+
+GET /health, /status, /files/KEY; POST /load, /train, /save, /offer, /send, /offload, /upload (JSON,
+bearer key). A POST waits up to WAIT_S, then answers 202: ask again.
 """
 
 from __future__ import annotations
@@ -51,8 +53,11 @@ DELIVERY_S = 2.0  # for the last answer
 
 
 def serve_jobs(trainer: Trainer, board: Board | None) -> None:
-    """Works until the process is ended. Only rank 0 has the board. A fault that is not common to all ranks ends the process,
-    and the launcher the gang: who started it starts it again, empty."""
+    """Works until the process is ended.
+
+    Only rank 0 has the board. A fault that is not common to all ranks ends the process, and the
+    launcher the gang: who started it starts it again, empty.
+    """
     gang = trainer.gang
     assert (board is not None) == (gang.rank == 0), "the board is rank 0's"
     if board is not None:
@@ -120,7 +125,10 @@ class GangServer(NodeServer):
         return web.json_response(answer, status=status)
 
     async def _await_upload(self, body: bytes) -> web.Response:
-        """Answers when what a save published is in the store. Not resident: this gang has nothing of it."""
+        """Answers when what a save published is in the store.
+
+        Not resident: this gang has nothing of it.
+        """
         try:
             sending = self.uploads.of(attempt_of(body))
         except UserError as error:
@@ -174,13 +182,17 @@ def _work(argument: str) -> None:
 
 
 def clear_scratch(options: TrainerOptions) -> None:
-    """Removes what a killed gang left on this node; before the ranks meet, so that none uses it yet."""
+    """Removes what a killed gang left on this node; before the ranks meet, so that none uses it
+    yet.
+    """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         shutil.rmtree(options.work_dir, ignore_errors=True)
 
 
 def end(board: Board | None, why: str) -> NoReturn:
-    """Ends this process, and the launcher with it the gang; rank 0 says first why, to who waits for a job."""
+    """Ends this process, and the launcher with it the gang; rank 0 says first why, to who waits for
+    a job.
+    """
     log.error("the gang ends: %s", why)
     if board is not None:
         board.give_up(why)

@@ -1,4 +1,6 @@
-"""A segment of SFT steps: the same gang, packing and step as RL, with the cross-entropy of the masked tokens."""
+"""A segment of SFT steps: the same gang, packing and step as RL, with the cross-entropy of the
+masked tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from rlpipe.trainer.step import Resident, StepBatch, StepSettings, frozen_logpro
 
 
 def train_sft(gang: Gang, resident: Resident, job: SftJob) -> JobResult:
-    """Runs the global steps first_step .. first_step + num_steps - 1. StepRefused names the data folder and the step."""
+    """Runs the global steps first_step .. first_step + num_steps - 1.
+
+    StepRefused names the data folder and the step.
+    """
     settings, data = job.settings, job.data
     conversations = gang.in_turn(lambda folder: read_conversations(gang.store, data, "conversations.parquet", folder))
     resident.policy.experts.forget()
@@ -53,7 +58,9 @@ def _cross_entropy(
 
 
 def _validation(gang: Gang, resident: Resident, data: ArtifactRef, batch_size: int) -> Metrics:
-    """The mean cross-entropy of the masked tokens of `validation.parquet`, where the data has one; nothing is updated."""
+    """The mean cross-entropy of the masked tokens of `validation.parquet`, where the data has one;
+    nothing is updated.
+    """
     sequences = gang.in_turn(lambda folder: read_conversations(gang.store, data, "validation.parquet", folder))
     if not sequences:
         return {}

@@ -25,10 +25,11 @@ FLOPS = 2e11  # of a forward and backward pass that is timed, about: seconds on 
 
 
 def measured_speed(config: PretrainedConfig, dtype: torch.dtype, length: int, timing: Mapping[str, int]) -> Speed | str:
-    """Seconds of passes of the whole model, reckoned from models of a few of its layers; why not, where even those are too large to try.
+    """Seconds of passes of the whole model, reckoned from models of a few of its layers; why not,
+    where even those are too large to try.
 
-    `length`: tokens of a row of a microbatch. `timing`: `tokens_max` of a microbatch and `threads` that train, `places` of an engine and its
-    `engine_threads`.
+    `length`: tokens of a row of a microbatch. `timing`: `tokens_max` of a microbatch and `threads`
+    that train, `places` of an engine and its `engine_threads`.
     """
     layers = config.get_text_config().num_hidden_layers
     few, more = (min(count, layers) for count in LAYERS)
@@ -57,7 +58,9 @@ def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
 def _passes(
     config: PretrainedConfig, dtype: torch.dtype, length: int, timing: Mapping[str, int]
 ) -> tuple[float, float, float]:
-    """Seconds of a forward and backward pass of a microbatch, of a forward pass alone, and of one token for each place of an engine."""
+    """Seconds of a forward and backward pass of a microbatch, of a forward pass alone, and of one
+    token for each place of an engine.
+    """
     torch.set_num_threads(timing["threads"])
     lm: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
     policy, affordable = PolicyModel(lm), int(FLOPS / (6 * sum(parameter.numel() for parameter in lm.parameters())))
@@ -87,7 +90,9 @@ def _passes(
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The median of a few calls, without the first, which warms up; with it where that alone took long."""
+    """The median of a few calls, without the first, which warms up; with it where that alone took
+    long.
+    """
     taken: list[float] = []
     while len(taken) <= TIMED and sum(taken) < ENOUGH_S:
         started = time.perf_counter()

@@ -76,7 +76,10 @@ def state_file(rank: int, size: int) -> str:
 
 
 class StoredState:
-    """A state in the store, of however many ranks. Each rank that restores it reads its own rows, and checks what it read."""
+    """A state in the store, of however many ranks.
+
+    Each rank that restores it reads its own rows, and checks what it read.
+    """
 
     def __init__(self, gang: Gang, ref: ArtifactRef) -> None:
         self._gang, self._folder = gang, ref.folder
@@ -109,7 +112,9 @@ class StoredState:
         return ADAPTED.validate_python(self.record["adapted"]) if "adapted" in self.record else None
 
     def weights(self, lm: Any) -> ReadRows:
-        """Reads the weights of `lm`; StoreError when they are another model's, before memory is taken for them."""
+        """Reads the weights of `lm`; StoreError when they are another model's, before memory is
+        taken for them.
+        """
         for name, tensor in tensors_of(lm).items():
             self._tensor(name, [*tensor.shape])
         return self.rows("param")
@@ -122,7 +127,9 @@ class StoredState:
         return tensor
 
     def rows(self, kind: str) -> ReadRows:
-        """Reads rows of one kind of tensor (`param` or a moment) out of the files of the ranks that have them."""
+        """Reads rows of one kind of tensor (`param` or a moment) out of the files of the ranks that
+        have them.
+        """
 
         def read_rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
             parts: list[Tensor] = []
@@ -169,11 +176,13 @@ def differences(before: dict[str, str], now: dict[str, str]) -> str:
 
 
 def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
-    """Publishes the policy, the state and the gaps, in place of what was published before. Rank 0 gets the records of all files; the lists are
-    empty where nothing was wanted.
+    """Publishes the policy, the state and the gaps, in place of what was published before.
 
-    Each node has the files that its ranks wrote; uploads and manifests are the caller's. `probe`: a text and the
-    logprobs (temperature 1) of its last tokens, as an engine with these weights must give them.
+    Rank 0 gets the records of all files; the lists are empty where nothing was wanted.
+
+    Each node has the files that its ranks wrote; uploads and manifests are the caller's. `probe`: a
+    text and the logprobs (temperature 1) of its last tokens, as an engine with these weights must
+    give them.
     """
     with gang.together():
         if gang.leads_node:
@@ -201,10 +210,13 @@ def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[fl
 
 
 def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> tuple[list[FileRecord], dict[str, int]]:
-    """Every rank of the first copy of the model writes its own rows of weights and moments. Their records, with that of `state.json` on rank 0, and
-    the node of each file that is not on the first one.
+    """Every rank of the first copy of the model writes its own rows of weights and moments.
 
-    `state.json` holds what is needed to read the ranks' files on another number of ranks, and to check what was read.
+    Their records, with that of `state.json` on rank 0, and the node of each file that is not on the
+    first one.
+
+    `state.json` holds what is needed to read the ranks' files on another number of ranks, and to
+    check what was read.
     """
     first_copy = gang.rank < gang.parts
     path = gang.published / folder / attempt / state_file(gang.part, gang.parts)
@@ -227,7 +239,10 @@ def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> tup
 
 
 def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
-    """This rank's rows of everything that is kept, by kind and name. The base of an adapter is in the store already."""
+    """This rank's rows of everything that is kept, by kind and name.
+
+    The base of an adapter is in the store already.
+    """
     policy, whole = resident.policy, resident.policy.adapted is None
     shards = policy.shards() if whole else policy.trained()
     tensors = {f"param/{name}": shard.to_local().detach().cpu().contiguous() for name, shard in shards}

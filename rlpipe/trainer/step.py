@@ -32,7 +32,9 @@ LossPart = Callable[[Microbatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's microbatches of one step, with the counts of the whole step: the denominators of its loss."""
+    """This rank's microbatches of one step, with the counts of the whole step: the denominators of
+    its loss.
+    """
 
     microbatches: list[Microbatch]
     num_tokens: int  # scored ones, all ranks
@@ -44,9 +46,13 @@ class StepBatch:
 
 @dataclass
 class Resident:
-    """A policy in training. `shards` are this rank's rows of every parameter that is trained: what the optimizer updates, in place.
+    """A policy in training.
 
-    `rows`: how its sequences may be put into them. `away`: what has the moments while passes run, where the device has not.
+    `shards` are this rank's rows of every parameter that is trained: what the optimizer updates, in
+    place.
+
+    `rows`: how its sequences may be put into them. `away`: what has the moments while passes run,
+    where the device has not.
     """
 
     policy: PolicyModel
@@ -62,7 +68,10 @@ class Resident:
 
     @torch.no_grad()
     def exchange(self, others: list[Tensor]) -> None:
-        """The weights that are trained and these change places; done twice, nothing has changed. Outside of a forward pass only."""
+        """The weights that are trained and these change places; done twice, nothing has changed.
+
+        Outside of a forward pass only.
+        """
         assert len(others) == len(self.shards), "no weights were kept"
         for shard, kept in zip(self.shards.values(), others, strict=True):
             here = shard.detach().clone()
@@ -70,7 +79,9 @@ class Resident:
             kept.copy_(here)
 
     def gradients(self) -> list[Tensor]:
-        """This rank's rows of every gradient, in the order of `shards`; zeros where the loss does not reach (a tower for images)."""
+        """This rank's rows of every gradient, in the order of `shards`; zeros where the loss does
+        not reach (a tower for images).
+        """
         return [
             torch.zeros_like(parameter.to_local()) if parameter.grad is None else parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
             for _, parameter in self.policy.trained()
@@ -106,7 +117,9 @@ class Resident:
 def make_resident(
     gang: Gang, policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict, rows: Rows
 ) -> Resident:
-    """A policy with a fresh optimizer (AdamW step 0), whose moments are where `trainer.offload` says."""
+    """A policy with a fresh optimizer (AdamW step 0), whose moments are where `trainer.offload`
+    says.
+    """
     shards = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in policy.trained()}
     adamw = torch.optim.AdamW(list(shards.values()), lr=0.0, fused=True)
     away = AwayMoments(gang, [*shards.values()]) if gang.options.trainer.offload == "optimizer" else None
@@ -127,10 +140,11 @@ class StepSettings:
 
 
 def learning_rate(settings: OptimizerConfig, step: int) -> float:
-    """The learning rate of the global optimizer step `step`, a pure function: a resumed run needs no scheduler state.
+    """The learning rate of the global optimizer step `step`, a pure function: a resumed run needs
+    no scheduler state.
 
-    Linear warm-up over `warmup_steps`, reaching the peak at the last of them; then constant, or down to 0 at `decay_steps`
-    (counted from step 0) by cosine or line.
+    Linear warm-up over `warmup_steps`, reaching the peak at the last of them; then constant, or
+    down to 0 at `decay_steps` (counted from step 0) by cosine or line.
     """
     peak, warmup_steps = settings.learning_rate, settings.warmup_steps
     if step < warmup_steps:
@@ -142,8 +156,10 @@ def learning_rate(settings: OptimizerConfig, step: int) -> float:
 
 
 def plan_batch(gang: Gang, policy: PolicyModel, rows: Rows, sequences: list[TrainSequence]) -> StepBatch:
-    """Packs the sequences of one step, as costs least with the policy's attention; those without a scored token take no part. Of the others this rank
-    reads its own. UserError when one is too long."""
+    """Packs the sequences of one step, as costs least with the policy's attention; those without a
+    scored token take no part. Of the others this rank reads its own. UserError when one is too
+    long.
+    """
     kept = [sequence for sequence in sequences if sequence.num_scored]
     tokens_max, attention = gang.options.trainer.tokens_max, flex_tokens(policy)
     texts, plans = plan_texts(kept, gang.size, tokens_max, rows, gang.context_ranks, attention)
@@ -178,7 +194,10 @@ def forward(
 
 @torch.no_grad()
 def frozen_logprobs(policy: PolicyModel, microbatches: list[Microbatch], temperature: float) -> list[Tensor]:
-    """Logprobs of every microbatch, without gradient. Every rank brings the same number of microbatches."""
+    """Logprobs of every microbatch, without gradient.
+
+    Every rank brings the same number of microbatches.
+    """
     logprobs = [forward(policy, microbatch, temperature)[0] for microbatch in microbatches]
     assert isinstance(policy, FSDPModule), "the policy is not sharded"
     policy.reshard()  # frees what is unsharded without a backward pass: it would go stale with the next optimizer step
@@ -186,11 +205,14 @@ def frozen_logprobs(policy: PolicyModel, microbatches: list[Microbatch], tempera
 
 
 def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossPart, settings: StepSettings) -> Metrics:
-    """One update. Returns the sums of all microbatches and ranks, with `loss`, `grad_norm` and `learning_rate`.
+    """One update.
 
-    `part` divides by global counts; FSDP averages gradients over ranks, so each part is multiplied by their number. All ranks of a team have
-    the same loss, and of its gradient each has what came through its own slices: their sum is the whole.
-    StepRefused, on all ranks and without an update, when the loss or the gradient is not finite.
+    Returns the sums of all microbatches and ranks, with `loss`, `grad_norm` and `learning_rate`.
+
+    `part` divides by global counts; FSDP averages gradients over ranks, so each part is multiplied
+    by their number. All ranks of a team have the same loss, and of its gradient each has what came
+    through its own slices: their sum is the whole. StepRefused, on all ranks and without an update,
+    when the loss or the gradient is not finite.
     """
     policy = resident.policy
     assert batch.num_tokens > 0 and batch.microbatches, "an empty step has no gradient"
@@ -221,7 +243,9 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
 
 
 def summary(steps: list[Metrics], names: Sequence[str], batches: list[StepBatch]) -> Metrics:
-    """The means of `names` over the steps (0 without one), the last learning rate, and what all batches held."""
+    """The means of `names` over the steps (0 without one), the last learning rate, and what all
+    batches held.
+    """
     slots = sum(batch.slots for batch in batches)
     return {f"train/{name}": sum(step[name] for step in steps) / max(len(steps), 1) for name in names} | {
         "train/learning_rate": steps[-1]["learning_rate"] if steps else 0.0,

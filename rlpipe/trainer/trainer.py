@@ -1,4 +1,6 @@
-"""The memory of a gang: the policy in training and the frozen reference, and what each job does to them."""
+"""The memory of a gang: the policy in training and the frozen reference, and what each job does to
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,12 @@ from rlpipe.trainer.step import Resident
 
 
 class Trainer:
-    """The gang's memory: the policy in training and the frozen reference. Both can be rebuilt from the store.
+    """The gang's memory: the policy in training and the frozen reference.
 
-    `on_published`: is given what each save published on a node, on its first rank; without it the files are in the store when the job is done.
+    Both can be rebuilt from the store.
+
+    `on_published`: is given what each save published on a node, on its first rank; without it the
+    files are in the store when the job is done.
     """
 
     def __init__(self, gang: Gang, on_published: Callable[[Publication], None] | None = None) -> None:
@@ -38,9 +43,12 @@ class Trainer:
         self._sending = Sending(gang)
 
     def run(self, job: GangJob) -> JobResult:
-        """Does one job on all ranks. UserError, StoreError and StepRefused are raised on all of them alike.
+        """Does one job on all ranks.
 
-        A load or train that fails leaves nothing resident: what it left would be neither its start nor its result.
+        UserError, StoreError and StepRefused are raised on all of them alike.
+
+        A load or train that fails leaves nothing resident: what it left would be neither its start
+        nor its result.
         """
         if isinstance(job, OffloadJob):
             self._offloaded = self._offloaded or offload(self.gang, self._tensors())
@@ -99,7 +107,9 @@ class Trainer:
             offloaded.restore()
 
     def _reference_of(self, ref: ArtifactRef | None, resident: Resident) -> Reference | None:
-        """The frozen reference, loaded once for as long as it stays the same: the resident policy with another adapter, where it is that."""
+        """The frozen reference, loaded once for as long as it stays the same: the resident policy
+        with another adapter, where it is that.
+        """
         if ref is None:
             self._reference = None
             return None

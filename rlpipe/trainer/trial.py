@@ -1,9 +1,10 @@
-"""A model's config and its tensors' names, shapes and values, tried without the model in memory (`python -m rlpipe.trainer.trial`) before a run depends
-on them.
+"""A model's config and its tensors' names, shapes and values, tried without the model in memory
+(`python -m rlpipe.trainer.trial`) before a run depends on them.
 
-First line in: {"where", "folder" or "config", "context_tokens_max", "context_ranks", "training": {"dtype", "tokens_max",
-"activation_checkpointing", "context_ranks"} for a plan, "timed": see `measured_speed`, "adapter" where one is trained}; out: {"num_parameters",
-"rows": how sequences are put into them, "sizes", "speed": what a plan counts with, or why it is not known} or {"error"}.
+First line in: {"where", "folder" or "config", "context_tokens_max", "context_ranks", "training":
+{"dtype", "tokens_max", "activation_checkpointing", "context_ranks"} for a plan, "timed": see
+`measured_speed`, "adapter" where one is trained}; out: {"num_parameters", "rows": how sequences are
+put into them, "sizes", "speed": what a plan counts with, or why it is not known} or {"error"}.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def _speed_of(config: PretrainedConfig, hello: JsonDict) -> Speed | str:
 
 
 def _try_shapes(config: PretrainedConfig) -> None:
-    """A forward pass of shapes only. What fails is the config's fault, unless the family's code asks for values."""
+    """A forward pass of shapes only.
+
+    What fails is the config's fault, unless the family's code asks for values.
+    """
     try:
         with FakeTensorMode(), torch.inference_mode():
             # bfloat16: the experts' product of other numbers has no shapes-only form
@@ -98,7 +102,9 @@ def _try_shapes(config: PretrainedConfig) -> None:
 
 
 class ShapesOfTeam(Team):
-    """A rank whose team is not there: what it would get has the right shape, and nothing else is asked of it."""
+    """A rank whose team is not there: what it would get has the right shape, and nothing else is
+    asked of it.
+    """
 
     def send(self, parts_C: Tensor) -> Tensor:
         return parts_C.clone()
@@ -114,7 +120,9 @@ class ShapesOfTeam(Team):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make while it is on, and that are not gone yet. `known`: not counted."""
+    """Counts the bytes of the tensors that operations make while it is on, and that are not gone
+    yet. `known`: not counted.
+    """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
@@ -165,9 +173,11 @@ def sizes_of(lm: Any, context_tokens_max: int, training: Mapping[str, Any]) -> M
 def microbatch_bytes(
     config: PretrainedConfig, dtype: torch.dtype, rows: int, length: int, recomputed: bool, context_ranks: int = 1
 ) -> int | None:
-    """The most bytes that activations, logits and gradients take at once in the forward and backward pass of a microbatch, on one of the
-    ranks that share its rows, found by running both on shapes; None where the family's code asks for values. Each gradient goes when it is whole,
-    as it is reduced at once."""
+    """The most bytes that activations, logits and gradients take at once in the forward and
+    backward pass of a microbatch, on one of the ranks that share its rows, found by running both on
+    shapes; None where the family's code asks for values. Each gradient goes when it is whole, as it
+    is reduced at once.
+    """
     try:
         with FakeTensorMode():
             team = ShapesOfTeam(None, context_ranks, 0) if context_ranks > 1 else None

@@ -1,4 +1,6 @@
-"""The groups of an iteration or of an evaluation: their rollouts and rewards, and what became of them."""
+"""The groups of an iteration or of an evaluation: their rollouts and rewards, and what became of
+them.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ class GroupLine:
 
 @dataclass(frozen=True)
 class GroupFiles:
-    """The groups of an iteration, as far as they are scored, or of an evaluation: the files that have them."""
+    """The groups of an iteration, as far as they are scored, or of an evaluation: the files that
+    have them.
+    """
 
     library: Library
     run: Run
@@ -209,7 +213,9 @@ class GroupFiles:
         return {row.rollout_index: row for row in rows}
 
     def gaps(self, group_index: int) -> dict[int, np.ndarray]:
-        """rollout_index -> the engine-trainer gap of each token that was trained, where it is stored."""
+        """rollout_index -> the engine-trainer gap of each token that was trained, where it is
+        stored.
+        """
         if self.gap is None:
             return {}
         rows = self.library.rows(CommittedFile.of(self.gap, "gap.parquet"), TokenGaps, group_index)

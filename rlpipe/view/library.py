@@ -84,7 +84,10 @@ class Library:
         return open_existing(self.store, name)
 
     def records(self, run: Run) -> list[IterationRecord]:
-        """The records of all committed iterations. Those that were read before are not read again, unless the run is another one now."""
+        """The records of all committed iterations.
+
+        Those that were read before are not read again, unless the run is another one now.
+        """
         count, known = run.num_iterations, self._records.get(run.name, [])
         if len(known) > count or (known and run.record(len(known) - 1) != known[-1]):
             known = []
@@ -94,8 +97,10 @@ class Library:
         return records
 
     def curves(self, run: Run) -> RunCurves:
-        """Every metric of a run: of its committed iterations, of SFT, and of the evaluations that are known without a listing of the store:
-        those of iterations, and of what SFT and RL began from and the newest version, also where `rlpipe evaluate` made them."""
+        """Every metric of a run: of its committed iterations, of SFT, and of the evaluations that
+        are known without a listing of the store: those of iterations, and of what SFT and RL began
+        from and the newest version, also where `rlpipe evaluate` made them.
+        """
         records = self.records(run)
         curves = defaultdict[str, Points](list)
         for record in records:
@@ -117,7 +122,9 @@ class Library:
         return curves
 
     def table(self, file: CommittedFile, record: type[Any]) -> pa.Table:
-        """The columns of a record in a Parquet file; StoreError, which names it, when it has no such ones. They are kept."""
+        """The columns of a record in a Parquet file; StoreError, which names it, when it has no
+        such ones. They are kept.
+        """
         key = file.key, record
         with self._lock:
             if key in self._tables:
@@ -148,7 +155,9 @@ class Library:
             ) from error
 
     def rows(self, file: CommittedFile, record: type[Record], group_index: int | None = None) -> list[Record]:
-        """The rows of a Parquet file as records, of all groups or of one; only the record's columns are read."""
+        """The rows of a Parquet file as records, of all groups or of one; only the record's columns
+        are read.
+        """
         table = self.table(file, record)
         return self.parsed(file, table if group_index is None else rows_with(table, "group_index", group_index), record)
 

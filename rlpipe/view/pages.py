@@ -1,4 +1,7 @@
-"""The pages over runs: what their templates need, from what is asked for in the address. Nothing here writes."""
+"""The pages over runs: what their templates need, from what is asked for in the address.
+
+Nothing here writes.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,10 @@ def part_of(rows: list[Any], query: QueryParams) -> JsonDict:
 
 
 def runs_page(library: Library, _place: JsonDict, _query: QueryParams) -> Page:
-    """All runs, those that worked last first. The record of a run's newest iteration has its curve, so no other is read."""
+    """All runs, those that worked last first.
+
+    The record of a run's newest iteration has its curve, so no other is read.
+    """
     summaries = run_summaries(library.store)
     known = [summary for summary in summaries.values() if isinstance(summary, RunSummary)]
     known.sort(key=lambda summary: summary.ended_at.timestamp() if summary.ended_at else 0.0, reverse=True)

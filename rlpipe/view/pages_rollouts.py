@@ -163,7 +163,9 @@ def prompt_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
 
 
 def search_page(library: Library, _place: JsonDict, query: QueryParams) -> Page:
-    """Rollouts with a text, of one run or of all, for a bounded time; the page says where it goes on."""
+    """Rollouts with a text, of one run or of all, for a bounded time; the page says where it goes
+    on.
+    """
     text, name = (query.get("text") or "").strip(), query.get("run") or ""
     names = run_names(library.store)
     places, faults = _places(library, query, [name] if name else names)

@@ -45,7 +45,9 @@ class Plot:
 
 
 def plot(title: str, x_title: str, series: list[Series]) -> Plot:
-    """A plot, with ranges for the axes along which all points are the same: one point, or a flat line."""
+    """A plot, with ranges for the axes along which all points are the same: one point, or a flat
+    line.
+    """
     x, y = {value for curve in series for value in curve.x}, {value for curve in series for value in curve.y}
     return Plot(title, x_title, series, _around(*x) if len(x) == 1 else None, _from_zero(*y) if len(y) == 1 else None)
 
@@ -76,14 +78,17 @@ def chosen(names: list[str], wanted: list[str]) -> list[str]:
 
 
 def curve(name: str, points: Iterable[Sequence[Any]], link: str) -> Series:
-    """The curve of points (x, y), at most POINTS_MAX of them and the last; those whose y is None are left out."""
+    """The curve of points (x, y), at most POINTS_MAX of them and the last; those whose y is None
+    are left out.
+    """
     known = [(int(x), float(y)) for x, y in points if y is not None]
     known = known[: -1 : -(-len(known) // POINTS_MAX) or 1] + known[-1:]
     return Series(name, [x for x, _ in known], [y for _, y in known], link)
 
 
 def metric_plots(runs: dict[str, RunCurves], metrics: list[str]) -> list[Plot]:
-    """A plot a metric, with a curve a run: what was evaluated over weight versions, SFT over its steps, the rest over iterations.
+    """A plot a metric, with a curve a run: what was evaluated over weight versions, SFT over its
+    steps, the rest over iterations.
 
     The validation loss stands beside the loss of SFT.
     """

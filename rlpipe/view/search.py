@@ -1,4 +1,6 @@
-"""Looking through the iterations of runs, the newest first and for a bounded time: for a text, and for a prompt."""
+"""Looking through the iterations of runs, the newest first and for a bounded time: for a text, and
+for a prompt.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class SearchedRollout:
 
 
 class Hit(NamedTuple):
-    """A rollout with the text: the column that has it, and what stands before the match, the match, and what stands after."""
+    """A rollout with the text: the column that has it, and what stands before the match, the match,
+    and what stands after.
+    """
 
     run: str
     iteration: int
@@ -91,7 +95,9 @@ def look_through(places: list[tuple[Run, int]], visit: Callable[[Run, int], list
 
 
 def search(library: Library, places: list[tuple[Run, int]], text: str) -> Looked[Hit]:
-    """The rollouts of scored iterations whose completion, prompt or prompt id has the text, in capitals or not."""
+    """The rollouts of scored iterations whose completion, prompt or prompt id has the text, in
+    capitals or not.
+    """
     pattern, options = re.compile(re.escape(text), re.IGNORECASE), pc.MatchSubstringOptions(text, ignore_case=True)
 
     def visit(run: Run, iteration: int) -> list[Hit]:

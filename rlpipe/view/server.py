@@ -1,4 +1,7 @@
-"""`rlpipe view`: pages over a store, for a browser on this machine. They only read, and their whole state is in the address."""
+"""`rlpipe view`: pages over a store, for a browser on this machine.
+
+They only read, and their whole state is in the address.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,10 @@ HEADERS = {
 
 
 def view_key(host: str) -> str:
-    """The password of the pages; empty: none is asked for. UserError when others could reach them without one."""
+    """The password of the pages; empty: none is asked for.
+
+    UserError when others could reach them without one.
+    """
     key = os.environ.get(VIEW_KEY_VARIABLE, "").strip()
     if host not in LOOPBACK and not key:
         raise UserError(
@@ -77,7 +83,9 @@ def view_key(host: str) -> str:
 
 
 class Guard:
-    """Asks for the key, where there is one, as the password of any user, and adds the headers that keep a page to itself."""
+    """Asks for the key, where there is one, as the password of any user, and adds the headers that
+    keep a page to itself.
+    """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._key = app, key.encode()
@@ -162,8 +170,11 @@ def templates() -> jinja2.Environment:
 
 
 def view_app(store: Store, key: str = "") -> ASGIApp:
-    """The pages over a store. Without a key only a browser that calls the machine by a name of loopback is answered: a page of
-    another site whose name leads here (DNS rebinding) is not."""
+    """The pages over a store.
+
+    Without a key only a browser that calls the machine by a name of loopback is answered: a page of
+    another site whose name leads here (DNS rebinding) is not.
+    """
     library = Library(store)
     for name in KINDS:  # now, and not while the first page is waited for
         static_address(name)
@@ -209,7 +220,10 @@ def view_app(store: Store, key: str = "") -> ASGIApp:
 
 
 def serve_view(store: Store, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serves the pages until SIGINT or SIGTERM; `say` gets the address. UserError when it cannot listen there."""
+    """Serves the pages until SIGINT or SIGTERM; `say` gets the address.
+
+    UserError when it cannot listen there.
+    """
     key = view_key(host)
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -20,7 +20,11 @@ UNREADABLE = "\ufffd"  # what is decoded of bytes that are no character, or none
 
 @dataclass(frozen=True)
 class ShownToken:
-    """One token. `text` is empty where its bytes are only a part of a character: the token that completes it has it."""
+    """One token.
+
+    `text` is empty where its bytes are only a part of a character: the token that completes it has
+    it.
+    """
 
     token: int
     text: str
@@ -33,7 +37,9 @@ class ShownToken:
 
     @property
     def apart(self) -> float:
-        """1 where the trainer's logprob is higher by GAP_MAX nats or more, -1 where the engine's is."""
+        """1 where the trainer's logprob is higher by GAP_MAX nats or more, -1 where the engine's
+        is.
+        """
         return 0.0 if self.gap is None else min(max(self.gap / GAP_MAX, -1.0), 1.0)
 
     @property
@@ -50,8 +56,11 @@ def shown_tokens(
     gaps: Sequence[float] | np.ndarray = (),
     speakers: Mapping[int, str] | None = None,
 ) -> list[ShownToken]:
-    """The tokens of a completion. `mask`: 1 where a token is trained; `gaps`: of each of these, or none at all; `speakers`: the token with
-    which a turn begins -> whose it is. StoreError when the gaps are others."""
+    """The tokens of a completion.
+
+    `mask`: 1 where a token is trained; `gaps`: of each of these, or none at all; `speakers`: the
+    token with which a turn begins -> whose it is. StoreError when the gaps are others.
+    """
     if len(gaps) not in (0, sum(mask)):
         raise StoreError(f"gap.parquet has {len(gaps)} gaps of a rollout with {sum(mask)} trained tokens")
     lengths = [

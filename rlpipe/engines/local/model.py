@@ -1,11 +1,12 @@
-"""The model behind the engine: weights that are checked before they serve, and forward passes whose shape depends on nothing
-but the request itself.
+"""The model behind the engine: weights that are checked before they serve, and forward passes whose
+shape depends on nothing but the request itself.
 
-A matrix product gives a row other bits when the number of rows changes. So a prompt is always computed in a block
-of `block_rows(P)` rows of P tokens, and a decode step always runs all slots of its bucket; unused rows are padding.
+A matrix product gives a row other bits when the number of rows changes. So a prompt is always
+computed in a block of `block_rows(P)` rows of P tokens, and a decode step always runs all slots of
+its bucket; unused rows are padding.
 
-Legend: N layers, R rows of a block, S slots, H key-value heads, P padded prompt length, L bucket length, D head size, V vocabulary,
-K kept positions.
+Legend: N layers, R rows of a block, S slots, H key-value heads, P padded prompt length, L bucket
+length, D head size, V vocabulary, K kept positions.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def block_rows(padded: int) -> int:
 
 
 def slot_count(bucket: int, requests_max: int = SLOTS_MAX) -> int:
-    """Slots that decode together in a bucket of `bucket` tokens: a power of two, enough for `requests_max` if there may be so many.
+    """Slots that decode together in a bucket of `bucket` tokens: a power of two, enough for
+    `requests_max` if there may be so many.
 
     Every slot computes, busy or not, so there are no more than requests can come at once.
     """
@@ -79,7 +81,9 @@ class PrefixBlock:
 
 
 class SlotCache:
-    """One row of keys and values per slot; a decode step writes each row at its own position and reads whole rows."""
+    """One row of keys and values per slot; a decode step writes each row at its own position and
+    reads whole rows.
+    """
 
     def __init__(self, kv_N2SHLD: Tensor, position_S: Tensor) -> None:
         self.kv_N2SHLD = kv_N2SHLD
@@ -150,7 +154,9 @@ class LocalModel:
         )
 
     def _difference(self) -> float:
-        """Mean |difference| of logprobs, computed as a request's are, to those of the model's own forward pass of the same text."""
+        """Mean |difference| of logprobs, computed as a request's are, to those of the model's own
+        forward pass of the same text.
+        """
         tokens = tuple(index * 7919 % self.vocab_size for index in range(PROVEN_TOKENS))
         with small_windows(self.lm.config):
             own_LV = self.lm(input_ids=torch.tensor([tokens], device=self.device)).logits[0].float()
@@ -167,7 +173,9 @@ class LocalModel:
         return float((given_LV.log_softmax(-1) - own_LV[PROVEN_PROMPT - 1 :].log_softmax(-1)).abs().mean())
 
     def reload(self, folder: str) -> None:
-        """Puts a folder's weights in place; UserError, with the old weights untouched, when it does not fit."""
+        """Puts a folder's weights in place; UserError, with the old weights untouched, when it does
+        not fit.
+        """
         old, new = self.lm.config.to_dict(), read_config(folder).to_dict()
         differ = sorted(
             key for key in old.keys() | new.keys() if key not in CONFIG_FREE and old.get(key) != new.get(key)
@@ -210,7 +218,9 @@ class LocalModel:
         return by_name, hashlib.sha256("".join(name + digest for name, digest in by_name.items()).encode()).hexdigest()
 
     def prefill(self, prompts: list[tuple[int, ...]], padded: int) -> PrefixBlock:
-        """Keys, values and next-token logits of at most `block_rows(padded)` prompts, each right-padded to `padded`."""
+        """Keys, values and next-token logits of at most `block_rows(padded)` prompts, each
+        right-padded to `padded`.
+        """
         last = [len(prompt) - 1 for prompt in prompts]
         keep_K = torch.zeros(round_up(block_rows(padded), KEPT), dtype=torch.long, device=self.device)
         keep_K[: len(last)] = torch.tensor(last)
@@ -254,7 +264,9 @@ class LocalModel:
         return torch.zeros(layers, 2, slots, heads, bucket, head_size, dtype=self.lm.dtype, device=self.device)
 
     def decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor) -> Tensor:
-        """Logits [S, V] after one more token per slot, whose key and value are written at `position_S`."""
+        """Logits [S, V] after one more token per slot, whose key and value are written at
+        `position_S`.
+        """
         step = self._passes.setdefault(tuple(kv_N2SHLD.shape), Recorded(self._decode))
         return step(tokens_S, position_S, kv_N2SHLD)
 
@@ -272,7 +284,9 @@ class LocalModel:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in main memory of their own: memory that numpy has seen can never be released."""
+    """The bytes of a tensor, in main memory of their own: memory that numpy has seen can never be
+    released.
+    """
     return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().clone()
 
 
@@ -285,7 +299,9 @@ def read_config(folder: str) -> PretrainedConfig:
 
 
 def read_checkpoint(folder: Path, lm: Any) -> dict[str, Tensor]:
-    """All tensors of a folder, by the names of `lm`; UserError naming what is torn, missing, unknown or misshapen."""
+    """All tensors of a folder, by the names of `lm`; UserError naming what is torn, missing,
+    unknown or misshapen.
+    """
     try:
         checkpoint = Checkpoint(str(folder), local_files(folder), lm)
         if faults := checkpoint.faults():

@@ -25,8 +25,11 @@ ABORTED_WAITING: FinishReason = {"type": "abort", "message": "Abort in waiting q
 
 
 class BadRequest(ValueError):
-    """A request that is answered with 400. SGLang gives three shapes: to a value out of bounds, to a field of the wrong type or
-    that nobody knows, to a body that is no JSON or not of the route's form."""
+    """A request that is answered with 400.
+
+    SGLang gives three shapes: to a value out of bounds, to a field of the wrong type or that nobody
+    knows, to a body that is no JSON or not of the route's form.
+    """
 
     def __init__(self, message: str, fault: Literal["value", "type", "body"] = "value") -> None:
         super().__init__(message)
@@ -78,7 +81,9 @@ class GenerateBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_batch(cls, body: Any) -> Any:
-        """A prompt alone becomes a batch of one; sampling_params that are given once are everybody's."""
+        """A prompt alone becomes a batch of one; sampling_params that are given once are
+        everybody's.
+        """
         prompts = body.get("input_ids") if isinstance(body, dict) else None
         if not isinstance(prompts, list):
             return body
@@ -139,7 +144,10 @@ class ModelLimits:
 
 @dataclass(eq=False)
 class SamplingJob:
-    """One completion in the making. `versions`: the weight version under which each token was sampled."""
+    """One completion in the making.
+
+    `versions`: the weight version under which each token was sampled.
+    """
 
     rid: str
     call: Call
@@ -180,7 +188,10 @@ class SamplingJob:
 
 @dataclass(eq=False)
 class Call:
-    """One HTTP request: its jobs, answered together or each in a stream. `on_finish`: told of each that ends."""
+    """One HTTP request: its jobs, answered together or each in a stream.
+
+    `on_finish`: told of each that ends.
+    """
 
     return_logprob: bool
     many: bool
@@ -193,7 +204,9 @@ class Call:
 
 
 def parse_body(form: type[Form], body: Any) -> Form:
-    """A body as what its route takes; BadRequest with field, value and what is wrong with it otherwise."""
+    """A body as what its route takes; BadRequest with field, value and what is wrong with it
+    otherwise.
+    """
     try:
         return form.model_validate(body)
     except ValidationError as error:
@@ -207,7 +220,10 @@ def parse_body(form: type[Form], body: Any) -> Form:
 
 
 def parse_generate(body: Any, limits: ModelLimits, new_id: str, new_seed: int) -> Call:
-    """A checked request; BadRequest with field and value otherwise. `new_id` and `new_seed` stand in for missing ones."""
+    """A checked request; BadRequest with field and value otherwise.
+
+    `new_id` and `new_seed` stand in for missing ones.
+    """
     request = parse_body(GenerateBody, body)
     batch = isinstance(body["input_ids"][0], list)
     call = Call(request.return_logprob, batch or request.sampling_params[0].n > 1, request.stream)

@@ -1,7 +1,8 @@
 """Forward passes recorded as graphs, so that a step of a small model is not spent in Python.
 
-A graph holds the very operations that the model's code called, in their order: its results have the same bits. That is proved on
-the data of a request, after every load of weights. A model whose code looks at values keeps running its code.
+A graph holds the very operations that the model's code called, in their order: its results have the
+same bits. That is proved on the data of a request, after every load of weights. A model whose code
+looks at values keeps running its code.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ RECORD_AFTER = 32  # calls: to record costs about as much as a graph saves in as
 
 
 class Recorded:
-    """A function of tensors of fixed shapes, which gives one tensor, and may be called twice with the same ones."""
+    """A function of tensors of fixed shapes, which gives one tensor, and may be called twice with
+    the same ones.
+    """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
@@ -45,7 +48,9 @@ class Recorded:
             self.proven, self._calls = False, RECORD_AFTER - 1
 
     def _prove(self, tensors: tuple[Tensor, ...], expected: Tensor) -> None:
-        """Records the function if need be; the graph is used from now on if it gives the bits that are expected."""
+        """Records the function if need be; the graph is used from now on if it gives the bits that
+        are expected.
+        """
         try:
             if self._graph is None:
                 with _ValuesUnseen():
@@ -59,7 +64,9 @@ class Recorded:
 
 
 class _ValuesUnseen(TorchDispatchMode):
-    """RuntimeError where a tensor's values become a number or a truth in Python: a graph would hold those of one call."""
+    """RuntimeError where a tensor's values become a number or a truth in Python: a graph would hold
+    those of one call.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:

@@ -1,4 +1,6 @@
-"""The thread that owns the model: takes requests and control calls from an inbox, runs what waits together, in steps."""
+"""The thread that owns the model: takes requests and control calls from an inbox, runs what waits
+together, in steps.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ PREFIX_BYTES_MAX = 256 << 20
 
 
 class PrefixStore:
-    """Computed prompts by their tokens, bounded in bytes, oldest out first. Exact prompts only: a prefix would be another shape."""
+    """Computed prompts by their tokens, bounded in bytes, oldest out first.
+
+    Exact prompts only: a prefix would be another shape.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, ...], tuple[PrefixBlock, int]] = {}
@@ -48,7 +53,10 @@ class PrefixStore:
 
 
 class Scheduler:
-    """Continuous batching over fixed shapes. All methods but `ask` and `stop` belong to the thread that runs `run`."""
+    """Continuous batching over fixed shapes.
+
+    All methods but `ask` and `stop` belong to the thread that runs `run`.
+    """
 
     def __init__(self, model: LocalModel, weight_version: str, threads: int) -> None:
         self.model = model
@@ -71,7 +79,10 @@ class Scheduler:
         return answer
 
     def run(self) -> None:
-        """The thread's main function; returns after `stop`. Any fault but a refused request ends the process (`server.py`)."""
+        """The thread's main function; returns after `stop`.
+
+        Any fault but a refused request ends the process (`server.py`).
+        """
         torch.set_num_threads(self.threads)
         assert torch.get_num_threads() == self.threads, "results depend on the number of threads"
         with torch.inference_mode():
@@ -102,7 +113,9 @@ class Scheduler:
     # requests
 
     def submit(self, call: Call) -> None:
-        """Takes a call's jobs, `call.answered` when all are finished; BadRequest for a request id that is in use."""
+        """Takes a call's jobs, `call.answered` when all are finished; BadRequest for a request id
+        that is in use.
+        """
         if taken := [job.rid for job in call.jobs if job.rid in self.live]:
             raise BadRequest(f"Duplicate request ID detected: {taken[0]}")
         call.answered.set_running_or_notify_cancel()  # from now on a caller that goes away cannot cancel it
@@ -115,7 +128,8 @@ class Scheduler:
     def abort(self, rid: str | None) -> None:
         """Ends the job called `rid`, or everything (None), with the tokens so far.
 
-        As in SGLang, a live `rid` takes along every rid that it is a prefix of, and one that is not live ends nothing.
+        As in SGLang, a live `rid` takes along every rid that it is a prefix of, and one that is not
+        live ends nothing.
         """
         if rid is None or rid in self.live:
             self.abort_jobs([job for name, job in self.live.items() if name.startswith(rid or "")])
@@ -136,7 +150,9 @@ class Scheduler:
     # control
 
     def pause(self, mode: str) -> None:
-        """Stops stepping. abort: everything ends; retract: running jobs wait to be computed anew; in_place: they stay."""
+        """Stops stepping. abort: everything ends; retract: running jobs wait to be computed anew;
+        in_place: they stay.
+        """
         assert mode in ("abort", "retract", "in_place"), mode
         self.paused = mode
         if mode == "abort":
@@ -148,7 +164,10 @@ class Scheduler:
         self.paused = None
 
     def release(self) -> None:
-        """Gives back the memory of weights, slots and computed prompts. UserError while there are requests."""
+        """Gives back the memory of weights, slots and computed prompts.
+
+        UserError while there are requests.
+        """
         if self.live:
             raise UserError(f"{len(self.live)} requests are not finished: abort them first")
         if not self.model.released:
@@ -171,7 +190,10 @@ class Scheduler:
             raise UserError("the memory of the weights is released: resume it first")
 
     def update_weights(self, folder: str, version: str | None) -> None:
-        """Puts new weights in place. UserError, nothing changed, when they do not fit or running jobs forbid a flush."""
+        """Puts new weights in place.
+
+        UserError, nothing changed, when they do not fit or running jobs forbid a flush.
+        """
         self._check_present()
         if self._running() and self.paused == "in_place":
             raise UserError(
@@ -223,7 +245,9 @@ class Scheduler:
                 pool.decode()
 
     def _open_pools(self) -> int | None:
-        """Makes a pool for every bucket that waits, oldest first; when all are in use, the arrival after which none is admitted."""
+        """Makes a pool for every bucket that waits, oldest first; when all are in use, the arrival
+        after which none is admitted.
+        """
         wanted = sorted(
             (jobs[0].arrival, bucket) for bucket, jobs in self.waiting.items() if jobs and bucket not in self.pools
         )
@@ -248,7 +272,9 @@ class Scheduler:
                 pool.admit(job, *self._prefix(job, jobs))
 
     def _prefix(self, job: SamplingJob, others: deque[SamplingJob]) -> tuple[PrefixBlock, int]:
-        """The computed prompt of a job; computes it if need be, in a block filled up with prompts that wait behind it."""
+        """The computed prompt of a job; computes it if need be, in a block filled up with prompts
+        that wait behind it.
+        """
         known = self.prefixes.get(job.prefix)
         if job.cached_tokens is None:
             job.cached_tokens = job.num_tokens if known else 0

@@ -1,4 +1,5 @@
-"""The command `rlpipe engine` (`python -m rlpipe.engines.local.server`): SGLang's HTTP protocol in front of the scheduler.
+"""The command `rlpipe engine` (`python -m rlpipe.engines.local.server`): SGLang's HTTP protocol in
+front of the scheduler.
 
 Each route is parse, ask the scheduler, answer. Torch is loaded after the options were checked.
 """
@@ -45,7 +46,10 @@ THREADS = ", ".join(map(str, LOCAL_THREADS))
 
 
 class Routes:
-    """Handlers before a scheduler. Lives on the event loop. Two keys: the API key samples, the admin key controls."""
+    """Handlers before a scheduler.
+
+    Lives on the event loop. Two keys: the API key samples, the admin key controls.
+    """
 
     def __init__(self, scheduler: Scheduler, limits: protocol.ModelLimits, api_key: str, admin_api_key: str) -> None:
         self.scheduler = scheduler
@@ -77,7 +81,10 @@ class Routes:
         return app
 
     def key_wanted(self, path: str) -> str:
-        """The key that a path takes; empty when it is open. With one key set, that key opens everything it guards."""
+        """The key that a path takes; empty when it is open.
+
+        With one key set, that key opens everything it guards.
+        """
         if path in self.open:
             return ""
         return (self._admin_api_key or self._api_key) if path in self.control else self._api_key
@@ -100,7 +107,9 @@ class Routes:
     # sampling
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answers when all jobs of the call are finished, or as they go on; a caller that goes away ends them."""
+        """Answers when all jobs of the call are finished, or as they go on; a caller that goes away
+        ends them.
+        """
         call = protocol.parse_generate(await _json(request), self.limits, f"local-{next(self._ids)}", next(self._seeds))
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         if call.stream:
@@ -172,7 +181,9 @@ class Routes:
     # state
 
     async def health(self, _: web.Request) -> web.Response:
-        """503 when the scheduler has not finished a step for a minute, or a pause does not end: it is waited for, as in SGLang."""
+        """503 when the scheduler has not finished a step for a minute, or a pause does not end: it
+        is waited for, as in SGLang.
+        """
         deadline_s = time.monotonic() + HEALTH_TIMEOUT_S
         while self.scheduler.paused is not None and time.monotonic() < deadline_s:
             await asyncio.sleep(HEALTH_POLL_S)
@@ -209,7 +220,9 @@ class Routes:
 
 
 async def _stream(request: web.Request, call: protocol.Call, ended: asyncio.Event) -> web.StreamResponse:
-    """Server-sent events: each job as soon as it ends, and what is new of the others every `STREAM_S`."""
+    """Server-sent events: each job as soon as it ends, and what is new of the others every
+    `STREAM_S`.
+    """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     num_said: dict[protocol.SamplingJob, int] = {}
@@ -245,8 +258,9 @@ def main(
     requests_max: Annotated[int, typer.Option(help="Requests that come at once; fewer make a step faster.")] = 128,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model computes.")] = "cpu",
 ) -> None:
-    """Serves a model over SGLang's HTTP protocol with rlpipe's own engine on transformers, until SIGTERM or SIGINT.
-    Keys come from RLPIPE_API_KEY and RLPIPE_ADMIN_API_KEY of the environment."""
+    """Serves a model over SGLang's HTTP protocol with rlpipe's own engine on transformers, until
+    SIGTERM or SIGINT. Keys come from RLPIPE_API_KEY and RLPIPE_ADMIN_API_KEY of the environment.
+    """
     if os.environ.get("RLPIPE_DIE_WITH_PARENT") == "1":
         die_with_parent()
     try:
@@ -281,7 +295,9 @@ def main(
 
 
 def end_process(fault: threading.ExceptHookArgs) -> None:
-    """A server without its scheduler would accept requests forever: better that it is seen dead and restarted."""
+    """A server without its scheduler would accept requests forever: better that it is seen dead and
+    restarted.
+    """
     threading.__excepthook__(fault)
     os._exit(1)
 

@@ -41,7 +41,9 @@ class SlotPool:
         self.settings_S = no_settings(num_slots)
 
     def admit(self, job: SamplingJob, block: PrefixBlock, row: int) -> None:
-        """Gives a job a free slot, its prompt's keys, values and logits copied from a computed block."""
+        """Gives a job a free slot, its prompt's keys, values and logits copied from a computed
+        block.
+        """
         padded = block.kv_N2RHPD.shape[4]
         assert padded <= self.bucket, "a prompt longer than its bucket"
         assert job not in self.slots and len(job.tokens) < job.sampling.max_new_tokens, (
@@ -75,7 +77,9 @@ class SlotPool:
             job.versions.append(weight_version)
 
     def decode(self) -> None:
-        """Computes the logits after the tokens sampled last; padding runs at position 0 of free slots."""
+        """Computes the logits after the tokens sampled last; padding runs at position 0 of free
+        slots.
+        """
         last, position = [0] * len(self.settings_S), [0] * len(self.settings_S)
         for job, slot in self.slots.items():
             last[slot] = job.tokens[-1]
@@ -92,7 +96,9 @@ def no_settings(num_slots: int) -> np.ndarray:
 
 
 def uniforms(seeds_S: np.ndarray, token_index_S: np.ndarray) -> np.ndarray:
-    """Float64 in [0, 1 - 2^-52], a counter-based hash (splitmix64's finaliser, twice) of (seed, index), both uint64."""
+    """Float64 in [0, 1 - 2^-52], a counter-based hash (splitmix64's finaliser, twice) of (seed,
+    index), both uint64.
+    """
     assert seeds_S.dtype == np.uint64 and token_index_S.dtype == np.uint64, "the hash needs wrapping 64-bit products"
     mixed_S = _mix(_mix(seeds_S + np.uint64(0x9E3779B97F4A7C15)) + token_index_S * np.uint64(0x9E3779B97F4A7C15))
     # 52 bits: u * total stays below total in float64
@@ -106,7 +112,10 @@ def _mix(x_S: np.ndarray) -> np.ndarray:
 
 
 def sample(logits_SV: Tensor, settings_S: np.ndarray, uniform_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and logprobs of all slots. Logprobs are of the temperature-scaled distribution, before top-k and top-p."""
+    """Tokens and logprobs of all slots.
+
+    Logprobs are of the temperature-scaled distribution, before top-k and top-p.
+    """
     assert logits_SV.shape[0] == len(settings_S) == len(uniform_S) and logits_SV.dtype == torch.float32
     rows = max(ROWS_MIN, VALUES // logits_SV.shape[1])
     borders = [(first, first + rows) for first in range(0, len(uniform_S), rows)]

@@ -13,8 +13,11 @@ REWARD = "_reward_mean"
 
 
 def evaluation(around: Around) -> Findings:
-    """A training reward that changes while the evaluation's does not, or the other way round. Evaluations of iteration k are those of
-    the policy that it made, so the last one before counts as before, the next one as after."""
+    """A training reward that changes while the evaluation's does not, or the other way round.
+
+    Evaluations of iteration k are those of the policy that it made, so the last one before counts
+    as before, the next one as after.
+    """
     values = {
         number: reward
         for number, metrics in around.metrics.items()

@@ -33,8 +33,9 @@ class WhatIf:
 class Finding:
     """Something that changed at the iteration, and how much of the reward's change it explains.
 
-    `explains` none: it acts on the policy as a whole, so what the others leave over is its. A `symptom` may be the consequence of any
-    other finding. That a `certain` one is there is no matter of chance; its p-value is that of the reward's change.
+    `explains` none: it acts on the policy as a whole, so what the others leave over is its. A
+    `symptom` may be the consequence of any other finding. That a `certain` one is there is no
+    matter of chance; its p-value is that of the reward's change.
     """
 
     suspect: str
@@ -53,7 +54,9 @@ Suspect = Callable[[Around], Findings]
 
 
 def rows_to_show(around: Around, wanted_R: np.ndarray, order_R: np.ndarray | None = None) -> list[int]:
-    """The first rollouts from the iteration on that are wanted, of different groups; the smallest in `order_R` first."""
+    """The first rollouts from the iteration on that are wanted, of different groups; the smallest
+    in `order_R` first.
+    """
     rows = np.flatnonzero(wanted_R & around.after_R)
     if order_R is not None:
         rows = rows[np.argsort(order_R[rows], kind="stable")]

@@ -22,9 +22,12 @@ OFTEN = 3.0  # times as often given as it is a label: an answer that the policy 
 
 
 def labels(around: Around) -> Findings:
-    """Prompts for which the policy is sure of an answer and the label says another, more than before. Not where the answer speaks against the
-    policy: it is the label with a mistake, or it is given to whatever is asked, or the same prompt with the same label was answered before.
-    Of all groups, and beyond chance of those that are sure too: a policy that is only sure more often has changed no label."""
+    """Prompts for which the policy is sure of an answer and the label says another, more than
+    before. Not where the answer speaks against the policy: it is the label with a mistake, or it is
+    given to whatever is asked, or the same prompt with the same label was answered before. Of all
+    groups, and beyond chance of those that are sure too: a policy that is only sure more often has
+    changed no label.
+    """
     if not np.isfinite(around.matched_R).any():
         return
     sure_G, wrong_G = _sure_and_wrong(around)
@@ -59,7 +62,10 @@ def _sure_and_wrong(around: Around) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _agreed(around: Around, index: int) -> tuple[str, bool]:
-    """The answer of a group that is sure, and whether it is the label; empty where it is not. One that was cut off has given no answer."""
+    """The answer of a group that is sure, and whether it is the label; empty where it is not.
+
+    One that was cut off has given no answer.
+    """
     rows = np.flatnonzero(around.group_R == index)
     answers = ["" if around.truncated_R[row] else around.answer_R[row] for row in rows]
     answer, count = Counter(answers).most_common(1)[0]

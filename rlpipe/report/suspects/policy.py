@@ -1,4 +1,6 @@
-"""Suspects in the policy: other settings, weights of another version, an engine that is not what is trained, another reference, lengths."""
+"""Suspects in the policy: other settings, weights of another version, an engine that is not what is
+trained, another reference, lengths.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ Scale = Callable[[np.ndarray], np.ndarray]
 
 
 def settings(around: Around) -> Findings:
-    """Settings that a fork changed at this iteration, and a learning rate that is no more what it was."""
+    """Settings that a fork changed at this iteration, and a learning rate that is no more what it
+    was.
+    """
     lines = [line for line in around.changed if not line.startswith(MECHANISMS)]
     evidence = [*lines, *_moved_lines(around)]
     rates = [
@@ -84,8 +88,10 @@ def _is_warming(around: Around) -> bool:
 
 
 def rate(around: Around) -> Findings:
-    """A reward that falls, at once or step by step, while the learning rate still rises in its warm-up, or from the first updates on: the
-    policy of this iteration is made by updates that went far. Where the rate is what it was, `settings` and `moved` say what there is to say."""
+    """A reward that falls, at once or step by step, while the learning rate still rises in its
+    warm-up, or from the first updates on: the policy of this iteration is made by updates that went
+    far. Where the rate is what it was, `settings` and `moved` say what there is to say.
+    """
     last, is_first = around.metrics[around.at - 1], around.at <= FIRST
     falls = [change for change in (around.reward_change, around.reward_drift) if change.size < 0]
     if around.changed or not falls or not (is_first or _is_warming(around)) or not _went_far(around):
@@ -121,7 +127,10 @@ def _updates(metrics: Metrics) -> str:
 
 
 def _first_reward(around: Around) -> str:
-    """The mean reward of the oldest iteration that is looked at. Example: reward of iteration 0: 0.67."""
+    """The mean reward of the oldest iteration that is looked at.
+
+    Example: reward of iteration 0: 0.67.
+    """
     oldest = int(around.iteration_G.min())
     return f"reward of iteration {oldest}: {float(around.reward_R[around.iteration_G[around.group_R] == oldest].mean()):.3g}"
 
@@ -194,7 +203,9 @@ def _metric_finding(
 
 
 def mismatch(around: Around) -> Findings:
-    """An engine that gives tokens other probabilities than the trainer: weights that are not those that are trained."""
+    """An engine that gives tokens other probabilities than the trainer: weights that are not those
+    that are trained.
+    """
     least = MISMATCH_SHARE * around.config.rl.mismatch_max
     title = "engine and trainer disagree"
     for finding in _metric_finding(around, "mismatch", "train/mismatch_abs_mean", title, least, np.log):
@@ -219,7 +230,9 @@ def _gap_lines(around: Around) -> list[str]:
 
 
 def reference(around: Around) -> Findings:
-    """A KL to the reference that is at once another, and no update that went so far: it is not the reference of before."""
+    """A KL to the reference that is at once another, and no update that went so far: it is not the
+    reference of before.
+    """
     if around.config.rl.kl != "none" and not _has_moved_as_far(around):
         yield from _metric_finding(around, "reference", "train/kl", "the KL to the reference jumps", KL_MIN, np.sqrt)
 

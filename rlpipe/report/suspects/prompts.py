@@ -1,4 +1,6 @@
-"""Suspects in what is asked: other prompts, the same one again and again, another template around them."""
+"""Suspects in what is asked: other prompts, the same one again and again, another template around
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ NEW_SHARE = 0.5  # of the prompts from the iteration on, above which those befor
 
 
 def template(around: Around) -> Findings:
-    """Tokens that all prompts of a data set begin or end with, and that are others from the iteration on."""
+    """Tokens that all prompts of a data set begin or end with, and that are others from the
+    iteration on.
+    """
     for source in sorted({group.prompt.source for group in around.groups}):
         sides = [_distinct(around, source, after) for after in (False, True)]
         if min(map(len, sides)) < PROMPTS_MIN:
@@ -80,9 +84,12 @@ def template_tokens(around: Around) -> np.ndarray:
 
 
 def mix(around: Around) -> Findings:
-    """Other prompts than before: of other data sets, longer ones, ones with longer answers. The change of the reward is split in two
-    (Oaxaca, Kitagawa): what the same policy gets for prompts like these, and the rest. Prompts of which there were none like them before
-    cannot be split so: theirs is also the rest."""
+    """Other prompts than before: of other data sets, longer ones, ones with longer answers.
+
+    The change of the reward is split in two (Oaxaca, Kitagawa): what the same policy gets for
+    prompts like these, and the rest. Prompts of which there were none like them before cannot be
+    split so: theirs is also the rest.
+    """
     features, first = _features(around), _first_of_each_prompt(around)
     shifts = {name: shift(values_G[first], around.iteration_G[first], around.at) for name, values_G in features.items()}
     if not shifts:
@@ -136,7 +143,9 @@ def _first_of_each_prompt(around: Around) -> np.ndarray:
 
 
 def _slopes(around: Around, features: dict[str, np.ndarray]) -> np.ndarray:
-    """The reward per unit of each feature, all taken together and within either side, with a little ridge."""
+    """The reward per unit of each feature, all taken together and within either side, with a little
+    ridge.
+    """
     rewards_G = around.per_group(np.where(around.fault_R, np.nan, around.reward_R))
     known_G = np.isfinite(rewards_G)
     design = np.stack([*features.values(), around.after_G.astype(float)], axis=1)[known_G]

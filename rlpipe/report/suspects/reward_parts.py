@@ -1,4 +1,6 @@
-"""The suspect of rewards whose code changed: a part that says something else of the same completions."""
+"""The suspect of rewards whose code changed: a part that says something else of the same
+completions.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ GROUPS_MIN = 3  # of a side, that today's code has scored
 
 
 def reward_parts(around: Around) -> Findings:
-    """A part of the reward that gives completions something else than before. Today's code is asked where it can be: what gives the stored text
-    of a side the stored values is that side's code. Else rollouts are compared with those before that are like them."""
+    """A part of the reward that gives completions something else than before.
+
+    Today's code is asked where it can be: what gives the stored text of a side the stored values is
+    that side's code. Else rollouts are compared with those before that are like them.
+    """
     for name, stored_R in around.parts.items():
         difference_R = stored_R - around.today.get(name, np.full(len(stored_R), np.nan))
         same = _same(around, difference_R)
@@ -43,7 +48,9 @@ def _same(around: Around, difference_R: np.ndarray) -> list[np.ndarray]:
 
 
 def _by_today(around: Around, name: str, difference_R: np.ndarray, same: list[np.ndarray]) -> Findings:
-    """A proof, or nothing: the policy wrote what it wrote, and only the code can make another number of it."""
+    """A proof, or nothing: the policy wrote what it wrote, and only the code can make another
+    number of it.
+    """
     if min(share.mean() for share in same) >= SAME:
         return
     before, after = (f"{int(share.sum())} of {len(share)} stored values are those of today's code" for share in same)

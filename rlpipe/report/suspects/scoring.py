@@ -42,8 +42,12 @@ def faults(around: Around) -> Findings:
 
 
 def reward_settings(around: Around) -> Findings:
-    """Weights and arguments of rewards that a fork changed. What the completions from the iteration on would have had by those of before is known
-    by the stored parts, and by today's code where arguments changed; where it is not, what the others leave over is theirs."""
+    """Weights and arguments of rewards that a fork changed.
+
+    What the completions from the iteration on would have had by those of before is known by the
+    stored parts, and by today's code where arguments changed; where it is not, what the others
+    leave over is theirs.
+    """
     lines = [line for line in around.changed if line.startswith(("rl.rewards", "rl.reward_args"))]
     if not lines:
         return
@@ -93,7 +97,9 @@ def _total(parts: dict[str, np.ndarray], rewards: dict[str, float], count: int) 
 
 
 def without(around: Around, part: str) -> WhatIf | None:
-    """The iteration scored without the reward that a part is of; where there is no other, by what scores today."""
+    """The iteration scored without the reward that a part is of; where there is no other, by what
+    scores today.
+    """
     rewards, args = around.config.rl.rewards, around.config.rl.reward_args
     suspect = next((name for name in rewards if gives(name, part)), None)
     if suspect is None or len(rewards) == 1:
@@ -108,7 +114,9 @@ def without(around: Around, part: str) -> WhatIf | None:
 
 
 def hacked(around: Around) -> Findings:
-    """A part of the reward that rises while another part, or the share of right answers, falls: the policy learns what pays."""
+    """A part of the reward that rises while another part, or the share of right answers, falls: the
+    policy learns what pays.
+    """
     columns = dict(around.parts)
     if np.isfinite(around.matched_R).any():
         columns["right answers"] = around.matched_R

@@ -1,6 +1,8 @@
-"""The confinement of a program: what a process does to itself before it runs one, by Linux' own means (Landlock, seccomp, limits).
+"""The confinement of a program: what a process does to itself before it runs one, by Linux' own
+means (Landlock, seccomp, limits).
 
-No step is left out where it fails: a refusal is an OSError. Standard library only, and little of it: a supervisor starts with each rollout.
+No step is left out where it fails: a refusal is an OSError. Standard library only, and little of
+it: a supervisor starts with each rollout.
 """
 
 from __future__ import annotations
@@ -102,7 +104,9 @@ print(os.getppid() == 1)
 
 
 def free_uids() -> range:
-    """The uids of sandboxes, high ones that no account has; empty where this process cannot change its uid."""
+    """The uids of sandboxes, high ones that no account has; empty where this process cannot change
+    its uid.
+    """
     with open("/proc/self/uid_map") as file:
         highest = max(int(first) + int(count) for first, _, count in map(str.split, file))
     first = min(0x70000000, highest * 5 // 8)
@@ -126,10 +130,12 @@ def missing() -> str:
 
 
 def enter_supervisor(parent: int, uid: int) -> None:
-    """For the supervisor: it adopts orphans, and from Landlock version 6 on it and all below it signal nobody else.
+    """For the supervisor: it adopts orphans, and from Landlock version 6 on it and all below it
+    signal nobody else.
 
-    OSError where programs run under our own `uid` and that does not hold: the supervisor kills all that it can signal. As process 1
-    of a namespace it ends with its `parent`, and the kernel ends the namespace with it.
+    OSError where programs run under our own `uid` and that does not hold: the supervisor kills all
+    that it can signal. As process 1 of a namespace it ends with its `parent`, and the kernel ends
+    the namespace with it.
     """
     if os.getpid() == 1:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -181,7 +187,10 @@ def leave_mounts(folder: str) -> None:
 
 
 def confine(limits: ProgramLimits, readable: list[str], uid: int, num_others: int) -> None:
-    """Limits this process for good; the working folder is the one it may write to. `num_others`: processes that `uid` has already."""
+    """Limits this process for good; the working folder is the one it may write to.
+
+    `num_others`: processes that `uid` has already.
+    """
     for what, value in (
         (resource.RLIMIT_NPROC, limits.processes + num_others),
         (resource.RLIMIT_AS, limits.memory_mb * MB),
@@ -212,7 +221,10 @@ def confine(limits: ProgramLimits, readable: list[str], uid: int, num_others: in
 
 
 def _filter_program(has_own_uid: bool) -> bytes:
-    """The filter of system calls as an array of struct sock_filter. A jump is (op, value, skip if true, skip if false)."""
+    """The filter of system calls as an array of struct sock_filter.
+
+    A jump is (op, value, skip if true, skip if false).
+    """
     column, architecture = ARCHITECTURES[os.uname().machine]
     code = [
         (LOAD, ARCHITECTURE_AT, 0, 0),

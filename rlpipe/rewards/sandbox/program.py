@@ -33,7 +33,9 @@ from typing import *
 
 
 def leave(body: Callable[[], int | None]) -> NoReturn:
-    """Runs `body` and ends this process with its answer as exit code, as the interpreter does at its end, whatever happens."""
+    """Runs `body` and ends this process with its answer as exit code, as the interpreter does at
+    its end, whatever happens.
+    """
     code = 1
     try:
         sys.set_int_max_str_digits(0)  # big numbers are tested too; the limits bound what they cost
@@ -62,7 +64,9 @@ def run_main(source: str) -> None:
 
 
 def serve(source: str, prelude: str, calls: int, replies: int) -> None:
-    """The program as a module whose functions are called from the other process, until the tests are done."""
+    """The program as a module whose functions are called from the other process, until the tests
+    are done.
+    """
     names = _run(source, PROGRAM, prelude)
     objects: list[Any] = []
     with os.fdopen(calls, "rb") as requests, os.fdopen(replies, "wb") as answers:
@@ -79,7 +83,9 @@ def serve(source: str, prelude: str, calls: int, replies: int) -> None:
 
 
 def run_tests(tests: int, replies: int, calls: int) -> int:
-    """The tests of a check of the reward `code`, against the program at the other end of the pipes. 0: passed; 1: failed."""
+    """The tests of a check of the reward `code`, against the program at the other end of the pipes.
+    0: passed; 1: failed.
+    """
     with os.fdopen(tests, "rb") as file:
         check = json.load(file)
     wire = Wire(calls, replies)

@@ -1,4 +1,6 @@
-"""Our side of the sandbox: plans what of tests runs, says what this system lacks, starts the supervisor, reads its answers."""
+"""Our side of the sandbox: plans what of tests runs, says what this system lacks, starts the
+supervisor, reads its answers.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,13 @@ class Confinement(NamedTuple):
 
 
 def run(python: str, limits: ProgramLimits, source: str, starts: list[tuple[str, Any]]) -> Generator[Outcome]:
-    """Runs `source` once for each of `starts`; the outcomes as they come. Closing the generator ends the sandbox.
+    """Runs `source` once for each of `starts`; the outcomes as they come.
 
-    A start is ("stdin", its input), or its tests as a JSON value: ("function", ...) or ("asserts", ...).
-    ValueError for tests that JSON has no number for (NaN); SandboxError when the sandbox could not be set up or did not answer.
+    Closing the generator ends the sandbox.
+
+    A start is ("stdin", its input), or its tests as a JSON value: ("function", ...) or ("asserts",
+    ...). ValueError for tests that JSON has no number for (NaN); SandboxError when the sandbox
+    could not be set up or did not answer.
     """
     path, readable = _interpreter(python)
     with contextlib.ExitStack() as files:
@@ -163,7 +168,9 @@ def _interpreter(python: str) -> tuple[list[str], list[str]]:
 
 
 def _claimed_uid(files: contextlib.ExitStack) -> tuple[int, int]:
-    """A uid that no other sandbox has as long as a socket is open, and that socket; for an ordinary user its own uid."""
+    """A uid that no other sandbox has as long as a socket is open, and that socket; for an ordinary
+    user its own uid.
+    """
     uids = confinement.free_uids()
     claim = files.enter_context(socket.socket(socket.AF_UNIX))
     for uid in random.Random().sample(uids, min(len(uids), UIDS_TRIED)):

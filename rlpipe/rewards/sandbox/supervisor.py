@@ -1,11 +1,15 @@
-"""The supervisor: a process of its own for one program, trusted and out of the program's reach. Starts it once for each run.
+"""The supervisor: a process of its own for one program, trusted and out of the program's reach.
 
-Started by `runner` with a ProgramJob as JSON on stdin, answers on stdout: for each run a line {"status", "output"}. What a run is given comes as a
-file descriptor: so the expected results in a tests file never enter the memory that the program is forked from. It ends when nobody
-reads its answers.
+Starts it once for each run.
 
-It is two processes: one that serves the runs, and above it one that waits. SIGKILL to either leaves no process of a program: the upper
-one ends what the lower one has left; the lower one ends with the upper one, as process 1 of a namespace, or else goes on to the end.
+Started by `runner` with a ProgramJob as JSON on stdin, answers on stdout: for each run a line
+{"status", "output"}. What a run is given comes as a file descriptor: so the expected results in a
+tests file never enter the memory that the program is forked from. It ends when nobody reads its
+answers.
+
+It is two processes: one that serves the runs, and above it one that waits. SIGKILL to either leaves
+no process of a program: the upper one ends what the lower one has left; the lower one ends with the
+upper one, as process 1 of a namespace, or else goes on to the end.
 """
 
 from __future__ import annotations
@@ -93,7 +97,10 @@ def _answer(status: str, output: str) -> None:
 
 
 def _run(job: ProgramJob, folder: str, kind: str, given: int, ends_s: float) -> tuple[str, bytes]:
-    """One run from start to the end of its last process: (status, output). Tests run beside the program, confined like it."""
+    """One run from start to the end of its last process: (status, output).
+
+    Tests run beside the program, confined like it.
+    """
     pipes = [os.pipe() for _ in range(4)]
     (reading, writing), (ready, readied), (calls_in, calls_out), (replies_in, replies_out) = pipes
     try:
@@ -118,7 +125,8 @@ def _run(job: ProgramJob, folder: str, kind: str, given: int, ends_s: float) -> 
 
 
 def _fork(job: ProgramJob, folder: str, standard: list[int], keep: list[int], body: Callable[[], int | None]) -> int:
-    """A confined process that runs `body` in a folder of its own, `standard` its stdin and stdout, -1 for none.
+    """A confined process that runs `body` in a folder of its own, `standard` its stdin and stdout,
+    -1 for none.
 
     It writes READY to the first file of `keep` when all its limits hold, or what went wrong.
     """
@@ -200,7 +208,10 @@ def _watch(main: int, reading: int, deadline_s: float) -> tuple[str, bytes]:
 
 
 def _sweep(uid: int) -> None:
-    """Ends every process that the run has left. We adopt all orphans, so none is left when we have no child."""
+    """Ends every process that the run has left.
+
+    We adopt all orphans, so none is left when we have no child.
+    """
     deadline_s = time.monotonic() + SWEEP_S
     with suppress(ChildProcessError):
         while True:

@@ -57,7 +57,10 @@ REFLECTED = [f"__r{name}__" for name in OPERATORS[5:]]
 
 
 class Unsupported(BaseException):
-    """The tests need more than the wire carries. No `except` of theirs hides it: `messages` are looked at when they are through."""
+    """The tests need more than the wire carries.
+
+    No `except` of theirs hides it: `messages` are looked at when they are through.
+    """
 
     messages: ClassVar[list[str]] = []
 
@@ -80,7 +83,9 @@ class Wire:
         return self.ask({"do": "evaluate", "text": expression})
 
     def ask(self, request: dict[str, Any], mutable: tuple[Any, ...] = ()) -> Any:
-        """The program's answer; arguments that it has changed in place are changed here too; its exceptions are raised here."""
+        """The program's answer; arguments that it has changed in place are changed here too; its
+        exceptions are raised here.
+        """
         try:
             self._calls.write(json.dumps(request).encode() + b"\n")
             self._calls.flush()
@@ -98,7 +103,9 @@ class Wire:
             raise Unsupported("a result of the program is nested too deeply to be read") from None
 
     def exception(self, names: list[str]) -> type[Exception]:
-        """The exception with these names, its own and its bases'; one of the program's is made here once, so that tests can catch it."""
+        """The exception with these names, its own and its bases'; one of the program's is made here
+        once, so that tests can catch it.
+        """
         kind = getattr(builtins, names[0], None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             return kind
@@ -113,7 +120,10 @@ class Wire:
 
 
 class RemoteObject:
-    """An object of the program, by number. `is_opaque`: whether it equals a plain value cannot be known here."""
+    """An object of the program, by number.
+
+    `is_opaque`: whether it equals a plain value cannot be known here.
+    """
 
     def __init__(self, wire: Wire, number: int, is_opaque: bool) -> None:
         self.__dict__.update(_wire=wire, _number=number, _is_opaque=is_opaque)
@@ -158,7 +168,10 @@ class Iterated(list[Any]):
 
 
 def encode(value: Any, objects: list[Any] | None = None) -> Any:
-    """`value` as JSON. Other objects are put into `objects`; without that list (the tests' end) they are Unsupported."""
+    """`value` as JSON.
+
+    Other objects are put into `objects`; without that list (the tests' end) they are Unsupported.
+    """
     if value is None or isinstance(value, (bool, str)):
         return value
     for number in (int, float):
