@@ -67,7 +67,8 @@ def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None
     for entry in sets or []:
         if (name := entry.split("=")[0].strip()) in ("run", "store"):
             raise UserError(
-                f"--set {entry}: a run goes on under its name, in its store; leave {name} away (--store names the store)"
+                f"--set {entry}: a run goes on under its name, in its store; leave {name} away (--store names the"
+                " store)"
             )
     opened = checked_store(store)
     stored = last_started(opened, open_existing(opened, run).name)
@@ -150,7 +151,8 @@ def run_to_end(config: PipelineConfig) -> None:
     if not configured:
         first = database is not None and not database.exists()
         echo(
-            f"starting Prefect's server ({'up to a minute the first time, to make its database' if first else 'some seconds'})"
+            "starting Prefect's server"
+            f" ({'up to a minute the first time, to make its database' if first else 'some seconds'})"
         )
     with running_server(logs, database) as url:
         page = f"{url.removesuffix('/api')}{'' if PREFECT_API_URL.value() == configured else ' (until the run ends)'}"

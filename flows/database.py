@@ -37,7 +37,8 @@ def own_database(config: PipelineConfig) -> Path | None:
     path = config.scratch_folder / FOLDER / f"{socket.gethostname()}-{digest}.db"
     if len(str(path).encode()) > PATH_BYTES_MAX:
         raise UserError(
-            f"scratch={config.scratch!r}: too long a path for a database of SQLite ({PATH_BYTES_MAX} bytes); name a shorter one"
+            f"scratch={config.scratch!r}: too long a path for a database of SQLite ({PATH_BYTES_MAX} bytes); name a"
+            " shorter one"
         )
     return path
 

@@ -36,7 +36,8 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
         if iteration < config.rl.num_iterations and not reason and not session.run.redoes(iteration):
             first = "the policy is evaluated, then " if iteration == 0 and config.sets("evaluation") else ""
             say(
-                f"RL: engines and trainer start where they are not up (logs: {session.work_dir}), {first}a line an iteration"
+                f"RL: engines and trainer start where they are not up (logs: {session.work_dir}), {first}a line an"
+                " iteration"
             )
             if config.trainer.place == "deployment":
                 await (

@@ -34,7 +34,9 @@ DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
     "PREFECT_LOGGING_LEVEL": "WARNING",
-    "PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL": "INFO",  # the lines of iterations are in the UI, and on the terminal once
+    "PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL": (
+        "INFO"
+    ),  # the lines of iterations are in the UI, and on the terminal once
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     "DO_NOT_TRACK": "1",
@@ -115,7 +117,8 @@ def _wait_ready(service: Service, database: Path | None) -> None:
         if database is None:
             raise
         raise RuntimeError(
-            f"{error}\nIf the database is at fault, move {database} away: it has only what Prefect's UI shows of earlier runs"
+            f"{error}\nIf the database is at fault, move {database} away: it has only what Prefect's UI shows of"
+            " earlier runs"
         ) from error
 
 
@@ -141,8 +144,8 @@ async def apply_automations(notify: str) -> list[str]:
             block = str((await client.read_block_document_by_name(name, kind)).id) if notify else ""
         except ObjectNotFound as error:
             raise UserError(
-                f"--notify {notify}: the server has no such block; create one in the UI (Blocks), and name it as TYPE/NAME, "
-                "for example slack-webhook/team"
+                f"--notify {notify}: the server has no such block; create one in the UI (Blocks), and name it as"
+                " TYPE/NAME, for example slack-webhook/team"
             ) from error
         for entry in yaml.safe_load(AUTOMATIONS.read_text())["automations"]:
             if any(action.get("block_document_id") == BLOCK for action in entry["actions"]):

@@ -49,11 +49,15 @@ ADVICE: dict[type[Exception], str] = {  # the first that fits
     CommittedLate: "",
     OtherSettings: "",
     StepRefused: "",
-    UserError: "In the UI, Retry starts it again with the same parameters. A field that may change (docs/config.md): start it anew "
-    "under the same run name, in the UI with `changes`",
+    UserError: (
+        "In the UI, Retry starts it again with the same parameters. A field that may change (docs/config.md): start it"
+        " anew under the same run name, in the UI with `changes`"
+    ),
     StoreError: f"`rlpipe verify` lists every damaged file of a run; restore it, {AGAIN}",
-    TrainerError: "If the trainer's log ends without an error, the kernel killed it for memory: lower trainer.tokens_max, set "
-    f"trainer.activation_checkpointing, or give it more memory. Mend the cause, {AGAIN}",
+    TrainerError: (
+        "If the trainer's log ends without an error, the kernel killed it for memory: lower trainer.tokens_max, set "
+        f"trainer.activation_checkpointing, or give it more memory. Mend the cause, {AGAIN}"
+    ),
     EngineError: f"The engines' logs say why; mend the cause (memory: lower engines.in_flight_max), {AGAIN}",
     RewardLost: f"Mend the cause, {AGAIN}",
     OSError: f"The disk, the network or the store failed. Wait until it is back, {AGAIN}",

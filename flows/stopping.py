@@ -25,7 +25,8 @@ class Terminated(KeyboardInterrupt):
 
 def bound_end(number: int) -> None:
     """Ends this process in END_S, in one line, should it not have ended by then: nobody can cut short a thread that waits for an answer.
-    Nothing is lost by that, as by no kill; its children end with it, and the next start sees that it is gone. Again changes nothing."""
+    Nothing is lost by that, as by no kill; its children end with it, and the next start sees that it is gone. Again changes nothing.
+    """
     if _bound.is_set():
         return
     _bound.set()
@@ -34,7 +35,8 @@ def bound_end(number: int) -> None:
         time.sleep(END_S)
         with contextlib.suppress(OSError):
             echo(
-                f"rlpipe: stopped, after {END_S:g} s in which not all was answered that it waited for: as if it was killed",
+                f"rlpipe: stopped, after {END_S:g} s in which not all was answered that it waited for: as if it was"
+                " killed",
                 err=True,
             )
         os._exit(128 + number)

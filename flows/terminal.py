@@ -66,7 +66,10 @@ def of_deployment() -> bool:
 
 
 def segment_line(segment: int, step: int, metrics: Metrics) -> str:
-    line = f"SFT segment {segment:3d}  step {step:5d}  loss {metrics['train/loss']:.4f}  grad norm {metrics['train/grad_norm']:.3f}"
+    line = (
+        f"SFT segment {segment:3d}  step {step:5d}  loss {metrics['train/loss']:.4f}  grad norm"
+        f" {metrics['train/grad_norm']:.3f}"
+    )
     validation = metrics.get("train/validation_loss")
     return line if validation is None else f"{line}  validation loss {validation:.4f}"
 
@@ -75,9 +78,10 @@ def iteration_line(record: IterationRecord) -> str:
     """One line of what somebody watching wants to know."""
     metrics = record.metrics
     line = (
-        f"RL iteration {record.iteration:3d}  reward {metrics['rollout/reward_mean']:.3f}  pass {metrics['rollout/pass_rate']:.3f}"
-        f"  groups {metrics['rollout/groups_kept']:3d}  length {metrics['rollout/length_tokens_mean']:5.1f}"
-        f"  mismatch {metrics['train/mismatch_abs_mean']:.1e}  {metrics['time/iteration_s']:.1f} s"
+        f"RL iteration {record.iteration:3d}  reward {metrics['rollout/reward_mean']:.3f}  pass"
+        f" {metrics['rollout/pass_rate']:.3f}  groups {metrics['rollout/groups_kept']:3d}  length"
+        f" {metrics['rollout/length_tokens_mean']:5.1f}  mismatch {metrics['train/mismatch_abs_mean']:.1e} "
+        f" {metrics['time/iteration_s']:.1f} s"
     )
     if not metrics["train/num_tokens"]:
         line += f"  nothing was trained{_dropped(metrics)}"

@@ -41,8 +41,8 @@ from rlpipe.store.patience import hurrying
 from rlpipe.store.run import Run
 
 NOTHING_TRAINED = (
-    "{skipped}: the policy is the one that RL started from, and is not registered. rlpipe show says which groups were dropped; "
-    "other rewards, filters or data need another run, or a fork"
+    "{skipped}: the policy is the one that RL started from, and is not registered. rlpipe show says which groups were"
+    " dropped; other rewards, filters or data need another run, or a fork"
 )
 ROLLOUTS_SHOWN = 16
 TEXT_MAX = 2000  # characters of a prompt or completion; the whole is in the store

@@ -54,10 +54,13 @@ async def _is_there(client: PrefectClient, flow_run_id: UUID) -> bool:
 def warn(flow_run_id: str) -> None:
     """Says it once for each flow run."""
     log.warning(
-        "flow run %s is gone from Prefect's server: it was deleted. The run goes on, and what the UI shows of it ends here "
-        "(to stop a run, cancel it)",
+        "flow run %s is gone from Prefect's server: it was deleted. The run goes on, and what the UI shows of it ends"
+        " here (to stop a run, cancel it)",
         flow_run_id,
     )
 
 
-PrefectClient.set_flow_run_state, PrefectClient.create_task_run = set_state, begin_inside  # pyright: ignore[reportAttributeAccessIssue]
+PrefectClient.set_flow_run_state, PrefectClient.create_task_run = (
+    set_state,
+    begin_inside,
+)  # pyright: ignore[reportAttributeAccessIssue]

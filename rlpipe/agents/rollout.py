@@ -197,7 +197,10 @@ class AgentRollout:
     def _out_of_turns(self, num_choices: int) -> ChatRefused:
         """The refusal of a call that asks for more completions than are left."""
         num_left = self.terms.calls_max - self._num_completions
-        message = f"rl.turns_max={self.terms.calls_max}: of so many completions of this rollout {num_left} are left, and {num_choices} are asked for"
+        message = (
+            f"rl.turns_max={self.terms.calls_max}: of so many completions of this rollout {num_left} are left, and"
+            f" {num_choices} are asked for"
+        )
         return self._refusal(OUT_OF_TURNS, message, "turns_max")
 
     def _too_long(self) -> ChatRefused:

@@ -55,12 +55,14 @@ def command_of(agent: str) -> list[str]:
     program = shutil.which(words[0], path=_path()) if words else None
     if program is None:
         raise UserError(
-            f"rl.agent={agent!r}: there is no program {words[:1]}; name one that is installed, or package.module:function"
+            f"rl.agent={agent!r}: there is no program {words[:1]}; name one that is installed, or"
+            " package.module:function"
         )
     script = next((word for word in words[1:2] if word.endswith(SCRIPTS) and not Path(word).is_file()), "")
     if script:
         raise UserError(
-            f"rl.agent={agent!r}: there is no file {script} in {os.getcwd()}; start from its folder, or write the whole path"
+            f"rl.agent={agent!r}: there is no file {script} in {os.getcwd()}; start from its folder, or write the whole"
+            " path"
         )
     return [program, *words[1:]]
 

@@ -110,14 +110,13 @@ def policy_terms(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Terms:
-    """Loss per token, to minimise, 0 where masked; and where the clip changes its gradient: below,
-    above (bool, False where masked).
+    """Loss per token, to minimise; and the tokens that are clipped below and above (bool). 0 and
+    False where masked.
 
     For `dppo` pass the rollout's logprobs in place of the proximal ones; a row is a sequence.
-    ValueError on an unknown objective. Clipped are, of `ppo` and `gspo`: a ratio too low where A <
-    0, too high where A > 0, or above the dual clip where A < 0, which all have no gradient; of
-    `dppo` the same of the difference of probabilities; of `cispo` the bounded weights, whatever the
-    sign of A.
+    ValueError on an unknown objective. Clipped tokens have no gradient: of `ppo` and `gspo` a ratio
+    too low where A < 0, too high where A > 0, or above the dual clip where A < 0; of `dppo` the
+    same of the difference of probabilities; of `cispo` the bounded weights, whatever the sign of A.
     """
     terms = _entry(OBJECTIVES, "objective", objective)
     kept_BT = mask_BT.bool()

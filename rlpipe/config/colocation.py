@@ -37,32 +37,34 @@ def broken_colocation(config: Sections) -> Iterator[str]:
     for name, part in (("trainer", trainer), ("engines", engines)):
         if part.place == "deployment":
             yield (
-                f"{name}.place='deployment': a work pool gives each flow run GPUs of its own, and with engines.colocate trainer and engines have "
-                f"the same ones; set {name}.place = 'process', or 'elsewhere' on nodes that run both, or engines.colocate = false"
+                f"{name}.place='deployment': a work pool gives each flow run GPUs of its own, and with engines.colocate"
+                f" trainer and engines have the same ones; set {name}.place = 'process', or 'elsewhere' on nodes that"
+                " run both, or engines.colocate = false"
             )
     places = {trainer.place, engines.place}
     if places == {"process", "elsewhere"}:
         yield (
-            f"{engines.place=}: may be another machine than that of {trainer.place=}, and with engines.colocate they take turns in the memory of "
-            "the same ones; set both to 'process', or both to 'elsewhere' for nodes that each run a `rlpipe trainer` and a `rlpipe host`"
+            f"{engines.place=}: may be another machine than that of {trainer.place=}, and with engines.colocate they"
+            " take turns in the memory of the same ones; set both to 'process', or both to 'elsewhere' for nodes that"
+            " each run a `rlpipe trainer` and a `rlpipe host`"
         )
     elif places == {"elsewhere"} and engines.nodes != trainer.nodes:
         yield (
-            f"{engines.nodes=}: with engines.colocate engines are on the nodes of the trainer; set it to trainer.nodes, {trainer.nodes}, or "
-            "engines.colocate = false"
+            f"{engines.nodes=}: with engines.colocate engines are on the nodes of the trainer; set it to trainer.nodes,"
+            f" {trainer.nodes}, or engines.colocate = false"
         )
     if rl.overlap != "none":
         yield (
-            f"{rl.overlap=}: trains and samples at once, and with engines.colocate only one of them has the memory; set rl.overlap = 'none', "
-            "or engines.colocate = false"
+            f"{rl.overlap=}: trains and samples at once, and with engines.colocate only one of them has the memory; set"
+            " rl.overlap = 'none', or engines.colocate = false"
         )
     if sorted(trainer.gpu_ids) != sorted(engines.gpu_ids):
         yield (
-            f"{engines.gpu_ids=}: with engines.colocate they are those of the trainer, {trainer.gpu_ids}; name the same for both, or set "
-            "engines.colocate = false"
+            f"{engines.gpu_ids=}: with engines.colocate they are those of the trainer, {trainer.gpu_ids}; name the same"
+            " for both, or set engines.colocate = false"
         )
     elif engines.kind != "local" and not engines.gpu_ids:
         yield (
-            f"{engines.kind=}: gives back the memory of GPUs only, and engines.gpu_ids names none; with engines.colocate use GPUs, or "
-            "kind = 'local'"
+            f"{engines.kind=}: gives back the memory of GPUs only, and engines.gpu_ids names none; with"
+            " engines.colocate use GPUs, or kind = 'local'"
         )

@@ -40,11 +40,16 @@ class ModelConfig(BaseModel, **STRICT):
     )
     chat_template_args: dict[str, Any] = Field(
         default_factory=dict,
-        description='More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas',
+        description=(
+            'More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas'
+        ),
     )
     control_tokens: Literal["text", "as_written"] = Field(
         default="text",
-        description="What a control token's text is in prompts, environments' answers and tools: ordinary text; as_written: that token",
+        description=(
+            "What a control token's text is in prompts, environments' answers and tools: ordinary text; as_written:"
+            " that token"
+        ),
     )
     adapter: Literal["none", "lora"] = Field(
         default="none",
@@ -59,5 +64,8 @@ class ModelConfig(BaseModel, **STRICT):
     )
     adapter_targets: list[str] = Field(
         default_factory=list,
-        description='Linear layers with an adapter, by name or its end, for example `["q_proj", "v_proj"]`; empty: all but the head',
+        description=(
+            'Linear layers with an adapter, by name or its end, for example `["q_proj", "v_proj"]`; empty: all but the'
+            " head"
+        ),
     )

@@ -93,22 +93,32 @@ class ServiceConfig(BaseModel, **STRICT):
 
     place: Literal["process", "deployment", "elsewhere"] = Field(
         default="process",
-        description="Where it runs: child processes of the flow, runs of a Prefect deployment, or elsewhere (`rlpipe trainer`, `rlpipe host`)",
+        description=(
+            "Where it runs: child processes of the flow, runs of a Prefect deployment, or elsewhere (`rlpipe trainer`,"
+            " `rlpipe host`)"
+        ),
     )
     deployment: str = Field(
         default="",
-        description="The deployment that serves a node; empty: serve-trainer/serve-trainer or serve-engines/serve-engines",
+        description=(
+            "The deployment that serves a node; empty: serve-trainer/serve-trainer or serve-engines/serve-engines"
+        ),
     )
     nodes: int = Field(default=1, ge=1, le=1024, description="Nodes of the gang, or of the engines")
     gpu_ids: list[int] = Field(
         default_factory=list,
-        description="GPUs of a node, numbers into its CUDA_VISIBLE_DEVICES where set: one a rank, an equal share an engine; empty: a CPU",
+        description=(
+            "GPUs of a node, numbers into its CUDA_VISIBLE_DEVICES where set: one a rank, an equal share an engine;"
+            " empty: a CPU"
+        ),
     )
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads per rank or engine")
     queue_timeout_s: Timeout = Field(
         default=86_400,
-        description="Longest wait for nodes that a work pool has no room for, or of which none has joined yet, s; one whose Slurm job is "
-        "queued is waited for as long as it is",
+        description=(
+            "Longest wait for nodes that a work pool has no room for, or of which none has joined yet, s; one whose"
+            " Slurm job is queued is waited for as long as it is"
+        ),
     )
     lost_timeout_s: Timeout = Field(
         default=600, description="Longest wait for nodes elsewhere that have joined and do not answer, s"
@@ -130,26 +140,36 @@ class TrainerConfig(ServiceConfig):
         default=1,
         ge=1,
         le=1024,
-        description="Ranks of one node that share each row, for rows longer than one holds: a row may have context_ranks x tokens_max tokens",
+        description=(
+            "Ranks of one node that share each row, for rows longer than one holds: a row may have context_ranks x"
+            " tokens_max tokens"
+        ),
     )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory"
     )
     offload: Literal["none", "optimizer"] = Field(
         default="none",
-        description="Where AdamW's moments are while passes run. optimizer: in memory of the host, 8 bytes a parameter less on the GPUs; "
-        "every update fetches them",
+        description=(
+            "Where AdamW's moments are while passes run. optimizer: in memory of the host, 8 bytes a parameter less on"
+            " the GPUs; every update fetches them"
+        ),
     )
     split_over: Literal["gang", "node"] = Field(
         default="gang",
-        description="Over what weights, gradients and moments are split. node: every node holds a whole copy, and only gradients cross between nodes",
+        description=(
+            "Over what weights, gradients and moments are split. node: every node holds a whole copy, and only"
+            " gradients cross between nodes"
+        ),
     )
     nccl_algo: str = Field(
         default="Ring",
         pattern=r"^[A-Za-z0-9,:;^/-]*$",
         max_length=200,
-        description="NCCL_ALGO of the gang, by which GPUs add up, unless its environment has one; empty: NCCL chooses by size and network, and two runs may "
-        "end with other bits (docs/gpu.md)",
+        description=(
+            "NCCL_ALGO of the gang, by which GPUs add up, unless its environment has one; empty: NCCL chooses by size"
+            " and network, and two runs may end with other bits (docs/gpu.md)"
+        ),
     )
 
     @property
@@ -175,7 +195,10 @@ class EnginesConfig(ServiceConfig):
     )
     transport: Literal["disk", "tensor"] = Field(
         default="disk",
-        description="How a new policy gets from the trainer to SGLang. tensor: from its memory, over NCCL or on CPUs gloo, where that goes, else from disk",
+        description=(
+            "How a new policy gets from the trainer to SGLang. tensor: from its memory, over NCCL or on CPUs gloo,"
+            " where that goes, else from disk"
+        ),
     )
     python: str = Field(default="", description="Interpreter that has SGLang or vLLM installed; empty: this one")
     flags: list[str] = Field(default_factory=list, description="More flags for SGLang's or vLLM's server")
@@ -197,19 +220,26 @@ class TrackingConfig(BaseModel, **STRICT):
 
     uri: str = Field(
         default="sqlite:///mlflow.db",
-        description="MLflow tracking URI; where it is left as it is, MLFLOW_TRACKING_URI of the environment goes before; empty: not tracked",
+        description=(
+            "MLflow tracking URI; where it is left as it is, MLFLOW_TRACKING_URI of the environment goes before; empty:"
+            " not tracked"
+        ),
     )
     project: str = Field(
         default="rlpipe",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$",
         max_length=80,
-        description="MLflow experiment of the run's metrics, and registered model of its policies: what is compared has one",
+        description=(
+            "MLflow experiment of the run's metrics, and registered model of its policies: what is compared has one"
+        ),
     )
     view_url: str = Field(
         default="",
         pattern=r"^(https?://[^\s?#]+)?$",
         max_length=200,
-        description="Address at which `rlpipe view` of the store is reached: Prefect and MLflow link to it; empty: no links",
+        description=(
+            "Address at which `rlpipe view` of the store is reached: Prefect and MLflow link to it; empty: no links"
+        ),
     )
 
     def view_of(self, run: str, page: str = "") -> str:
@@ -221,4 +251,7 @@ def broken_environment(engines: EnginesConfig) -> Iterator[str]:
     """A line for each variable that no process can have."""
     for name, value in engines.environment.items():
         if not VARIABLE.fullmatch(name) or "\0" in value:
-            yield f"engines.environment={{{name!r:.80}: ...}}: no process can have it; a name has letters, digits and '_', a value no zero byte"
+            yield (
+                f"engines.environment={{{name!r:.80}: ...}}: no process can have it; a name has letters, digits and"
+                " '_', a value no zero byte"
+            )

@@ -15,13 +15,22 @@ def broken_overlap(rl: RlConfig) -> Iterator[str]:
     if rl.overlap == "none":
         return
     if rl.rollouts_from:
-        yield f"{rl.overlap=}: rollouts from {rl.rollouts_from} are not sampled, and there is nothing to overlap; use overlap = 'none'"
+        yield (
+            f"{rl.overlap=}: rollouts from {rl.rollouts_from} are not sampled, and there is nothing to overlap; use"
+            " overlap = 'none'"
+        )
     if not rl.corrects_staleness:
         yield (
-            f"{rl.overlap=}: what is trained was sampled by the version before, and nothing would correct that; set rl.importance, for "
-            "example to token_truncate"
+            f"{rl.overlap=}: what is trained was sampled by the version before, and nothing would correct that; set"
+            " rl.importance, for example to token_truncate"
         )
     if not rl.train_stale_tokens:
-        yield f"{rl.overlap=}: all that is trained is older than the policy, and rl.train_stale_tokens=False asks for none of it; leave it true"
+        yield (
+            f"{rl.overlap=}: all that is trained is older than the policy, and rl.train_stale_tokens=False asks for"
+            " none of it; leave it true"
+        )
     if rl.oversampling > 1:
-        yield f"{rl.overlap=}: what an over-sampled round leaves would be older still when it is trained; use oversampling = 1"
+        yield (
+            f"{rl.overlap=}: what an over-sampled round leaves would be older still when it is trained; use"
+            " oversampling = 1"
+        )

@@ -73,7 +73,9 @@ class PipelineConfig(BaseModel, **STRICT):
     scratch: str = Field(
         default=".rlpipe",
         min_length=1,
-        description="Folder of each node for logs and local copies, best on a fast disk: room for three policies and a state",
+        description=(
+            "Folder of each node for logs and local copies, best on a fast disk: room for three policies and a state"
+        ),
     )
     budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What the run may spend")
     stop: StopConfig = Field(default_factory=StopConfig, description="Rules that end RL early")

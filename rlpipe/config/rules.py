@@ -54,7 +54,10 @@ def _of_values(name: str, value: object) -> Iterator[str]:
     """Yields a line for each value that no config can hold: a run is kept as JSON, and its values
     must be the same wherever they are read."""
     if isinstance(value, date | time):  # TOML has them
-        yield f"{name}={value}: is a date or a time, and a config holds text, numbers, lists and tables; write it in quotes"
+        yield (
+            f"{name}={value}: is a date or a time, and a config holds text, numbers, lists and tables; write it in"
+            " quotes"
+        )
     elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
         yield f"{name}={value!r:.200}: is no text: half a character, or bytes that are no UTF-8"
     elif isinstance(value, dict | list):
@@ -78,12 +81,21 @@ def _of_model(model: ModelConfig) -> Iterator[str]:
             yield f"model.{name}={value!r}: no adapter is trained; set model.adapter = 'lora', or leave it away"
     if model.path:
         if "context_tokens_max" not in model.model_fields_set:
-            yield f"model.context_tokens_max is not given: with {model.path=} it has no default, as what is longer is cut off; say how long"
+            yield (
+                f"model.context_tokens_max is not given: with {model.path=} it has no default, as what is longer is cut"
+                " off; say how long"
+            )
         return
     if model.hidden_size % (2 * model.num_heads):
-        yield f"{model.hidden_size=}: each of {model.num_heads=} heads needs an even share of it; use a multiple of {2 * model.num_heads}"
+        yield (
+            f"{model.hidden_size=}: each of {model.num_heads=} heads needs an even share of it; use a multiple of"
+            f" {2 * model.num_heads}"
+        )
     if model.num_heads % model.num_kv_heads:
-        yield f"{model.num_heads=}: are not shared evenly by {model.num_kv_heads=} key-value heads; use a multiple of {model.num_kv_heads}"
+        yield (
+            f"{model.num_heads=}: are not shared evenly by {model.num_kv_heads=} key-value heads; use a multiple of"
+            f" {model.num_kv_heads}"
+        )
 
 
 def _of_data(config: Sections) -> Iterator[str]:
@@ -91,7 +103,10 @@ def _of_data(config: Sections) -> Iterator[str]:
     if config.run and not is_run_name(config.run):
         yield f"run={config.run!r}: a run name is a folder name: letters, digits, '.', '_' and '-', and no slash"
     if taken := {"messages", "add_generation_prompt"} & set(model.chat_template_args):
-        yield f"model.chat_template_args: {min(taken)} comes from data and stage; remove it (for a system message: system_prompt)"
+        yield (
+            f"model.chat_template_args: {min(taken)} comes from data and stage; remove it (for a system message:"
+            " system_prompt)"
+        )
     if sft.num_steps and "sft" not in uses:
         yield f"{sft.num_steps=}: no data set has use = 'sft'; add a [[data]] table, or set sft.num_steps = 0"
     if rl.num_iterations and not (rl.rollouts_from or "rl" in uses):
@@ -100,22 +115,31 @@ def _of_data(config: Sections) -> Iterator[str]:
         yield f"{model.path=}: a new tokenizer is made of prompts; add a data set of use rl or evaluation"
     for (name, use), count in Counter((data.name, data.use) for data in config.data).items():
         if count > 1:
-            yield f"data.{name}.name={name!r}: {count} data sets of use {use}; names end up in metrics, so make them differ"
+            yield (
+                f"data.{name}.name={name!r}: {count} data sets of use {use}; names end up in metrics, so make them"
+                " differ"
+            )
     for data in config.data:
         if data.on_too_long == "drop" and rl.environment and data.use != "sft":
             yield (
-                f"data.{data.name}.on_too_long='drop': what rl.environment={rl.environment!r} asks is known when a prompt is drawn, and then "
-                "none is left out any more; remove it, and bound the environment's text"
+                f"data.{data.name}.on_too_long='drop': what rl.environment={rl.environment!r} asks is known when a"
+                " prompt is drawn, and then none is left out any more; remove it, and bound the environment's text"
             )
     fractions = {f"{data.heldout_fraction:g} of {data.name}" for data in config.data if data.part != "all"}
     if len({data.heldout_fraction for data in config.data if data.part != "all"}) > 1:
-        yield f"data.NAME.heldout_fraction: {', '.join(sorted(fractions))} differ, so that one would train on what another holds out"
+        yield (
+            f"data.NAME.heldout_fraction: {', '.join(sorted(fractions))} differ, so that one would train on what"
+            " another holds out"
+        )
     samples = bool(rl.num_iterations) or (config.sets("evaluation") and config.evaluation.completion_tokens_max is None)
     if samples and rl.completion_tokens_max >= model.context_tokens_max:
         yield f"{model.context_tokens_max=}: leaves no room for a prompt beside {rl.completion_tokens_max=}; use more"
     own = config.evaluation.completion_tokens_max if config.sets("evaluation") else None
     if own and own >= model.context_tokens_max:
-        yield f"{model.context_tokens_max=}: leaves no room for a prompt beside evaluation.completion_tokens_max={own}; use more"
+        yield (
+            f"{model.context_tokens_max=}: leaves no room for a prompt beside evaluation.completion_tokens_max={own};"
+            " use more"
+        )
     for name, part in (("sft", sft), ("rl", rl)):
         if part.schedule != "constant" and part.decay_steps <= part.warmup_steps:
             needs = f"decay_steps ({part.decay_steps}) above warmup_steps ({part.warmup_steps})"
@@ -129,16 +153,25 @@ def _of_sampling(config: Sections) -> Iterator[str]:
     if rl.agent and rl.environment:
         yield f"{rl.agent=}: has a loop of its own, and {rl.environment=} would be another; leave one of them out"
     if rl.agent and rl.oversampling > 1:
-        yield f"{rl.oversampling=}: a rollout that is cut short would go on in the next iteration, and its agent is gone by then; use oversampling = 1"
+        yield (
+            f"{rl.oversampling=}: a rollout that is cut short would go on in the next iteration, and its agent is gone"
+            " by then; use oversampling = 1"
+        )
     if rl.branches == "all" and not rl.agent:
-        yield f"{rl.branches=}: only the conversation of an agent has branches; name one as rl.agent, or use branches = 'last'"
+        yield (
+            f"{rl.branches=}: only the conversation of an agent has branches; name one as rl.agent, or use branches ="
+            " 'last'"
+        )
     if rl.branches == "all" and rl.rollouts_from:
         yield f"{rl.branches=}: {rl.rollouts_from=} gives rollouts without their branches; use branches = 'last'"
     if rl.environment_args and not rl.environment:
         yield "rl.environment_args without an environment: name one as rl.environment, or leave them out"
     for name, rewards in (("rl", {} if rl.rollouts_from else rl.rewards), ("evaluation", config.evaluation.rewards)):
         if "environment" in rewards and not (rl.environment or rl.agent):
-            yield f"{name}.rewards: 'environment' is what an environment, or an agent, gives; name one as rl.environment or rl.agent"
+            yield (
+                f"{name}.rewards: 'environment' is what an environment, or an agent, gives; name one as rl.environment"
+                " or rl.agent"
+            )
     if not rl.rewards:
         yield "rl.rewards is empty: name at least one, for example rewards = {math = 1.0}"
     if rl.pass_rate_low > rl.pass_rate_high:
@@ -149,49 +182,74 @@ def _of_advantages(rl: RlConfig) -> Iterator[str]:
     in_groups = rl.estimator != "reinforce_plus_plus"
     if rl.group_size == 1 and in_groups:
         yield (
-            f"{rl.group_size=}: estimator {rl.estimator} compares the rollouts of a group; use group_size of 2 or more, "
-            "or estimator reinforce_plus_plus, which compares those of the whole batch"
+            f"{rl.group_size=}: estimator {rl.estimator} compares the rollouts of a group; use group_size of 2 or more,"
+            " or estimator reinforce_plus_plus, which compares those of the whole batch"
         )
     if rl.group_size == 1 and "nonzero_std" in rl.filters:
-        yield f"{rl.group_size=}: the filter nonzero_std drops every group of one, whose rewards are equal; use filters = {{}}"
+        yield (
+            f"{rl.group_size=}: the filter nonzero_std drops every group of one, whose rewards are equal; use filters ="
+            " {}"
+        )
     if rl.gamma < 1 and in_groups:
         yield (
             f"{rl.gamma=}: estimator {rl.estimator} gives all tokens of a rollout one advantage and discounts nothing; "
             "use gamma = 1, or estimator reinforce_plus_plus"
         )
     if rl.kl == "reward" and rl.estimator == "maxrl":
-        yield f"{rl.kl=}: estimator maxrl divides by the mean reward, which a KL can make negative; use kl = 'loss', or another one"
+        yield (
+            f"{rl.kl=}: estimator maxrl divides by the mean reward, which a KL can make negative; use kl = 'loss', or"
+            " another one"
+        )
     if rl.kl == "none" and rl.kl_coef:
         yield f"{rl.kl_coef=}: the weight of a KL that is not computed; set rl.kl to its place, loss or reward"
     if rl.kl == "none" and rl.reference:
-        yield f"{rl.reference=}: no KL to a reference is computed; set rl.kl (with rl.kl_coef = 0 it is only logged), or leave it away"
+        yield (
+            f"{rl.reference=}: no KL to a reference is computed; set rl.kl (with rl.kl_coef = 0 it is only logged), or"
+            " leave it away"
+        )
 
 
 def _of_losses(rl: RlConfig) -> Iterator[str]:
     if rl.kl == "loss" and rl.kl_coef and rl.kl_estimator == "k1":
         yield (
-            f"{rl.kl_estimator=}: its expected gradient is zero on-policy, so with kl = 'loss' it would hold nothing back; "
-            "use k2 or k3, or kl = 'reward'"
+            f"{rl.kl_estimator=}: its expected gradient is zero on-policy, so with kl = 'loss' it would hold nothing"
+            " back; use k2 or k3, or kl = 'reward'"
         )
     if rl.dual_clip is not None and rl.objective not in ("ppo", "gspo"):
         yield f"{rl.dual_clip=}: objective {rl.objective} has no such clip; use dual_clip = none, or ppo or gspo"
     if rl.anchored and rl.importance != "none":
         by = "objective dppo" if rl.objective == "dppo" else f"{rl.proximal=}"
-        yield f"{rl.importance=}: with {by} the ratio is to the rollout's probability, and corrects already; use importance = 'none'"
+        yield (
+            f"{rl.importance=}: with {by} the ratio is to the rollout's probability, and corrects already; use"
+            " importance = 'none'"
+        )
     if rl.proximal == "engine" and rl.objective == "reinforce":
         yield f"{rl.proximal=}: objective reinforce has no ratio, which it would be for; use proximal = 'trainer'"
     if rl.proximal == "engine" and rl.rollouts_from:
-        yield f"{rl.proximal=}: what sampled {rl.rollouts_from} is no engine of this run, and may have recorded nothing; use proximal = 'trainer'"
+        yield (
+            f"{rl.proximal=}: what sampled {rl.rollouts_from} is no engine of this run, and may have recorded nothing;"
+            " use proximal = 'trainer'"
+        )
     if rl.objective == "dppo" and rl.clip_high >= 1:
-        yield f"{rl.clip_high=}: objective dppo bounds a difference of probabilities, which is below 1; use clip_high below 1"
+        yield (
+            f"{rl.clip_high=}: objective dppo bounds a difference of probabilities, which is below 1; use clip_high"
+            " below 1"
+        )
     if rl.importance_low >= rl.importance_high:
-        yield f"{rl.importance_low=}: leaves no weight below {rl.importance_high=}; use importance_low below importance_high"
+        yield (
+            f"{rl.importance_low=}: leaves no weight below {rl.importance_high=}; use importance_low below"
+            " importance_high"
+        )
     if rl.importance_low > 0 and not rl.importance.startswith("token"):
-        yield f"{rl.importance_low=}: importance {rl.importance} has no lower bound; use 0, or token_truncate or token_mask"
+        yield (
+            f"{rl.importance_low=}: importance {rl.importance} has no lower bound; use 0, or token_truncate or"
+            " token_mask"
+        )
     if rl.on_mismatch != "warn" and rl.off_policy:
         yield (
-            f"{rl.on_mismatch=}: of tokens that older policies sampled (oversampling above 1 with train_stale_tokens, rollouts_from, or "
-            "overlap = 'iteration') the mismatch holds the policy's own change and is not checked; use on_mismatch = 'warn'"
+            f"{rl.on_mismatch=}: of tokens that older policies sampled (oversampling above 1 with train_stale_tokens,"
+            " rollouts_from, or overlap = 'iteration') the mismatch holds the policy's own change and is not checked;"
+            " use on_mismatch = 'warn'"
         )
 
 
@@ -207,14 +265,19 @@ def _of_stored_rollouts(config: Sections) -> Iterator[str]:
         yield f"{rl.rollouts_from=}: a run cannot be fed from itself; name another one"
     for name, value, neutral in (("oversampling", rl.oversampling, 1), ("curriculum", rl.curriculum, "none")):
         if source and value != neutral:
-            yield f"rl.{name}={value!r}: chooses what is sampled, and {rl.rollouts_from=} samples nothing; set {name} = {neutral!r}"
+            yield (
+                f"rl.{name}={value!r}: chooses what is sampled, and {rl.rollouts_from=} samples nothing; set {name} ="
+                f" {neutral!r}"
+            )
     if (
         source
         and "environment" in rl.rewards
         and not (rl.environment or rl.agent or config.evaluation.rewards)
         and config.sets("evaluation")
     ):
-        yield "rl.rewards: evaluations sample, and 'environment' needs one; name an rl.environment for them, or drop them"
+        yield (
+            "rl.rewards: evaluations sample, and 'environment' needs one; name an rl.environment for them, or drop them"
+        )
 
 
 def _of_places_and_limits(config: Sections) -> Iterator[str]:
@@ -223,19 +286,34 @@ def _of_places_and_limits(config: Sections) -> Iterator[str]:
         if part.nodes > 1 and part.place == "process":
             yield f"{name}.nodes={part.nodes}: child processes are on one node; set {name}.place = 'deployment'"
     if engines.kind == "local" and engines.threads not in LOCAL_THREADS:
-        yield f"{engines.threads=}: choose one of {LOCAL_THREADS} for the local engine: results must not depend on the batch"
+        yield (
+            f"{engines.threads=}: choose one of {LOCAL_THREADS} for the local engine: results must not depend on the"
+            " batch"
+        )
     if stop.kl_max and config.rl.kl == "none":
-        yield f"{stop.kl_max=}: no KL to a reference is computed; set rl.kl (with rl.kl_coef = 0 it changes nothing), or use stop.proximal_kl_max"
+        yield (
+            f"{stop.kl_max=}: no KL to a reference is computed; set rl.kl (with rl.kl_coef = 0 it changes nothing), or"
+            " use stop.proximal_kl_max"
+        )
     if budget.gpu_h and not (trainer.gpu_ids or engines.gpu_ids):
-        yield f"{budget.gpu_h=}: no GPU is in trainer.gpu_ids or engines.gpu_ids, so none is ever spent; use budget.wall_clock_h"
+        yield (
+            f"{budget.gpu_h=}: no GPU is in trainer.gpu_ids or engines.gpu_ids, so none is ever spent; use"
+            " budget.wall_clock_h"
+        )
 
 
 def _of_what_is_kept(config: Sections) -> Iterator[str]:
     checkpoint = config.checkpoint
     if config.rl.overlap == "iteration" and checkpoint.keep_policies_last == 1:
-        yield f"{checkpoint.keep_policies_last=}: with rl.overlap='iteration' the version before the newest samples; use 2 or more, or 0 for all"
+        yield (
+            f"{checkpoint.keep_policies_last=}: with rl.overlap='iteration' the version before the newest samples; use"
+            " 2 or more, or 0 for all"
+        )
     if checkpoint.keep_policies_every and not checkpoint.keep_policies_last:
-        yield f"{checkpoint.keep_policies_every=}: all policies stay with {checkpoint.keep_policies_last=}; set it to 1 or more, or leave this at 0"
+        yield (
+            f"{checkpoint.keep_policies_every=}: all policies stay with {checkpoint.keep_policies_last=}; set it to 1"
+            " or more, or leave this at 0"
+        )
 
 
 def broken_layout(config: Sections) -> Iterator[str]:
@@ -251,7 +329,10 @@ def broken_layout(config: Sections) -> Iterator[str]:
         if len({*gpu_ids}) < len(gpu_ids) or min(gpu_ids, default=0) < 0:
             yield f"{name}.{gpu_ids=}: these are numbers of a node's GPUs, from 0; name each once"
     if (num_gpus := len(trainer.gpu_ids)) and trainer.ranks != num_gpus:
-        yield f"{trainer.ranks=}: a rank has one GPU, and trainer.gpu_ids names {num_gpus}; set trainer.ranks = {num_gpus}, or name others"
+        yield (
+            f"{trainer.ranks=}: a rank has one GPU, and trainer.gpu_ids names {num_gpus}; set trainer.ranks ="
+            f" {num_gpus}, or name others"
+        )
     if engines.gpu_ids:
         yield from _of_engine_gpus(engines)
     yield from broken_transport(config)
@@ -259,22 +340,27 @@ def broken_layout(config: Sections) -> Iterator[str]:
         yield from broken_colocation(config)
     elif trainer.place == engines.place == "process" and (both := {*trainer.gpu_ids} & {*engines.gpu_ids}):
         yield (
-            f"{engines.gpu_ids=}: the trainer has {sorted(both)} of the same machine, and keeps them while engines sample; "
-            "give each GPU to one of them, or set engines.colocate = true"
+            f"{engines.gpu_ids=}: the trainer has {sorted(both)} of the same machine, and keeps them while engines"
+            " sample; give each GPU to one of them, or set engines.colocate = true"
         )
     if (trainer.gpu_ids or engines.gpu_ids) and "dtype" not in model.model_fields_set:
         yield (
-            f"model.dtype is not given: on GPUs {model.dtype} takes twice the memory of bfloat16 and several times its time; set "
-            "model.dtype = 'bfloat16' (a run that has begun keeps what it has: 'float32' if it was never given)"
+            f"model.dtype is not given: on GPUs {model.dtype} takes twice the memory of bfloat16 and several times its"
+            " time; set model.dtype = 'bfloat16' (a run that has begun keeps what it has: 'float32' if it was never"
+            " given)"
         )
     if trainer.ranks % trainer.context_ranks:
         fitting = [str(count) for count in range(2, trainer.ranks + 1) if trainer.ranks % count == 0]
-        yield f"{trainer.context_ranks=}: ranks that share rows are of one node, which has {trainer.ranks=}; set it to {' or '.join(['1', *fitting])}"
+        yield (
+            f"{trainer.context_ranks=}: ranks that share rows are of one node, which has {trainer.ranks=}; set it to"
+            f" {' or '.join(['1', *fitting])}"
+        )
     elif trainer.row_tokens_max < model.context_tokens_max:
         shared = f"is shared by {trainer.context_ranks=} of them" if trainer.context_ranks > 1 else "is never split"
         yield (
-            f"{trainer.tokens_max=}: of each rank; a sequence may have {model.context_tokens_max=} tokens, and {shared}; set trainer.tokens_max = "
-            f"{-(-model.context_tokens_max // trainer.context_ranks)} or more, or let more ranks share a row (trainer.context_ranks)"
+            f"{trainer.tokens_max=}: of each rank; a sequence may have {model.context_tokens_max=} tokens, and"
+            f" {shared}; set trainer.tokens_max = {-(-model.context_tokens_max // trainer.context_ranks)} or more, or"
+            " let more ranks share a row (trainer.context_ranks)"
         )
 
 
@@ -282,9 +368,15 @@ def _of_engine_gpus(engines: EnginesConfig) -> Iterator[str]:
     num_gpus, (share, rest) = len(engines.gpu_ids), divmod(len(engines.gpu_ids), engines.count)
     if rest or not share:
         fitting = max(count for count in range(1, min(engines.count, num_gpus) + 1) if num_gpus % count == 0)
-        yield f"{engines.count=}: {num_gpus} GPUs in engines.gpu_ids are not shared evenly; set engines.count = {fitting}, or name others"
+        yield (
+            f"{engines.count=}: {num_gpus} GPUs in engines.gpu_ids are not shared evenly; set engines.count ="
+            f" {fitting}, or name others"
+        )
     elif engines.kind == "local" and share > 1:
-        yield f"{engines.count=}: the local engine runs on one GPU, and each would have {share}; set engines.count = {num_gpus}"
+        yield (
+            f"{engines.count=}: the local engine runs on one GPU, and each would have {share}; set engines.count ="
+            f" {num_gpus}"
+        )
     elif (taken := _gpus_taken(engines.flags, share)) != share:
         yield (
             f"{engines.flags=}: an engine would take {taken} GPUs, and has {share} ({num_gpus} in engines.gpu_ids for "

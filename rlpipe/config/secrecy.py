@@ -120,14 +120,14 @@ def refuse_secrets(tree: Any, kept: Any = None) -> None:
         where = ".".join(path)
         if _IN_URL.search(value):
             raise ValueError(
-                f"{where} is a URL with a user or password, which would end up in the store and in Prefect; leave them out "
-                "and use the environment: MLFLOW_TRACKING_URI or MLFLOW_TRACKING_TOKEN, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                "RLPIPE_SERVICE_KEY, key_env of a reward"
+                f"{where} is a URL with a user or password, which would end up in the store and in Prefect; leave them"
+                " out and use the environment: MLFLOW_TRACKING_URI or MLFLOW_TRACKING_TOKEN, AWS_ACCESS_KEY_ID and"
+                " AWS_SECRET_ACCESS_KEY, RLPIPE_SERVICE_KEY, key_env of a reward"
             )
         if _has_key(value):
             raise ValueError(
-                f"{where} is a URL whose query holds a key, which would end up in the store and in Prefect; put the URL into a "
-                "variable of the environment (a reward takes it as url = '$NAME')"
+                f"{where} is a URL whose query holds a key, which would end up in the store and in Prefect; put the URL"
+                " into a variable of the environment (a reward takes it as url = '$NAME')"
             )
         flag = (
             re.match(r"-*([\w-]+)(=|$)", value) if path[-1].isdecimal() else None
@@ -138,8 +138,8 @@ def refuse_secrets(tree: Any, kept: Any = None) -> None:
             is_secret_variable(name, value[flag.end() :] if flag else value) if is_variable else _is_secret(name)
         ):
             raise ValueError(
-                f"{where} looks like a secret, which would end up in the store and in Prefect; set it in the environment of "
-                "the processes that need it (child processes inherit it), or call the field otherwise"
+                f"{where} looks like a secret, which would end up in the store and in Prefect; set it in the"
+                " environment of the processes that need it (child processes inherit it), or call the field otherwise"
             )
 
 

@@ -19,7 +19,10 @@ class DataConfig(BaseModel, **STRICT):
     name: str = Field(description="Name in metrics and prompt ids", pattern=r"^[a-z0-9_]+$")
     use: Literal["sft", "rl", "evaluation"] = Field(description="Which phase reads it")
     source: str = Field(
-        description="reasoning_gym:NAME, datasets:PATH, package.module:function that gives rows, or a .jsonl or .parquet file or a folder of such, also on s3://",
+        description=(
+            "reasoning_gym:NAME, datasets:PATH, package.module:function that gives rows, or a .jsonl or .parquet file"
+            " or a folder of such, also on s3://"
+        ),
         min_length=1,
     )
     weight: float = Field(
@@ -37,7 +40,10 @@ class DataConfig(BaseModel, **STRICT):
     answer_field: str = Field(default="answer", description="Column of the reference answer")
     on_too_long: Literal["drop", "fail"] | None = Field(
         default=None,
-        description="What becomes of rows that are longer than the context leaves room for; none: prompts fail, conversations of sft are truncated",
+        description=(
+            "What becomes of rows that are longer than the context leaves room for; none: prompts fail, conversations"
+            " of sft are truncated"
+        ),
     )
     completion_template: str = Field(default="{answer}", description="SFT completion made from the answer")
     system_prompt: str = Field(default="", description="System message put before every prompt; empty: none")
@@ -69,7 +75,10 @@ class EvaluationConfig(BaseModel, **STRICT):
     )
     pass_threshold: float | None = Field(
         default=None,
-        description="A rollout passes when its reward is at least this; none: the sum of the weights above 0, as of rewards whose best is 1",
+        description=(
+            "A rollout passes when its reward is at least this; none: the sum of the weights above 0, as of rewards"
+            " whose best is 1"
+        ),
     )
 
 
@@ -99,7 +108,10 @@ class CheckpointConfig(BaseModel, **STRICT):
         default=1,
         ge=1,
         le=100,
-        description="Weight versions between policies that are stored whole; those between are stored as differences to the one before",
+        description=(
+            "Weight versions between policies that are stored whole; those between are stored as differences to the one"
+            " before"
+        ),
     )
 
 

@@ -47,7 +47,8 @@ def _read(source: str, presets: Path) -> JsonDict:
     try:
         if (size := path.stat().st_size) > FILE_BYTES_MAX:
             raise UserError(
-                f"{path}: has {size:,} bytes, and a config at most {FILE_BYTES_MAX:,}; data belong into files of their own"
+                f"{path}: has {size:,} bytes, and a config at most {FILE_BYTES_MAX:,}; data belong into files of"
+                " their own"
             )
         return tomllib.loads(path.read_text())
     except OSError as error:

@@ -90,8 +90,10 @@ class RlConfig(OptimizerConfig):
     )
     reward_fallback: float | Literal["left_out"] | None = Field(
         default="left_out",
-        description="Reward of a rollout whose scoring or environment failed; left_out: it has none, and is in no group's mean and "
-        "no loss; none: the run stops",
+        description=(
+            "Reward of a rollout whose scoring or environment failed; left_out: it has none, and is in no group's mean"
+            " and no loss; none: the run stops"
+        ),
     )
     filters: dict[str, float] = Field(
         default_factory=lambda: {"nonzero_std": 0.0},
@@ -108,8 +110,11 @@ class RlConfig(OptimizerConfig):
         default=1.0,
         ge=1,
         le=16,
-        description="Groups started per sampling round, as a multiple of num_prompts. Above 1 a round ends when num_prompts (or "
-        "groups_min) groups have survived the filters; the next iteration continues the rest. Which those are depends on timing",
+        description=(
+            "Groups started per sampling round, as a multiple of num_prompts. Above 1 a round ends when num_prompts (or"
+            " groups_min) groups have survived the filters; the next iteration continues the rest. Which those are"
+            " depends on timing"
+        ),
     )
     staleness_max: int = Field(
         default=1,
@@ -146,7 +151,10 @@ class RlConfig(OptimizerConfig):
     )
     agent: str = Field(
         default="",
-        description="Agent with a loop of its own, a command or package.module:function, which talks to an OpenAI-compatible endpoint",
+        description=(
+            "Agent with a loop of its own, a command or package.module:function, which talks to an OpenAI-compatible"
+            " endpoint"
+        ),
     )
     agent_timeout_s: Timeout = Field(default=600.0, description="Longest rollout of an agent, s")
     agents_max: int = Field(default=8, ge=1, le=4096, description="Agents at work at once, each in a process")
@@ -155,16 +163,24 @@ class RlConfig(OptimizerConfig):
     )
     pass_environment: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
         default_factory=list,
-        description="Secret variables that agents, environments and reward functions get, who may print them; others they do not see",
+        description=(
+            "Secret variables that agents, environments and reward functions get, who may print them; others they do"
+            " not see"
+        ),
     )
     branches: Literal["last", "all"] = Field(
         default="last",
-        description="Where an agent has rewritten its history: whether the last branch of its conversation is trained, or all of them",
+        description=(
+            "Where an agent has rewritten its history: whether the last branch of its conversation is trained, or all"
+            " of them"
+        ),
     )
     overlap: Literal["none", "iteration"] = Field(
         default="none",
-        description="What runs side by side; iteration: iteration k + 1 is sampled by weight version k while version k + 1 is trained, so what is "
-        "trained is one version old",
+        description=(
+            "What runs side by side; iteration: iteration k + 1 is sampled by weight version k while version k + 1 is"
+            " trained, so what is trained is one version old"
+        ),
     )
     estimator: Literal[
         "grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
@@ -176,8 +192,10 @@ class RlConfig(OptimizerConfig):
     )
     proximal: Literal["trainer", "engine"] = Field(
         default="trainer",
-        description="Whose logprobs the ratio compares with; trainer: computed with the weights that the iteration started from, in a "
-        "forward pass of their own; engine: those recorded while sampling, without that pass",
+        description=(
+            "Whose logprobs the ratio compares with; trainer: computed with the weights that the iteration started"
+            " from, in a forward pass of their own; engine: those recorded while sampling, without that pass"
+        ),
     )
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="Clip of the ratio below 1")
     clip_high: float = Field(default=0.28, gt=0, description="Clip of the ratio above 1")
@@ -189,15 +207,20 @@ class RlConfig(OptimizerConfig):
     )
     kl: Literal["none", "loss", "reward"] = Field(
         default="none",
-        description="Where the KL to the reference enters: added to the loss, or subtracted from rewards; none: it is not computed",
+        description=(
+            "Where the KL to the reference enters: added to the loss, or subtracted from rewards; none: it is not"
+            " computed"
+        ),
     )
     kl_coef: float = Field(
         default=0.0, ge=0, description="Weight of that KL; 0: it is computed and logged, and changes nothing"
     )
     reference: str = Field(
         default="",
-        description="Model of that KL, with the same vocabulary, as model.path: a folder, a hub name, or run:NAME (its newest policy when this run "
-        "begins); empty: the policy RL starts from",
+        description=(
+            "Model of that KL, with the same vocabulary, as model.path: a folder, a hub name, or run:NAME (its newest"
+            " policy when this run begins); empty: the policy RL starts from"
+        ),
     )
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field(default="k3", description="Estimator of that KL")
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus")

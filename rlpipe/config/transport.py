@@ -21,19 +21,34 @@ def broken_transport(config: Sections) -> Iterator[str]:
     if engines.transport == "disk":
         return
     if engines.kind != "sglang":
-        yield f"{engines.transport=}: {engines.kind} engines read weights from disk; set engines.kind = 'sglang', {or_disk}"
+        yield (
+            f"{engines.transport=}: {engines.kind} engines read weights from disk; set engines.kind = 'sglang',"
+            f" {or_disk}"
+        )
     if config.model.adapter != "none":
-        yield f"{engines.transport=}: of model.adapter={config.model.adapter!r} engines load files; set engines.transport = 'disk'"
+        yield (
+            f"{engines.transport=}: of model.adapter={config.model.adapter!r} engines load files; set engines.transport"
+            " = 'disk'"
+        )
     if engines.colocate:
-        yield f"{engines.transport=}: NCCL joins no two processes on one GPU ({engines.colocate=}); set engines.transport = 'disk'"
+        yield (
+            f"{engines.transport=}: NCCL joins no two processes on one GPU ({engines.colocate=}); set engines.transport"
+            " = 'disk'"
+        )
     if config.trainer.place == "process" != engines.place:
         yield (
-            f"{engines.transport=}: engines that are not on the flow's machine do not reach a trainer that is its child process ({engines.place=}); "
-            f"set trainer.place = 'elsewhere', {or_disk}"
+            f"{engines.transport=}: engines that are not on the flow's machine do not reach a trainer that is its child"
+            f" process ({engines.place=}); set trainer.place = 'elsewhere', {or_disk}"
         )
     if bool(engines.gpu_ids) != bool(config.trainer.gpu_ids):
-        yield f"{engines.transport=}: trainer and engines both have GPUs, or neither; set trainer.gpu_ids and engines.gpu_ids, {or_disk}"
+        yield (
+            f"{engines.transport=}: trainer and engines both have GPUs, or neither; set trainer.gpu_ids and"
+            f" engines.gpu_ids, {or_disk}"
+        )
     _, *splits = PARALLEL_FLAGS
     words = {flag.split("=", 1)[0] for flag in engines.flags}
     for flag in sorted(words & {name for names in splits for name in names}):
-        yield f"{engines.flags=}: SGLang receives no tensors where {flag} splits or copies an engine; leave it away, {or_disk}"
+        yield (
+            f"{engines.flags=}: SGLang receives no tensors where {flag} splits or copies an engine; leave it away,"
+            f" {or_disk}"
+        )

@@ -249,8 +249,8 @@ class ChatTokenizer:
         inside = re.sub(rf"^(\s|{ends.pattern})+|(\s|{ends.pattern})+$", "", text)
         if end := ends.search(inside):
             raise UserError(
-                f"{end[0]!r} in a completion ({text!r:.80}) is a token that begins, ends or fills a text of this model, so no reward would "
-                "see it; use another mark"
+                f"{end[0]!r} in a completion ({text!r:.80}) is a token that begins, ends or fills a text of this model,"
+                " so no reward would see it; use another mark"
             )
         return self.decode(self._encoder.encode(text))
 
@@ -323,15 +323,17 @@ def message_text(message: Message) -> str:
 
 def _unstable(message: Message) -> UserError:
     return UserError(
-        f"the chat template rewrites earlier turns, so the assistant's tokens cannot be found (at {content_text(message)[:80]!r}); "
-        "put {% generation %}...{% endgeneration %} around what the assistant writes and pass it as model.chat_template"
+        "the chat template rewrites earlier turns, so the assistant's tokens cannot be found (at"
+        f" {content_text(message)[:80]!r}); put {{% generation %}}...{{% endgeneration %}} around what the assistant"
+        " writes and pass it as model.chat_template"
     )
 
 
 def _no_continuation(messages: Messages) -> UserError:
     roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
     return UserError(
-        f"the chat template does not continue a conversation with messages of role {roles} (at {messages[0]['content'][:80]!r}) in "
-        "one way that stands by itself, so rl.environment cannot answer the policy: use other roles in the environment, or a template "
-        "that writes every message after the one before it as model.chat_template"
+        f"the chat template does not continue a conversation with messages of role {roles} (at"
+        f" {messages[0]['content'][:80]!r}) in one way that stands by itself, so rl.environment cannot answer the"
+        " policy: use other roles in the environment, or a template that writes every message after the one before it"
+        " as model.chat_template"
     )

@@ -63,19 +63,20 @@ def tokenise_conversations(
         rows.append(Conversation(np.array(tokens[:tokens_max], dtype=np.int32), mask))
     if not tokenizer.knows_tools and (num_with := sum(bool(talk.tools) for talk in conversations)):
         logger.warning(
-            f"{num_with} of {len(rows)} conversations have tools, and the chat template writes none: set model.chat_template"
+            f"{num_with} of {len(rows)} conversations have tools, and the chat template writes none: set"
+            " model.chat_template"
         )
     kept = [row for row in rows if row.loss_mask.any()]
     whole = [row for row in kept if len(row.tokens) < tokens_max]
     if whole and not any(row.tokens[row.loss_mask.nonzero()[0][-1]] in tokenizer.stop_token_ids for row in whole):
         logger.warning(
-            f"no turn of the assistant ends with a token that stops sampling ({tokenizer.stop_token_ids}): the policy would not learn to "
-            "end its turns; write one after the turn in the chat template (model.chat_template)"
+            f"no turn of the assistant ends with a token that stops sampling ({tokenizer.stop_token_ids}): the policy"
+            " would not learn to end its turns; write one after the turn in the chat template (model.chat_template)"
         )
     num_dropped = len(rows) - len(kept)
     if num_truncated:
         logger.warning(
-            f"{num_truncated} of {len(rows)} conversations are longer than model.context_tokens_max={tokens_max} and were "
-            f"truncated; {num_dropped} were dropped, nothing of the assistant being left"
+            f"{num_truncated} of {len(rows)} conversations are longer than model.context_tokens_max={tokens_max} and"
+            f" were truncated; {num_dropped} were dropped, nothing of the assistant being left"
         )
     return kept, {"truncated": num_truncated, "dropped_empty_mask": num_dropped}

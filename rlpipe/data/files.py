@@ -66,7 +66,8 @@ def _files(data: DataConfig) -> list[DataFile]:
         raise UserError(f"{field}={data.source}: no such file (looked for {path.absolute()})")
     if not (wanted := [file for file in files if _name(file).endswith(SUFFIXES)]):
         raise UserError(
-            f"{field}={data.source}: no file that ends in .jsonl or .parquet (there: {', '.join(map(_name, files[:3])) or 'nothing'})"
+            f"{field}={data.source}: no file that ends in .jsonl or .parquet (there:"
+            f" {', '.join(map(_name, files[:3])) or 'nothing'})"
         )
     return wanted
 

@@ -27,6 +27,6 @@ def check_links(where: str, folder: Path, paths: Iterable[Path]) -> None:
         target = os.path.realpath(path)
         if not (target.startswith(os.path.join(root, "")) or BLOB.fullmatch(target)):
             raise UserError(
-                f"{where}: {path.relative_to(folder)} is a link to {target}, outside of that folder, and might be any file of this machine; "
-                "put the file itself there"
+                f"{where}: {path.relative_to(folder)} is a link to {target}, outside of that folder, and might be any"
+                " file of this machine; put the file itself there"
             )

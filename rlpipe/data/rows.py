@@ -80,8 +80,9 @@ def read_rows(data: DataConfig, seed: int) -> list[Row]:
         rows = _function_rows(data, seed)
     else:
         raise UserError(
-            f"data.{data.name}.source={data.source!r}: no such kind of source; use reasoning_gym:NAME, datasets:PATH, "
-            "package.module:function, or a file that ends in .jsonl or .parquet or a folder of such, here or as s3://bucket/path"
+            f"data.{data.name}.source={data.source!r}: no such kind of source; use reasoning_gym:NAME, datasets:PATH,"
+            " package.module:function, or a file that ends in .jsonl or .parquet or a folder of such, here or as"
+            " s3://bucket/path"
         )
     columns = _text_columns(data)
     first_rows = [_checked(row, columns, data.answer_field) for row in itertools.islice(rows, data.rows_max or None)]
@@ -106,7 +107,10 @@ def _no_text(values: Mapping[Any, Any], columns: list[str], answer_field: str) -
                 pending += value.values() if isinstance(value, Mapping) else value
             elif isinstance(value, BYTES) or not (column in ("tools", answer_field) or isinstance(value, PLAIN)):
                 kind = type(value).__name__
-                return f"{column!r} holds {kind} ({value!r:.80}), which is no text; write it as text, bytes decoded by their encoding"
+                return (
+                    f"{column!r} holds {kind} ({value!r:.80}), which is no text; write it as text, bytes decoded by"
+                    " their encoding"
+                )
     return ""
 
 
@@ -265,7 +269,8 @@ def _generated_rows(data: DataConfig, seed: int) -> list[Row]:
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)[:3]
         raise UserError(
-            f"data.{data.name}.source={data.source}: reasoning_gym has no {name!r}; it has {', '.join(close)} and others"
+            f"data.{data.name}.source={data.source}: reasoning_gym has no {name!r}; it has {', '.join(close)} and"
+            " others"
         )
     arguments = {"seed": seed, "size": data.rows_max} | data.args
     try:

@@ -70,7 +70,10 @@ def fitting(data: DataConfig, rows: list[Entry], lengths: Iterable[int], tokens_
     if data.on_too_long != "drop":
         return rows
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= tokens_max]
-    where = f"data.{data.name}.on_too_long='drop': {len(rows) - len(kept)} of {len(rows)} rows have more than {tokens_max} tokens"
+    where = (
+        f"data.{data.name}.on_too_long='drop': {len(rows) - len(kept)} of {len(rows)} rows have more than {tokens_max}"
+        " tokens"
+    )
     assert tokens_max > 0, "no row fits into nothing"
     if not kept:
         raise UserError(f"{where}, and none is left; raise model.context_tokens_max, or add shorter rows")
@@ -236,15 +239,15 @@ def _check_turn(message: JsonDict, where: str) -> None:
     calls = message.get("tool_calls", [])
     if "content" not in message and not (calls and message["role"] == "assistant"):
         raise UserError(
-            f"{where}: needs a 'role' and a 'content', both text, and has the content null, which only an assistant's message with "
-            "'tool_calls' may have; write its text"
+            f"{where}: needs a 'role' and a 'content', both text, and has the content null, which only an assistant's"
+            " message with 'tool_calls' may have; write its text"
         )
     for index, call in enumerate(calls, start=1):
         arguments = call["function"]["arguments"]
         if not isinstance(arguments, dict):
             raise UserError(
-                f"{where}: tool call {index} ({call['function']['name']!r}): its 'arguments' must be a JSON object, or JSON text of one, and "
-                f"are {arguments!r:.200}"
+                f"{where}: tool call {index} ({call['function']['name']!r}): its 'arguments' must be a JSON object, or"
+                f" JSON text of one, and are {arguments!r:.200}"
             )
 
 
@@ -282,7 +285,8 @@ def _completion(data: DataConfig, row: Row) -> str:
     answer = row.values.get(data.answer_field)
     if answer is None:
         raise UserError(
-            f"{row.where}: SFT needs 'messages', or 'completion', or {data.answer_field!r} (the row has: {_listed(row)})"
+            f"{row.where}: SFT needs 'messages', or 'completion', or {data.answer_field!r} (the row has:"
+            f" {_listed(row)})"
         )
     if "{answer}" not in data.completion_template:
         raise UserError(

@@ -125,9 +125,9 @@ class ChatTemplate:
             what = "name" if lost.name not in written else "arguments"
             where = " within {% generation %}" if self.has_marks and lost.is_in(text) else ""
             raise UserError(
-                f"{lost.where}: the chat template does not write its {what}{where}, so the policy would learn to call nothing; set "
-                "model.chat_template to one that writes every tool call (one that writes only the id, as Kimi's, needs ids like "
-                "'functions.NAME:0')"
+                f"{lost.where}: the chat template does not write its {what}{where}, so the policy would learn to call"
+                " nothing; set model.chat_template to one that writes every tool call (one that writes only the id, as"
+                " Kimi's, needs ids like 'functions.NAME:0')"
             )
 
     def with_tools(self, tools: list[JsonDict]) -> ChatTemplate:
@@ -242,8 +242,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _changed(where: str) -> UserError:
     return UserError(
-        f"the chat template makes another text of a control token that a message has (at {where!r}), so it cannot be told from the "
-        "template's own; take it out of the data, or set model.control_tokens=as_written, and it is the control token itself"
+        f"the chat template makes another text of a control token that a message has (at {where!r}), so it cannot be"
+        " told from the template's own; take it out of the data, or set model.control_tokens=as_written, and it is the"
+        " control token itself"
     )
 
 

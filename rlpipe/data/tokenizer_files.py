@@ -47,8 +47,9 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, JsonDict]:
     vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
     if isinstance(num_rows, int) and vocabulary > max(num_known, num_rows):
         raise UserError(
-            f"model.path={folder}: the files beside tokenizer.json add {tokenizer.id_to_token(vocabulary - 1)!r} as token {vocabulary - 1}, and "
-            f"the model has embeddings of {num_rows} tokens (vocab_size of config.json); take it out of {', '.join(BESIDE)}"
+            f"model.path={folder}: the files beside tokenizer.json add {tokenizer.id_to_token(vocabulary - 1)!r} as"
+            f" token {vocabulary - 1}, and the model has embeddings of {num_rows} tokens (vocab_size of config.json);"
+            f" take it out of {', '.join(BESIDE)}"
         )
     return tokenizer, files[NAMED] | files[CONFIG]
 
@@ -76,8 +77,8 @@ def add_tokens(tokenizer: Tokenizer, files: Mapping[str, JsonDict]) -> None:
             tokenizer.add_tokens([token])
         if (given := tokenizer.token_to_id(token.content)) != token_id:
             raise UserError(
-                f"{where} says that {token.content!r} is token {token_id}, but after tokenizer.json it is {given}: the two files are of "
-                "different tokenizers; take both from one folder"
+                f"{where} says that {token.content!r} is token {token_id}, but after tokenizer.json it is {given}: the"
+                " two files are of different tokenizers; take both from one folder"
             )
     others = [entry for name, entry in special_tokens(settings).items() if name not in ENDS] + _listed(settings)
     have = {token.content for token in tokenizer.get_added_tokens_decoder().values()}

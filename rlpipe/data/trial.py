@@ -95,7 +95,8 @@ class TokenizerTrial:
             (answer,) = self._children.on_all(asked)
         except TimeoutError as error:
             raise UserError(
-                f"{self._where} took more than {timeout_s:g} s for {'a prompt' if 'first' in request else f'{BATCH} conversations'}"
+                f"{self._where} took more than {timeout_s:g} s for"
+                f" {'a prompt' if 'first' in request else f'{BATCH} conversations'}"
             ) from error
         except ProcessEnded as error:
             raise UserError(f"{self._where} ended the process that tried it; what it said is above") from error

@@ -26,7 +26,9 @@ from rlpipe.store.adapter_files import Adapter
 
 OF_ADAPTER = re.compile(r"(.+)\.lora_[AB]\.weight")
 NAMES_SHOWN = 8
-PASSED_BY = "dt_proj"  # mamba, falcon_mamba and jamba read the weight of this layer and never call it (all others of docs/models.md call theirs)
+PASSED_BY = (  # mamba, falcon_mamba and jamba read the weight of this layer and never call it (all others of docs/models.md call theirs)
+    "dt_proj"
+)
 
 
 class AdaptedLinear(nn.Linear):
@@ -65,8 +67,8 @@ def put_adapter(lm: Any, adapter: Adapter) -> None:
         )
     if not wanted:
         raise UserError(
-            f"model.adapter='lora': {family} has no linear layer of torch (nn.Linear) but its head, and nothing else is adapted "
-            "(experts that are one tensor, Conv1D); use model.adapter = 'none'"
+            f"model.adapter='lora': {family} has no linear layer of torch (nn.Linear) but its head, and nothing else is"
+            " adapted (experts that are one tensor, Conv1D); use model.adapter = 'none'"
         )
     lm.requires_grad_(False)
     for layer in wanted.values():

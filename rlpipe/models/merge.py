@@ -55,7 +55,8 @@ class AdapterFolder:
             return weight.to(dtype)
         if (b_OR.shape[0], a_RI.shape[1]) != (*weight.shape,):
             raise StoreError(
-                f"{self.folder}: {name} has the shape {[*weight.shape]}, its adapter is for {[len(b_OR), a_RI.shape[1]]}"
+                f"{self.folder}: {name} has the shape {[*weight.shape]}, its adapter is for"
+                f" {[len(b_OR), a_RI.shape[1]]}"
             )
         return merged(weight, a_RI, b_OR, self.settings.scale, dtype)
 

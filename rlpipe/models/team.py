@@ -130,8 +130,8 @@ def check_team(config: PretrainedConfig, ranks: int) -> None:
     if ranks > 1 and isinstance(heads, int) and heads % ranks:
         shares = [str(count) for count in range(1, ranks + 1) if heads % count == 0]
         raise UserError(
-            f"trainer.context_ranks={ranks}: the {heads} attention heads (num_attention_heads) of {config.model_type} are not shared "
-            f"evenly by {ranks} ranks; use {' or '.join(shares)}"
+            f"trainer.context_ranks={ranks}: the {heads} attention heads (num_attention_heads) of {config.model_type}"
+            f" are not shared evenly by {ranks} ranks; use {' or '.join(shares)}"
         )
 
 

@@ -28,6 +28,6 @@ def check_compiler(field: str) -> None:
     if not any((Path(folder) / "Python.h").is_file() for folder in folders):
         version = sysconfig.get_python_version()
         raise UserError(
-            f"{field}: no Python.h in {own}, without which no kernel of Triton runs; apt-get install python{version}-dev, "
-            "or a Python that brings its headers"
+            f"{field}: no Python.h in {own}, without which no kernel of Triton runs; apt-get install"
+            f" python{version}-dev, or a Python that brings its headers"
         )

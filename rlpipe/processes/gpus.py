@@ -52,7 +52,8 @@ def check_gpus(field_name: str, gpu_ids: list[int], num_processes: int = 1) -> N
             here = f"its GPUs are 0 to {count - 1}" if count else "it has none"
             inherited = f"; {VISIBLE}={os.environ[VISIBLE]}" if VISIBLE in os.environ else ""
             raise UserError(
-                f"{field_name}={gpu_ids}: not all of them are of this machine ({here}{inherited}); name others, or run it on another place"
+                f"{field_name}={gpu_ids}: not all of them are of this machine ({here}{inherited}); name others, or run"
+                " it on another place"
             )
 
 
@@ -112,7 +113,8 @@ def _visible(field_name: str, gpu_ids: list[int]) -> list[str]:
     if max(gpu_ids, default=-1) >= len(inherited):
         shown = f"no GPU but {', '.join(map(str, range(len(inherited))))}" if inherited else "no GPU"
         raise UserError(
-            f"{field_name}={gpu_ids}: with {VISIBLE}={os.environ[VISIBLE]} there is {shown}; name others, or start it where more are visible"
+            f"{field_name}={gpu_ids}: with {VISIBLE}={os.environ[VISIBLE]} there is {shown}; name others, or start it"
+            " where more are visible"
         )
     return [inherited[number] for number in gpu_ids]
 

@@ -144,7 +144,8 @@ def load_function(field: str, path: str) -> Callable[..., Any]:
             module = _import(module_name)
     except CodeRaised as error:
         raise UserError(
-            f"{field}: {path!r} does not import ({error}); tried module {module_name!r} from {os.getcwd()} and the installed packages"
+            f"{field}: {path!r} does not import ({error}); tried module {module_name!r} from {os.getcwd()} and the"
+            " installed packages"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -291,9 +291,9 @@ def reward_svg(curve: list[list[float]], width: int = 480, height: int = 120) ->
     ]
     dots = " ".join(places + places[-1:])  # twice: one point alone would be no line
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"><rect width="100%" height="100%" fill="white"/>'
-        f'<polyline points="{dots}" fill="none" stroke="#1f77b4" stroke-width="3" stroke-linecap="round"/>'
-        f'<text x="8" y="16" font-size="11">reward {low:.3f} to {high:.3f}</text></svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"><rect width="100%" height="100%"'
+        f' fill="white"/><polyline points="{dots}" fill="none" stroke="#1f77b4" stroke-width="3"'
+        f' stroke-linecap="round"/><text x="8" y="16" font-size="11">reward {low:.3f} to {high:.3f}</text></svg>'
     )
 
 

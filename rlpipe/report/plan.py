@@ -46,8 +46,11 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     return [
         *adapter_lines(sizes, BYTES[dtype]),
         f"model: {sizes.parameters / 1e6:,.1f}M parameters, {dtype}",
-        f"memory per training rank, estimated: its rows of weights, gradients and optimizer{reference} {sharded:.2f} + gathered layers {gathered:.2f}"
-        f" + a microbatch of {trainer.tokens_max} tokens{slices} {activations} (activations are {how}) = {peak_bytes(config, sizes) / GIB:.2f} GiB",
+        (
+            f"memory per training rank, estimated: its rows of weights, gradients and optimizer{reference}"
+            f" {sharded:.2f} + gathered layers {gathered:.2f} + a microbatch of {trainer.tokens_max} tokens{slices}"
+            f" {activations} (activations are {how}) = {peak_bytes(config, sizes) / GIB:.2f} GiB"
+        ),
         *_offload_lines(config, sizes),
         *([_engine_line(config, sizes), *_colocated_lines(config, sizes)] if config.samples else []),
     ]
@@ -60,7 +63,8 @@ def adapter_lines(sizes: ModelSizes, width: int) -> list[str]:
         return []
     size, share = sizes.adapter * width / 2**20, sizes.adapter / sizes.parameters
     return [
-        f"adapter: {sizes.adapter / 1e6:,.2f}M parameters; a policy takes {size:,.1f} MiB, {share:.2%} of the base model"
+        f"adapter: {sizes.adapter / 1e6:,.2f}M parameters; a policy takes {size:,.1f} MiB, {share:.2%} of the base"
+        " model"
     ]
 
 
@@ -95,7 +99,8 @@ def _offload_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     )
     on_host, fetched = host_bytes(config, sizes) / GIB, _fetched_bytes(config, sizes) / GIB
     return [
-        f"  and {on_host:.2f} GiB a rank of AdamW's moments {place}; an update fetches them, at most {fetched:.2f} GiB at once"
+        f"  and {on_host:.2f} GiB a rank of AdamW's moments {place}; an update fetches them, at most {fetched:.2f} GiB"
+        " at once"
     ]
 
 
@@ -119,7 +124,10 @@ def _engine_line(config: PipelineConfig, sizes: ModelSizes) -> str:
         share, width = len(engines.gpu_ids) // engines.count, BYTES[config.model.dtype]
         assert share > 0, "the rules refuse an engine without a GPU"
         weights, token = sizes.parameters * width / share / GIB, sizes.kv_token * width / share / 2**10
-        return f"memory per engine GPU, estimated: weights {weights:.2f} GiB, the rest is KV cache, {token:.1f} KiB a token"
+        return (
+            f"memory per engine GPU, estimated: weights {weights:.2f} GiB, the rest is KV cache, {token:.1f} KiB a"
+            " token"
+        )
     # float32 weights, and keys and values of all places at the longest context
     weights, token = (part * BYTES["float32"] / GIB for part in (sizes.parameters, sizes.kv_token))
     cache = min(engines.in_flight_max * config.model.context_tokens_max, CPU_TOKENS_MAX) * token
@@ -136,7 +144,8 @@ def _colocated_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
         return []
     if not engines.gpu_ids:
         return [
-            "colocated: trainer and engines take turns in this memory; what a trainer on a CPU holds goes to disk meanwhile, for tests"
+            "colocated: trainer and engines take turns in this memory; what a trainer on a CPU holds goes to disk"
+            " meanwhile, for tests"
         ]
     peak, rest = peak_bytes(config, sizes) / GIB, ENGINE_REST_GIB[engines.kind]
     bytes_away = OFFLOADED_BYTES + (width if config.rl.kl != "none" else 0)
@@ -145,8 +154,9 @@ def _colocated_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     share = len(engines.gpu_ids) // engines.count
     weights, token = (part * width / share / GIB for part in (sizes.parameters, sizes.kv_token))
     lines = [
-        f"colocated, a GPU estimated: while training {peak:.2f} + {rest:.2f} that a released engine keeps = {peak + rest:.2f} GiB; while sampling "
-        f"the trainer keeps {trainer_rest_gib(config):.2f} GiB, and {away:.2f} GiB of {where}"
+        f"colocated, a GPU estimated: while training {peak:.2f} + {rest:.2f} that a released engine keeps ="
+        f" {peak + rest:.2f} GiB; while sampling the trainer keeps {trainer_rest_gib(config):.2f} GiB, and {away:.2f}"
+        f" GiB of {where}"
     ]
     for gpu_gib in GPUS_GIB:
         fraction = engine_fraction(config, gpu_gib)
@@ -190,7 +200,10 @@ def plan_lines(config: PipelineConfig) -> list[str]:
         but = " but evaluations" if config.sets("evaluation") else ""
         iteration = f"rollouts from {rl.rollouts_from}; nothing is sampled{but}"
     else:
-        iteration = f"rollouts in {shards} shards, {started:,} started, at most {tokens:,} tokens sampled a round, {rl.rounds_max} rounds at most"
+        iteration = (
+            f"rollouts in {shards} shards, {started:,} started, at most {tokens:,} tokens sampled a round,"
+            f" {rl.rounds_max} rounds at most"
+        )
         sampled = [f"in all: at most {tokens * rl.num_iterations * rl.rounds_max:,} tokens sampled"]
     engines = config.engines.count * config.engines.nodes if config.samples else 0
     return [
@@ -200,9 +213,15 @@ def plan_lines(config: PipelineConfig) -> list[str]:
         + (f", at most {rl.agents_max} agents" if rl.agent else ""),
         *process_lines(config),
         f"SFT: {sft.num_steps} steps x {sft.batch_size} conversations, {segments} segments of {sft.segment_steps}",
-        f"RL: {rl.num_iterations} iterations x {rl.num_steps} steps = {rl.num_iterations * rl.num_steps} optimizer steps",
+        (
+            f"RL: {rl.num_iterations} iterations x {rl.num_steps} steps = {rl.num_iterations * rl.num_steps} optimizer"
+            " steps"
+        ),
         f"  an iteration: {rl.num_prompts} prompts x {rl.group_size} = {rollouts:,} {iteration}",
-        f"  a step: {rollouts // rl.num_steps:,} rollouts; training state every {config.checkpoint.state_every} iterations",
+        (
+            f"  a step: {rollouts // rl.num_steps:,} rollouts; training state every {config.checkpoint.state_every}"
+            " iterations"
+        ),
         *overlap_lines(rl),
         *sampled,
         *(f"WARNING {line}" for line in warning_lines(config)),
@@ -231,6 +250,6 @@ def warning_lines(config: PipelineConfig) -> list[str]:
     if config.model.path or config.sft.num_steps or not samples_rewards:
         return []
     return [
-        "RL of a new model without SFT: random weights write noise, no rollout gets a reward, and there is nothing to learn from; "
-        "set sft.num_steps and give SFT data, or name a trained model as model.path"
+        "RL of a new model without SFT: random weights write noise, no rollout gets a reward, and there is nothing to"
+        " learn from; set sft.num_steps and give SFT data, or name a trained model as model.path"
     ]

@@ -87,15 +87,23 @@ def disk_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     disk, checkpoint = disk_of(config, sizes), config.checkpoint
     bounded = checkpoint.keep_policies_last or config.rl.num_iterations < 2
     lines = [
-        f"disk, estimated: an iteration makes a policy of {size_text(disk.policy)}, at most {size_text(disk.rollouts)} of rollouts, and every "
-        f"{checkpoint.state_every} iterations a state of {size_text(disk.state)}",
-        f"  in all at most {size_text(disk.total)} in the store (base {size_text(disk.base)}, SFT {size_text(disk.sft)}, RL {size_text(disk.rl)}"
-        f"{'' if bounded else '; checkpoint.keep_policies_last and keep_states bound it'}), and {size_text(disk.scratch)} in scratch until the run ends",
+        (
+            f"disk, estimated: an iteration makes a policy of {size_text(disk.policy)}, at most"
+            f" {size_text(disk.rollouts)} of rollouts, and every {checkpoint.state_every} iterations a state of"
+            f" {size_text(disk.state)}"
+        ),
+        (
+            f"  in all at most {size_text(disk.total)} in the store (base {size_text(disk.base)}, SFT"
+            f" {size_text(disk.sft)}, RL"
+            f" {size_text(disk.rl)}{'' if bounded else '; checkpoint.keep_policies_last and keep_states bound it'}),"
+            f" and {size_text(disk.scratch)} in scratch until the run ends"
+        ),
     ]
     free = _free_bytes(config)
     if free is not None and free < disk.total:
         lines.append(
-            f"WARNING store={config.store}: its disk has {size_text(free)} free, and the run may keep {size_text(disk.total)}"
+            f"WARNING store={config.store}: its disk has {size_text(free)} free, and the run may keep"
+            f" {size_text(disk.total)}"
         )
     return lines
 
@@ -135,9 +143,10 @@ def time_lines(config: PipelineConfig, speed: Speed | str, lengths: Lengths) -> 
     evaluation_s = _evaluations_s(config, speed)
     total_s = sft_s + rl.num_iterations * (train_s + sample_s) + evaluation_s
     return [
-        f"time, estimated from passes of this model on this processor just now: an iteration trains {train_s:,.1f} s and samples {sample_s:,.1f} s; "
-        f"in all {total_s / 3600:,.2f} h (SFT {sft_s / 3600:,.2f}, evaluations {evaluation_s / 3600:,.2f}) when all completions have full length; "
-        "rewards and what lies between the stages come on top"
+        f"time, estimated from passes of this model on this processor just now: an iteration trains {train_s:,.1f} s"
+        f" and samples {sample_s:,.1f} s; in all {total_s / 3600:,.2f} h (SFT {sft_s / 3600:,.2f}, evaluations"
+        f" {evaluation_s / 3600:,.2f}) when all completions have full length; rewards and what lies between the stages"
+        " come on top"
     ]
 
 

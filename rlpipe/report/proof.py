@@ -78,5 +78,8 @@ def proved_lines(verdict: Verdict, proof: WhatIf, fork: Run) -> list[str]:
     where = f"in iteration {numbers[0]}" if len(numbers) == 1 else f"in iterations {numbers[0]} to {numbers[-1]}"
     return [
         f"with it: {before:.3f} before, {with_it:.3f} {where}",
-        f"without it: {proof.stored[0] if proof.stored else before:.3f} before, {without:.3f} {where} (run {fork.name})",
+        (
+            f"without it: {proof.stored[0] if proof.stored else before:.3f} before, {without:.3f} {where} (run"
+            f" {fork.name})"
+        ),
     ]

@@ -110,7 +110,8 @@ class Queries:
         """
         if not is_text(sql):
             raise UserError(
-                f"{sql!r:.200}: the query has half of a surrogate pair, or bytes that are no UTF-8: no text of a store has them"
+                f"{sql!r:.200}: the query has half of a surrogate pair, or bytes that are no UTF-8: no text of a store"
+                " has them"
             )
         connection = duckdb.connect(":memory:", config=SETTINGS)
         try:

@@ -36,6 +36,6 @@ def _fallen(curve: Sequence[Sequence[float]]) -> str:
         return ""
     first, last = curve[-NEW][0], curve[-1][0]
     return (
-        f"the mean reward is {new[0]:.3g} and {new[1]:.3g} in iterations {first:g} and {last:g}, and was {before:.3g} in the {BEFORE} before "
-        f"(chance explains {chance:.2g})"
+        f"the mean reward is {new[0]:.3g} and {new[1]:.3g} in iterations {first:g} and {last:g}, and was {before:.3g}"
+        f" in the {BEFORE} before (chance explains {chance:.2g})"
     )

@@ -95,7 +95,8 @@ def second_lines(both: Rescored, reward: str) -> list[str]:
             first, second = means
             correlation = within_correlation(both.first_R, both.second_R, both.group_R, len(both.groups), chosen)
             lines.append(
-                f"{number:9d}  {int(chosen.sum()):8d}  {first:6.3f}  {second:{max(6, len(reward))}.3f}  {correlation:+.2f}"
+                f"{number:9d}  {int(chosen.sum()):8d}  {first:6.3f}  {second:{max(6, len(reward))}.3f} "
+                f" {correlation:+.2f}"
             )
     if unscored := int((~np.isfinite(both.second_R)).sum()):
         lines.append(f"{unscored} rollouts could not be scored by {reward}")
@@ -131,6 +132,7 @@ def _described(both: Rescored, row: int, reward: str) -> str:
     group = both.groups[both.group_R[row]]
     rollout = group.rollouts[row - int(np.searchsorted(both.group_R, both.group_R[row]))]
     return (
-        f"{group.iteration}/{rollout.group_index}/{rollout.rollout_index} {rollout.prompt_id}: reward {rollout.reward:g}, "
-        f"{reward} {both.second_R[row]:g}: {text_line(rollout.prompt)!r} -> {text_line(rollout.completion)!r}"
+        f"{group.iteration}/{rollout.group_index}/{rollout.rollout_index} {rollout.prompt_id}: reward"
+        f" {rollout.reward:g}, {reward} {both.second_R[row]:g}: {text_line(rollout.prompt)!r} ->"
+        f" {text_line(rollout.completion)!r}"
     )

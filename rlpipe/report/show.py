@@ -108,8 +108,9 @@ def _run_line(summary: RunSummary) -> str:
     number = math.nan if reward is None else reward
     shown = f"{number:.3f}" if summary.newest else NOTHING
     return (
-        f"SFT segments {summary.segments}/{summary.num_segments}  RL iterations {summary.committed}/{run.config.rl.num_iterations}  "
-        f"reward {shown}  {f'{ended_at:%Y-%m-%d %H:%M}' if ended_at else NOTHING}  {summary.state}"
+        f"SFT segments {summary.segments}/{summary.num_segments}  RL iterations"
+        f" {summary.committed}/{run.config.rl.num_iterations}  reward {shown} "
+        f" {f'{ended_at:%Y-%m-%d %H:%M}' if ended_at else NOTHING}  {summary.state}"
         + (f"  forked from {run.forked_from}" if run.parent else "")
     )
 
@@ -135,7 +136,8 @@ def show_lines(run: Run) -> list[str]:
     for record in records:
         reward, passed, kept, length = (record.metrics.get(name, math.nan) for name in (REWARD, *SHOWN))
         lines.append(
-            f"{record.iteration:9d}  {reward:6.3f} {passed:6.3f}  {kept:6.0f}  {length:6.1f}  {record.weight_version:7d}"
+            f"{record.iteration:9d}  {reward:6.3f} {passed:6.3f}  {kept:6.0f}  {length:6.1f} "
+            f" {record.weight_version:7d}"
             + ("  pruned" if run.folder("rl", record.iteration, "policy") in pruned else "")
         )
     if run.config.sft.validated and run.sft_complete:

@@ -328,7 +328,8 @@ def _description(policy_url: str, tags: dict[str, str]) -> str:
     copied = "" if policy_url.startswith("/") else "; once it is copied to a disk,"
     before = f"; once `{tags[EXPORT_TAG]}` has rebuilt it," if EXPORT_TAG in tags else copied
     return (
-        f"The policy of run `{tags['rlpipe.run']}` after {tags['rlpipe.iterations']} RL iterations: `{policy_url}`\n\n"
-        f"It is a folder in Hugging Face's format{before} `AutoModelForCausalLM.from_pretrained('{'FOLDER' if before else policy_url}')` "
-        "loads it. It has no MLmodel file: `mlflow.transformers` and `mlflow.pyfunc` cannot load it."
+        f"The policy of run `{tags['rlpipe.run']}` after {tags['rlpipe.iterations']} RL iterations:"
+        f" `{policy_url}`\n\nIt is a folder in Hugging Face's format{before}"
+        f" `AutoModelForCausalLM.from_pretrained('{'FOLDER' if before else policy_url}')` loads it. It has no MLmodel"
+        " file: `mlflow.transformers` and `mlflow.pyfunc` cannot load it."
     )

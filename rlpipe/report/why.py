@@ -151,9 +151,13 @@ def why_lines(verdict: Verdict) -> list[str]:
     counts = [int(side.sum()) for side in (~around.after_G, around.after_G)]
     numbers = sorted(around.metrics)
     lines = [
-        f"run {around.run.name}, iteration {around.at}: reward {from_to(change.before, change.after)} "
-        f"(iterations {numbers[0]} to {around.at - 1}, {counts[0]} groups; {around.at} to {numbers[-1]}, {counts[1]} groups), "
-        f"{change.size:+.3f} {'beyond the trend' if abs(change.size - (change.after - change.before)) > 1e-9 else 'in all'}, p = {change.p:.1g}",
+        (
+            f"run {around.run.name}, iteration {around.at}: reward {from_to(change.before, change.after)} (iterations"
+            f" {numbers[0]} to {around.at - 1}, {counts[0]} groups; {around.at} to {numbers[-1]}, {counts[1]} groups),"
+            f" {change.size:+.3f}"
+            f" {'beyond the trend' if abs(change.size - (change.after - change.before)) > 1e-9 else 'in all'}, p ="
+            f" {change.p:.1g}"
+        ),
         f"{verdict.looks} tests: what counts has p below {ALPHA / verdict.looks:.1g}",
     ]
     if not verdict.findings:
@@ -187,8 +191,8 @@ def _described(around: Around, row: int) -> str:
     group = around.groups[around.group_R[row]]
     parts = parts_text(rollout)
     return (
-        f"{group.iteration}/{rollout.group_index}/{rollout.rollout_index} {rollout.prompt_id}: reward {rollout.reward:g}"
-        f"{f' ({parts})' if parts else ''}, {rollout.finish_reason}, {len(rollout.completion_tokens)} tokens: "
-        f"{text_line(rollout.prompt)!r} -> {text_line(rollout.completion)!r}"
+        f"{group.iteration}/{rollout.group_index}/{rollout.rollout_index} {rollout.prompt_id}: reward"
+        f" {rollout.reward:g}{f' ({parts})' if parts else ''}, {rollout.finish_reason},"
+        f" {len(rollout.completion_tokens)} tokens: {text_line(rollout.prompt)!r} -> {text_line(rollout.completion)!r}"
         + (f", label {group.prompt.answer!r:.80}" if group.prompt.answer else "")
     )

@@ -33,8 +33,9 @@ FIELDS = (
     "test",
 )  # of the metadata; else the answer
 FORMS = (
-    '{"inputs": [...], "outputs": [...], "fn_name": optional} (APPS, TACO, PRIME), [{"input": ..., "output": ...}] (DeepCoder), '
-    'a list of asserts or "test_list" (MBPP), "test" with "entry_point" (HumanEval), test_* functions and TestCases (KodCode)'
+    '{"inputs": [...], "outputs": [...], "fn_name": optional} (APPS, TACO, PRIME), [{"input": ..., "output": ...}]'
+    ' (DeepCoder), a list of asserts or "test_list" (MBPP), "test" with "entry_point" (HumanEval), test_* functions and'
+    " TestCases (KodCode)"
 )
 
 

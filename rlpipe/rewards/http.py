@@ -91,7 +91,8 @@ class RewardService:
         key = _variable(f"key_env={self.key_env!r}", self.key_env).strip() if self.key_env else ""
         if not key.isprintable():
             raise ValueError(
-                f"key_env={self.key_env!r}: what the environment variable {self.key_env} holds is no key: it has control characters"
+                f"key_env={self.key_env!r}: what the environment variable {self.key_env} holds is no key: it has"
+                " control characters"
             )
         return key
 

@@ -134,7 +134,8 @@ def _of_prose(text: str) -> ReferenceAnswer:
     values = _parsed(_cleaned(text))
     if not values:
         raise ValueError(
-            f"math-verify finds no formula or number in the answer {text[:80]!r}; the rewards exact and reasoning_gym compare text"
+            f"math-verify finds no formula or number in the answer {text[:80]!r}; the rewards exact and reasoning_gym"
+            " compare text"
         )
     if not _is_one_number(text, values):
         raise ValueError(

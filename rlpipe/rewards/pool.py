@@ -190,10 +190,10 @@ def check_rewards(
     errors = {label: trial.error for label, trial in tried.items() if trial.error}
     if errors:
         raise UserError(
-            f"rl.rewards cannot score the rows of {' and '.join(errors)}: no trial rollout (completed with the answer, with the answer "
-            f"between answer tags, with nothing, with what SFT shows) has a reward. The first error: {next(iter(errors.values()))}. Choose rewards that fit "
-            "these rows, for example --set 'rl.rewards={exact = 1.0}', or mend the reward: it has to give a number for any text "
-            "(docs/rewards.md)"
+            f"rl.rewards cannot score the rows of {' and '.join(errors)}: no trial rollout (completed with the answer,"
+            " with the answer between answer tags, with nothing, with what SFT shows) has a reward. The first error:"
+            f" {next(iter(errors.values()))}. Choose rewards that fit these rows, for example --set 'rl.rewards={{exact"
+            " = 1.0}', or mend the reward: it has to give a number for any text (docs/rewards.md)"
         )
     is_told = len(names) == len(rewards) and "code" not in rewards
     return max((trial.best for trial in tried.values()), default=None) if is_told else None
@@ -209,8 +209,9 @@ def check_time(args: Mapping[str, Any], timeout_s: float) -> None:
     total_s = args.get("total_s", TOTAL_S)
     if not total_s < timeout_s:  # also a nan
         raise UserError(
-            f"rl.reward_args.code.total_s={total_s:g} is not below rl.reward_timeout_s={timeout_s:g}: a program that is too slow "
-            f"would be a fault, reward_timeout, and not a 0.0; set rl.reward_timeout_s above {total_s:g}, or a smaller total_s"
+            f"rl.reward_args.code.total_s={total_s:g} is not below rl.reward_timeout_s={timeout_s:g}: a program that is"
+            f" too slow would be a fault, reward_timeout, and not a 0.0; set rl.reward_timeout_s above {total_s:g}, or"
+            " a smaller total_s"
         )
     name, is_full = runner.check_interpreter(str(args.get("python") or sys.executable))
     level, advice = (

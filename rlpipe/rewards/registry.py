@@ -220,8 +220,9 @@ def _check_call(name: str, function: Reward, args: JsonDict) -> None:
     except TypeError as error:
         unknown = next((f".{arg}" for arg in args if arg not in signature.parameters), "")
         raise UserError(
-            f"rl.reward_args.{name}{unknown}: it cannot be called with these arguments ({error}); it is {name}{signature}, "
-            "and is called with prompt, completion, the arguments given and, where it has that parameter, rollout"
+            f"rl.reward_args.{name}{unknown}: it cannot be called with these arguments ({error}); it is"
+            f" {name}{signature}, and is called with prompt, completion, the arguments given and, where it has that"
+            " parameter, rollout"
         ) from error
 
 

@@ -65,9 +65,9 @@ async def act(
     faults = Counter(rollout.outcome.fault for rollout in rollouts if rollout.outcome.fault)
     if faults and session.config.rl.reward_fallback is None:
         raise UserError(
-            f"rl.agent={session.config.rl.agent!r}, rl.reward_fallback=none: {faults.total()} of {len(rollouts)} rollouts had a fault "
-            f"({dict(faults)}; the log says which); mend the agent and start again (what was committed is kept), or start a run or "
-            "fork with a rl.reward_fallback"
+            f"rl.agent={session.config.rl.agent!r}, rl.reward_fallback=none: {faults.total()} of {len(rollouts)}"
+            f" rollouts had a fault ({dict(faults)}; the log says which); mend the agent and start again (what was"
+            " committed is kept), or start a run or fork with a rl.reward_fallback"
         )
     ended = iter(rollouts)
     return [[next(ended) for _ in request.params] for request in requests]

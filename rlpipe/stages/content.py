@@ -172,8 +172,8 @@ class Content:
             num_leaked = sum(question(row.messages) in trained for row in rows)
             if num_leaked:
                 yield (
-                    f"{label(data)}: {num_leaked:,} of its {len(rows):,} prompts are trained on too, so it measures what was learnt by heart; "
-                    "use part = 'train' for the one and part = 'heldout' for the other"
+                    f"{label(data)}: {num_leaked:,} of its {len(rows):,} prompts are trained on too, so it measures"
+                    " what was learnt by heart; use part = 'train' for the one and part = 'heldout' for the other"
                 )
 
     def validation(self) -> str:
@@ -293,7 +293,8 @@ class Content:
             raise UserError(str(error).replace("rl.rewards", "evaluation.rewards")) if own else error from error
         self.doubts += filter(None, [why_none_passes(config, uses[0], best)])
         lines = [
-            f"rewards: {', '.join(rewards)}; tried on {', '.join(rows) or 'no data'}; a rollout passes at {passing_reward(config, uses[0]):.6g}"
+            f"rewards: {', '.join(rewards)}; tried on {', '.join(rows) or 'no data'}; a rollout passes at"
+            f" {passing_reward(config, uses[0]):.6g}"
         ]
         for data, read in self._prompt_sets() if rows and COMPARING & rewards.keys() else []:
             if data.use in uses and (line := references_line([row.answer for row in read])):
@@ -335,8 +336,8 @@ def _stands_in_line(output_parameters: int) -> str:
     Nobody knows whether the model's embeddings are tied.
     """
     return (
-        f"  (by the shape in [model], as the model itself is not here: with an output layer of {output_parameters / 1e6:,.1f}M parameters, which a "
-        "model with tied embeddings has not)"
+        "  (by the shape in [model], as the model itself is not here: with an output layer of"
+        f" {output_parameters / 1e6:,.1f}M parameters, which a model with tied embeddings has not)"
     )
 
 

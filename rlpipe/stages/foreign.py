@@ -89,7 +89,8 @@ class ForeignFiles:
         paths = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
         if not paths or not paths[0].is_file():
             raise UserError(
-                f"rl.rollouts_from={self.name!r}: no Parquet file there; use run:NAME, a .parquet file or a folder of them"
+                f"rl.rollouts_from={self.name!r}: no Parquet file there; use run:NAME, a .parquet file or a folder of"
+                " them"
             )
         if path.is_dir():
             check_links(f"rl.rollouts_from={self.name!r}", path, paths)
@@ -110,7 +111,8 @@ class ForeignFiles:
                 group, first = [*rows], num_rows + 1
                 if len(group) == 1 and key in seen:
                     raise UserError(
-                        f"{path} row {first}: group {key[0]} of prompt {key[1]} had ended: its rows must be side by side"
+                        f"{path} row {first}: group {key[0]} of prompt {key[1]} had ended: its rows must be side by"
+                        " side"
                     )
                 seen.add(key)
                 for num_rows, rollout in enumerate(group, start=first):
@@ -157,7 +159,8 @@ class ForeignFiles:
             raise UserError(f"{label} has the rollout_index {indices}: every rollout needs another one")
         if known is None and any(rollout.reward is None or not np.isfinite(rollout.reward) for rollout in group):
             raise UserError(
-                f"{label} is in no data set of use = 'rl', and it has no `reward` to keep: add the data set, or the rewards"
+                f"{label} is in no data set of use = 'rl', and it has no `reward` to keep: add the data set, or the"
+                " rewards"
             )
         group = [replace(rollout, rollout_index=index) for rollout, index in zip(group, indices, strict=True)]
         if known is not None:

@@ -249,9 +249,9 @@ async def _check_answered(
                 since = time.monotonic()
         if all(other in sampling_round.unanswered for other in waiting):
             raise UserError(
-                f"{session.config.rl.world} has answered no rollout of iteration {key.iteration} without a fault; "
-                f"{key.stage}: {faults.total()} of {len(rollouts)} rollouts had one ({dict(faults)}; the log says which). These are not "
-                "committed: mend it and start again, and they are sampled again"
+                f"{session.config.rl.world} has answered no rollout of iteration {key.iteration} without a fault;"
+                f" {key.stage}: {faults.total()} of {len(rollouts)} rollouts had one ({dict(faults)}; the log says"
+                " which). These are not committed: mend it and start again, and they are sampled again"
             )
         await asyncio.sleep(POLL_S)
     raise EngineError(

@@ -74,8 +74,8 @@ def check_tokenizer(source: Run, tokenizer_sha256: str) -> None:
     """UserError unless a run has this tokenizer, to the byte."""
     if source.committed("base", 0, "tokenizer")[1].file("tokenizer.json").sha256 != tokenizer_sha256:
         raise UserError(
-            f"rl.rollouts_from=run:{source.name}: that run has another tokenizer, so its tokens mean other text; use the "
-            "model.path (or, without one, the data sets) of that run, or a run with this tokenizer"
+            f"rl.rollouts_from=run:{source.name}: that run has another tokenizer, so its tokens mean other text; use"
+            " the model.path (or, without one, the data sets) of that run, or a run with this tokenizer"
         )
 
 
@@ -101,12 +101,14 @@ def check_groups(run: Run, sizes: Collection[int]) -> None:
     check_enough(run, len(sizes))
     if alone and rl.rollouts_min > 1:
         raise UserError(
-            f"rl.estimator={rl.estimator!r} compares the rollouts of a group, and each group of rl.rollouts_from={rl.rollouts_from!r} "
-            "has one; use reinforce_plus_plus, or put the rollouts of a prompt side by side, with one group_index"
+            f"rl.estimator={rl.estimator!r} compares the rollouts of a group, and each group of"
+            f" rl.rollouts_from={rl.rollouts_from!r} has one; use reinforce_plus_plus, or put the rollouts of a prompt"
+            " side by side, with one group_index"
         )
     if alone and "nonzero_std" in rl.filters:
         raise UserError(
-            f"rl.filters: nonzero_std drops every group of one, as those of rl.rollouts_from={rl.rollouts_from!r} are; use filters = {{}}"
+            f"rl.filters: nonzero_std drops every group of one, as those of rl.rollouts_from={rl.rollouts_from!r} are;"
+            " use filters = {}"
         )
 
 
@@ -114,8 +116,8 @@ def _check_enough(run: Run, count: int, unit: str, wanted: int) -> None:
     rl = run.config.rl
     if count < wanted:
         raise UserError(
-            f"rl.rollouts_from={rl.rollouts_from!r} has {count} whole {unit}; {rl.num_iterations} iterations need {wanted}: "
-            "lower rl.num_iterations or rl.num_prompts, or give more"
+            f"rl.rollouts_from={rl.rollouts_from!r} has {count} whole {unit}; {rl.num_iterations} iterations need"
+            f" {wanted}: lower rl.num_iterations or rl.num_prompts, or give more"
         )
 
 

@@ -58,8 +58,8 @@ async def do_job(
                 logging.WARNING if attempt or isinstance(error, GangLost) else logging.INFO, "%s: rebuilding it", error
             )
     raise TrainerError(
-        f"{KIND[type(job)]} failed {ATTEMPTS_MAX} times because the trainer was lost; its log: {session.work_dir}/trainer.log; "
-        f"at last {last}"
+        f"{KIND[type(job)]} failed {ATTEMPTS_MAX} times because the trainer was lost; its log:"
+        f" {session.work_dir}/trainer.log; at last {last}"
     )
 
 
@@ -110,8 +110,8 @@ class Landing:
                 return
         if any(again[name] != self.answer[name] for name in ("policy", "state", "gap")):
             raise TrainerError(
-                f"the trainer was lost before {self.job.position} was in the store, and what it makes again has other bits. The iteration is "
-                "trained again from its batch at the next start"
+                f"the trainer was lost before {self.job.position} was in the store, and what it makes again has other"
+                " bits. The iteration is trained again from its batch at the next start"
             )
 
     def _check_memory(self) -> None:
@@ -120,6 +120,6 @@ class Landing:
         """
         if self.session.memory and self.session.memory.turn == "engines":
             raise TrainerError(
-                f"the trainer was lost before {self.job.position} was in the store, and engines have its memory (engines.colocate). The "
-                "iteration is trained again from its batch at the next start"
+                f"the trainer was lost before {self.job.position} was in the store, and engines have its memory"
+                " (engines.colocate). The iteration is trained again from its batch at the next start"
             )

@@ -203,7 +203,8 @@ def model_folder(model: ModelConfig, field: str = FIELD) -> Path:
         )
     if (folder.parent / PRUNED).is_file():
         raise UserError(
-            f"{field}={model.path!r} was pruned: make it again with `rlpipe export RUN --version K --to DIR`, and name DIR"
+            f"{field}={model.path!r} was pruned: make it again with `rlpipe export RUN --version K --to DIR`, and"
+            " name DIR"
         )
     if not folder.is_dir():
         if model.path.startswith(("/", "~", ".")):  # no name of the hub

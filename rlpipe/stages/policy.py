@@ -74,13 +74,13 @@ def check_mismatch(mismatch: float, iteration: int, rl: RlConfig, num_tokens_sta
     if mismatch <= rl.mismatch_max or not rl.mismatch_counts(num_tokens_stale):
         return
     message = (
-        f"iteration {iteration}: engine and trainer disagree by {mismatch:.3g} per token (rl.mismatch_max={rl.mismatch_max:g}): "
-        "do they hold the same weights, in the same precision?"
+        f"iteration {iteration}: engine and trainer disagree by {mismatch:.3g} per token"
+        f" (rl.mismatch_max={rl.mismatch_max:g}): do they hold the same weights, in the same precision?"
     )
     if rl.on_mismatch == "fail":
         raise StepRefused(
-            f"{message} The policy was not committed, the batch is kept. Mend the cause, or raise rl.mismatch_max, or set "
-            "rl.on_mismatch='warn', and start again"
+            f"{message} The policy was not committed, the batch is kept. Mend the cause, or raise rl.mismatch_max, or"
+            " set rl.on_mismatch='warn', and start again"
         )
     log.warning("%s", message)
 

@@ -58,8 +58,8 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
             raise UserError(f"--redo {redo} shares {kind}, so {'; '.join(differ)}: {way_out}")
     if run.sampled_by(at) < at and not config.rl.corrects_staleness:
         raise UserError(
-            f"--redo {redo} trains what version {run.sampled_by(at)} sampled (rl.overlap of {run.name}), and nothing would correct that; "
-            "set rl.importance, for example to token_truncate"
+            f"--redo {redo} trains what version {run.sampled_by(at)} sampled (rl.overlap of {run.name}), and nothing"
+            " would correct that; set rl.importance, for example to token_truncate"
         )
 
 

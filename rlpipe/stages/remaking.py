@@ -111,10 +111,11 @@ def check_same_files(manifest: Manifest, wanted: list[FileRecord], files: list[F
     for name in sorted({*before, *made}):
         if before.get(name) != made.get(name):
             raise StoreError(
-                f"weight version {manifest.weight_version} of run {manifest.run} was pruned, and made again its {name} has sha256 "
-                f"{made.get(name, 'none')}, where its manifest has {before.get(name, 'none')}. Nothing was written. Training again gives the "
-                "same bits on one kind of machine, with the same versions, trainer.ranks and trainer.threads only (docs/store.md): do it "
-                "where the run was trained, or take a version that was kept (`rlpipe show` says which)"
+                f"weight version {manifest.weight_version} of run {manifest.run} was pruned, and made again its {name}"
+                f" has sha256 {made.get(name, 'none')}, where its manifest has {before.get(name, 'none')}. Nothing was"
+                " written. Training again gives the same bits on one kind of machine, with the same versions,"
+                " trainer.ranks and trainer.threads only (docs/store.md): do it where the run was trained, or take a"
+                " version that was kept (`rlpipe show` says which)"
             )
 
 
@@ -188,8 +189,9 @@ async def _remake(
 ) -> None:
     if config.trainer.place == "deployment":
         raise UserError(
-            f"version {version} of run {manifest.run} was pruned, and trainer.place='deployment' is started by a flow only; use "
-            f"--set trainer.place=process, or make it again in the store: rlpipe fork {manifest.run} --at {manifest.iteration} --run NEW"
+            f"version {version} of run {manifest.run} was pruned, and trainer.place='deployment' is started by a flow"
+            f" only; use --set trainer.place=process, or make it again in the store: rlpipe fork {manifest.run} --at"
+            f" {manifest.iteration} --run NEW"
         )
     try:
         async with open_session(config) as session:

@@ -113,8 +113,8 @@ def _position(session: Session, round_index: int, before: ArtifactRef | None) ->
     earlier = read_manifest(session.run.store, before.folder, before.sha256).metrics
     if earlier["data_sha256"] != session.data_sha256:
         raise UserError(
-            f"the rl data sets have changed since {before.folder} was drawn (or the room for a prompt, where too long ones are dropped): "
-            "restore them, or start another run"
+            f"the rl data sets have changed since {before.folder} was drawn (or the room for a prompt, where too long"
+            " ones are dropped): restore them, or start another run"
         )
     if round_index:
         metrics |= {name: count for name, count in earlier.items() if name.startswith("rollout/")}
@@ -145,15 +145,17 @@ def check_carried(run: Run) -> None:
     before = run.owner("rl", at, "rollouts").config.rl
     if num_groups and now.overlap != "none":
         raise UserError(
-            f"rl.overlap={now.overlap!r}: {num_groups} groups that iteration {at} carried would be trained beside what the next one samples, "
-            "and they are older: fork at an iteration whose rollout/groups_carried is 0, or with rl.overlap = 'none'"
+            f"rl.overlap={now.overlap!r}: {num_groups} groups that iteration {at} carried would be trained beside what"
+            " the next one samples, and they are older: fork at an iteration whose rollout/groups_carried is 0, or"
+            " with rl.overlap = 'none'"
         )
     differ = [name for name in ("temperature", "top_p") if getattr(before, name) != getattr(now, name)]
     if num_groups and (before.environment, before.environment_args) != (now.environment, now.environment_args):
         raise UserError(
-            f"rl.environment={now.environment!r}: {num_groups} groups that iteration {at} carried were begun without it, or with other "
-            f"arguments, and a rollout does not go on in another environment. Two ways out: fork with rl.oversampling = 1 and rl.num_iterations = {at + 2}, which "
-            f"finishes them, and then fork that run at {at + 1}; or fork at an iteration whose rollout/groups_carried is 0"
+            f"rl.environment={now.environment!r}: {num_groups} groups that iteration {at} carried were begun without"
+            " it, or with other arguments, and a rollout does not go on in another environment. Two ways out: fork"
+            f" with rl.oversampling = 1 and rl.num_iterations = {at + 2}, which finishes them, and then fork that run"
+            f" at {at + 1}; or fork at an iteration whose rollout/groups_carried is 0"
         )
     if num_groups and differ and now.train_stale_tokens:
         raise UserError(
@@ -184,10 +186,10 @@ def check_room(config: PipelineConfig, use: str, prompts: Sequence[Prompt], leng
         section = "evaluation" if use == "evaluation" and config.evaluation.completion_tokens_max else "rl"
         others = f" (and {len(too_long) - 1} others are too long)" if len(too_long) > 1 else ""
         raise UserError(
-            f"data set {prompt.source}: prompt {prompt.prompt_id} has {length} tokens; model.context_tokens_max less "
-            f"{section}.completion_tokens_max leaves {room}{others}: set data.{prompt.source}.on_too_long = 'drop', a smaller "
-            f"{section}.completion_tokens_max or a larger context (a run that has begun keeps its context; the others change with "
-            "`rlpipe fork RUN --at sft --run NEW --set ...`)"
+            f"data set {prompt.source}: prompt {prompt.prompt_id} has {length} tokens; model.context_tokens_max less"
+            f" {section}.completion_tokens_max leaves {room}{others}: set data.{prompt.source}.on_too_long = 'drop', a"
+            f" smaller {section}.completion_tokens_max or a larger context (a run that has begun keeps its context; the"
+            " others change with `rlpipe fork RUN --at sft --run NEW --set ...`)"
         )
 
 

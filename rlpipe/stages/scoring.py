@@ -64,11 +64,14 @@ def score_rollouts(
 def _unscored(session: Session, use: str, faults: Counter[str], counts: str) -> str:
     if all(reason.startswith(WORLD_FAULTS) for reason in faults):
         return (
-            f"{session.config.rl.world}: {counts}. Mend it and start again; rollouts that are "
-            f"committed with their faults stay so: sample them anew in a fork of {session.run.name} from an iteration before them"
+            f"{session.config.rl.world}: {counts}. Mend it and start again; rollouts that are committed with their"
+            f" faults stay so: sample them anew in a fork of {session.run.name} from an iteration before them"
         )
     section = "evaluation" if use == "evaluation" and session.config.evaluation.rewards else "rl"
-    return f"{section}.rewards={list(session.config.rewards(use))}: {counts}. Mend the reward and start again: what was sampled is kept"
+    return (
+        f"{section}.rewards={list(session.config.rewards(use))}: {counts}. Mend the reward and start again: what was"
+        " sampled is kept"
+    )
 
 
 def rewarded(

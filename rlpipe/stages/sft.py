@@ -59,8 +59,8 @@ def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactR
         validation, _ = tokenise_conversations(kept, session.tokenizer, config.model.context_tokens_max)
         if not validation:
             raise UserError(
-                f"sft.validation_fraction={config.sft.validation_fraction:g}: none of {len(kept)} conversations keeps an assistant "
-                "token within model.context_tokens_max; raise either"
+                f"sft.validation_fraction={config.sft.validation_fraction:g}: none of {len(kept)} conversations keeps"
+                " an assistant token within model.context_tokens_max; raise either"
             )
         files.append(attempt.write("validation.parquet", validation, Conversation))
         metrics["data/conversations_validation"] = len(validation)
@@ -88,9 +88,9 @@ def check_fits(config: PipelineConfig, data: DataConfig, lengths: Sequence[int])
     too_long = [index for index, length in enumerate(lengths) if length > room]
     if too_long and data.on_too_long == "fail":
         raise UserError(
-            f"data.{data.name}.on_too_long='fail': {len(too_long)} of {len(lengths)} conversations have more than "
-            f"model.context_tokens_max={room} tokens, the first of them {lengths[too_long[0]]} (number {too_long[0] + 1} of {data.source}); "
-            "shorten them, raise it, or set 'drop'"
+            f"data.{data.name}.on_too_long='fail': {len(too_long)} of {len(lengths)} conversations have more than"
+            f" model.context_tokens_max={room} tokens, the first of them {lengths[too_long[0]]} (number"
+            f" {too_long[0] + 1} of {data.source}); shorten them, raise it, or set 'drop'"
         )
 
 

@@ -240,9 +240,9 @@ async def play(
     faults = Counter(turns.fault for group in groups for turns in group if turns.fault)
     if faults and session.config.rl.reward_fallback is None:
         raise UserError(
-            f"rl.environment={session.config.rl.environment!r}, rl.reward_fallback=none: {faults.total()} of "
-            f"{sum(map(len, groups))} rollouts had a fault ({dict(faults)}; the log says which); mend the environment and start again "
-            "(what was committed is kept), or start a run or fork with a rl.reward_fallback"
+            f"rl.environment={session.config.rl.environment!r}, rl.reward_fallback=none: {faults.total()} of"
+            f" {sum(map(len, groups))} rollouts had a fault ({dict(faults)}; the log says which); mend the environment"
+            " and start again (what was committed is kept), or start a run or fork with a rl.reward_fallback"
         )
     return [[turns.played() for turns in group] for group in groups]
 
@@ -262,9 +262,9 @@ async def environment_prompts(session: Session, prompts: list[Prompt]) -> list[l
             if is_last or not too_slow:
                 more_time = ", or set a longer rl.environment_timeout_s," if too_slow else ""
                 raise UserError(
-                    f"rl.environment={session.config.rl.environment!r} cannot start with prompt {prompt.prompt_id} "
-                    f"({fault.reason}: {fault}); mend the environment{more_time} and start again: what was committed is kept. The "
-                    "prompts of a run cannot change: to do without this one, start another run"
+                    f"rl.environment={session.config.rl.environment!r} cannot start with prompt {prompt.prompt_id}"
+                    f" ({fault.reason}: {fault}); mend the environment{more_time} and start again: what was committed"
+                    " is kept. The prompts of a run cannot change: to do without this one, start another run"
                 ) from fault
         finally:
             environment.drop()

@@ -127,7 +127,10 @@ def _artifact_faults(store: Store, folder: str, known: set[str]) -> Iterator[str
         yield str(error)
         return
     if place != (manifest.run, manifest.phase, manifest.iteration, manifest.stage):
-        yield f"{folder}: its manifest is that of {manifest.stage} of {manifest.phase} {manifest.iteration} of run {manifest.run}"
+        yield (
+            f"{folder}: its manifest is that of {manifest.stage} of {manifest.phase} {manifest.iteration} of run"
+            f" {manifest.run}"
+        )
     for name, sha256 in manifest.inputs.items():
         if sha256 not in known and not name.startswith(SOURCE_INPUT):
             yield f"{folder}: input {name} ({sha256[:12]}) is no committed artifact"
@@ -210,7 +213,10 @@ def _unknown(run: Run) -> Iterator[str]:
     listed = [key for key in run.store.list(run.root) if key.endswith(".json") and not key.startswith(others)]
     for key in sorted({*listed}.difference(_of_attempts(run, listed, committed))):
         if key.rpartition("/")[2] not in DOCUMENTS and is_sealed(run.store.read(key)):
-            yield f"{run.store.address(key)} was written by a later version of rlpipe: this one has no such document; it needs a newer rlpipe"
+            yield (
+                f"{run.store.address(key)} was written by a later version of rlpipe: this one has no such document; it"
+                " needs a newer rlpipe"
+            )
 
 
 def _start_faults(run: Run) -> Iterator[str]:
@@ -279,8 +285,9 @@ def spared_lines(run: Run) -> list[str]:
     counts = Counter(spared(run, unreferenced(run)).values())
     holders = unreleased(run.store, run.root, sorted(counts))
     return [
-        f"{counts[number]} of them stay, which {holder} may still commit: nobody here knows whether it has ended. `rlpipe gc {run.name} "
-        f"--delete` on {holder.host} knows; where nothing of it runs any more: rlpipe gc {run.name} --delete --lost {number}"
+        f"{counts[number]} of them stay, which {holder} may still commit: nobody here knows whether it has ended."
+        f" `rlpipe gc {run.name} --delete` on {holder.host} knows; where nothing of it runs any more: rlpipe gc"
+        f" {run.name} --delete --lost {number}"
         for number, holder in holders.items()
     ]
 
@@ -294,7 +301,8 @@ def sweep(run: Run) -> list[str]:
     _, faults = verify(run)
     if faults:
         raise StoreError(
-            f"nothing was deleted: run {run.name} has {len(faults)} fault{'s' * (len(faults) > 1)}, see `rlpipe verify {run.name}`; first {faults[0]}"
+            f"nothing was deleted: run {run.name} has {len(faults)} fault{'s' * (len(faults) > 1)}, see `rlpipe verify"
+            f" {run.name}`; first {faults[0]}"
         )
     keys = unreferenced(run)
     waiting = spared(run, keys)

@@ -160,7 +160,10 @@ class Catalogue:
                 return run
             passed.add(run.name)
             if fork.run not in self._runs or fork.run in passed:
-                fault = f"{self.store.address(record_key(run.name))}: the run that it was forked from, {fork.run}, is not there"
+                fault = (
+                    f"{self.store.address(record_key(run.name))}: the run that it was forked from, {fork.run}, is not"
+                    " there"
+                )
                 if fault not in self.faults and fork.run not in self._unread:
                     self.faults.append(fault)
                 return None

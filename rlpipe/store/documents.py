@@ -70,10 +70,12 @@ def parse_document(
     except (ValueError, RecursionError) as error:
         if is_whole:
             raise LaterVersion(
-                f"{address} was written by a later version of rlpipe, or by hand: {_fault(error)}; it needs a newer rlpipe"
+                f"{address} was written by a later version of rlpipe, or by hand: {_fault(error)}; it needs a newer"
+                " rlpipe"
             ) from error
         raise StoreError(
-            f"{address} is damaged, or of another version: {_fault(error)}; restore it from a copy, or use a newer rlpipe"
+            f"{address} is damaged, or of another version: {_fault(error)}; restore it from a copy, or use a newer"
+            " rlpipe"
         ) from error
 
 

@@ -94,7 +94,10 @@ def way_to_change(run: Progress, config: PipelineConfig | None = None) -> str:
             ("its SFT", ", evaluation.* or their data") if at == AT_SFT else ("all it has", " or evaluation.*")
         )
         name = "sft" if at == AT_SFT else at
-        return f"keep {kept} and change rl.*{changed} in a fork: rlpipe fork {run.name} --at {name} --run NEW{_store_option(config or run.config)} --set ..."
+        return (
+            f"keep {kept} and change rl.*{changed} in a fork: rlpipe fork {run.name} --at {name} --run"
+            f" NEW{_store_option(config or run.config)} --set ..."
+        )
     if points:
         return "start a run of another name (--run): no fork can change them"
     return f"start a run of another name (--run): {run.name} has nothing to fork from before its SFT is complete"
@@ -117,5 +120,6 @@ def check_committed(run: Progress, at: int, redo: str = "") -> None:
     ways = [f"choose K from 0 to {count - 1}"] if count else []
     ways += ["share its SFT only: --at sft"] if run.starts_rl and not redo else []
     raise UserError(
-        f"--at {at}: iteration {at} of run {run.name} is not committed (committed: {has}); {', or '.join([*ways, get_there])}"
+        f"--at {at}: iteration {at} of run {run.name} is not committed (committed: {has});"
+        f" {', or '.join([*ways, get_there])}"
     )

@@ -239,7 +239,8 @@ def check_free(store: Store, run_root: str) -> int:
     for number, holder in unreleased(store, run_root, leases).items():
         if holder.is_here or (number == newest and _lives(store, _key(run_root, number), holder)):
             raise RunHeld(
-                f"run {run_root.removeprefix('runs/')} is held by {holder}; wait for it, stop it, or start under another name (--run)",
+                f"run {run_root.removeprefix('runs/')} is held by {holder}; wait for it, stop it, or start under"
+                " another name (--run)",
                 holder.flow_run,
             )
     return newest

@@ -147,8 +147,8 @@ def broken_rule(config: PipelineConfig, record: IterationRecord) -> str:
     stops = rl.on_mismatch == "stop" and rl.mismatch_counts(metrics.get("rollout/num_tokens_stale", 0.0))
     if stop.reward_plateau and since >= stop.reward_plateau:
         return (
-            f"stop.reward_plateau={stop.reward_plateau}: no mean reward above {best.reward:.4g} of iteration {best.iteration} "
-            f"in {since} iterations; raise it, or set it to 0, and start the run again."
+            f"stop.reward_plateau={stop.reward_plateau}: no mean reward above {best.reward:.4g} of iteration"
+            f" {best.iteration} in {since} iterations; raise it, or set it to 0, and start the run again."
         )
     for name, limit, metric in (
         ("stop.kl_max", stop.kl_max, "train/kl"),
@@ -157,7 +157,8 @@ def broken_rule(config: PipelineConfig, record: IterationRecord) -> str:
     ):
         if limit and metrics.get(metric, 0.0) > limit:
             return (
-                f"{name}={limit:g}: {metric} is {metrics[metric]:.4g} in iteration {iteration}; look at what the policy does "
-                f"(rlpipe show {config.run} --iteration {iteration}), then raise the bound and start the run again, or fork it before."
+                f"{name}={limit:g}: {metric} is {metrics[metric]:.4g} in iteration {iteration}; look at what the policy"
+                f" does (rlpipe show {config.run} --iteration {iteration}), then raise the bound and start the run"
+                " again, or fork it before."
             )
     return ""

@@ -127,7 +127,8 @@ def outside_files(field: str, url: str) -> list[OutsideFile]:
     path, is_folder = path.rstrip("/"), path.endswith("/")
     if not name or (path and not is_key(path)) or set(url) & set("?#*"):
         raise UserError(
-            f"{field}={url!r}: write it as s3://bucket/path, without '?', '#' and '*'; a folder stands for all files in it"
+            f"{field}={url!r}: write it as s3://bucket/path, without '?', '#' and '*'; a folder stands for all files"
+            " in it"
         )
     bucket = Bucket(name, "")
     try:
@@ -183,8 +184,8 @@ def fetch_files(field: str, url: str, files: Sequence[OutsideFile], below: Path)
         size = sum(file.bytes - _partial_bytes(folder, file) for file in missing)
         if size > (free := shutil.disk_usage(folder).free):
             raise UserError(
-                f"{field}={url!r}: {size_text(size)} are to be fetched, and {below} has {size_text(free)} left; set scratch to a folder "
-                "on a larger disk"
+                f"{field}={url!r}: {size_text(size)} are to be fetched, and {below} has {size_text(free)} left; set"
+                " scratch to a folder on a larger disk"
             )
         if missing:
             log.warning("%s=%s: fetching %s, to %s", field, url, files_text(missing), folder)

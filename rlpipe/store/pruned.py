@@ -123,8 +123,8 @@ def wait_until_pruned(store: Store, folder: str) -> bool:
     while (record := read_pruned(store, folder)) is not None and not record.finished:
         if time.monotonic() > deadline:
             raise StoreError(
-                f"{store.address(folder)} is being pruned by pid {record.pid} on host {record.host}, and was not done after {WAIT_S:g} s; "
-                f"look whether that process works, then start again"
+                f"{store.address(folder)} is being pruned by pid {record.pid} on host {record.host}, and was not done"
+                f" after {WAIT_S:g} s; look whether that process works, then start again"
             )
         try:
             held = lease.acquire(store, root)

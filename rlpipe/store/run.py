@@ -262,12 +262,13 @@ def _continued(store: Store, config: PipelineConfig) -> Run:
     config = as_begun(config, run.config)
     if lost := run.lost_iterations():
         raise StoreError(
-            f"{store.address(run.iteration_key(lost[0]))} is missing, and later iterations are committed; restore it from a copy"
+            f"{store.address(run.iteration_key(lost[0]))} is missing, and later iterations are committed; restore it"
+            " from a copy"
         )
     if differ := differences(config, run.config):
         raise OtherSettings(
-            f"run {config.run} was created with other settings (stored -> given: {'; '.join(differ)}). Two ways out: go on with the "
-            f"stored ones, {way_to_resume(config)}; or {way_to_change(run, config)}"
+            f"run {config.run} was created with other settings (stored -> given: {'; '.join(differ)}). Two ways out: go"
+            f" on with the stored ones, {way_to_resume(config)}; or {way_to_change(run, config)}"
         )
     return replace(run, config=config)
 
@@ -280,7 +281,8 @@ def open_existing(store: Store, name: str, forks: tuple[str, ...] = ()) -> Run:
     """
     if name in forks or (forks and not store.exists(record_key(name))):
         raise StoreError(
-            f"{store.address(record_key(forks[-1]))} is damaged: the run that it was forked from, {name}, is not there, or its own fork"
+            f"{store.address(record_key(forks[-1]))} is damaged: the run that it was forked from, {name}, is not there,"
+            " or its own fork"
         )
     if not store.exists(record_key(name)):
         known = ", ".join(run_names(store)) or "none"

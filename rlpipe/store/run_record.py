@@ -145,12 +145,13 @@ def last_started(store: Store, name: str) -> PipelineConfig:
 def _config_of(store: Store, key: str, name: str, record: RunRecord | StartRecord) -> PipelineConfig:
     if record.config["run"] != name:  # what was read and deleted would be another run's
         raise StoreError(
-            f"{store.address(key)} is the record of run {record.config['run']!r:.100}, so this folder is a copy, or was renamed; "
-            "give it that name again in a store of its own"
+            f"{store.address(key)} is the record of run {record.config['run']!r:.100}, so this folder is a copy, or was"
+            " renamed; give it that name again in a store of its own"
         )
     try:
         return check(from_stored(record.config), STORED)
     except UserError as error:
         raise ConfigRefused(
-            f"{store.address(key)} was written by rlpipe {record.code_version}; this version refuses {error}; that one reads it, or a newer rlpipe"
+            f"{store.address(key)} was written by rlpipe {record.code_version}; this version refuses {error}; that one"
+            " reads it, or a newer rlpipe"
         ) from error

@@ -198,7 +198,8 @@ class _Keys:
         if credentials is None:
             raise PermissionError(
                 errno.EACCES,
-                "no keys: neither AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, nor a profile, nor a role of this machine",
+                "no keys: neither AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, nor a profile, nor a role of this"
+                " machine",
             )
         self._credentials: Any = credentials
 

@@ -30,7 +30,8 @@ def check_address(bucket: str, endpoint: str | None, region: str) -> None:
     if endpoint is not None and (fault := _fault_of(endpoint)):
         said = "" if "@" in endpoint else f" {endpoint!r:.200}"
         raise _fault(
-            f"the endpoint{said} (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or the profile) {fault}; write https://HOST or http://HOST:PORT"
+            f"the endpoint{said} (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or the profile) {fault}; write https://HOST or"
+            " http://HOST:PORT"
         )
 
 

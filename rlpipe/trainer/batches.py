@@ -158,8 +158,8 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path)
         same = len(row.completion_tokens) == len(row.loss_mask) == len(row.rollout_logprobs)
         if not (same and len(row.prompt_tokens) and np.isfinite(reward)):
             raise StoreError(
-                f"{store.address(data.folder)}: row of group {row.group_index}: prompt, completion and masks do not fit, "
-                f"or its reward {reward} is not finite"
+                f"{store.address(data.folder)}: row of group {row.group_index}: prompt, completion and masks do not"
+                f" fit, or its reward {reward} is not finite"
             )
         parts, num_scored = (
             (row.prompt_tokens, row.completion_tokens, row.loss_mask),
@@ -211,7 +211,8 @@ def read_conversations(store: Store, data: ArtifactRef, name: str, folder: Path)
     for row in map_records_if_any(store, data, name, Conversation, folder):
         if not len(row.tokens) == len(row.loss_mask) > 0:
             raise StoreError(
-                f"{store.address(data.folder)}: a conversation has {len(row.tokens)} tokens and a mask of {len(row.loss_mask)}"
+                f"{store.address(data.folder)}: a conversation has {len(row.tokens)} tokens and a mask of"
+                f" {len(row.loss_mask)}"
             )
         loss_mask = (
             row.loss_mask if not row.loss_mask[0] else np.concatenate([row.loss_mask[:1] * 0, row.loss_mask[1:]])

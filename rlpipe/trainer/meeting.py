@@ -109,7 +109,8 @@ class Pulse:
         """The nodes with a rank that has been silent for longer; empty without one."""
         silent = {rank: self._silent_s(rank) for rank in range(self._gang.size) if self._silent_s(rank) > seconds}
         names = [
-            f"node {self._places[rank][0]} ({self._places[rank][1]}): rank {rank} has been silent for {silent[rank]:.0f} s"
+            f"node {self._places[rank][0]} ({self._places[rank][1]}): rank {rank} has been silent for"
+            f" {silent[rank]:.0f} s"
             for rank in silent
         ]
         return "; ".join(names)

@@ -154,7 +154,8 @@ def build_policy(
         lm = empty_model(config)
         if odd := [name for name, parameter in lm.named_parameters() if parameter.ndim == 0]:
             raise UserError(
-                f"model config: {config.model_type} has parameters without a dimension ({odd[:3]}): they cannot be sharded"
+                f"model config: {config.model_type} has parameters without a dimension ({odd[:3]}): they cannot be"
+                " sharded"
             )
         read_rows = weights(lm)
         if gang.team is not None:
@@ -216,7 +217,8 @@ def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
     here, needed = psutil.virtual_memory().total, 4 * sum(parameter.numel() for parameter in lm.parameters())
     if needed > here:
         raise UserError(
-            f"model config: new weights of this shape take {needed / 2**30:,.0f} GiB, this machine has {here / 2**30:,.0f} GiB"
+            f"model config: new weights of this shape take {needed / 2**30:,.0f} GiB, this machine has"
+            f" {here / 2**30:,.0f} GiB"
         )
     torch.manual_seed(seed)
     tensors = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()

@@ -249,7 +249,8 @@ class GangService:
     def __init__(self, store: Store, config: PipelineConfig, node: int, address: str) -> None:
         if node >= (nodes := config.trainer.nodes):
             raise UserError(
-                f"--node {node}: trainer.nodes={nodes} of run {config.run} are numbered from 0; join as one of 0 to {nodes - 1}"
+                f"--node {node}: trainer.nodes={nodes} of run {config.run} are numbered from 0; join as one of 0 to"
+                f" {nodes - 1}"
             )
         self.registration = Registration(store, f"runs/{config.run}", TRAINER, ServiceRecord(node_name(node), ""))
         self._config = config

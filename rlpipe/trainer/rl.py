@@ -132,8 +132,8 @@ def check_recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> None:
     own = torch.tensor([sum(float((logprobs == UNRECORDED).sum()) for logprobs in recorded)], dtype=torch.float64)
     if unknown := int(gang.sum(gang.once(own))):
         raise UserError(
-            f"rl.proximal='engine': {unknown} tokens of {folder} have no logprob that was recorded while sampling; start another run, "
-            "or a fork, with rl.proximal = 'trainer'"
+            f"rl.proximal='engine': {unknown} tokens of {folder} have no logprob that was recorded while sampling;"
+            " start another run, or a fork, with rl.proximal = 'trainer'"
         )
 
 

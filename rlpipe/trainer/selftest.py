@@ -77,8 +77,8 @@ class Proof:
                 "it looks ahead" if self.ahead > NEAR[dtype] else "a row is computed in another way than a text alone"
             )
             raise UserError(
-                f"model: {family} cannot be trained here: its logprobs in a batch differ by {max(self.ahead, self.single):.2g} per token "
-                f"({what}); use a causal language model"
+                f"model: {family} cannot be trained here: its logprobs in a batch differ by"
+                f" {max(self.ahead, self.single):.2g} per token ({what}); use a causal language model"
             )
         far, leak_max = max(FAR_PACKED[dtype], TIMES * self.single), max(EXACT, TIMES * self.aside)
         if self.packed > far or self.leak > leak_max:
@@ -131,7 +131,8 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
             log.info("%s: attention is computed by %s, rows are %s", lm.config.model_type, how, rows.name.lower())
             for own in faults:  # of the kernels alone
                 gang.warn(
-                    f"{lm.config.model_type}: norms and MLPs are computed as its own code has them, a fifth slower ({own})"
+                    f"{lm.config.model_type}: norms and MLPs are computed as its own code has them, a fifth slower"
+                    f" ({own})"
                 )
             return rows
         faults.append(fault)

@@ -83,7 +83,7 @@ class Resident:
         not reach (a tower for images).
         """
         return [
-            torch.zeros_like(parameter.to_local()) if parameter.grad is None else parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            (torch.zeros_like(parameter.to_local()) if parameter.grad is None else parameter.grad.to_local())  # pyright: ignore[reportAttributeAccessIssue]
             for _, parameter in self.policy.trained()
         ]
 

@@ -262,6 +262,7 @@ def evaluation_groups(library: Library, run: Run, version: int) -> GroupFiles:
     artifact = run.artifact(*run.policy_place(version), "evaluation") if version >= BEFORE_SFT else None
     if artifact is None:
         raise UserError(
-            f"weight version {version} of run {run.name} is not evaluated; rlpipe evaluate {run.name} --version {version}"
+            f"weight version {version} of run {run.name} is not evaluated; rlpipe evaluate {run.name} --version"
+            f" {version}"
         )
     return GroupFiles(library, run, "evaluations", version, [CommittedFile.of(artifact, "evaluation.parquet")])

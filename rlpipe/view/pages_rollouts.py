@@ -138,7 +138,10 @@ def _no_gap(files: GroupFiles, trained: bool) -> str:
     if files.gap is None:
         return f"iteration {files.number} has none stored: an older version of rlpipe trained it"
     if files.run.owner("rl", files.number).config.rl.proximal == "engine":
-        return "its step was not the first, and rl.proximal='engine' makes no pass by the weights of the start; or no token was trained"
+        return (
+            "its step was not the first, and rl.proximal='engine' makes no pass by the weights of the start; or no"
+            " token was trained"
+        )
     return "nobody recorded the engine's logprobs, or no token was trained"
 
 

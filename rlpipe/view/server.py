@@ -60,8 +60,10 @@ PAGES_OF_GROUPS: dict[str, Show] = {  # below /runs/RUN/iterations, and /runs/RU
 KINDS = {"view.js": "text/javascript", "view.css": "text/css", "plotly.js": "text/javascript"}
 HEADERS = {
     # no script but ours, none inside a page: what a policy wrote cannot run, whatever a template forgets to escape
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
-    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -76,8 +78,8 @@ def view_key(host: str) -> str:
     key = os.environ.get(VIEW_KEY_VARIABLE, "").strip()
     if host not in LOOPBACK and not key:
         raise UserError(
-            f"--host {host}: beyond loopback the view needs a key, which browsers ask for as a password: set {VIEW_KEY_VARIABLE}, "
-            "or stay on 127.0.0.1 and reach it through `ssh -L`"
+            f"--host {host}: beyond loopback the view needs a key, which browsers ask for as a password: set"
+            f" {VIEW_KEY_VARIABLE}, or stay on 127.0.0.1 and reach it through `ssh -L`"
         )
     return key
 

@@ -150,7 +150,8 @@ class LocalModel:
 
     def _refused(self, why: str) -> UserError:
         return UserError(
-            f"model_path={self.folder!r}: the local engine cannot serve a {self.lm.config.model_type} ({why}); use engines.kind='sglang'"
+            f"model_path={self.folder!r}: the local engine cannot serve a {self.lm.config.model_type} ({why}); use"
+            " engines.kind='sglang'"
         )
 
     def _difference(self) -> float:

@@ -102,7 +102,10 @@ def rate(around: Around) -> Findings:
     rl, steps = around.config.rl, around.at * around.config.rl.num_steps
     now = last.get("train/learning_rate", 0.0) or rl.learning_rate  # 0: nothing was trained
     if _is_warming(around):
-        title = f"the learning rate still rises: {now:.3g} of {rl.learning_rate:g}, step {steps} of {rl.warmup_steps} of its warm-up"
+        title = (
+            f"the learning rate still rises: {now:.3g} of {rl.learning_rate:g}, step {steps} of {rl.warmup_steps} of"
+            " its warm-up"
+        )
     else:
         title = f"the reward falls from the first updates on: rl.learning_rate={rl.learning_rate:g} may be too high"
     known = [number for number in sorted(around.metrics) if number < around.at][-3:]
@@ -132,7 +135,10 @@ def _first_reward(around: Around) -> str:
     Example: reward of iteration 0: 0.67.
     """
     oldest = int(around.iteration_G.min())
-    return f"reward of iteration {oldest}: {float(around.reward_R[around.iteration_G[around.group_R] == oldest].mean()):.3g}"
+    return (
+        f"reward of iteration {oldest}:"
+        f" {float(around.reward_R[around.iteration_G[around.group_R] == oldest].mean()):.3g}"
+    )
 
 
 def _went_far(around: Around) -> bool:
@@ -225,7 +231,8 @@ def _gap_lines(around: Around) -> list[str]:
         return []
     shares = [float((side > GAP_LARGE).mean()) for side in gaps]
     return [
-        f"tokens that engine and trainer give logprobs more than {GAP_LARGE:g} apart: {shares[0]:.2%} -> {shares[1]:.2%}"
+        f"tokens that engine and trainer give logprobs more than {GAP_LARGE:g} apart: {shares[0]:.2%} ->"
+        f" {shares[1]:.2%}"
     ]
 
 
@@ -260,7 +267,8 @@ def staleness(around: Around) -> Findings:
     stale_R = around.staleness_R > 0
     fresh, stale = (around.reward_R[around.after_R & side] for side in (~stale_R, stale_R))
     evidence = [
-        f"weight versions behind: {from_to(jump.before, jump.after)}, at most {int(around.staleness_R[around.after_R].max())}"
+        f"weight versions behind: {from_to(jump.before, jump.after)}, at most"
+        f" {int(around.staleness_R[around.after_R].max())}"
     ]
     if len(fresh) and len(stale):
         evidence.append(
@@ -279,8 +287,14 @@ def truncation(around: Around) -> Findings:
     lost = (float(cut.mean()) if len(cut) else 0.0) - (float(whole.mean()) if len(whole) else 0.0)
     evidence = [
         *limit,
-        f"reward of the truncated ones {float(cut.mean()):.3g}, of the others {float(whole.mean()) if len(whole) else float('nan'):.3g}",
-        f"tokens of a completion: {from_to(*around.means(around.tokens_R))}, at most {around.config.rl.completion_tokens_max}",
+        (
+            f"reward of the truncated ones {float(cut.mean()):.3g}, of the others"
+            f" {float(whole.mean()) if len(whole) else float('nan'):.3g}"
+        ),
+        (
+            f"tokens of a completion: {from_to(*around.means(around.tokens_R))}, at most"
+            f" {around.config.rl.completion_tokens_max}"
+        ),
     ]
     before, after = around.means(around.truncated_R.astype(float))
     yield Finding("truncation", f"truncated completions: {before:.1%} -> {after:.1%}", jump, jump.size * lost, evidence, rows_to_show(around, around.truncated_R), symptom=not limit)  # fmt: skip
@@ -296,6 +310,7 @@ def length(around: Around) -> Findings:
     squares = float((tokens**2).sum())
     slope = float((tokens * rewards).sum()) / squares if squares > 0 else 0.0
     evidence = [
-        f"tokens of a completion: {from_to(jump.before, jump.after)}; within a group one token more is {slope:+.3g} of the reward"
+        f"tokens of a completion: {from_to(jump.before, jump.after)}; within a group one token more is {slope:+.3g} of"
+        " the reward"
     ]
     yield Finding("length", f"length of completions: {from_to(jump.before, jump.after)} tokens", jump, slope * jump.size, evidence, rows_to_show(around, np.ones(len(tokens), bool), -np.sign(jump.size) * around.tokens_R), symptom=True)  # fmt: skip

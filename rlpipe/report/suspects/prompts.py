@@ -41,8 +41,11 @@ def template(around: Around) -> Findings:
                 around.reward_change,
                 None,
                 [
-                    f"all {len(sides[0])} distinct prompts before {where} with the same {own[0]} tokens, all {len(sides[1])} from "
-                    f"{around.at} on with the same {own[1]}; of these only {shared} are the same",
+                    (
+                        f"all {len(sides[0])} distinct prompts before {where} with the same {own[0]} tokens, all"
+                        f" {len(sides[1])} from {around.at} on with the same {own[1]}; of these only {shared} are the"
+                        " same"
+                    ),
                     f"before: {_messages(around, source, False)}",
                     f"from {around.at} on: {_messages(around, source, True)}",
                 ],
@@ -187,7 +190,11 @@ def duplicates(around: Around) -> Findings:
     name = next(group.prompt for group, text in zip(around.groups, around.texts(), strict=True) if text == top_text)
     evidence = [
         f"groups whose prompt comes again in their iteration: {rise.before:.1%} -> {rise.after:.1%}",
-        f"distinct prompts from {around.at} on: {len({text for text, after in zip(around.texts(), around.after_G, strict=True) if after})} in {num_after} groups",
+        (
+            f"distinct prompts from {around.at} on:"
+            f" {len({text for text, after in zip(around.texts(), around.after_G, strict=True) if after})} in"
+            f" {num_after} groups"
+        ),
         f"the most frequent one has {top} groups: {' '.join(str(name.messages[-1].get('content')).split())[:120]}",
     ]
     explains = rise.size * (float(np.nanmean(rewards_G[late])) - usual)

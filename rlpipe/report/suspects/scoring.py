@@ -57,7 +57,8 @@ def reward_settings(around: Around) -> Findings:
     evidence = [*lines, *(f"part {name}: {from_to(*around.means(column))}" for name, column in around.parts.items())]
     if explains is not None:
         evidence.append(
-            f"{int(known.sum())} completions from {around.at} on have {explains:+.3f} against what the settings of before give them"
+            f"{int(known.sum())} completions from {around.at} on have {explains:+.3f} against what the settings of"
+            " before give them"
         )
     yield Finding(
         "reward_settings",

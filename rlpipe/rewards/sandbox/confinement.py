@@ -125,7 +125,10 @@ def missing() -> str:
             "the kernel has no Landlock, or the container refuses it (Linux 5.13 or newer, `landlock` among its lsm=)"
         )
     if version < LANDLOCK_SIGNALS and not free_uids():
-        return f"Landlock has version {version}, and an ordinary user needs {LANDLOCK_SIGNALS} (Linux 6.12); or be root, in a container too"
+        return (
+            f"Landlock has version {version}, and an ordinary user needs {LANDLOCK_SIGNALS} (Linux 6.12); or be root,"
+            " in a container too"
+        )
     return ""
 
 

@@ -110,8 +110,8 @@ def check_interpreter(python: str) -> Confinement:
     run, or was not confined."""
     if reason := confinement.missing():
         raise UserError(
-            f"reward code: this system cannot confine programs: {reason}. Run where it can, or score with a service of yours: "
-            "rl.rewards = {remote = 1.0} (docs/rewards-code.md)"
+            f"reward code: this system cannot confine programs: {reason}. Run where it can, or score with a service of"
+            " yours: rl.rewards = {remote = 1.0} (docs/rewards-code.md)"
         )
     try:
         (outcome,) = run(python, confinement.TRIAL_LIMITS, confinement.TRIAL, [("stdin", "")])
@@ -121,8 +121,9 @@ def check_interpreter(python: str) -> Confinement:
             )
     except SandboxError as error:
         raise UserError(
-            f"reward code: no program can be run with {python!r} ({error}). Its folder must be readable by every user, "
-            "or the process allowed to make mount namespaces; or give another interpreter: rl.reward_args = {code = {python = ...}}"
+            f"reward code: no program can be run with {python!r} ({error}). Its folder must be readable by every user,"
+            " or the process allowed to make mount namespaces; or give another interpreter: rl.reward_args = {code ="
+            " {python = ...}}"
         ) from error
     has_uid, has_namespace = bool(confinement.free_uids()), outcome.output == "True\n"
     extras = f"{'a' if has_uid else 'no'} uid of their own, {'a' if has_namespace else 'no'} process namespace"

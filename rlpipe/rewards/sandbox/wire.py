@@ -150,7 +150,8 @@ class RemoteObject:
         if name == "__eq__" and not self._is_opaque:
             return False  # by identity, or by what the program says of itself
         raise Unsupported(
-            f"the tests need {name} between an object of the program and a plain value, and only plain values are compared"
+            f"the tests need {name} between an object of the program and a plain value, and only plain values are"
+            " compared"
         )
 
 
