@@ -22,9 +22,8 @@ from tests.deadlines import DEADLINE_S, SHORT_S, until
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 PATIENT = ProgramLimits(time_s=DEADLINE_S, total_s=DEADLINE_S, memory_mb=256, processes=4, files_mb=8)
-HASTY = ProgramLimits(
-    time_s=0.3, total_s=DEADLINE_S, memory_mb=256, processes=4, files_mb=8
-)  # short: what loops is given up
+LOOP_S = 0.3  # short: what loops is given up
+HASTY = ProgramLimits(time_s=LOOP_S, total_s=DEADLINE_S, memory_mb=256, processes=4, files_mb=8)
 
 # name: (limits, source, status, output). TARGET, SECRET, PORT, SOCKET and MARK are put in. An output of None: see `judge`.
 HOSTILE: dict[str, tuple[ProgramLimits, str, str, str | None]] = {
