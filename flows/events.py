@@ -22,9 +22,8 @@ def tell(run: str, event: Event, message: str, **facts: Any) -> None:
     """Emits `rlpipe.<event>` of a run; Prefect adds the flow run, its deployment and its tags."""
     resource = {"prefect.resource.id": f"rlpipe.run.{run}", "prefect.resource.name": run}
     payload: JsonDict = {"run": run, "message": printable(message), **facts}
-    emit_event(
-        event=f"rlpipe.{event}", resource=resource, payload=payload
-    )  # sent by a thread of Prefect's, which fails open
+    # sent by a thread of Prefect's, which fails open
+    emit_event(event=f"rlpipe.{event}", resource=resource, payload=payload)
 
 
 def tell_iteration(record: IterationRecord) -> None:

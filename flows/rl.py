@@ -40,9 +40,9 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
                 " iteration"
             )
             if config.trainer.place == "deployment":
-                await (
-                    session.gang()
-                )  # before the engines: of two runs that each hold one of two full pools, both would wait
+                # before the engines: of two runs that each hold one of two full pools, both would
+                # wait
+                await session.gang()
             policy, _ = await asyncio.to_thread(session.run.policy, iteration)
             if not config.rl.rollouts_from:  # else they are needed to evaluate only
                 for version in await asyncio.to_thread(pruned_versions, session.run, iteration):

@@ -44,9 +44,8 @@ def _task(
     stage: Callable[Concatenate[Session, P], Awaitable[StageResult]], verb: str = ""
 ) -> Callable[Concatenate[Session, P], Coroutine[Any, Any, StageResult]]:
     """The task of a stage; its run is named after the stage (or `verb`) and the numbers in its arguments."""
-    function = getattr(
-        stage, "function", stage
-    )  # train and reload_engines commit nothing, and are declared by no `@stage`
+    # train and reload_engines commit nothing, and are declared by no `@stage`
+    function = getattr(stage, "function", stage)
     verb = verb or getattr(stage, "verb", function.__name__)
     called = cast(Callable[..., Awaitable[StageResult]], stage)  # Prefect gives the arguments that `run` was given
 

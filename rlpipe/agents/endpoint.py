@@ -134,9 +134,8 @@ class AgentEndpoint:
                 call.answering.result()  # while a status can still say that it was refused
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         else:
-            response = _json(
-                wire.whole(wanted, await asyncio.shield(call.answering))
-            )  # a client that hangs up does not end it
+            # a client that hangs up does not end it
+            response = _json(wire.whole(wanted, await asyncio.shield(call.answering)))
         with contextlib.suppress(ConnectionError):  # it has hung up, and may ask again
             await response.prepare(request)
             if wanted.stream:

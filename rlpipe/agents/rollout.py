@@ -245,7 +245,6 @@ def _sha256(context: Context, request: ChatRequest) -> str:
 def _after(completion: Completion, num_tokens: int) -> Completion:
     """The part of a completion that was sampled after its first `num_tokens`."""
     tokens, logprobs = completion.tokens[num_tokens:], completion.rollout_logprobs[num_tokens:]
-    spans = [
-        (completion.spans[-1][0], len(tokens))
-    ]  # a call is sampled by the version that the pool serves, and no other
+    # a call is sampled by the version that the pool serves, and no other
+    spans = [(completion.spans[-1][0], len(tokens))]
     return Completion(tokens, logprobs, completion.finish_reason, spans, completion.engine)

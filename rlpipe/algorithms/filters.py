@@ -81,10 +81,8 @@ def enough_rollouts(group: Group, threshold: float) -> str | None:
     return None if len(group) >= threshold else "too_few_rollouts"
 
 
-NOTHING_LEFT = (
-    "too_few_rollouts",
-    "all_truncated",
-)  # the reasons by which a group is dropped of which nothing can be trained
+# the reasons by which a group is dropped of which nothing can be trained
+NOTHING_LEFT = ("too_few_rollouts", "all_truncated")
 NAMED: dict[str, Filter] = {
     "nonzero_std": nonzero_std,
     "min_reward": min_reward,

@@ -55,9 +55,8 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Te
     sum_C1 = powers_CV.sum(-1, keepdim=True)
     log_sum_C1 = sum_C1.log()
     logprobs_C1 = z_CV.gather(-1, targets_C[:, None]) - highest_C1 - log_sum_C1
-    entropy_C1 = (
-        log_sum_C1 - (powers_CV * below_CV).sum(-1, keepdim=True) / sum_C1
-    )  # of finite logits alone: 0 x -inf is none
+    # of finite logits alone: 0 x -inf is none
+    entropy_C1 = log_sum_C1 - (powers_CV * below_CV).sum(-1, keepdim=True) / sum_C1
     return logprobs_C1.squeeze(-1), entropy_C1.squeeze(-1), (highest_C1 + log_sum_C1).squeeze(-1)
 
 

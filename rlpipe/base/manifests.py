@@ -74,9 +74,8 @@ class IterationRecord:
     run: str
     iteration: int
     weight_version: int  # of the policy that it made
-    artifacts: dict[
-        str, ArtifactRef
-    ]  # prompts (of the last round), batch, policy; state and evaluation when there is one
+    # prompts (of the last round), batch, policy; state and evaluation when there is one
+    artifacts: dict[str, ArtifactRef]
     state_iteration: int  # that of the newest training state; -1: none
     metrics: dict[str, float | int]
     curve: list[list[float | int]]  # [iteration, mean reward] so far, thinned

@@ -10,13 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-LOCAL_THREADS = (
-    1,
-    2,
-    4,
-    8,
-    16,
-)  # rows are split evenly over threads, else the same row could be computed by another code path
+# rows are split evenly over threads, else the same row could be computed by another code path
+LOCAL_THREADS = (1, 2, 4, 8, 16)
 FIRST = {  # what a form shows first, because people change it, by class; the own fields of a section follow, then the inherited ones
     "SftConfig": ["num_steps", "batch_size", "learning_rate"],
     "RlConfig": [

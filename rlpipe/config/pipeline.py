@@ -37,10 +37,8 @@ OPERATIONAL_FIELDS = {
     "rl.on_mismatch",
     "rl.mismatch_max",
 }
-ADDED = {
-    "rl": {"proximal": "trainer", "pass_environment": []},
-    "model": {"control_tokens": "as_written"},
-}  # fields of newer versions, by section, with the value that older runs worked with
+# fields of newer versions, by section, with the value that older runs worked with
+ADDED = {"rl": {"proximal": "trainer", "pass_environment": []}, "model": {"control_tokens": "as_written"}}
 ADAPTER_FIELDS = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
 PASSED_BEFORE = 1.0  # `evaluation.pass_threshold` of older runs that did not give it
 STORED = "stored"  # the context in which pydantic reads what is in a store

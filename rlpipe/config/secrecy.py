@@ -27,9 +27,8 @@ _SECRET = (
 _SECRET_IN_VARIABLE = r"[a-z0-9]*token|[a-z0-9]*auth|key|keys|pass|(db|my|pg|user|root)pass|pgpassfile|pw|pwd|creds?|cookies|bearer|jwt|pat|sas|dsn|webhook"
 _FIELD = re.compile(rf"(.*_)?({_SECRET})\d*|token|(.*_)?db_?pass|.+_pwd")
 _VARIABLE = re.compile(rf"(.*_)?({_SECRET}|{_SECRET_IN_VARIABLE})_?\d*(?P<of>_.*)?")
-_NUMBER = re.compile(
-    r"[-+]?(\d{1,9}|\d{0,9}\.\d{1,9})"
-)  # SGLANG_INIT_NEW_TOKEN_RATIO=0.7, PASS_AT_K=8: of a token, not one
+# SGLANG_INIT_NEW_TOKEN_RATIO=0.7, PASS_AT_K=8: of a token, not one
+_NUMBER = re.compile(r"[-+]?(\d{1,9}|\d{0,9}\.\d{1,9})")
 SECRET_CHARS_MIN = 4  # shorter ones are in every text
 FRAGMENT_CHARS = 8  # so much of a key in a row is hidden: who echoes it may have cut it
 HIDDEN = "***"
@@ -97,9 +96,8 @@ def _forms(secret: str) -> set[str]:
     """The forms in which others write a text: as it is, in URLs, HTML, JSON, hex and base64. In
     lower case and without backslashes."""
     data = secret.encode(errors="surrogatepass")
-    in_json = "".join(
-        letter if letter.isalnum() else f"u{ord(letter):04x}" for letter in secret
-    )  # .NET writes + as \u002B
+    # .NET writes + as \u002B
+    in_json = "".join(letter if letter.isalnum() else f"u{ord(letter):04x}" for letter in secret)
     forms = {secret, quote(data, safe=""), html.escape(secret), in_json, data.hex()}
     for before in range(3):  # base64 of a text in which it is: without the letters that have bits of its neighbours
         encoded = base64.b64encode(b"x" * before + data).decode().rstrip("=")
@@ -129,9 +127,8 @@ def refuse_secrets(tree: Any, kept: Any = None) -> None:
                 f"{where} is a URL whose query holds a key, which would end up in the store and in Prefect; put the URL"
                 " into a variable of the environment (a reward takes it as url = '$NAME')"
             )
-        flag = (
-            re.match(r"-*([\w-]+)(=|$)", value) if path[-1].isdecimal() else None
-        )  # of a list: --api-key, or NAME=value
+        # of a list: --api-key, or NAME=value
+        flag = re.match(r"-*([\w-]+)(=|$)", value) if path[-1].isdecimal() else None
         name = flag[1] if flag else path[-1]
         is_variable = name.isupper() or path[:2] == ("engines", "environment")
         if value.lower() not in _SWITCHES and (

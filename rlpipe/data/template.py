@@ -93,9 +93,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UserError(f"model.chat_template: not a Jinja template ({error})") from error
-        self.text = with_defaults(
-            source, variables or {}, special_tokens
-        )  # what writes the same without these variables
+        # what writes the same without these variables
+        self.text = with_defaults(source, variables or {}, special_tokens)
         self._variables = {"tools": None, "documents": None, **special_tokens, **(variables or {})}
         assert not {"messages", "add_generation_prompt"} & set(self._variables), "the config refuses these"
         self.has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
@@ -256,7 +255,6 @@ def _unused_mark(variables: JsonDict) -> str:
 def _split_marks(text: str, mark: str) -> tuple[str, list[Span]]:
     pieces = text.split(mark)
     assert len(pieces) % 2 == 1, "every mark that opens also closes"
-    ends = list(
-        itertools.accumulate(map(len, pieces))
-    )  # of the pieces in the text without marks; every second one is marked
+    # of the pieces in the text without marks; every second one is marked
+    ends = list(itertools.accumulate(map(len, pieces)))
     return "".join(pieces), list(zip(ends[0::2], ends[1::2], strict=False))

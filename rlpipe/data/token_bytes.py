@@ -11,11 +11,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-PRINTED = [
-    *range(0x21, 0x7F),
-    *range(0xA1, 0xAD),
-    *range(0xAE, 0x100),
-]  # bytes that byte-level BPE writes as the letter of that number
+# bytes that byte-level BPE writes as the letter of that number
+PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(0x100) if byte not in PRINTED]  # and those for which it takes the letters from 256 on
 BYTES = {chr(byte): byte for byte in PRINTED} | {chr(0x100 + index): byte for index, byte in enumerate(OTHERS)}
 FALLBACK = re.compile("<0x([0-9A-F]{2})>")

@@ -145,9 +145,8 @@ class EngineClient(ABC):
     admin_api_key: str
     exact: bool = False
     adapted: bool = False  # what is asked for is asked of the adapter that was loaded last
-    health_path: ClassVar[
-        str
-    ]  # answers 200 only when the scheduler works; may sample a token, so weights have to be loaded
+    # answers 200 only when the scheduler works; may sample a token, so weights have to be loaded
+    health_path: ClassVar[str]
     ready_path: ClassVar[str]  # answers 200 once a new engine may be asked for tokens; samples none, and takes no key
 
     @property

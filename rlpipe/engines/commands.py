@@ -121,13 +121,14 @@ def argv_of(config: PipelineConfig, address: EngineAddress, weights: Weights) ->
     command, parallel_flag = (_sglang, "--tp-size") if engines.kind == "sglang" else (_vllm, "--tensor-parallel-size")
     parallel = [parallel_flag, str(max(1, len(engines.gpu_ids) // engines.count))]
     python = engines.python or sys.executable
+    # of a flag that is there twice, the last one counts
     flags = [
         *parallel,
         *seats_flags(engines),
         *memory_flags(config),
         *adapter_flags(config, weights.folder),
         *engines.flags,
-    ]  # of a flag that is there twice, the last one counts
+    ]
     return wrapped([python, *command(config, weights), *listen, "--dtype", config.model.dtype, *flags])
 
 

@@ -184,9 +184,8 @@ class ExpertUse:
         self.forget()
 
     def forget(self) -> None:
-        self._sums = [
-            torch.zeros(module.num_experts + 3) for module in self._layers
-        ]  # tokens of each, of none; entropy; all tokens
+        # tokens of each, of none; entropy; all tokens
+        self._sums = [torch.zeros(module.num_experts + 3) for module in self._layers]
 
     @contextlib.contextmanager
     def counting(self, places_N: Tensor) -> Iterator[None]:

@@ -31,9 +31,8 @@ LOG_LINES = 15
 OPEN_FILES_MAX = 1 << 20
 # that are looked through: above are those of Kubernetes' services, which it takes to their pods on every address of a node, whoever listens
 PORTS = range(10_000, 30_000)
-CONNECTION_PORTS = Path(
-    "/proc/sys/net/ipv4/ip_local_port_range"
-)  # that the kernel gives connections: the first and the last
+# that the kernel gives connections: the first and the last
+CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Another beginning in each process: two seldom choose the same port. Eleven further each: an SGLang whose attention is divided (--attn-dp-size) also
 # takes the seven from its own + 233, and two that were given neighbours met there, and one did not start.
 _turns = itertools.count(random.randrange(len(PORTS)), 11)

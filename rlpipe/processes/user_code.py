@@ -32,9 +32,8 @@ OWNER_POLL_S = 0.5
 ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns
 
 Record = Mapping[str, object]  # what JSON can carry
-Loaded = tuple[
-    Record, Callable[[JsonDict], Record]
-]  # what the owner learns when it is ready, and what answers its requests
+# what the owner learns when it is ready, and what answers its requests
+Loaded = tuple[Record, Callable[[JsonDict], Record]]
 
 T = TypeVar("T")
 
@@ -106,9 +105,8 @@ def _idle_check(others: set[int]) -> Callable[..., None]:
     def check(*_: object) -> None:
         nonlocal num_modules, cpu_s, since_s
         work = work_of(thread_ids() - others)
-        works = (
-            len(sys.modules) != num_modules or abs(work.cpu_s - cpu_s) > IDLE_CPU_S
-        )  # less: of a thread that has ended
+        # less: of a thread that has ended
+        works = len(sys.modules) != num_modules or abs(work.cpu_s - cpu_s) > IDLE_CPU_S
         if works or work.children - before:
             num_modules, cpu_s, since_s = len(sys.modules), work.cpu_s, time.monotonic()
         elif time.monotonic() > since_s + IDLE_S:

@@ -33,9 +33,9 @@ CUT_SHORT = "abort"  # the finish_reason of a completion that was ended before i
 TRUNCATED = "length"  # and of one that reached its longest length
 OUT_OF_TURNS = "turns"  # and of one that has had all its turns, while its environment would go on
 WORLD_FAULTS = ("environment_", "agent_")  # what the reasons of faults begin with that are no reward's
-UNRECORDED = float(
-    "inf"
-)  # the rollout logprob of a token of which nobody recorded it; no engine says that, and nan is a fault
+# the rollout logprob of a token of which nobody recorded it; no engine says that, and nan is a
+# fault
+UNRECORDED = float("inf")
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ def fall(curve: Sequence[Sequence[float]]) -> str:
     single bad iteration is no fall. Chance is told by the differences from one point to the next,
     so a reward that climbs is not taken for noise.
     """
-    is_known = any(
-        _fallen(curve[:-back]) for back in range(1, BEFORE + 1)
-    )  # of the same fall a noisy curve is in and out
+    # of the same fall a noisy curve is in and out
+    is_known = any(_fallen(curve[:-back]) for back in range(1, BEFORE + 1))
     return "" if is_known else _fallen(curve)
 
 

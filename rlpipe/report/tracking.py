@@ -38,12 +38,8 @@ SENT_TAG = "rlpipe.sent_"
 STOPPED_TAG = "rlpipe.stopped"
 POLICY_TAG = "rlpipe.policy"
 ROLLOUTS = "rollouts"  # the source of tables: of each iteration some of the rollouts that it trained on
-PHASE_OF = {
-    "sft": "sft",
-    BEFORE_RL: "rl",
-    "rl": "rl",
-    ROLLOUTS: "rl",
-}  # the source of points -> the MLflow run that has them
+# the source of points -> the MLflow run that has them
+PHASE_OF = {"sft": "sft", BEFORE_RL: "rl", "rl": "rl", ROLLOUTS: "rl"}
 # what the parent has too
 COMPARED = re.compile(rf"evaluation/|before_sft/|{BEFORE_RL}/|rollout/reward_mean$|sft/validation_loss$")
 VALUE_CHARACTERS_MAX = 6000  # of a parameter; this and the next two are MLflow's limits

@@ -24,14 +24,8 @@ from rlpipe.rewards.sandbox.confinement import ProgramLimits
 from rlpipe.rewards.sandbox.wire import PROGRAM, encode, same_output
 
 TOTAL_S = 8.0  # of all tests of a prompt together, by default
-FIELDS = (
-    "input_output",
-    "test_cases",
-    "tests",
-    "unit_tests",
-    "verification_info",
-    "test",
-)  # of the metadata; else the answer
+# of the metadata; else the answer
+FIELDS = ("input_output", "test_cases", "tests", "unit_tests", "verification_info", "test")
 FORMS = (
     '{"inputs": [...], "outputs": [...], "fn_name": optional} (APPS, TACO, PRIME), [{"input": ..., "output": ...}]'
     ' (DeepCoder), a list of asserts or "test_list" (MBPP), "test" with "entry_point" (HumanEval), test_* functions and'
@@ -41,12 +35,8 @@ FORMS = (
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, SyntaxError, StopIteration, RecursionError, MemoryError)
 MODULE_NAMES = {"__file__"}  # what every module has beside Python's own names
-SITE_TEXTS = {
-    "copyright",
-    "credits",
-    "help",
-    "license",
-}  # of a person at a prompt: a test that uses one means the program's own
+# of a person at a prompt: a test that uses one means the program's own
+SITE_TEXTS = {"copyright", "credits", "help", "license"}
 INTEGER = re.compile(r"-?\d+")
 DEFINITION = re.compile(r"^def +(\w+) *\(", re.MULTILINE)
 

@@ -62,10 +62,11 @@ def are_equal(reference: list[Any], values: list[Any], exponent: int) -> bool:
         return alike(_worked_out(expected), _worked_out(value))
     if _solutions(expected):
         return alike(expected, value)
+    # math-verify takes two equations without solutions for the same
     sides = (
         expected.lhs - expected.rhs,  # pyright: ignore[reportOperatorIssue]
         value.lhs - value.rhs,  # pyright: ignore[reportOperatorIssue]
-    )  # math-verify takes two equations without solutions for the same
+    )
     return alike(sides[0], sides[1]) or alike(sides[0], -sides[1])
 
 

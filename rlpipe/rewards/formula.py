@@ -26,9 +26,8 @@ _LETTER = re.compile(
     r"\\(?:mathbf|boldsymbol|bm|hat|vec|mathbb)\s*(?:\{\s*\\?([a-zA-Z])(?:math)?\s*\}|([a-zA-Z])(?![a-zA-Z]))"
 )
 _REPEATED = re.compile(r"(?<![\d.])(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?(\d+)\}?|\((\d+)\))(?![\d.({])")
-_THIRDS = re.compile(
-    r"(?<![\d.])(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,9})\4+)\s*(?:\\[lc]?dots|\.\.\.)"
-)  # 0.1666..., 0.2727...
+# 0.1666..., 0.2727...
+_THIRDS = re.compile(r"(?<![\d.])(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,9})\4+)\s*(?:\\[lc]?dots|\.\.\.)")
 _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d+)(?![\w.{])")
 _DEGREES = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[)}]?"
@@ -36,9 +35,10 @@ _DEGREES = re.compile(
 _NAMED = re.compile(
     r"(?:m\s*)?(?:\\(?:angle|measuredangle|triangle|text\w*|mathrm|overline|widehat)\b[^=<>\d]*|[A-Z]{2,}\s*|P\s*\([A-Z][^()=]*\)\s*)=([^=]+)"
 )
+# {x | x > 2}
 _SOLUTIONS = re.compile(
     r"\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\\vert|\\colon|[|:])\s*([^|:]*(?:[<>]|\\[lg]e)[^|:]*)\\\}"
-)  # {x | x > 2}
+)
 _UNIT_WORDS = {
     "mm": "mm millimeter millimeters millimetre millimetres", "cm": "cm centimeter centimeters centimetre centimetres",
     "m": "m meter meters metre metres", "km": "km kilometer kilometers kilometre kilometres", "in": "in inch inches",

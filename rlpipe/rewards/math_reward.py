@@ -29,26 +29,24 @@ logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 CHARS_MAX = 10_000  # of the end of a completion: math-verify's time grows with the square, 2 s here
 REFERENCES_MAX = 1024  # that are kept parsed: a group of rollouts has one
 NORMAL = LatexExtractionConfig().normalization_config
-FORMULA_ALONE = [
-    LatexExtractionConfig(normalization_config=dataclasses.replace(NORMAL, units=False))
-]  # `mended` has left out the unit
+# `mended` has left out the unit
+FORMULA_ALONE = [LatexExtractionConfig(normalization_config=dataclasses.replace(NORMAL, units=False))]
 NO_FORMULA = re.compile(r"([^\w\s.])\1{7}")  # one sign again and again, in which the grammar looks for meaning
 COMMAS = re.compile(r"(?<=\d),(?=\d{3})")
 ENVIRONMENTS = re.compile(
     r"\$\$([^$]+)\$\$|(?<!\\)\$((?:[^$\n\\]|\\.)+)\$|\\\(((?:[^\\]|\\(?![()]))*)\\\)|\\\[((?:[^\\]|\\(?![\[\]]))*)\\\]"
 )
-CHOICE = re.compile(
-    r"\\(?:text\w*|mathrm|mathbf)\s*\{\s*\(([A-J])\)\s*\}\s*(\S.*)"
-)  # with what it says: \textbf{(B) } 12
+# with what it says: \textbf{(B) } 12
+CHOICE = re.compile(r"\\(?:text\w*|mathrm|mathbf)\s*\{\s*\(([A-J])\)\s*\}\s*(\S.*)")
 OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|\b(?:or|and)\b")
 AND = re.compile(r"(?<![a-zA-Z\\])and(?![a-zA-Z])|\\(?:land|wedge)(?![a-zA-Z])|∧")
 WORD = re.compile(r"(?:^|(?<=\s))(?!(?:and|mod|sin|cos|tan|log|exp|gcd|lcm)\b)[A-Za-z]{3,}")
-SENTENCE = re.compile(
-    r"(?<=[.;?!])\s+|\b(?:[Ss]o|[Ii]s|[Ww]e|[Ii]t|[Ii]f|[Tt]o)\b"
-)  # what parts a line too, beside words
+# what parts a line too, beside words
+SENTENCE = re.compile(r"(?<=[.;?!])\s+|\b(?:[Ss]o|[Ii]s|[Ww]e|[Ii]t|[Ii]f|[Tt]o)\b")
+# a number beside it means more
 IN_PART = re.compile(
     r"\\[a-zA-Z]|\d\s*:\s*\d|\d\s*(?:['\"°!]|\.\.)|[_^]|\d\s+[A-Z]\s+\d|≡|\bmod\b|\d\s*[aApP]\.?[mM]\b"
-)  # a number beside it means more
+)
 
 
 @dataclass(frozen=True)

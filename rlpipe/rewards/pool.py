@@ -132,11 +132,8 @@ def _scorers(
         environment = code_environment(
             Secrets({*secrets.passed, *own.intersection(os.environ)}, {*secrets.withheld, *named_variables(args)})
         )
-        hello = {
-            "rewards": functions,
-            "args": args,
-            "may_mount": True,
-        }  # the sandbox of `code` does, which functions may call
+        # the sandbox of `code` does, which functions may call
+        hello = {"rewards": functions, "args": args, "may_mount": True}
         processes = ChildPool(
             f"rl.rewards={[*functions]}", "rlpipe.rewards.worker", hello, workers=workers, environment=environment
         )

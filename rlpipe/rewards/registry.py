@@ -177,9 +177,8 @@ def built(name: str, factory: Callable[..., Any], args: JsonDict, *given: Any) -
     UserError names `rl.reward_args.<name>.<argument>` when one is not as its annotation wants it,
     or the factory refuses it.
     """
-    checked = (
-        factory if isinstance(factory, type) else validate_call(config=ARGUMENTS)(factory)
-    )  # a class checks its own
+    # a class checks its own
+    checked = factory if isinstance(factory, type) else validate_call(config=ARGUMENTS)(factory)
     try:
         return checked(*given, **args)
     except ValidationError as error:

@@ -147,9 +147,8 @@ class ServiceFinder:
                 anybody_registered, self._run.store, self._run.root, self._kind
             ):
                 self._awaited, since = False, time.monotonic()
-            speakers = [
-                peer for peer in peers if self._kind == ENGINES or peer.record.name == node_name(0)
-            ]  # of a gang node 0
+            # of a gang node 0
+            speakers = [peer for peer in peers if self._kind == ENGINES or peer.record.name == node_name(0)]
             answers = await asyncio.gather(*(peer.answers() for peer in speakers))
             if self._started_here:
                 names = (peer.record.name for peer, answered in zip(speakers, answers, strict=True) if answered)

@@ -231,9 +231,8 @@ class RunService(Protocol):
         """Ends what `work` has started."""
 
 
-IsOver = Callable[
-    [float], Awaitable[bool]
-]  # whether a service that has been without work for so many seconds is to end
+# whether a service that has been without work for so many seconds is to end
+IsOver = Callable[[float], Awaitable[bool]]
 
 
 def past(idle_timeout_s: float) -> IsOver:

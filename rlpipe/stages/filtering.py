@@ -46,10 +46,8 @@ from rlpipe.store.artifacts import read_records
 
 FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max", "rl.on_too_few", "rl.staleness_max",
                "rl.mask_truncated"]  # fmt: skip
-RATED_BY = [
-    "rl.curriculum",
-    "evaluation.pass_threshold",
-]  # the pass rates beside the batch, where there is a curriculum
+# the pass rates beside the batch, where there is a curriculum
+RATED_BY = ["rl.curriculum", "evaluation.pass_threshold"]
 
 
 def filtered_by(config: PipelineConfig) -> list[str]:

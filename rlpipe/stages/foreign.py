@@ -31,12 +31,8 @@ UNKNOWN_SOURCE = "stored"  # of a prompt that is in no data set
 REQUIRED = ["prompt_id", "group_index", "prompt_tokens", "completion_tokens"]
 DEFAULTS = {"rollout_index": -1, "prompt": "", "completion": "", "weight_version": 0, "finish_reason": "stop", "seed": 0,
             "engine": UNKNOWN_SOURCE, "reward_parts": "{}"}  # fmt: skip
-MISSING = {
-    "prompt_tokens": -1,
-    "completion_tokens": -1,
-    "rollout_logprobs": float("nan"),
-    "loss_mask": -1,
-}  # what is refused by row
+# what is refused by row
+MISSING = {"prompt_tokens": -1, "completion_tokens": -1, "rollout_logprobs": float("nan"), "loss_mask": -1}
 SCHEMA = schema_of(Rollout, [name for name in SCORES if name != "reward_fault"])
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 

@@ -37,9 +37,8 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
     if redo not in SHARED_BY_REDO:
         raise UserError(f"--redo {redo}: use one of {', '.join(SHARED_BY_REDO)}")
     for kind in SHARED_BY_REDO[redo]:
-        history = (
-            {*ENDED_BY} - {*DRAWN_BY} if kind == "rollouts" else set()
-        )  # what ended an over-sampled round may change
+        # what ended an over-sampled round may change
+        history = {*ENDED_BY} - {*DRAWN_BY} if kind == "rollouts" else set()
         if kind != "batch" and config.rl.branches == "last":  # the branches beside these are then not read
             history |= {"rl.branches"}
         parent = run.owner("rl", at, kind).config

@@ -18,13 +18,11 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Group, Rollout, is_finished
 from rlpipe.rewards.score import Score
 
-ScoreKey: TypeAlias = tuple[
-    str, str, str
-]  # prompt id, completion, facts as JSON: a reward is a pure function of the three
+# prompt id, completion, facts as JSON: a reward is a pure function of the three
+ScoreKey: TypeAlias = tuple[str, str, str]
 Scores: TypeAlias = dict[ScoreKey, Score]
-Scorer: TypeAlias = Callable[
-    [dict[str, Prompt], list[Rollout], Scores], list[Rollout]
-]  # adds what it computes to the scores
+# adds what it computes to the scores
+Scorer: TypeAlias = Callable[[dict[str, Prompt], list[Rollout], Scores], list[Rollout]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +46,8 @@ class SamplingRound:
 
     def __init__(self, key: tuple[int, int], score: Scorer, survives: Callable[[Group], bool], wanted: int) -> None:
         self.key = key  # iteration, round
-        self.unanswered: set[tuple[str, int, str]] = (
-            set()
-        )  # shards that the environment failed, and that wait for others
+        # shards that the environment failed, and that wait for others
+        self.unanswered: set[tuple[str, int, str]] = set()
         self._score, self._survives, self._wanted = score, survives, wanted
         self._scores: Scores = {}
         self._waiting: SimpleQueue[_Waiting] = SimpleQueue()

@@ -73,9 +73,8 @@ class Session:
         self.sampling_round: SamplingRound | None = None  # that is at work
         self._closed = False
         self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
-        self.trainer_turn = (
-            asyncio.Lock()
-        )  # of who brings the trainer to a position, and asks it for what it holds then
+        # of who brings the trainer to a position, and asks it for what it holds then
+        self.trainer_turn = asyncio.Lock()
         self._trainer_lock, self._pool_lock = asyncio.Lock(), asyncio.Lock()
 
     def _fitting(self, use: str) -> list[list[Prompt]]:

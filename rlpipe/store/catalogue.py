@@ -104,9 +104,8 @@ class Catalogue:
             self._runs |= {run.name: run for run in loaded if run is not None}
             parents = {run.record.fork.run for run in loaded if run is not None and run.record.fork}
             wanted = [name for name in sorted(parents) if name not in tried and name in known]
-        self._unread = {
-            name for name in tried - self._runs.keys() if store.exists(record_key(name))
-        }  # named in `faults`
+        # named in `faults`
+        self._unread = {name for name in tried - self._runs.keys() if store.exists(record_key(name))}
         self.runs = [self._runs[name] for name in (names or known) if name in self._runs]
         self._artifacts: dict[str, StoredArtifact | None] = {}
         self._records: dict[tuple[str, int], IterationRecord | None] = {}

@@ -26,16 +26,8 @@ FIRST_S = 8.0  # of any other: a server that is down is named
 # between two tries, doubled each time; half of it is chance, so that many do not come back at once
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.3, 8.0
 SAID_AFTER_S = 3.0  # shorter faults are nobody's business
-PASSING_STATUSES = {
-    408,
-    429,
-    500,
-    502,
-    503,
-    504,
-    509,
-    *range(520, 531),
-}  # answers of a server, or of what stands before it
+# answers of a server, or of what stands before it
+PASSING_STATUSES = {408, 429, 500, 502, 503, 504, 509, *range(520, 531)}
 LOOK_S = 0.2  # how soon one that waits sees that the work has ended
 
 Answer = TypeVar("Answer")
@@ -135,9 +127,8 @@ class Wait:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        is_answered = self._is_answered and (
-            kind is None or issubclass(kind, Exception)
-        )  # also "it is not there" is an answer
+        # also "it is not there" is an answer
+        is_answered = self._is_answered and (kind is None or issubclass(kind, Exception))
         with Wait._lock:
             Wait._said[self._server] -= self._is_said
             if self._is_said and is_answered and not Wait._said[self._server]:

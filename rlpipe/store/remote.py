@@ -26,11 +26,8 @@ from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, w
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Store
 
-CONNECT, SILENCE, RETRY = (
-    timedelta(seconds=3),
-    timedelta(seconds=20),
-    timedelta(seconds=5),
-)  # of a node that serves files
+# of a node that serves files
+CONNECT, SILENCE, RETRY = (timedelta(seconds=3), timedelta(seconds=20), timedelta(seconds=5))
 PART = timedelta(minutes=5)
 
 NO_ANSWER = NoConnection, HTTPClientError, MetadataRetrievalError  # of who has the keys
@@ -144,9 +141,8 @@ def _as_oserror(error: Exception, address: str) -> OSError:
         return PermissionError(errno.EACCES, reason, address)
     passes = isinstance(error, NO_ANSWER) or "HttpError {" in debug or "Server returned error response" in text
     if status is not None:
-        passes = int(status[1]) in PASSING_STATUSES or (
-            int(status[1]) == 400 and "RequestTimeout" in reason
-        )  # as S3 says 408
+        # as S3 says 408
+        passes = int(status[1]) in PASSING_STATUSES or (int(status[1]) == 400 and "RequestTimeout" in reason)
     return (Passing if passes and "builder error" not in text else OSError)(errno.EIO, reason, address)
 
 

@@ -144,10 +144,8 @@ class Retention:
 
     def __init__(self, run: Run) -> None:
         self._run, self._forks = run, Forks(run.store)
-        self._files: dict[str, set[int]] = {
-            "policy": set(),
-            "state": set(),
-        }  # iterations whose artifacts have their files
+        # iterations whose artifacts have their files
+        self._files: dict[str, set[int]] = {"policy": set(), "state": set()}
         self._deltas: dict[int, bool] = {}  # iterations whose policies are stored as differences, or not
         self._newest = -1
         self._unfinished: set[str] = set()  # folders whose pruning began

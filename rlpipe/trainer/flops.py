@@ -33,13 +33,8 @@ PEAKS = [
     ({"L40S"}, 362.0, 91.6),
     ({"B200"}, 2250.0, 75.0),
 ]
-CHOSEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "top_k",
-)  # what families call the experts of a token
+# what families call the experts of a token
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 TRAINED = 3  # forward passes that a forward and a backward pass are
 
 

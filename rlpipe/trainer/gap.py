@@ -66,10 +66,8 @@ class Gaps:
         for rows_of_rank, gaps_of_rank in zip(gang.to_first(rows), gang.to_first(gaps), strict=True):
             parts = gaps_of_rank.split(rollouts.lengths_B[rows_of_rank.numpy()].tolist())
             gap_of_row.update(zip(rows_of_rank.tolist(), (part.numpy() for part in parts), strict=True))
-        none, own_B = (
-            np.zeros(0, dtype=np.float16),
-            np.diff(rollouts.rollout_B, prepend=-1) > 0,
-        )  # the first row of each rollout
+        # the first row of each rollout
+        none, own_B = (np.zeros(0, dtype=np.float16), np.diff(rollouts.rollout_B, prepend=-1) > 0)
         places = zip(rollouts.group_index_B, rollouts.rollout_index_B, own_B, strict=True)
         return [
             TokenGaps(int(group), int(index), gap_of_row.get(row, none))

@@ -235,12 +235,9 @@ class JobResult:
     probe: dict[str, Sequence[float]] = field(default_factory=dict)  # tokens, and the logprobs of the last of them
     warnings: list[str] = field(default_factory=list)
     offer: Offer | None = None
-    sent: list[FileRecord] = field(
-        default_factory=list
-    )  # the files of weights that hold what was sent, under their plain names
-    places: list[NodeDisk] = field(
-        default_factory=list
-    )  # where the gang's nodes have a save's files, the first node first
-    made_on: dict[str, int] = field(
-        default_factory=dict
-    )  # which of them has a file, by its name; the first has those that are not named
+    # the files of weights that hold what was sent, under their plain names
+    sent: list[FileRecord] = field(default_factory=list)
+    # where the gang's nodes have a save's files, the first node first
+    places: list[NodeDisk] = field(default_factory=list)
+    # which of them has a file, by its name; the first has those that are not named
+    made_on: dict[str, int] = field(default_factory=dict)

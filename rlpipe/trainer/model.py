@@ -41,9 +41,8 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import NewAdapter
 from rlpipe.trainer.packing import BRANCHES
 
-ReadRows = Callable[
-    [str, list[int], int, int], Tensor
-]  # (the module's name, whole shape, first row, end row) -> those rows
+# (the module's name, whole shape, first row, end row) -> those rows
+ReadRows = Callable[[str, list[int], int, int], Tensor]
 Weights = Callable[[Any], ReadRows]  # where the rows of a model, which has none yet, come from
 
 
@@ -189,9 +188,8 @@ def build_policy(
 def layers_of(lm: Any) -> list[nn.Module]:
     """The layers that are gathered one by one; the rest is gathered for the whole of a step."""
     layers = [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]
-    inner = {
-        id(module) for layer in layers for module in layer.modules() if module is not layer
-    }  # a family may name both
+    # a family may name both
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
     tied = {id(lm.get_parameter(name)) for name in tied_names(lm)}  # they belong to the whole
     return [layer for layer in layers if id(layer) not in inner and not tied.intersection(map(id, layer.parameters()))]
 

@@ -132,9 +132,8 @@ def _mapped(gang: Gang, num_bytes: int) -> mmap.mmap:
     OSError when the disk has no room.
     """
     with tempfile.TemporaryFile(dir=gang.scratch("moments")) as file:
-        os.posix_fallocate(
-            file.fileno(), 0, num_bytes
-        )  # a file with holes would end this process when the disk is full
+        # a file with holes would end this process when the disk is full
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
         return mmap.mmap(file.fileno(), num_bytes)
 
 

@@ -167,9 +167,8 @@ def metrics_of(
     beside |= mfu(gang, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])
     if settings.proximal == "engine":  # later steps have moved the policy
         beside["train/mismatch_abs_mean"] = steps[0]["mismatch_abs_mean"] if steps else 0.0
-    names = [
-        name for name in STEP_METRICS if name != "kl" or (len(passes) > 1 and steps)
-    ]  # to no reference, or of no step, there is none
+    # to no reference, or of no step, there is none
+    names = [name for name in STEP_METRICS if name != "kl" or (len(passes) > 1 and steps)]
     return summary(steps, names, batches) | resident.policy.experts.metrics(gang.sum) | beside
 
 
@@ -256,9 +255,8 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
         assert advantages_BT is not None, "advantages come first"
         given_BT, own_BT = microbatch.proximal_logprobs_BT, logprobs_BT.detach()
         proximal_BT = own_BT if given_BT is None else given_BT
-        start_BT = (
-            own_BT if by_engine else proximal_BT
-        )  # of the weights that the iteration started from, unless they have moved
+        # of the weights that the iteration started from, unless they have moved
+        start_BT = own_BT if by_engine else proximal_BT
         # those that nobody recorded: their tokens are trained as if the policy before the first step had sampled them
         recorded_BT = microbatch.rollout_logprobs_BT != UNRECORDED
         rollout_BT = torch.where(recorded_BT, microbatch.rollout_logprobs_BT, proximal_BT)

@@ -31,10 +31,8 @@ assert min(LENGTHS[1], PROMPT) > WINDOW_TESTED
 # which changes nothing but how many tokens an expert has
 FAR = {"float32": 1e-4, "bfloat16": 0.3}
 FAR_PACKED = {"float32": 1e-5, "bfloat16": 0.3}  # or TIMES what single rows differ by
-FAR_GRADIENT = {
-    "float32": 1e-3,
-    "bfloat16": 0.2,
-}  # of the whole gradient's norm: a wrong one is about as far as it is long
+# of the whole gradient's norm: a wrong one is about as far as it is long
+FAR_GRADIENT = {"float32": 1e-3, "bfloat16": 0.2}
 NEAR = {"float32": 1e-5, "bfloat16": 0.02}
 EXACT, TIMES = 1e-6, 4.0
 FLEX_DEVICES = ("cuda",)  # on a CPU it has no kernel for the backward pass
@@ -196,9 +194,8 @@ def _of_ranks(gang: Gang, policy: PolicyModel) -> Proof:
             f"model: {family} cannot be trained here: its forward pass fails ({error!s:.300}){_alone(gang)}"
         ) from error
     of_ranks = gang.gather(own)
-    return Proof(
-        **{name: float(np.max([values[name] for values in of_ranks])) for name in own}
-    )  # a nan of any rank stays
+    # a nan of any rank stays
+    return Proof(**{name: float(np.max([values[name] for values in of_ranks])) for name in own})
 
 
 def gradient_distance(gang: Gang, policy: PolicyModel, *kinds: Rows) -> float:

@@ -186,9 +186,8 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
     """
     with gang.together():
         if gang.leads_node:
-            shutil.rmtree(
-                gang.published, ignore_errors=True
-            )  # an upload for a flow that is gone may delete its files too
+            # an upload for a flow that is gone may delete its files too
+            shutil.rmtree(gang.published, ignore_errors=True)
             shutil.rmtree(gang.scratch("saving"))
     saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
     state, made_on = (

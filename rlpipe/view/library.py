@@ -65,9 +65,8 @@ class AskedInGroup(InGroup):
 
 
 Points = list[tuple[int, float]]
-RunCurves = dict[
-    str, Points
-]  # metric -> its points over iterations, weight versions (evaluation/...) or SFT steps (sft/...)
+# metric -> its points over iterations, weight versions (evaluation/...) or SFT steps (sft/...)
+RunCurves = dict[str, Points]
 
 
 class Library:
@@ -142,9 +141,8 @@ class Library:
         system, address = file_system(self.store, {file.key: file.bytes}), self.store.address(file.key)
         try:
             with system.open_input_file(path_of(self.store, file.key)) as source:
-                parquet = pq.ParquetFile(
-                    source, pre_buffer=False
-                )  # in this thread alone: see read_table of records/columns.py
+                # in this thread alone: see read_table of records/columns.py
+                parquet = pq.ParquetFile(source, pre_buffer=False)
                 names = [name for name in schema_of(record).names if name in parquet.schema_arrow.names]
                 return typed(parquet.read(names, use_threads=False), record)
         except FileNotFoundError as error:

@@ -10,13 +10,8 @@ from rlpipe.report.curves import SFT_LOSS, SFT_VALIDATION
 from rlpipe.report.show import REWARD, SHOWN
 from rlpipe.view.library import RunCurves
 
-FIRST = (
-    REWARD,
-    *SHOWN,
-    "train/entropy",
-    "train/proximal_kl",
-    "train/mismatch_abs_mean",
-)  # what is drawn where nothing is chosen
+# what is drawn where nothing is chosen
+FIRST = (REWARD, *SHOWN, "train/entropy", "train/proximal_kl", "train/mismatch_abs_mean")
 EVALUATION, SFT = "evaluation/", "sft/"
 DRAWN_MAX = 12  # of those: an evaluation has many metrics
 POINTS_MAX = 1000  # of a curve: an SFT has thousands of steps

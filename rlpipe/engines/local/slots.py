@@ -17,10 +17,8 @@ from rlpipe.engines.local.protocol import SamplingJob
 VOCAB_STEP = 64  # with a multiple of 64, every row of the sampler starts on a vector's border
 GREEDY_BELOW = 1e-6
 LEAST = 1e-300  # where a probability rounds to 0 its logprob is a number all the same
-ROWS_MIN, VALUES = (
-    16,
-    1 << 17,
-)  # sampled together: larger tensors would be new pages of the kernel every time, 4 times slower
+# sampled together: larger tensors would be new pages of the kernel every time, 4 times slower
+ROWS_MIN, VALUES = (16, 1 << 17)
 TOP_K_OFF = 1 << 62
 SETTINGS = np.dtype([("seed", np.uint64), ("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64)])
 

@@ -25,13 +25,8 @@ KL_MIN = 1e-3  # of a KL that is named
 RATE_RATIO = 1.5
 GAP_LARGE = 0.1  # nats: a token's probability is 10 % another
 MOVES_OF_PROOF = 3  # iterations that a fork samples with the old settings
-SCHEDULE = (
-    "rl.learning_rate",
-    "rl.warmup_steps",
-    "rl.schedule",
-    "rl.decay_steps",
-    "rl.num_steps",
-)  # what the rate of a step follows from
+# what the rate of a step follows from
+SCHEDULE = ("rl.learning_rate", "rl.warmup_steps", "rl.schedule", "rl.decay_steps", "rl.num_steps")
 UPDATES = (
     "train/learning_rate",
     "train/grad_norm",
@@ -41,12 +36,8 @@ UPDATES = (
 )
 FIRST = 2  # iterations whose policy the first updates made
 FAR_KL, FAR_CLIPPED = 0.02, 0.1  # of an iteration's updates: more is not seen for long in healthy runs (docs/why.md)
-MECHANISMS = (
-    "rl.completion_tokens_max",
-    "rl.rewards",
-    "rl.reward_args",
-    "rl.reward_fallback",
-)  # other suspects name these
+# other suspects name these
+MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.reward_fallback")
 
 Scale = Callable[[np.ndarray], np.ndarray]
 
@@ -57,9 +48,8 @@ def settings(around: Around) -> Findings:
     """
     lines = [line for line in around.changed if not line.startswith(MECHANISMS)]
     evidence = [*lines, *_moved_lines(around)]
-    rates = [
-        around.metrics[number].get("train/learning_rate", 0.0) for number in (around.at - 1, around.at)
-    ]  # 0: nothing was trained
+    # 0: nothing was trained
+    rates = [around.metrics[number].get("train/learning_rate", 0.0) for number in (around.at - 1, around.at)]
     if min(rates) > 0 and not _is_warming(around) and not 1 / RATE_RATIO < rates[1] / rates[0] < RATE_RATIO:
         line = f"learning rate of the last step: {from_to(*rates)}"
         evidence.insert(len(lines), line)
