@@ -41,12 +41,12 @@ async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> boo
 
 
 def _task(
-    stage: Callable[Concatenate[Session, P], Awaitable[StageResult]], verb: str = ""
+    stage: Callable[Concatenate[Session, P], Awaitable[StageResult]],
 ) -> Callable[Concatenate[Session, P], Coroutine[Any, Any, StageResult]]:
-    """The task of a stage; its run is named after the stage (or `verb`) and the numbers in its arguments."""
+    """The task of a stage; its run is named after the stage and the numbers in its arguments."""
     # train and reload_engines commit nothing, and are declared by no `@stage`
     function = getattr(stage, "function", stage)
-    verb = verb or getattr(stage, "verb", function.__name__)
+    verb: str = getattr(stage, "verb", function.__name__)
     called = cast(Callable[..., Awaitable[StageResult]], stage)  # Prefect gives the arguments that `run` was given
 
     @task(

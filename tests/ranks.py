@@ -1,6 +1,6 @@
 """Runs a program of the tests on several ranks: what it imports is imported once, and every rank is a fork.
 
-torchrun, which starts the trainer of a run, has each rank import torch, and imports it itself.
+The launcher of a run's trainer starts a process for each rank, and each imports torch.
 Example: `python -m tests.ranks tests.ranks_of_a_step 2 FOLDER`.
 """
 
