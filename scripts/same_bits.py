@@ -41,7 +41,7 @@ AGENT = [
 ]
 # defaults that have changed: a run that goes on does not give them, and keeps what it began with
 AS_IT_WAS = ["rl.reward_fallback=0.0", "evaluation.pass_threshold=1.0"]
-ONLY_NEW = ["model.control_tokens=as_written"]  # a field that OLD may not know
+SINCE = {"control_tokens": "model.control_tokens=as_written"}  # fields that OLD may not know
 STEPS = ["rl.overlap=steps", "rl.num_iterations=4"]
 RUNS: dict[str, list[str]] = {
     "plain": ["run", "tiny", *TINY],
@@ -86,6 +86,12 @@ def rlpipe(code: Path, folder: Path, arguments: list[str]) -> bool:
     if ended.returncode:
         print(f"{code}: rlpipe {' '.join(command)} failed\n{ended.stdout[-2000:]}{ended.stderr[-4000:]}", flush=True)
     return ended.returncode == 0
+
+
+def since(code: Path) -> list[str]:
+    """The settings of SINCE whose field a checkout knows."""
+    fields = "".join(path.read_text() for path in (code / "rlpipe" / "config").glob("*.py"))
+    return [setting for field, setting in SINCE.items() if f"{field}:" in fields]
 
 
 def facts(folder: Path, run: str) -> Iterator[tuple[str, object]]:
@@ -153,7 +159,7 @@ def main() -> None:
     old, new, *more = (Path(argument).resolve() for argument in sys.argv[1:])
     root = more[0] if more else Path(tempfile.mkdtemp())
     folders = {code: root / name for code, name in ((old, "old"), (new, "new"))}
-    settings = {old: AS_IT_WAS, new: [*AS_IT_WAS, *ONLY_NEW]}
+    settings = {code: [*AS_IT_WAS, *since(code)] for code in (old, new)}
     differences = 0
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
