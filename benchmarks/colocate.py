@@ -43,7 +43,7 @@ SMALL = [
     f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=8", "rl.num_steps=2", "rl.filters={}",
     "evaluation.every=0", "evaluation.prompts_max=8", "engines.count=1", "engines.threads=1", "trainer.threads=1", "trainer.tokens_max=512",
 ]  # fmt: skip
-PROCESSES = {"trainer": "rlpipe.trainer.server", "engine": "rlpipe.engines.local.server"}
+PROCESSES = {"trainer": "rlpipe.trainer.server", "engine": "rlpipe.extras.local_engine.server"}
 
 
 @dataclass(frozen=True)

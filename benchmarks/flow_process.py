@@ -30,7 +30,7 @@ from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import NOTHING_YET, EngineClient, Sampling
 from rlpipe.engines.fleet import Host
 from rlpipe.engines.pool import EnginePool, GroupRequest
-from rlpipe.engines.protocols import SglangClient
+from rlpipe.engines.sglang_client import SglangClient
 from rlpipe.engines.weights import Probe
 from rlpipe.processes.launch import free_port
 from rlpipe.records.columns import from_table, read_table, to_parquet, to_table

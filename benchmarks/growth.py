@@ -41,7 +41,7 @@ NEAR_EMPTY = [
     "evaluation.every=0", "evaluation.prompts_max=2",
 ]  # fmt: skip
 PROCESSES = {  # a word of their command line
-    "trainer": "rlpipe.trainer.server", "engine": "rlpipe.engines.local.server", "Prefect's server": "prefect_server", "flow": "rlpipe run",
+    "trainer": "rlpipe.trainer.server", "engine": "rlpipe.extras.local_engine.server", "Prefect's server": "prefect_server", "flow": "rlpipe run",
 }  # fmt: skip
 
 

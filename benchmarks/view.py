@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.synthetic import GROUP_SIZE, ROOT, VOCABULARY, artifact, copied, sampled, written
 from rlpipe.config.source import override_config
+from rlpipe.extras.view.groups import iteration_groups
+from rlpipe.extras.view.library import Library
 from rlpipe.records.columns import to_parquet
 from rlpipe.records.rollout import SCORES
 from rlpipe.store.backend import Store
 from rlpipe.store.run import fork, open_existing
-from rlpipe.view.groups import iteration_groups
-from rlpipe.view.library import Library
 from tests.browser import CHROMIUM, browser
 from tests.s3_world import serving
 

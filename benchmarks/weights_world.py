@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from rlpipe.engines.host import EngineHost
-from rlpipe.engines.protocols import SglangClient
+from rlpipe.engines.sglang_client import SglangClient
 from rlpipe.processes.launch import free_port
 from rlpipe.services.registration import ADDRESS_VARIABLE
 from tests.network_world import Node

@@ -10,11 +10,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flows.cli_queries import sql
+from flows.cli_extras import sql, view, why
 from flows.cli_services import STORE, Sets, StoreUrl, add_service_commands, readable_store
 from flows.cli_start import Source, config_of, fork_command, resume_command, run_command
-from flows.cli_view import view
-from flows.cli_why import why
 from flows.printing import echo, echo_all, fail
 from flows.server import apply_automations
 from flows.stopping import Terminated, terminable

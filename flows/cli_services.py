@@ -26,6 +26,7 @@ from flows.printing import echo
 from flows.server import SERVER, run_flow, running_server, set_defaults
 from flows.stopping import bound_end, run_unless_stopped
 from rlpipe.base.errors import UserError
+from rlpipe.config.extras import SERVERS, opened
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.services.registration import ADDRESS_VARIABLE, KEY_VARIABLE, RunService, config_of, own_address, serve
@@ -148,7 +149,7 @@ def trainer(
 
 def engine(context: typer.Context) -> None:
     """Serve a model over SGLang's protocol (`rlpipe engine --help`)."""
-    os.execv(sys.executable, [sys.executable, "-m", "rlpipe.engines.local.server", *context.args])
+    os.execv(sys.executable, [sys.executable, "-m", opened(SERVERS["engine"], "rlpipe engine"), *context.args])
 
 
 def server(

@@ -20,7 +20,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from rlpipe.base.errors import UserError
-from rlpipe.engines.local.model import LocalModel
+from rlpipe.extras.local_engine.model import LocalModel
 from rlpipe.models.causal import empty_model, restore_buffers, small_windows, takes
 from rlpipe.models.small import VOCABULARY, small_config, small_model
 from rlpipe.trainer.model import PolicyModel

@@ -78,7 +78,7 @@ def prefect_homes(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def patient_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a report gets what a minute gave; a test gets all."""
-    monkeypatch.setattr("rlpipe.report.today.SECONDS_MAX", DEADLINE_S)
+    monkeypatch.setattr("rlpipe.extras.why.today.SECONDS_MAX", DEADLINE_S)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ import aiohttp
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlpipe.engines.commands import SGLANG_STREAMS
+from rlpipe.engines.sglang import SGLANG_STREAMS
 from rlpipe.processes.launch import answers, free_port, wrapped
 from tests.deadlines import DEADLINE_S, until, until_async
 
@@ -157,7 +157,7 @@ class Server:
 def start_engine(*arguments: str, port: int | None = None) -> tuple[subprocess.Popen[bytes], Path, str]:
     """A local engine's process, its log and its URL; not waited for."""
     port = port or free_port()
-    return _start([sys.executable, "-m", "rlpipe.engines.local.server", "--port", str(port), *arguments], port)
+    return _start([sys.executable, "-m", "rlpipe.extras.local_engine.server", "--port", str(port), *arguments], port)
 
 
 def _start_sglang(*arguments: str) -> tuple[subprocess.Popen[bytes], Path, str]:

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlpipe.rewards.sandbox import confinement, runner
-from rlpipe.rewards.sandbox.confinement import ProgramLimits
+from rlpipe.extras.code_sandbox import confinement, runner
+from rlpipe.extras.code_sandbox.confinement import ProgramLimits
 from tests.deadlines import DEADLINE_S, SHORT_S, until
 
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -359,8 +359,8 @@ def marked(mark: str) -> list[int]:
 DAEMON = HOSTILE["daemon"][1].replace('print("left")', "import time\ntime.sleep(60)")
 STARTER = """
 import json, sys
-from rlpipe.rewards.sandbox.confinement import ProgramLimits
-from rlpipe.rewards.sandbox.runner import run
+from rlpipe.extras.code_sandbox.confinement import ProgramLimits
+from rlpipe.extras.code_sandbox.runner import run
 python, source, time_s = json.load(sys.stdin)
 list(run(python, ProgramLimits(time_s, time_s, 256, 4, 8), source, [("stdin", "")]))
 """

@@ -14,7 +14,7 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.engines.client import NOTHING_YET, EngineClient, Sampling
 from rlpipe.engines.fleet import Host
 from rlpipe.engines.pool import EnginePool, GroupRequest
-from rlpipe.engines.protocols import SglangClient
+from rlpipe.engines.sglang_client import SglangClient
 from rlpipe.engines.weights import Probe
 from rlpipe.services.calls import new_session
 from rlpipe.store.nearby import Nearby

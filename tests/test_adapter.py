@@ -20,7 +20,7 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.config.source import read_config
-from rlpipe.engines.local.model import LocalModel
+from rlpipe.extras.local_engine.model import LocalModel
 from rlpipe.models.adapter import is_adapter, merged, new_adapter_rows, put_adapter, target_names
 from rlpipe.models.merge import AdapterFolder, merge
 from rlpipe.models.small import small_config, small_model

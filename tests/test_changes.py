@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlpipe.algorithms.changes import NO_SHIFT, drift, matched, more_often, shift
+from rlpipe.extras.why.changes import NO_SHIFT, drift, matched, more_often, shift
 
 
 def passes(rng: np.random.Generator, rates_T: np.ndarray, groups: int, size: int) -> tuple[np.ndarray, np.ndarray]:

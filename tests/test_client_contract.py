@@ -37,7 +37,7 @@ from rlpipe.engines.client import (
     tokens_of,
 )
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
-from rlpipe.engines.protocols import client_of
+from rlpipe.engines.kind import kind_of
 from rlpipe.engines.weights import Probe, Weights, untied
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.services.calls import new_session
@@ -111,7 +111,7 @@ def shared_engine() -> tuple[str, int]:
 
 
 def client_to(url: str, session: aiohttp.ClientSession) -> EngineClient:
-    return client_of(ENGINE_KIND, "engine-0", url, session, (API_KEY, ADMIN_KEY))
+    return kind_of(ENGINE_KIND).client("engine-0", url, session, (API_KEY, ADMIN_KEY))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.client import EngineUnavailable
 from rlpipe.engines.commands import EngineAddress, argv_of
-from rlpipe.engines.protocols import client_of
+from rlpipe.engines.kind import kind_of
 from rlpipe.engines.weights import Probe, Weights, reading_s
 from rlpipe.processes.gpus import gpu_gib
 from rlpipe.report.plan import GIB, ModelSizes, memory_lines, process_lines
@@ -333,7 +333,7 @@ CALLS = {
 async def test_the_calls_of_each_protocol(kind: str) -> None:
     status: dict[str, int] = {}
     async with played_server(status) as (url, calls), new_session() as session:
-        client = client_of(kind, "engine-0", url, session, ("api", "admin"))
+        client = kind_of(kind).client("engine-0", url, session, ("api", "admin"))
         await client.release()
         await client.resume()
         assert calls == CALLS[kind]
@@ -348,7 +348,7 @@ async def test_the_calls_of_each_protocol(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*CALLS, "local"])
 async def test_an_engine_that_was_woken_samples_nothing_before_it_has_weights(kind: str) -> None:
     async with played_server({}) as (url, calls), new_session() as session:
-        client = client_of(kind, "engine-0", url, session, ("api", "admin"))
+        client = kind_of(kind).client("engine-0", url, session, ("api", "admin"))
         await client.resume()
         await client.load("/weights", 3)
         paths = [path.split("?")[0] for path, *_ in calls]
@@ -364,10 +364,10 @@ async def test_the_time_to_load_follows_the_bytes(kind: str, tmp_path: Path, mon
         with (tmp_path / f"{name}.safetensors").open("wb") as file:
             file.truncate(int(num_bytes))  # takes nothing of the disk
     assert reading_s(tmp_path) == 2350
-    for module in ("protocols", "vllm"):
-        monkeypatch.setattr(f"rlpipe.engines.{module}.LOAD_TIMEOUT_S", 0.2)
+    for module in ("engines.sglang_client", "extras.vllm.client"):
+        monkeypatch.setattr(f"rlpipe.{module}.LOAD_TIMEOUT_S", 0.2)
     async with played_server({}, answer_s=1.0) as (url, _), new_session() as session:
-        client = client_of(kind, "engine-0", url, session, ("api", "admin"))
+        client = kind_of(kind).client("engine-0", url, session, ("api", "admin"))
         await client.load(str(tmp_path), 3)
         with pytest.raises(EngineUnavailable):
             await client.load(str(tmp_path / "small"), 3)

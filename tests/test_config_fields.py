@@ -15,7 +15,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.config.fields import config_fields, field_lines, markdown, near_names
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
-from rlpipe.engines.local.server import app
+from rlpipe.extras.local_engine.server import app
 from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent

@@ -118,7 +118,7 @@ def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
     assert not store.exists(f"runs/a/rl/00000/{SHARD}/manifest.json"), "it is too late to kill it"
     process = folder.start(*run_arguments)
     try:
-        for word in ("leaving_agent.py", "rlpipe.engines.local.server"):
+        for word in ("leaving_agent.py", "rlpipe.extras.local_engine.server"):
             os.kill(wait_for_process(process, word).pid, signal.SIGKILL)
         assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:

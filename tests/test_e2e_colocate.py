@@ -16,7 +16,7 @@ from tests.pipeline import MINI, Folder, Undisturbed, descendants, kill_group
 pytestmark = pytest.mark.e2e
 ITERATIONS = 3
 COLOCATED = [*MINI, f"rl.num_iterations={ITERATIONS}", "engines.colocate=true"]
-TRAINER, ENGINE, FLOW = "rlpipe.trainer.server", "rlpipe.engines.local.server", "the flow"
+TRAINER, ENGINE, FLOW = "rlpipe.trainer.server", "rlpipe.extras.local_engine.server", "the flow"
 NODES = ["trainer.place=elsewhere", "trainer.nodes=2", "engines.place=elsewhere", "engines.nodes=2"]
 
 

@@ -36,7 +36,7 @@ def test_kill_the_whole_group_at_random_moments(tmp_path: Path, undisturbed: Und
         "rlpipe.trainer.server",
         *(
             pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("rlpipe.trainer.launcher", "rlpipe.engines.local.server")
+            for name in ("rlpipe.trainer.launcher", "rlpipe.extras.local_engine.server")
         ),
     ],
 )

@@ -13,7 +13,7 @@ from tests.pipeline import MINI, Folder, descendants, kill_group, read_record
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
 OVERLAPPED = [*MINI, "rl.overlap=iteration"]
-TRAINER, ENGINE = "rlpipe.trainer.server", "rlpipe.engines.local.server"
+TRAINER, ENGINE = "rlpipe.trainer.server", "rlpipe.extras.local_engine.server"
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from rlpipe.config.source import read_config
+from rlpipe.extras.view.server import view_app
 from rlpipe.processes.launch import CONNECTION_PORTS, free_port
 from rlpipe.records.columns import read_table
-from rlpipe.view.server import view_app
 from tests.conftest import S3Server
 from tests.deadlines import DEADLINE_S
 from tests.pipeline import BIN, MINI, Folder
@@ -236,7 +236,7 @@ def test_a_run_leaves_no_secret_listens_on_loopback_only_and_unpickles_nothing(
     for part in (
         "rlpipe.trainer.server",
         "rlpipe.trainer.launcher",
-        "rlpipe.engines.local.server",
+        "rlpipe.extras.local_engine.server",
         "flows.prefect_server",
     ):
         assert any(part in command for command in (*watch.listening.values(), *watch.commands)), part
@@ -254,7 +254,12 @@ def test_a_run_leaves_no_secret_listens_on_loopback_only_and_unpickles_nothing(
     lines = log.read_text().splitlines() if log.exists() else []
     assert [line for line in lines if "prefect server" not in line] == []  # its queue of background work is its own
     watched = log.with_name(f"{log.name}.watched").read_text()
-    for part in ("rlpipe.trainer.server", "rlpipe.engines.local.server", "prefect.engine", "rlpipe.rewards.worker"):
+    for part in (
+        "rlpipe.trainer.server",
+        "rlpipe.extras.local_engine.server",
+        "prefect.engine",
+        "rlpipe.rewards.worker",
+    ):
         assert part in watched, part
 
 

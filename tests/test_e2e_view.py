@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import expect
 
+from rlpipe.extras.view.groups import iteration_groups
+from rlpipe.extras.view.library import Library
 from rlpipe.store.run import open_existing
-from rlpipe.view.groups import iteration_groups
-from rlpipe.view.library import Library
 from tests.browser import CHROMIUM, Browser, browser
 from tests.deadlines import DEADLINE_S
 from tests.pipeline import BIN, Undisturbed, kill_group

@@ -15,12 +15,12 @@ from rlpipe.base.errors import EngineError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
-from rlpipe.engines.adapters import ADAPTER, LAYERS, adapter_flags, loads_adapters
+from rlpipe.engines.adapters import ADAPTER, LAYERS, loads_adapters
 from rlpipe.engines.client import EngineClient, Heard, RequestRefused, SampleRequest, Sampling
 from rlpipe.engines.commands import EngineAddress
 from rlpipe.engines.engine import Engine
 from rlpipe.engines.host import EngineHost
-from rlpipe.engines.protocols import client_of
+from rlpipe.engines.kind import kind_of
 from rlpipe.engines.remote import RemoteHost
 from rlpipe.engines.weights import Probe, Weights
 from rlpipe.processes.launch import free_port
@@ -61,13 +61,14 @@ def settings(kind: str, *sets: str) -> PipelineConfig:
 def test_which_engines_load_adapters(kind: str, family: str, sets: list[str], loads: bool, tmp_path: Path) -> None:
     config, folder = settings(kind, *sets), base(tmp_path / "base", family)
     assert loads_adapters(config, folder) == loads
-    assert bool(adapter_flags(config, folder)) == loads
+    argv = kind_of(kind).argv(config, Weights(folder, 0, PROBE), [])
+    assert ("--enable-lora" in argv) == loads
 
 
 def test_flags_of_each_kind(tmp_path: Path) -> None:
-    folder = base(tmp_path / "base")
-    assert adapter_flags(settings("vllm", "model.adapter_rank=24"), folder)[-1] == "32"
-    flags = adapter_flags(settings("sglang", "model.adapter_rank=24"), folder)
+    weights, sets = Weights(base(tmp_path / "base"), 0, PROBE), "model.adapter_rank=24"
+    assert kind_of("vllm").argv(settings("vllm", sets), weights, [])[-1] == "32"
+    flags = kind_of("sglang").argv(settings("sglang", sets), weights, [])
     assert flags[flags.index("--max-lora-rank") + 1] == "24" and {*LAYERS} < {*flags} and flags[-1] == "torch_native"
 
 
@@ -116,7 +117,7 @@ async def test_an_adapter_takes_the_place_of_the_one_before_while_nothing_runs(
 ) -> None:
     server, url = played
     async with new_session() as session:
-        client = client_of(kind, "engine-0", url, session, ("api", "admin"))
+        client = kind_of(kind).client("engine-0", url, session, ("api", "admin"))
         await client.load_adapter(str(base(tmp_path / "a")), 3)
         assert client.adapted and "/unload_lora_adapter" not in server.calls
         server.calls.clear()
@@ -154,7 +155,11 @@ async def test_an_engine_that_refuses_an_adapter_goes_on_and_says_so(
     server.refuses = load
     async with new_session() as session:
         with pytest.raises(RequestRefused):
-            await client_of(kind, "engine-0", url, session, ("api", "admin")).load_adapter(str(base(tmp_path / "a")), 3)
+            await (
+                kind_of(kind)
+                .client("engine-0", url, session, ("api", "admin"))
+                .load_adapter(str(base(tmp_path / "a")), 3)
+            )
     assert server.calls[-1] == goes_on and "/update_weight_version" not in server.calls
 
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.engines.local.model import LocalModel
-from rlpipe.engines.local.protocol import ModelLimits, parse_generate
-from rlpipe.engines.local.scheduler import POOLS_MAX, Scheduler
+from rlpipe.extras.local_engine.model import LocalModel
+from rlpipe.extras.local_engine.protocol import ModelLimits, parse_generate
+from rlpipe.extras.local_engine.scheduler import POOLS_MAX, Scheduler
 from tests.engine_fixtures import VOCAB, local_engine, sampled, tiny_model
 
 NUM_REQUESTS = 12

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rlpipe.engines.local.server import app
+from rlpipe.extras.local_engine.server import app
 from tests.deadlines import DEADLINE_S, until
 from tests.engine_fixtures import VOCAB, edit_config, local_engine, sampled, start_engine, stop, tiny_model
 
@@ -191,7 +191,7 @@ def test_a_taken_port_is_named_before_the_model_is_loaded() -> None:
 def test_each_end_of_a_process_has_its_exit_code() -> None:
     served, served_log, _ = start_engine("--model-path", str(tiny_model(0)), *CONTEXT)
     script = (
-        "import threading, time; from rlpipe.engines.local import scheduler, server;"
+        "import threading, time; from rlpipe.extras.local_engine import scheduler, server;"
         "threading.excepthook = server.end_process;"
         "s = scheduler.Scheduler(None, '0', 1); threading.Thread(target=s.run).start();"
         "s.ask(lambda: 1 / 0); time.sleep(30)"

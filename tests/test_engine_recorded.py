@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from rlpipe.engines.local import recorded
-from rlpipe.engines.local.model import LocalModel
-from rlpipe.engines.local.recorded import Recorded
+from rlpipe.extras.local_engine import recorded
+from rlpipe.extras.local_engine.model import LocalModel
+from rlpipe.extras.local_engine.recorded import Recorded
 from rlpipe.models.small import small_config, small_model
 
 SLOTS, BUCKET = 16, 64

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rlpipe.config.operational import LOCAL_THREADS
-from rlpipe.engines.local.model import SLOTS_MAX, SLOTS_MIN, PrefixBlock, slot_count
-from rlpipe.engines.local.protocol import ModelLimits
-from rlpipe.engines.local.scheduler import PREFIX_BYTES_MAX, PrefixStore
-from rlpipe.engines.local.server import Routes, app
-from rlpipe.engines.local.slots import no_settings, sample, uniforms
+from rlpipe.extras.local_engine.model import SLOTS_MAX, SLOTS_MIN, PrefixBlock, slot_count
+from rlpipe.extras.local_engine.protocol import ModelLimits
+from rlpipe.extras.local_engine.scheduler import PREFIX_BYTES_MAX, PrefixStore
+from rlpipe.extras.local_engine.server import Routes, app
+from rlpipe.extras.local_engine.slots import no_settings, sample, uniforms
 from rlpipe.processes.launch import free_port
 
 SLOTS, VOCAB = 4096, 64

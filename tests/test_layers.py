@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from rlpipe.base.errors import UserError
+from rlpipe.config import extras
 
 ROOT = Path(__file__).parent.parent
 RANK = {
     "base": 0,
     "records": 1, "config": 1,
     "algorithms": 2, "data": 2, "models": 2, "store": 2, "processes": 2,
-    "rewards": 3, "environments": 3, "services": 3, "report": 3, "view": 3,
+    "rewards": 3, "environments": 3, "services": 3, "report": 3,
     "engines": 4, "trainer": 4,
     "agents": 5,
     "stages": 6,
+    "extras": 7,
 }  # fmt: skip
-ONLY_IN = {"obstore": "store", "botocore": "store", "mlflow": "report", "starlette": "view", "uvicorn": "view"}
+ONLY_IN = {
+    "obstore": "store", "botocore": "store", "mlflow": "report", "starlette": "extras/view", "uvicorn": "extras/view",
+    "plotly": "extras/view", "duckdb": "extras/queries", "scipy": "extras/why",
+}  # fmt: skip
 NEVER_IN_RLPIPE = {"prefect", "tasks", "flows"}
-TORCH_IN = {"trainer", "engines", "algorithms", "models"}
+TORCH_IN = {"trainer", "engines", "algorithms", "models", "extras/local_engine"}
+DOORS = "rlpipe/config/extras.py"  # the one file of the core that names extras
 TORCH_PROCESS = "rewards/worker.py"  # a process of its own, imported by nothing
 
 
@@ -32,16 +43,20 @@ def imports_of(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def layer_of(path: Path) -> str:
+    """The package of a module; of an extra, extras/<its name>."""
     parts = path.relative_to(ROOT).parts
+    if parts[1] == "extras" and len(parts) > 3:
+        return f"extras/{parts[2]}"
     return parts[1] if len(parts) > 2 else path.stem
 
 
 def violations() -> Iterator[str]:
     for path in sorted((ROOT / "rlpipe").rglob("*.py")):
         here = layer_of(path)
+        package, _, extra = here.partition("/")
         if here == "__init__":
             continue
-        assert here in RANK, f"{path}: give the layer {here!r} a rank"
+        assert package in RANK, f"{path}: give the layer {here!r} a rank"
         for name, line in imports_of(path):
             top, *rest = name.split(".")
             where = f"{path.relative_to(ROOT)}:{line} imports {name}"
@@ -53,8 +68,10 @@ def violations() -> Iterator[str]:
                 and not path.as_posix().endswith(TORCH_PROCESS)
             ):
                 yield where
-            if top == "rlpipe" and rest and RANK[rest[0]] > RANK[here]:
+            if top == "rlpipe" and rest and RANK[rest[0]] > RANK[package]:
                 yield f"{where} (upward)"
+            if extra and rest[:1] == ["extras"] and rest[1] != extra:
+                yield f"{where} (an extra imports the core, and no other extra)"
             if {here, *rest[:1]} == {"engines", "trainer"}:
                 yield f"{where} (engines and trainer never meet)"
     for path in sorted((ROOT / "tasks").rglob("*.py")):
@@ -65,6 +82,26 @@ def violations() -> Iterator[str]:
 
 def test_imports_go_down_only() -> None:
     assert list(violations()) == []
+
+
+def test_the_core_reaches_extras_through_one_table() -> None:
+    core = [path for path in SOURCES if "rlpipe/extras/" not in path.as_posix()]
+    naming = [path.relative_to(ROOT).as_posix() for path in core if "rlpipe.extras" in path.read_text()]
+    assert naming == [DOORS]
+    for extra in vars(extras).values():
+        for door in extra.values() if isinstance(extra, dict) else ():
+            if isinstance(door, extras.Extra):
+                assert extras.opened(door, "this test") is not None
+
+
+def test_an_extra_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^rlpipe view: this installation of rlpipe has no rlpipe\.extras\.nothing"):
+        extras.opened(extras.Extra("rlpipe.extras.nothing.server:serve"), "rlpipe view")
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    monkeypatch.delitem(sys.modules, "rlpipe.extras.queries.command", raising=False)
+    monkeypatch.delitem(sys.modules, "rlpipe.extras.queries.queries", raising=False)
+    with pytest.raises(UserError, match=r"^rlpipe sql: needs the package duckdb, .* pip install 'rlpipe\[queries\]'$"):
+        extras.opened(extras.COMMANDS["sql"], "rlpipe sql")
 
 
 BANNED = {"told", "asked", "found", "mine", "each"}

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
-from rlpipe.engines.local.model import LocalModel
+from rlpipe.extras.local_engine.model import LocalModel
 from rlpipe.models.causal import empty_model, hf_config, probe_tokens, restore_buffers, small_windows
 from rlpipe.models.small import small_config, small_model
 from rlpipe.store.local_copy import materialise

@@ -69,7 +69,7 @@ def test_a_base_model_learns_to_end_its_turns_and_a_killed_engine_loses_nothing(
     process = folder.start(*folder.run_arguments("a", *told))
     try:
         folder.wait_for("a", "rl/00000/iteration.json", process)
-        samplers = descendants(process, SAMPLERS.get(ENGINE_KIND, "rlpipe.engines.local.server"))
+        samplers = descendants(process, SAMPLERS.get(ENGINE_KIND, "rlpipe.extras.local_engine.server"))
         assert len(samplers) == 2, samplers
         samplers[0].kill()
         assert process.wait(timeout=PIPELINE_S) == 0, folder.said()

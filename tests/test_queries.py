@@ -16,7 +16,7 @@ from rlpipe.base.manifests import Manifest
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.config.source import override_config
-from rlpipe.report.queries import VIEWS, Queries
+from rlpipe.extras.queries.queries import VIEWS, Queries
 from rlpipe.store.artifacts import PRUNED, commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rlpipe.base.errors import UserError
-from rlpipe.rewards.code import code, pick, read_tests
-from rlpipe.rewards.pool import RewardPool, check_time
+from rlpipe.extras.code_sandbox import runner
+from rlpipe.extras.code_sandbox.code import check_time, code, pick, read_tests
+from rlpipe.extras.code_sandbox.wire import same_output
+from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.registry import resolve
-from rlpipe.rewards.sandbox import runner
-from rlpipe.rewards.sandbox.wire import same_output
 from rlpipe.rewards.score import Score
 from tests.deadlines import DEADLINE_S
 
@@ -120,7 +120,7 @@ CHEATS = {
     "no assert": "import builtins\nbuiltins.AssertionError = None\ndef f(x): return 0",
     "patches the sandbox": """
 import sys
-from rlpipe.rewards.sandbox import program
+from rlpipe.extras.code_sandbox import program
 program.same = lambda *_: True
 program._exit_code = lambda body: 0
 program.encode = lambda *_: 2
@@ -229,7 +229,7 @@ def test_same_output(ours: str, theirs: str, same: bool) -> None:
     assert same_output(ours, theirs) is same
 
 
-GRADER = "from rlpipe.rewards.code import code\nreward = code(time_s=8.0, total_s=16.0)\n"
+GRADER = "from rlpipe.extras.code_sandbox.code import check_time, code\nreward = code(time_s=8.0, total_s=16.0)\n"
 HARM = {
     "forks": "import os, time\nfor _ in range(100):\n    if os.fork() == 0:\n        time.sleep(30)\n        os._exit(0)\n",
     "memory": "x = bytearray(10 << 30)\n",

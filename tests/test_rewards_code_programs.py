@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlpipe.rewards.code import code, last_program
+from rlpipe.extras.code_sandbox.code import code, last_program
 from tests.deadlines import DEADLINE_S
 
 Reward = Callable[[dict[str, Any], str], float]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlpipe.base.errors import UserError
-from rlpipe.rewards.code import code
+from rlpipe.extras.code_sandbox.code import code
 from rlpipe.rewards.pool import check_rewards
 from tests.deadlines import DEADLINE_S
 from tests.test_rewards_code import block, prompt

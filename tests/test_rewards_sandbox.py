@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlpipe.base.errors import UserError
-from rlpipe.rewards.sandbox import confinement
-from rlpipe.rewards.sandbox.runner import Outcome, check_interpreter, run
+from rlpipe.extras.code_sandbox import confinement
+from rlpipe.extras.code_sandbox.runner import Outcome, check_interpreter, run
 from tests.deadlines import DEADLINE_S, PIPELINE_S, SHORT_S
 from tests.sandbox_world import HOSTILE, KILLED, PATIENT, SYSTEM_PYTHON, attack, judge, kill_above_a_daemon
 
@@ -162,7 +162,7 @@ def test_an_interpreter_that_does_not_start_is_refused() -> None:
 
 def test_the_sandbox_needs_nothing_but_the_standard_library() -> None:
     """Its supervisor starts with each rollout, under whatever interpreter there is: an import that is not at hand would be seen there only."""
-    program = "import sys, rlpipe.rewards.sandbox.runner; print(sorted({'pydantic', 'numpy', 'pyarrow', 'httpcore'} & set(sys.modules)))"
+    program = "import sys, rlpipe.extras.code_sandbox.runner; print(sorted({'pydantic', 'numpy', 'pyarrow', 'httpcore'} & set(sys.modules)))"
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )

@@ -14,8 +14,8 @@ from rlpipe.engines import host as engine_host
 from rlpipe.engines import receiving
 from rlpipe.engines.commands import EngineAddress
 from rlpipe.engines.engine import Engine
-from rlpipe.engines.protocols import SglangClient
 from rlpipe.engines.receiving import Transfer
+from rlpipe.engines.sglang_client import SglangClient
 from rlpipe.processes.launch import Service
 from rlpipe.records.sending import Group, Sender, TensorBucket
 from rlpipe.services.calls import new_session

@@ -22,16 +22,16 @@ from rlpipe.base.values import JsonDict
 from rlpipe.config.operational import TrackingConfig
 from rlpipe.config.source import override_config
 from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.extras.view import search as looking
+from rlpipe.extras.view.groups import iteration_groups
+from rlpipe.extras.view.library import Library
+from rlpipe.extras.view.plots import curve, plot
+from rlpipe.extras.view.server import VIEW_KEY_VARIABLE, view_app, view_key
+from rlpipe.extras.view.tokens import shown_tokens, token_texts
 from rlpipe.report.show import iteration_lines, run_lines, trained_groups
 from rlpipe.store.artifacts import PRUNED
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
-from rlpipe.view import search as looking
-from rlpipe.view.groups import iteration_groups
-from rlpipe.view.library import Library
-from rlpipe.view.plots import curve, plot
-from rlpipe.view.server import VIEW_KEY_VARIABLE, view_app, view_key
-from rlpipe.view.tokens import shown_tokens, token_texts
 from tests.rows import BATCH, GAPS, PROMPTS, SCORES, fill, rollout, to_parquet
 from tests.test_queries import (
     commit_files,

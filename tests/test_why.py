@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from rlpipe.config.source import read_config
+from rlpipe.extras.why.suspects.policy import mismatch, reference
+from rlpipe.extras.why.verdict import SUSPECTS, judge
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout, TokenGaps
-from rlpipe.report.suspects.policy import mismatch, reference
-from rlpipe.report.why import SUSPECTS, judge
 from rlpipe.store.run import Run, create_or_continue
 from tests.test_queries import commit_files
 from tests.test_store_run import PRESETS

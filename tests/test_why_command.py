@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 
 from flows import cli
 from rlpipe.config.source import override_config, read_config
+from rlpipe.extras.why.around import History
+from rlpipe.extras.why.proof import fork_arguments, provable, proved_lines
+from rlpipe.extras.why.verdict import candidates, judged
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout
-from rlpipe.report.around import History
-from rlpipe.report.proof import fork_arguments, provable, proved_lines
-from rlpipe.report.why import candidates, judged
 from rlpipe.store.documents import sealed
 from rlpipe.store.run import Run, create_or_continue, fork
 from tests.test_store_run import PRESETS, record_of

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from rlpipe.config.source import read_config
+from rlpipe.extras.why import today as today_room
+from rlpipe.extras.why.around import Around, History
+from rlpipe.extras.why.suspects.labels import labels
+from rlpipe.extras.why.suspects.policy import rate, settings
+from rlpipe.extras.why.suspects.reward_parts import reward_parts
+from rlpipe.extras.why.suspects.scoring import reward_settings
+from rlpipe.extras.why.today import Today
+from rlpipe.extras.why.verdict import ALPHA, SUSPECTS, judge
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout
-from rlpipe.report import today as today_room
-from rlpipe.report.around import Around, History
-from rlpipe.report.suspects.labels import labels
-from rlpipe.report.suspects.policy import rate, settings
-from rlpipe.report.suspects.reward_parts import reward_parts
-from rlpipe.report.suspects.scoring import reward_settings
-from rlpipe.report.today import Today
-from rlpipe.report.why import ALPHA, SUSPECTS, judge
 from rlpipe.rewards.registry import resolve
 from rlpipe.rewards.score import facts_of, label
 from rlpipe.store.run import Run, create_or_continue

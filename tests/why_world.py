@@ -11,12 +11,12 @@ import numpy as np
 from rlpipe.base.values import Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
+from rlpipe.extras.why.around import WINDOW, Around
+from rlpipe.extras.why.scored_group import ScoredGroup
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
-from rlpipe.report.around import WINDOW, Around
-from rlpipe.report.scored_group import ScoredGroup
 from rlpipe.rewards.score import label
 from rlpipe.store.documents import sealed
 from rlpipe.store.forks import differences

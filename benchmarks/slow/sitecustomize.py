@@ -6,10 +6,10 @@ So a machine of two cores can play many hosts whose speed is their own.
 import os
 import sys
 
-if "rlpipe.engines.local.server" in sys.orig_argv:
+if "rlpipe.extras.local_engine.server" in sys.orig_argv:
     import time
 
-    from rlpipe.engines.local.scheduler import Scheduler
+    from rlpipe.extras.local_engine.scheduler import Scheduler
 
     step, seconds = Scheduler.step, float(os.environ["SLOW_STEP_S"])
 

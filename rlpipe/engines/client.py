@@ -1,5 +1,5 @@
-"""The pool's requests to one engine, whatever serves it: `protocols.py` speaks two protocols behind
-this.
+"""The pool's requests to one engine, whatever serves it: each kind of
+engine has a client of its own behind this.
 
 Every call has a deadline, except sampling: its answer comes token by token, and the pool gives up
 an engine from which none come. Tokens go in and tokens come out; nothing is decoded here.
@@ -8,6 +8,7 @@ an engine from which none come. Tokens go in and tokens come out; nothing is dec
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -94,6 +95,11 @@ class Completion:
         engine = rest.engine if rest.tokens else self.engine or rest.engine
         logprobs = self.rollout_logprobs + rest.rollout_logprobs
         return Completion(self.tokens + rest.tokens, logprobs, rest.finish_reason, spans, engine)
+
+
+def number_of(logprob: float | None) -> float:
+    """A NaN comes as null."""
+    return math.nan if logprob is None else logprob
 
 
 def tokens_of(tokens: Sequence[int] | np.ndarray) -> array[int]:

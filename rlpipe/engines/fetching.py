@@ -9,7 +9,8 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.adapters import loads_adapters
-from rlpipe.engines.weights import Probe, Weights, same_weights, untied
+from rlpipe.engines.kind import kind_of
+from rlpipe.engines.weights import Probe, Weights, same_weights
 from rlpipe.models.finite import check_finite
 from rlpipe.models.whole import base_and_adapter, whole_policy
 from rlpipe.store.artifacts import read_manifest
@@ -52,8 +53,7 @@ def fetched(
             return Weights(base, version, probe, str(adapter or ""), adapter)
     folder = materialised = check(whole_policy(store, policy, local, bases))
     assert (folder / "config.json").is_file(), f"{folder} is no policy"
-    if config.engines.kind == "vllm":  # it reloads tied embeddings wrongly, and says nothing
-        folder = untied(folder)
+    folder = kind_of(config.engines.kind).readable(folder)
     differs = before.version if before is not None and not same_weights(before.folder, folder) else None
     return Weights(folder, version, probe, materialised=materialised, differs_from=differs)
 

@@ -22,8 +22,8 @@ from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
 from rlpipe.engines.engine import Engine
 from rlpipe.engines.fetching import BASES, fetched, weight_hashes
+from rlpipe.engines.kind import kind_of
 from rlpipe.engines.proof import prove
-from rlpipe.engines.protocols import client_of
 from rlpipe.engines.receiving import SPOILT_MAX, Transfer
 from rlpipe.engines.weights import Probe, Weights, check_compatible, folder_bytes, prune, reading_s
 from rlpipe.processes.launch import READY_TIMEOUT_S, Service, answers, free_port
@@ -243,7 +243,7 @@ class EngineHost:
         assert self._session is not None
         name = f"{self.name}-{index}"
         address = EngineAddress(index, self.address, 0, self.keys)  # of its port too
-        client = client_of(self.config.engines.kind, name, address.url, self._session, self.keys)
+        client = kind_of(self.config.engines.kind).client(name, address.url, self._session, self.keys)
         service = Service(
             name=name,
             argv=[],  # set at each start: it names the newest weights, and a port that is free then

@@ -27,7 +27,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import key_fits
 from rlpipe.engines.client import EngineClient, EngineUnavailable
 from rlpipe.engines.host import EngineHost
-from rlpipe.engines.protocols import client_of
+from rlpipe.engines.kind import kind_of
 from rlpipe.engines.weights import Probe
 from rlpipe.processes.launch import free_port
 from rlpipe.services.finder import ANSWER_TIMEOUT_S, Peer
@@ -296,7 +296,7 @@ class RemoteHost:
             raise EngineUnavailable(f"host {self.name} does not answer as one: {answer!r:.200}") from error
         self.progress = status.progress
         kind, keys = self.peer.record.engine, engine_keys(self.peer.record.key)
-        clients = [client_of(kind, engine.name, engine.url, self.session, keys) for engine in status.engines]
+        clients = [kind_of(kind).client(engine.name, engine.url, self.session, keys) for engine in status.engines]
         for client, engine in zip(clients, status.engines, strict=True):
             client.adapted = engine.adapted
         return clients

@@ -8,23 +8,21 @@ import contextlib
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.base.values import JsonDict
+from rlpipe.config.extras import REWARDS
 from rlpipe.config.secrecy import Secrets, named_variables
 from rlpipe.processes.pool import ChildPool, code_environment
 from rlpipe.records.prompt import Prompt, RewardPrompt
-from rlpipe.rewards.code import TOTAL_S
 from rlpipe.rewards.http import HttpScorer, Judge, RewardService
 from rlpipe.rewards.process import ProcessScorer, model, try_model
-from rlpipe.rewards.registry import RewardArgs, built, can_be_refused, check_names, is_service
-from rlpipe.rewards.sandbox import runner
+from rlpipe.rewards.registry import RewardArgs, built, can_be_refused, check_names, extra_reward, is_service
 from rlpipe.rewards.score import Item, RolloutFacts, Score, combined, unsampled_facts
 
 ROWS_MAX = 4  # of a data set, on which rewards are tried before a run starts
@@ -158,8 +156,8 @@ def check_rewards(
     secrets: Secrets = Secrets(),  # noqa: B008
 ) -> float | None:
     """The best reward of the trial rollouts, which are tried until one has `passing`; None where
-    there are none, or they cannot tell: of services, which are not called, and of `code`, as no row
-    has a program.
+    there are none, or they cannot tell: of services, which are not called, and of extras, as no
+    row has what they score.
 
     UserError when a reward cannot be loaded, cannot keep to `timeout_s`, or can score nothing of a
     data set.
@@ -178,11 +176,11 @@ def check_rewards(
     names = [name for name in rewards if not is_service(name) and (prompts or can_be_refused(name, args))]
     if not names:
         return None
-    functions = {name: rewards[name] for name in names}
+    functions, of_extras = {name: rewards[name] for name in names}, [name for name in rewards if name in REWARDS]
     own_args = {name: args[name] for name in names if name in args}
     with RewardPool(functions, own_args, workers=1, timeout_s=timeout_s, secrets=secrets) as pool:
-        if "code" in rewards:  # it is loaded: its arguments have the right types
-            check_time(args.get("code", {}), timeout_s)
+        for name in of_extras:  # loaded: their arguments have the right types
+            extra_reward(name).check(args.get(name, {}), timeout_s)
         tried = {label: _tried(pool, rows, written, passing, heard or {}) for label, rows in (prompts or {}).items()}
     errors = {label: trial.error for label, trial in tried.items() if trial.error}
     if errors:
@@ -192,29 +190,8 @@ def check_rewards(
             f" {next(iter(errors.values()))}. Choose rewards that fit these rows, for example --set 'rl.rewards={{exact"
             " = 1.0}', or mend the reward: it has to give a number for any text (docs/rewards.md)"
         )
-    is_told = len(names) == len(rewards) and "code" not in rewards
+    is_told = len(names) == len(rewards) and not of_extras
     return max((trial.best for trial in tried.values()), default=None) if is_told else None
-
-
-def check_time(args: Mapping[str, Any], timeout_s: float) -> None:
-    """UserError when the tests of a rollout may take longer than scoring it: a slow program would
-    be a fault, not a 0.0.
-
-    Says in the log what programs are confined by, as a warning where it could be more; UserError
-    where they cannot be confined.
-    """
-    total_s = args.get("total_s", TOTAL_S)
-    if not total_s < timeout_s:  # also a nan
-        raise UserError(
-            f"rl.reward_args.code.total_s={total_s:g} is not below rl.reward_timeout_s={timeout_s:g}: a program that is"
-            f" too slow would be a fault, reward_timeout, and not a 0.0; set rl.reward_timeout_s above {total_s:g}, or"
-            " a smaller total_s"
-        )
-    name, is_full = runner.check_interpreter(str(args.get("python") or sys.executable))
-    level, advice = (
-        (logging.INFO, "") if is_full else (logging.WARNING, "; root who may mount has both (docs/rewards-code.md)")
-    )
-    logger.log(level, "reward code: programs are confined by %s%s", name, advice)
 
 
 def trial_completions(prompt: RewardPrompt, written: Sequence[str]) -> list[str]:

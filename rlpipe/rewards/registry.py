@@ -13,16 +13,16 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationError, validate_call
 
 from rlpipe.algorithms.answers import last_answer
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
+from rlpipe.config.extras import REWARDS, opened
 from rlpipe.processes.user_code import load_function
 from rlpipe.records.prompt import RewardPrompt
-from rlpipe.rewards.code import code
 from rlpipe.rewards.score import ARGUMENTS, RolloutFacts, label
 
 Reward = Callable[..., Any]  # (prompt, completion) or (prompt, completion, rollout) -> a number, or several by name
@@ -107,14 +107,31 @@ NAMED: dict[str, Callable[..., Reward]] = {
     "reasoning_gym": reasoning_gym,
     "math": partial(load_function, "rl.rewards", "rlpipe.rewards.math_reward:score_math"),
     "deepscaler": partial(load_function, "rl.rewards", "rlpipe.rewards.math_reward:score_deepscaler"),
-    "code": code,
     "exact": lambda: exact,
     "format": format_reward,
     "length": length,
     "overlong": overlong,
     "environment": lambda: environment,
 }
+NAMES = (*NAMED, *REWARDS)
 SERVICES = ("remote", "judge", "hf:<folder>")
+
+
+class ExtraReward(NamedTuple):
+    """A reward that an extra brings (`rlpipe.config.extras.REWARDS`).
+
+    `factory`: as those of NAMED. `check`: given its arguments and rl.reward_timeout_s, raises a
+    UserError where it could not score here. It scores nothing of a trial: no row has what it reads.
+    """
+
+    factory: Callable[..., Reward]
+    check: Callable[[JsonDict, float], None]
+
+
+def extra_reward(name: str) -> ExtraReward:
+    """The reward of an extra by its name in REWARDS; UserError where this installation lacks the
+    extra."""
+    return opened(REWARDS[name], f"rl.rewards.{name}")
 
 
 def is_service(name: str) -> bool:
@@ -226,7 +243,9 @@ def _check_call(name: str, function: Reward, args: JsonDict) -> None:
 
 
 def _factory(name: str) -> Callable[..., Reward]:
+    if name in REWARDS:
+        return extra_reward(name).factory
     if name not in NAMED:
-        existing = ", ".join((*NAMED, *SERVICES))
+        existing = ", ".join((*NAMES, *SERVICES))
         raise UserError(f"rl.rewards: there is no reward {name!r}; use {existing}, or package.module:function")
     return NAMED[name]

@@ -30,10 +30,10 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.config.sections import DataConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.sources import load_conversations, load_prompts
-from rlpipe.engines.local import protocol
-from rlpipe.engines.local.model import LocalModel
-from rlpipe.engines.local.scheduler import Scheduler
-from rlpipe.engines.local.server import Routes
+from rlpipe.extras.local_engine import protocol
+from rlpipe.extras.local_engine.model import LocalModel
+from rlpipe.extras.local_engine.scheduler import Scheduler
+from rlpipe.extras.local_engine.server import Routes
 from rlpipe.rewards.http import HttpScorer, RewardService
 from rlpipe.store import audit
 from rlpipe.store.backend import open_store

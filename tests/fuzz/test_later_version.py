@@ -17,12 +17,12 @@ from flows import cli
 from rlpipe.base.errors import StoreError
 from rlpipe.base.hashing import canonical_json, sha256_of
 from rlpipe.base.values import JsonDict
+from rlpipe.extras.view.server import view_app
 from rlpipe.store import lease
 from rlpipe.store.backend import open_store
 from rlpipe.store.documents import SEAL, LaterVersion, parse_document
 from rlpipe.store.run import open_existing
 from rlpipe.store.run_record import ForkRecord, StartRecord, record_start
-from rlpipe.view.server import view_app
 from tests.fuzz.test_view_types import reseal
 from tests.test_view import whole_store
 

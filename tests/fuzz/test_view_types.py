@@ -17,9 +17,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from rlpipe.base.hashing import canonical_json, sha256_of
+from rlpipe.extras.view.server import view_app
 from rlpipe.store.backend import open_store
 from rlpipe.store.documents import SEAL
-from rlpipe.view.server import view_app
 from tests.test_view import whole_store
 
 WRONG: dict[str, Any] = {

@@ -1,0 +1,87 @@
+"""Commands of extras: `rlpipe view`, `rlpipe sql` and `rlpipe why`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import typer
+
+from flows.cli_services import STORE, StoreUrl, readable_store
+from flows.printing import echo, echo_all
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.config.extras import COMMANDS, opened
+from rlpipe.store.backend import Store
+from rlpipe.store.run import Run, open_existing
+
+NOTHING_NAMED = 4  # the exit code of `why` where no cause was found
+Host = Annotated[str, typer.Option(help="address it listens at; beyond loopback RLPIPE_VIEW_KEY must be set")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="its port; 0: a free one")]
+Query = Annotated[
+    str, typer.Argument(metavar="QUERY", help="one SELECT, in DuckDB's SQL; `describe rollouts` lists the columns")
+]
+Runs = Annotated[
+    list[str] | None, typer.Option("--run", metavar="NAME", help="only this run; may be given several times")
+]
+Format = Literal["table", "csv", "json"]
+AtIteration = Annotated[
+    int | None,
+    typer.Option(
+        metavar="K", help="the iteration from which something is different; without: the one where most changes"
+    ),
+]
+Prove = Annotated[bool, typer.Option("--prove", help="run the fork that shows the reward without what is named first")]
+Second = Annotated[
+    str | None,
+    typer.Option(metavar="REWARD", help="score what is stored by this reward too, and show where the two part"),
+]
+
+
+def view(store: StoreUrl = STORE, host: Host = "127.0.0.1", port: Port = 8450) -> None:
+    """Look at a store in a browser: runs, groups, rollouts token by token, evaluations. It only reads, also while runs write."""
+    serve: Callable[[Store, str, int, Callable[..., None]], None] = opened(COMMANDS["view"], "rlpipe view")
+    serve(readable_store(store), host, port, echo)
+
+
+def sql(
+    query: Query,
+    run: Runs = None,
+    kind: Annotated[Format, typer.Option("--format", help="json: an object a line")] = "table",
+    rows: Annotated[int, typer.Option(min=1, help="rows of a table that are shown")] = 100,
+    store: StoreUrl = STORE,
+) -> None:
+    """Ask the runs of a store in SQL. Views: runs, iterations, prompts, rollouts, scores, evaluations, evaluation_rollouts, artifacts."""
+    answer: Callable[[Store, str, list[str], Format, int, Callable[..., None]], list[str]]
+    answer = opened(COMMANDS["sql"], "rlpipe sql")
+    faults = answer(readable_store(store), query, run or [], kind, rows, echo)
+    for fault in faults:
+        echo(f"FAULT {fault}", err=True)
+    if faults:
+        raise StoreError(f"the answer is without what is damaged: {len(faults)} faults; --run leaves other runs out")
+
+
+def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second = None, store: StoreUrl = STORE) -> None:
+    """Rank the changes around an iteration by how much of the reward's change they explain.
+
+    Exit code 4 when no cause is found.
+    """
+    stored = open_existing(readable_store(store), run)
+    if second is not None:
+        if prove or at is not None:
+            raise UserError("--second compares two rewards over the whole run: leave --at and --prove away")
+        compare: Callable[[Run, str, Callable[[list[str]], None]], bool] = opened(
+            COMMANDS["why --second"], "rlpipe why"
+        )
+        is_named = compare(stored, second, echo_all)
+    else:
+        explain: Callable[..., bool] = opened(COMMANDS["why"], "rlpipe why")
+        is_named = explain(stored, at, _run_rlpipe if prove else None, echo_all)
+    if not is_named:
+        raise typer.Exit(NOTHING_NAMED)
+
+
+def _run_rlpipe(arguments: list[str]) -> int:
+    """The exit code of `rlpipe`, as a process of its own."""
+    return subprocess.run([sys.executable, "-m", "flows.cli", *arguments], check=False).returncode

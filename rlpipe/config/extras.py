@@ -1,0 +1,61 @@
+"""The doors of the extras: whole capabilities that a run may do without, by the command or the
+config value that asks for one.
+
+An extra imports the core. The core reaches an extra through this table alone, so that an
+installation without `rlpipe/extras`, or without the packages of an extra, runs all that does not
+ask for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+from rlpipe.base.errors import UserError
+
+ROOM = "rlpipe.extras"
+
+
+class Extra(NamedTuple):
+    """The door of an extra. `name`: module:attribute. `install`: the optional dependencies that it
+    needs, as pip names them; empty: none."""
+
+    name: str
+    install: str = ""
+
+
+COMMANDS = {
+    "view": Extra(f"{ROOM}.view.server:serve_view", "view"),
+    "sql": Extra(f"{ROOM}.queries.command:answer", "queries"),
+    "why": Extra(f"{ROOM}.why.command:explain", "why"),
+    "why --second": Extra(f"{ROOM}.why.command:compare_rewards", "why"),
+}
+ENGINES = {  # SGLang is of the core
+    "sglang": Extra("rlpipe.engines.sglang:SGLANG"),
+    "local": Extra(f"{ROOM}.local_engine.kind:LOCAL"),
+    "vllm": Extra(f"{ROOM}.vllm.kind:VLLM"),
+}
+SERVERS = {"engine": Extra(f"{ROOM}.local_engine.kind:SERVER")}  # a command: the module that it runs
+REWARDS = {"code": Extra(f"{ROOM}.code_sandbox.code:CODE")}
+
+
+def opened(extra: Extra, wanted: str) -> Any:
+    """The attribute of an extra, imported now. `wanted` says who asks, in the user's words.
+
+    UserError where this installation lacks the extra, or a package that it needs.
+    """
+    module, _, attribute = extra.name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing == ROOM or missing.startswith(f"{ROOM}."):
+            raise UserError(
+                f"{wanted}: this installation of rlpipe has no {missing}; install the whole package"
+            ) from error
+        if missing.partition(".")[0] in ("", "rlpipe", "flows", "tasks"):
+            raise
+        package = f"rlpipe[{extra.install}]" if extra.install else missing.partition(".")[0].replace("_", "-")
+        raise UserError(
+            f"{wanted}: needs the package {missing}, which is not installed; pip install '{package}'"
+        ) from error

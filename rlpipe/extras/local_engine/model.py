@@ -1,0 +1,319 @@
+"""The model behind the engine: weights that are checked before they serve, and forward passes whose
+shape depends on nothing but the request itself.
+
+A matrix product gives a row other bits when the number of rows changes. So a prompt is always
+computed in a block of `block_rows(P)` rows of P tokens, and a decode step always runs all slots of
+its bucket; unused rows are padding.
+
+Legend: N layers, R rows of a block, S slots, H key-value heads, P padded prompt length, L bucket
+length, D head size, V vocabulary, K kept positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, UntypedStorage
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.extras.local_engine.recorded import Recorded
+from rlpipe.models.causal import MODEL_FAULTS, hf_config, small_windows
+from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_names
+from rlpipe.models.folder import folder_config
+from rlpipe.models.linear import use_fast_linears
+from rlpipe.models.masks import Masks
+from rlpipe.models.storage import free, storages_of
+
+PROMPT_STEP = 32
+BUCKET_STEP = 64
+BLOCK_TOKENS = 128
+SLOT_TOKENS_MAX = 32768
+SLOTS_MIN, SLOTS_MAX = 16, 128
+KEPT = 8  # logits rows per prompt: below 8 rows a product takes another code path
+SCORE_ROWS = 32
+PROVEN_PROMPT, PROVEN_TOKENS = 13, 24
+DIFFERENCE_MAX, DIFFERENCE_MAX_COARSE = 1e-3, 0.3  # of logprobs, in float32 and in fewer bits
+# differ between folders of one architecture without changing what is computed
+CONFIG_FREE = {"transformers_version", "_name_or_path", "dtype", "use_cache", "architectures",
+               "bos_token_id", "eos_token_id", "pad_token_id"}  # fmt: skip
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def block_rows(padded: int) -> int:
+    """Prompts computed together when padded to `padded` tokens."""
+    return max(1, BLOCK_TOKENS // padded)
+
+
+def slot_count(bucket: int, requests_max: int = SLOTS_MAX) -> int:
+    """Slots that decode together in a bucket of `bucket` tokens: a power of two, enough for
+    `requests_max` if there may be so many.
+
+    Every slot computes, busy or not, so there are no more than requests can come at once.
+    """
+    fit = 1 << max(1, SLOT_TOKENS_MAX // bucket).bit_length() - 1
+    wanted = 1 << (requests_max - 1).bit_length()
+    return max(SLOTS_MIN, min(SLOTS_MAX, fit, wanted))
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixBlock:
+    """Prompts computed together: their keys and values, and the logits after each."""
+
+    prompts: list[tuple[int, ...]]
+    kv_N2RHPD: Tensor
+    logits_RV: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv_N2RHPD.nbytes + self.logits_RV.nbytes
+
+
+class SlotCache:
+    """One row of keys and values per slot; a decode step writes each row at its own position and
+    reads whole rows.
+    """
+
+    def __init__(self, kv_N2SHLD: Tensor, position_S: Tensor) -> None:
+        self.kv_N2SHLD = kv_N2SHLD
+        self.position_S = position_S
+        self.rows_S = torch.arange(position_S.shape[0], device=position_S.device)
+
+    def update(
+        self, key_SH1D: Tensor, value_SH1D: Tensor, layer_index: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of one layer; transformers calls it in each layer of a decode
+        step."""
+        keys_SHLD, values_SHLD = self.kv_N2SHLD[layer_index, 0], self.kv_N2SHLD[layer_index, 1]
+        keys_SHLD[self.rows_S, :, self.position_S] = key_SH1D[:, :, 0]
+        values_SHLD[self.rows_S, :, self.position_S] = value_SH1D[:, :, 0]
+        return keys_SHLD, values_SHLD
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.kv_N2SHLD.shape[4]
+
+
+class LocalModel:
+    """A causal language model in eval mode, and the folder that its weights came from."""
+
+    def __init__(self, folder: str, device: str, requests_max: int = SLOTS_MAX) -> None:
+        self.folder = folder
+        self.requests_max = requests_max
+        self._passes: dict[tuple[int, ...], Recorded] = {}  # by shape
+        self._sizes: list[tuple[UntypedStorage, int]] = []  # memory that was given back, and its bytes
+        config = read_config(folder)
+        text_config = config.get_text_config()
+        self.vocab_size: int = text_config.vocab_size
+        self.positions_max: int = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
+        self.device = torch.device(device)
+        # on a CPU bf16 is both slower and coarser than fp32
+        dtype: torch.dtype = (
+            torch.float32 if device == "cpu" else getattr(torch, str(config.dtype or "bfloat16").removeprefix("torch."))
+        )
+        # one product a token: in a product of all tokens of an expert, a token's bits depend on how many there are
+        self.lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
+        self.lm = self.lm.eval().requires_grad_(False)
+        use_fast_linears(self.lm)
+        self._load(folder)
+        self.lm.to(self.device)
+        try:
+            self.masks = Masks(self.lm)
+            # transformers from 5.24 on warns at the old name
+            self._cache_argument = (
+                "cache" if "cache" in inspect.signature(self.lm.forward).parameters else "past_key_values"
+            )
+            self.kv_shape = self.prefill([(0,)], PROMPT_STEP).kv_N2RHPD.shape
+            worst = self._difference()
+        except (UserError, *MODEL_FAULTS) as error:
+            raise self._refused(f"{error!s:.200}") from error
+        if not worst <= (DIFFERENCE_MAX if dtype is torch.float32 else DIFFERENCE_MAX_COARSE):  # a nan is not
+            raise self._refused(f"its logprobs would be off by {worst:.2g}")
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """From generation_config.json, else from the config."""
+        path = Path(self.folder) / "generation_config.json"
+        saved = json.loads(path.read_text()) if path.is_file() else {}
+        value = saved.get("eos_token_id", self.lm.config.get_text_config().eos_token_id)
+        return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+    def _refused(self, why: str) -> UserError:
+        return UserError(
+            f"model_path={self.folder!r}: the local engine cannot serve a {self.lm.config.model_type} ({why}); use"
+            " engines.kind='sglang'"
+        )
+
+    def _difference(self) -> float:
+        """Mean |difference| of logprobs, computed as a request's are, to those of the model's own
+        forward pass of the same text.
+        """
+        tokens = tuple(index * 7919 % self.vocab_size for index in range(PROVEN_TOKENS))
+        with small_windows(self.lm.config):
+            own_LV = self.lm(input_ids=torch.tensor([tokens], device=self.device)).logits[0].float()
+            block = self.prefill([tokens[:PROVEN_PROMPT]], PROMPT_STEP)
+            kv_N2SHLD = self.empty_slots(SLOTS_MIN, BUCKET_STEP)
+            kv_N2SHLD[:, :, :1, :, :PROMPT_STEP] = block.kv_N2RHPD[:, :, :1]
+            logits = [block.logits_RV[0]]
+            for position in range(PROVEN_PROMPT, PROVEN_TOKENS):
+                tokens_S, position_S = (
+                    torch.full((SLOTS_MIN,), value, device=self.device) for value in (tokens[position], position)
+                )
+                logits.append(self._decode(tokens_S, position_S, kv_N2SHLD)[0])
+        given_LV = torch.stack(logits)
+        return float((given_LV.log_softmax(-1) - own_LV[PROVEN_PROMPT - 1 :].log_softmax(-1)).abs().mean())
+
+    def reload(self, folder: str) -> None:
+        """Puts a folder's weights in place; UserError, with the old weights untouched, when it does
+        not fit.
+        """
+        old, new = self.lm.config.to_dict(), read_config(folder).to_dict()
+        differ = sorted(
+            key for key in old.keys() | new.keys() if key not in CONFIG_FREE and old.get(key) != new.get(key)
+        )
+        if differ:
+            raise UserError(f"{folder}: its config differs from the served model's in {differ}")
+        self._load(folder)
+        self.folder = folder
+
+    @property
+    def released(self) -> bool:
+        """True when the model's weights are gone: nothing but `resume` may be called on it."""
+        return bool(self._sizes)
+
+    def release(self) -> None:
+        """Gives the memory of its weights back."""
+        pieces = storages_of(tensors_of(self.lm).values())
+        self._sizes = [(piece, piece.nbytes()) for piece in pieces]
+        free(pieces)
+
+    def resume(self) -> None:
+        """Takes the memory again, and reads the weights that it had out of their folder."""
+        for piece, size in self._sizes:
+            piece.resize_(size)
+        self._load(self.folder)
+        self._sizes = []
+
+    def _load(self, folder: str) -> None:
+        # copies into the parameters that are there, so that memory stays flat over any number of reloads; tied names are not repeated
+        self.lm.load_state_dict(read_checkpoint(Path(folder), self.lm), strict=False)
+        for recorded in self._passes.values():
+            recorded.weights_changed()
+
+    def checksums(self) -> tuple[dict[str, str], str]:
+        """sha256 of every tensor that serves, by name, and one over all of them."""
+        by_name = {
+            name: hashlib.sha256(_copied(tensor).numpy().tobytes()).hexdigest()
+            for name, tensor in sorted(tensors_of(self.lm).items())
+        }
+        return by_name, hashlib.sha256("".join(name + digest for name, digest in by_name.items()).encode()).hexdigest()
+
+    def prefill(self, prompts: list[tuple[int, ...]], padded: int) -> PrefixBlock:
+        """Keys, values and next-token logits of at most `block_rows(padded)` prompts, each
+        right-padded to `padded`.
+        """
+        last = [len(prompt) - 1 for prompt in prompts]
+        keep_K = torch.zeros(round_up(block_rows(padded), KEPT), dtype=torch.long, device=self.device)
+        keep_K[: len(last)] = torch.tensor(last)
+        logits_RKV, cache = self._block(prompts, padded, keep_K)
+        rows = torch.arange(len(prompts), device=self.device)
+        kv_N2RHPD = torch.stack([torch.stack([layer.keys, layer.values]) for layer in cache.layers])
+        return PrefixBlock(prompts, kv_N2RHPD, logits_RKV[rows, rows].float())
+
+    def score(self, prompt: tuple[int, ...], start: int) -> list[float]:
+        """Logprobs (temperature 1) of prompt[start + 1:], each given what precedes it."""
+        logits_RPV, _ = self._block([prompt], round_up(len(prompt), PROMPT_STEP), 0)
+        scores: list[float] = []
+        for first in range(0, len(prompt) - 1, SCORE_ROWS):
+            rows = logits_RPV[0, first : first + SCORE_ROWS].double().log_softmax(-1)
+            targets = torch.tensor(prompt[first + 1 : first + 1 + SCORE_ROWS], device=self.device)
+            scores += rows[: len(targets)].gather(1, targets[:, None])[:, 0].tolist()
+        return scores[start:]
+
+    def _block(self, prompts: list[tuple[int, ...]], padded: int, keep: Tensor | int) -> tuple[Tensor, Any]:
+        rows = block_rows(padded)
+        assert 0 < len(prompts) <= rows and max(map(len, prompts)) <= padded, "a block larger than its shape"
+        tokens_RP = torch.zeros(rows, padded, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens_RP[row, : len(prompt)] = torch.tensor(prompt)
+        position_P = torch.arange(padded, device=self.device)
+        cache = DynamicCache()
+        output = self.lm(
+            input_ids=tokens_RP.to(self.device),
+            attention_mask=self.masks.of(position_P.expand(rows, padded)[..., None], position_P),
+            position_ids=position_P.expand(rows, padded),
+            **{self._cache_argument: cache},
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        return output.logits, cache
+
+    def empty_slots(self, slots: int, bucket: int) -> Tensor:
+        """Keys and values [N, 2, S, H, L, D] of slots that hold nothing."""
+        layers, _, _, heads, _, head_size = self.kv_shape
+        # zeros and not empty: a masked NaN still poisons a row, 0 * NaN = NaN
+        return torch.zeros(layers, 2, slots, heads, bucket, head_size, dtype=self.lm.dtype, device=self.device)
+
+    def decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor) -> Tensor:
+        """Logits [S, V] after one more token per slot, whose key and value are written at
+        `position_S`.
+        """
+        step = self._passes.setdefault(tuple(kv_N2SHLD.shape), Recorded(self._decode))
+        return step(tokens_S, position_S, kv_N2SHLD)
+
+    def _decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor) -> Tensor:
+        cache = SlotCache(kv_N2SHLD, position_S)
+        key_L = torch.arange(cache.get_seq_length(), device=self.device)
+        output = self.lm(
+            input_ids=tokens_S[:, None],
+            attention_mask=self.masks.of(position_S[:, None, None], key_L),
+            position_ids=position_S[:, None],
+            **{self._cache_argument: cache},
+            use_cache=True,
+        )
+        return output.logits[:, 0].float()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in main memory of their own: memory that numpy has seen can never be
+    released.
+    """
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().clone()
+
+
+def read_config(folder: str) -> PretrainedConfig:
+    """The config of a folder in HF format; UserError when it has none that is known."""
+    try:
+        return hf_config(folder_config(Path(folder)))
+    except UserError as error:
+        raise UserError(f"model_path={folder!r:.200}: {error}") from error
+
+
+def read_checkpoint(folder: Path, lm: Any) -> dict[str, Tensor]:
+    """All tensors of a folder, by the names of `lm`; UserError naming what is torn, missing,
+    unknown or misshapen.
+    """
+    try:
+        checkpoint = Checkpoint(str(folder), local_files(folder), lm)
+        if faults := checkpoint.faults():
+            raise UserError(f"{folder}: {len(faults)} of its tensors are not the model's: {'; '.join(faults[:3])}")
+        tensors = {name: checkpoint.read(name) for name in tensors_of(lm)}
+        for alias, name in tied_names(lm).items():  # a tied tensor may be stored twice, but not with two values
+            if alias in checkpoint.shapes and not torch.equal(checkpoint.read(alias), tensors[name]):
+                raise UserError(f"{folder}: {alias} and {name} differ, but the model ties them")
+    except (StoreError, SafetensorError, OSError) as error:
+        raise UserError(f"{folder} is torn or unreadable: {error}") from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+            raise UserError(f"{folder}: {name} holds values that are not finite floating-point numbers")
+    return tensors

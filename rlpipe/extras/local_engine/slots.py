@@ -1,0 +1,150 @@
+"""The slots of one bucket: requests that decode together, and how a token of each is sampled.
+
+The uniform of a token depends only on the request's seed and the token's index in its completion.
+
+Legend: S slots, V vocabulary (padded with -inf), P padded prompt length.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlpipe.extras.local_engine.model import LocalModel, PrefixBlock, round_up, slot_count
+from rlpipe.extras.local_engine.protocol import SamplingJob
+
+VOCAB_STEP = 64  # with a multiple of 64, every row of the sampler starts on a vector's border
+GREEDY_BELOW = 1e-6
+LEAST = 1e-300  # where a probability rounds to 0 its logprob is a number all the same
+# sampled together: larger tensors would be new pages of the kernel every time, 4 times slower
+ROWS_MIN, VALUES = (16, 1 << 17)
+TOP_K_OFF = 1 << 62
+SETTINGS = np.dtype([("seed", np.uint64), ("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64)])
+
+
+class SlotPool:
+    """Jobs of one bucket length, sampled and decoded in step. A free slot computes padding."""
+
+    def __init__(self, model: LocalModel, bucket: int) -> None:
+        self.model = model
+        self.bucket = bucket
+        num_slots = slot_count(bucket, model.requests_max)
+        self.kv_N2SHLD = model.empty_slots(num_slots, bucket)
+        self.slots: dict[SamplingJob, int] = {}
+        self.free = list(range(num_slots))
+        padded_vocab = round_up(model.vocab_size + 1, VOCAB_STEP)  # +1: the bits of a logprob depend on this width
+        self.logits_SV = torch.full((num_slots, padded_vocab), -torch.inf, device=model.device)
+        self.logits_SV[:, : model.vocab_size] = 0
+        self.settings_S = no_settings(num_slots)
+
+    def admit(self, job: SamplingJob, block: PrefixBlock, row: int) -> None:
+        """Gives a job a free slot, its prompt's keys, values and logits copied from a computed
+        block.
+        """
+        padded = block.kv_N2RHPD.shape[4]
+        assert padded <= self.bucket, "a prompt longer than its bucket"
+        assert job not in self.slots and len(job.tokens) < job.sampling.max_new_tokens, (
+            f"{job.rid} has nothing left to sample"
+        )
+        slot = self.slots[job] = self.free.pop()
+        self.kv_N2SHLD[:, :, slot, :, :padded] = block.kv_N2RHPD[:, :, row]
+        self.logits_SV[slot, : self.model.vocab_size] = block.logits_RV[row]
+        sampling = job.sampling
+        top_k = sampling.top_k if sampling.top_k > 0 else TOP_K_OFF
+        self.settings_S[slot] = (job.seed, sampling.temperature, sampling.top_p, top_k)
+
+    def release(self, job: SamplingJob) -> None:
+        """Frees the slot of a job."""
+        slot = self.slots.pop(job)
+        self.settings_S[slot] = no_settings(1)
+        self.free.append(slot)
+
+    def sample(self, weight_version: str) -> None:
+        """Samples one token for every job."""
+        index_S = np.zeros(len(self.settings_S), dtype=np.uint64)
+        for job, slot in self.slots.items():
+            index_S[slot] = len(job.tokens)
+            if len(job.tokens) < job.sampling.min_new_tokens:
+                self.logits_SV[slot, torch.tensor(job.stop_token_ids, dtype=torch.long)] = -torch.inf
+        tokens_S, logprobs_S = sample(self.logits_SV, self.settings_S, uniforms(self.settings_S["seed"], index_S))
+        tokens, logprobs = tokens_S.tolist(), logprobs_S.tolist()
+        for job, slot in self.slots.items():
+            job.tokens.append(tokens[slot])
+            job.logprobs.append(logprobs[slot])
+            job.versions.append(weight_version)
+
+    def decode(self) -> None:
+        """Computes the logits after the tokens sampled last; padding runs at position 0 of free
+        slots.
+        """
+        last, position = [0] * len(self.settings_S), [0] * len(self.settings_S)
+        for job, slot in self.slots.items():
+            last[slot] = job.tokens[-1]
+            position[slot] = job.num_tokens - 1
+        assert max(position) < self.bucket, "a row outgrew its bucket"
+        device = self.model.device
+        last_S, position_S = torch.tensor(last, device=device), torch.tensor(position, device=device)
+        self.logits_SV[:, : self.model.vocab_size] = self.model.decode(last_S, position_S, self.kv_N2SHLD)
+
+
+def no_settings(num_slots: int) -> np.ndarray:
+    """The settings of slots when nothing is asked of them: every token at temperature 1."""
+    return np.full(num_slots, np.array((0, 1.0, 1.0, TOP_K_OFF), dtype=SETTINGS))
+
+
+def uniforms(seeds_S: np.ndarray, token_index_S: np.ndarray) -> np.ndarray:
+    """Float64 in [0, 1 - 2^-52], a counter-based hash (splitmix64's finaliser, twice) of (seed,
+    index), both uint64.
+    """
+    assert seeds_S.dtype == np.uint64 and token_index_S.dtype == np.uint64, "the hash needs wrapping 64-bit products"
+    mixed_S = _mix(_mix(seeds_S + np.uint64(0x9E3779B97F4A7C15)) + token_index_S * np.uint64(0x9E3779B97F4A7C15))
+    # 52 bits: u * total stays below total in float64
+    return (mixed_S >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(x_S: np.ndarray) -> np.ndarray:
+    x_S = (x_S ^ (x_S >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x_S = (x_S ^ (x_S >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x_S ^ (x_S >> np.uint64(31))
+
+
+def sample(logits_SV: Tensor, settings_S: np.ndarray, uniform_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and logprobs of all slots.
+
+    Logprobs are of the temperature-scaled distribution, before top-k and top-p.
+    """
+    assert logits_SV.shape[0] == len(settings_S) == len(uniform_S) and logits_SV.dtype == torch.float32
+    rows = max(ROWS_MIN, VALUES // logits_SV.shape[1])
+    borders = [(first, first + rows) for first in range(0, len(uniform_S), rows)]
+    parts = [_sample_rows(logits_SV[first:end], settings_S[first:end], uniform_S[first:end]) for first, end in borders]
+    return np.concatenate([tokens for tokens, _ in parts]), np.concatenate([logprobs for _, logprobs in parts])
+
+
+def _sample_rows(logits_SV: Tensor, settings_S: np.ndarray, uniform_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    device = logits_SV.device
+    temperature_S, top_p_S, top_k_S = (
+        torch.tensor(settings_S[name], device=device) for name in ("temperature", "top_p", "top_k")
+    )
+    greedy_S = temperature_S < GREEDY_BELOW
+    probs_SV = torch.softmax(logits_SV.double() / temperature_S.masked_fill(greedy_S, 1.0)[:, None], dim=-1)
+    kept_SV = probs_SV
+    if (settings_S["top_p"] < 1).any() or (settings_S["top_k"] < logits_SV.shape[1]).any():
+        kept_SV = _filtered(probs_SV, top_p_S, top_k_S)
+    cdf_SV = kept_SV.cumsum(-1)
+    target_S1 = torch.from_numpy(uniform_S).to(device)[:, None] * cdf_SV[:, -1:]
+    tokens_S = torch.searchsorted(cdf_SV, target_S1, right=True)[:, 0].clamp_(max=logits_SV.shape[1] - 1)
+    if (settings_S["temperature"] < GREEDY_BELOW).any():
+        tokens_S = torch.where(greedy_S, logits_SV.argmax(-1), tokens_S)
+    chosen_S = probs_SV.gather(1, tokens_S[:, None])[:, 0].clamp_min(LEAST).log()
+    return tokens_S.cpu().numpy(), chosen_S.cpu().numpy()
+
+
+def _filtered(probs_SV: Tensor, top_p_S: Tensor, top_k_S: Tensor) -> Tensor:
+    """Zeroes what top-k and top-p leave out; a slot without either keeps its exact bits."""
+    sorted_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
+    before_SV = sorted_SV.cumsum(-1) - sorted_SV
+    rank_V = torch.arange(probs_SV.shape[1], device=probs_SV.device)
+    # rounding may push the sum past 1, so top_p = 1 must not be compared with it
+    keep_SV = (rank_V < top_k_S[:, None]) & ((before_SV <= top_p_S[:, None]) | (top_p_S[:, None] >= 1))
+    return torch.where(torch.zeros_like(keep_SV).scatter(1, order_SV, keep_SV), probs_SV, 0.0)
