@@ -50,6 +50,6 @@ if ! has_torch; then
     fi
 fi
 echo "installing rlpipe and what it needs"
-$pip install -c "$pins" ${transformers:+-U "transformers$transformers"} -e ".${extras:+[$extras]}"
+$pip install -c "$pins" ${transformers:+-U "transformers$transformers"} -e ".[all${extras:+,$extras}]"
 echo "$inputs" >"$stamp"
 [ -n "$extras" ] || echo "installed; more: scripts/install.sh agents (openai, for preset agent), gguf (a model of a GGUF file), environments, cluster"

@@ -216,9 +216,9 @@ def test_the_newest_torch_is_asked_for_again_where_an_older_one_is_and_is_no_cud
     cpu = "https://download.pytorch.org/whl/cpu"
     assert asked[0] == [
         f"-U torch<2.16 --index-url {cpu}",
-        "-c .venv-newest/constraints.txt -U transformers<6 -e .[test]",
+        "-c .venv-newest/constraints.txt -U transformers<6 -e .[all,test]",
     ]
-    assert asked[1] == ["torch==2.13.0+cpu", "-c constraints.txt -e .[test]"]
+    assert asked[1] == ["torch==2.13.0+cpu", "-c constraints.txt -e .[all,test]"]
 
 
 def test_what_pyproject_promises_is_what_the_oldest_environment_has() -> None:

@@ -17,18 +17,22 @@ ROOM = "rlpipe.extras"
 
 
 class Extra(NamedTuple):
-    """The door of an extra. `name`: module:attribute. `install`: the optional dependencies that it
-    needs, as pip names them; empty: none."""
+    """The door of an extra. `name`: module:attribute. `packages`: what it needs and the core does
+    not; `install`: their name among the optional dependencies of rlpipe."""
 
     name: str
     install: str = ""
+    packages: tuple[str, ...] = ()
 
 
+VIEW = ("view", ("starlette", "uvicorn", "plotly"))
+QUERIES = ("queries", ("duckdb",))
+WHY = ("why", ("scipy",))
 COMMANDS = {
-    "view": Extra(f"{ROOM}.view.server:serve_view", "view"),
-    "sql": Extra(f"{ROOM}.queries.command:answer", "queries"),
-    "why": Extra(f"{ROOM}.why.command:explain", "why"),
-    "why --second": Extra(f"{ROOM}.why.command:compare_rewards", "why"),
+    "view": Extra(f"{ROOM}.view.server:serve_view", *VIEW),
+    "sql": Extra(f"{ROOM}.queries.command:answer", *QUERIES),
+    "why": Extra(f"{ROOM}.why.command:explain", *WHY),
+    "why --second": Extra(f"{ROOM}.why.command:compare_rewards", *WHY),
 }
 ENGINES = {  # SGLang is of the core
     "sglang": Extra("rlpipe.engines.sglang:SGLANG"),
@@ -46,16 +50,18 @@ def opened(extra: Extra, wanted: str) -> Any:
     """
     module, _, attribute = extra.name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        room = importlib.import_module(module)
+        for package in extra.packages:  # also of what it imports only later
+            importlib.import_module(package)
     except ModuleNotFoundError as error:
         missing = error.name or ""
+        if missing in extra.packages:
+            raise UserError(
+                f"{wanted}: needs the package {missing}, which is not installed; pip install 'rlpipe[{extra.install}]'"
+            ) from error
         if missing == ROOM or missing.startswith(f"{ROOM}."):
             raise UserError(
                 f"{wanted}: this installation of rlpipe has no {missing}; install the whole package"
             ) from error
-        if missing.partition(".")[0] in ("", "rlpipe", "flows", "tasks"):
-            raise
-        package = f"rlpipe[{extra.install}]" if extra.install else missing.partition(".")[0].replace("_", "-")
-        raise UserError(
-            f"{wanted}: needs the package {missing}, which is not installed; pip install '{package}'"
-        ) from error
+        raise
+    return getattr(room, attribute)
