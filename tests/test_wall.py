@@ -95,12 +95,13 @@ def test_the_core_is_imported_without_extras(bare: Path) -> None:
             ["sql", "select 1"],
             "rlpipe sql: this installation of rlpipe has no rlpipe.extras; install the whole package",
         ),
-        (["plan", "tiny"], "engines.kind='local': this installation of rlpipe has no rlpipe.extras; install"),
+        (["plan", "tiny"], "WARNING engines.kind='local': this installation of rlpipe has no rlpipe.extras; install"),
     ],
 )
 def test_a_command_of_an_extra_says_what_is_missing(bare: Path, arguments: list[str], message: str) -> None:
     code, text = said_by(bare, "-m", "flows.cli", *arguments)
-    assert code == 2 and message in text, text
+    assert message in text, text
+    assert code == (0 if "WARNING" in message else 2)  # a plan may be for another machine
 
 
 @pytest.mark.parametrize(("extra", "command"), [("view", ["view"]), ("queries", ["sql", "select 1"])])
