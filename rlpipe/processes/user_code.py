@@ -18,10 +18,12 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 from rlpipe.base.errors import UserError
+from rlpipe.base.futures import settle
 from rlpipe.base.values import JsonDict
 from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude, thread_ids, work_of
 
@@ -77,13 +79,7 @@ def _import(name: str) -> ModuleType:
         with _alarms(_idle_check(thread_ids() - {threading.get_native_id()})):
             return importlib.import_module(name)
     loaded: Future[ModuleType] = Future()
-
-    def load() -> None:
-        try:
-            loaded.set_result(importlib.import_module(name))
-        except BaseException as error:  # for the thread that waits
-            loaded.set_exception(error)
-
+    load = partial(settle, loaded, partial(importlib.import_module, name))
     thread = threading.Thread(target=load, daemon=True, name=f"import {name}")
     check = _idle_check(thread_ids())
     thread.start()

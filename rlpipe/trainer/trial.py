@@ -203,12 +203,11 @@ def rows_of(config: PretrainedConfig) -> str:
     """Says how the trainer will put sequences into rows, by a small model of the family; UserError
     when it will not train it at all."""
     try:
-        proof = prove(PolicyModel(small_model(small_config(config))), torch.device("cpu"))
-        assert proof.is_finite, "small numbers that do not go together"
-    except (
-        Exception
-    ) as error:  # a family's numbers go together in its own way; its weights are tried when they are loaded
-        return f"not tried ({error!r:.80})"
+        with user_code():  # a family's numbers go together in its own way
+            proof = prove(PolicyModel(small_model(small_config(config))), torch.device("cpu"))
+            assert proof.is_finite, "small numbers that do not go together"
+    except CodeRaised as error:  # its weights are tried when they are loaded
+        return f"not tried ({error.__cause__!r:.80})"
     return "packed" if proof.rows(config.model_type, "float32") >= Rows.PACKED else "one sequence a row"
 
 
