@@ -24,7 +24,6 @@ from typing import Any, BinaryIO, TypeVar
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.futures import settle
-from rlpipe.base.values import JsonDict
 from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude, thread_ids, work_of
 
 MESSAGE_CHARS_MAX = 1000
@@ -34,8 +33,8 @@ OWNER_POLL_S = 0.5
 ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns
 
 Record = Mapping[str, object]  # what JSON can carry
-# what the owner learns when it is ready, and what answers its requests
-Loaded = tuple[Record, Callable[[JsonDict], Record]]
+# what the owner learns when it is ready, and what answers its requests, which have the fields that their module says
+Loaded = tuple[Record, Callable[[Any], Record]]
 
 T = TypeVar("T")
 
@@ -150,7 +149,7 @@ def load_function(field: str, path: str) -> Callable[..., Any]:
     return function
 
 
-def serve(load: Callable[[JsonDict], Loaded]) -> None:
+def serve(load: Callable[[Any], Loaded]) -> None:
     """The life of a process that runs a user's code, until its stdin closes.
 
     `load` gets the owner's first request; UserError when the code cannot be loaded.
@@ -199,7 +198,7 @@ def end_with_owner() -> None:
     threading.Thread(target=watch, daemon=True, name="end-with-owner").start()
 
 
-def greeted(requests: BinaryIO, answers: BinaryIO, load: Callable[[JsonDict], tuple[Record, T]]) -> T | None:
+def greeted(requests: BinaryIO, answers: BinaryIO, load: Callable[[Any], tuple[Record, T]]) -> T | None:
     """Returns the object that `load` makes of the owner's first request, once the owner was told
     that it is ready; None, once the owner was told the error, when it cannot be loaded."""
     hello = json.loads(requests.readline())["request"]
