@@ -13,10 +13,10 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import TypedDict
 
 from rlpipe.agents.rollout import CallKey, Replies
 from rlpipe.base.errors import StoreError
-from rlpipe.base.values import JsonDict
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.store.artifacts import new_attempt
 from rlpipe.store.audit import CALLS
@@ -31,6 +31,16 @@ class _Line:
 
     text: str
     is_kept: bool = False
+
+
+class KeptCompletion(TypedDict):
+    """A completion in a line of the log."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    spans: list[tuple[int, int]]
+    engine: str
 
 
 class CallLog:
@@ -80,7 +90,7 @@ class CallLog:
                 self._waiting = [other for other in self._waiting if not (other.is_kept or other is line)]
 
 
-def _as_json(completion: Completion) -> JsonDict:
+def _as_json(completion: Completion) -> KeptCompletion:
     return {
         "tokens": completion.tokens.tolist(),
         "logprobs": completion.rollout_logprobs.tolist(),
