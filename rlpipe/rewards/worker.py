@@ -88,7 +88,7 @@ class ScoringRequest(TypedDict):
     items: list[Item]
 
 
-class ModelArguments(TypedDict):
+class RewardModelFields(TypedDict):
     """The arguments of `RewardModel`."""
 
     folder: str
@@ -111,7 +111,7 @@ class ModelHello(TypedDict):
 
     name: str
     weight: float
-    model: ModelArguments
+    model: RewardModelFields
 
 
 @final
@@ -160,7 +160,7 @@ def _naming(name: str) -> Iterator[None]:
         raise UserError(f"{name}: {cause_of(error, 'it is no model that loads')}") from error
 
 
-def _loaded_model(name: str, weight: float, model: ModelArguments) -> Loaded:
+def _loaded_model(name: str, weight: float, model: RewardModelFields) -> Loaded:
     with _naming(name):
         loaded = RewardModel(**model)
 
