@@ -38,7 +38,7 @@ def tell(run: str, event: Event, message: str, facts: Facts | None = None) -> No
 def tell_iteration(record: IterationRecord) -> None:
     """The iteration's commit, and that its reward fell, where it did."""
     facts: Facts = {"iteration": record.iteration, "weight_version": record.weight_version}
-    tell(record.run, "iteration.committed", iteration_line(record), {**facts, "metrics": record.metrics})
+    tell(record.run, "iteration.committed", iteration_line(record), facts | {"metrics": record.metrics})
     if message := fall(record.curve):
         message = f"{message}. What changed: rlpipe why {record.run} --at {record.iteration}"
         tell(record.run, "reward.fell", message, facts)

@@ -24,8 +24,8 @@ from rlpipe.environments.wire import (
     EnvironmentHello,
     EnvironmentReady,
     EnvironmentRefused,
+    PlayLine,
     PlayRequest,
-    SentRequest,
 )
 from rlpipe.processes.lines import LineReader, line_of
 from rlpipe.processes.pool import LATE_S, LOADS_MAX, POLL_S, START_TIMEOUT_S, has_ended, kill, spawned, wait_for_end
@@ -231,7 +231,7 @@ class EnvironmentProcess:
             call.sent_to = self.num_started
             call.deadline_s = asyncio.get_running_loop().time() + again_s + step_s
             self._in_flight[call.key] = call
-            sent: SentRequest = {"key": call.key, **request, "timeout_s": self.timeout_s, "step_s": step_s}
+            sent: PlayLine = {"key": call.key, **request, "timeout_s": self.timeout_s, "step_s": step_s}
             self._write(sent)
 
     def _write(self, message: Record) -> None:

@@ -50,7 +50,7 @@ class PlayRequest(TypedDict):
 
 
 @final
-class SentRequest(PlayRequest):
+class PlayLine(PlayRequest):
     """The line that asks it: the environment's key, and the seconds of each call and of the step."""
 
     key: int

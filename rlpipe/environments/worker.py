@@ -30,7 +30,7 @@ from rlpipe.environments.wire import (
     EnvironmentHello,
     EnvironmentReady,
     Played,
-    SentRequest,
+    PlayLine,
 )
 from rlpipe.processes.kernel import kill_descendants
 from rlpipe.processes.lines import LineReader, line_of
@@ -115,7 +115,7 @@ class Home:
         if not self._ended.done():
             self._ended.set_exception(error) if error else self._ended.set_result(None)
 
-    def _hear(self, message: SentRequest | Dropped) -> None:
+    def _hear(self, message: PlayLine | Dropped) -> None:
         if "drop" in message:
             if (call := self._calls.get(message["drop"])) is not None:
                 call.cancel()  # once it has ended, it is forgotten too
@@ -158,7 +158,7 @@ class Home:
         if not closing.cancelled() and (error := closing.exception()) is not None:
             print(f"rl.environment: close: {error}", flush=True)  # to the log: the rollout has its outcome
 
-    async def _answered(self, key: int, request: SentRequest) -> Played:
+    async def _answered(self, key: int, request: PlayLine) -> Played:
         loop, timeout_s = asyncio.get_running_loop(), request["timeout_s"]
         played: Played = {"start_messages": None, "step": None, "took_s": 0.0}
         if (prompt := request["prompt"]) is not None:
