@@ -10,14 +10,19 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
+from httpx import USE_CLIENT_DEFAULT
 from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from prefect.exceptions import PrefectException
 
 from rlpipe.store import patience
 from rlpipe.store.patience import Wait
+
+if TYPE_CHECKING:
+    from httpx._client import UseClientDefault
+    from httpx._types import AuthTypes
 
 WORK_S = 300.0
 RETRY_AFTER_MAX_S = 30.0
@@ -25,6 +30,20 @@ BESIDE = "APILogWorkerThread"  # sends what was logged, while nobody waits for i
 send_async, send_sync = PrefectHttpxAsyncClient._send_with_retry, PrefectHttpxSyncClient._send_with_retry
 _answered = threading.Event()
 Outcome = httpx.Response | httpx.TransportError
+Answer = TypeVar("Answer", covariant=True)
+
+
+class Send(Protocol[Answer]):
+    """httpx's own `send`, of a client that is awaited, or of one that is not."""
+
+    def __call__(
+        self,
+        request: httpx.Request,
+        *,
+        stream: bool = False,
+        auth: AuthTypes | UseClientDefault | None = USE_CLIENT_DEFAULT,
+        follow_redirects: bool | UseClientDefault = USE_CLIENT_DEFAULT,
+    ) -> Answer: ...
 
 
 class PrefectAway(PrefectException, RuntimeError):
@@ -77,17 +96,27 @@ async def _outcome(ask: Callable[[], Awaitable[httpx.Response]]) -> Outcome:
 async def send_patiently(
     self: PrefectHttpxAsyncClient,
     request: httpx.Request,
-    send: Callable[..., Awaitable[httpx.Response]],
-    send_args: tuple[Any, ...],
+    send: Send[Awaitable[httpx.Response]],
+    send_args: tuple[()],
     send_kwargs: dict[str, Any],
-    **retried: Any,
+    retry_codes: set[int],
+    retry_exceptions: tuple[type[Exception], ...],
 ) -> httpx.Response:
     """In place of Prefect's own tries: what is left of those is its way with CSRF tokens."""
     if threading.current_thread().name == BESIDE:
-        return await send_async(self, request, send, send_args, send_kwargs, **retried)
+        return await send_async(self, request, send, send_args, send_kwargs, retry_codes, retry_exceptions)
 
-    async def persist(request: httpx.Request, *args: Any, **named: Any) -> httpx.Response:
-        return await _persistently(request, lambda: send(request, *args, **named), asyncio.sleep)
+    async def persist(
+        request: httpx.Request,
+        *,
+        stream: bool = False,
+        auth: AuthTypes | UseClientDefault | None = USE_CLIENT_DEFAULT,
+        follow_redirects: bool | UseClientDefault = USE_CLIENT_DEFAULT,
+    ) -> httpx.Response:
+        def ask() -> Awaitable[httpx.Response]:
+            return send(request, stream=stream, auth=auth, follow_redirects=follow_redirects)
+
+        return await _persistently(request, ask, asyncio.sleep)
 
     return await send_async(self, request, persist, send_args, send_kwargs)
 
@@ -95,19 +124,26 @@ async def send_patiently(
 def send_patiently_here(
     self: PrefectHttpxSyncClient,
     request: httpx.Request,
-    send: Callable[..., httpx.Response],
-    send_args: tuple[Any, ...],
+    send: Send[httpx.Response],
+    send_args: tuple[()],
     send_kwargs: dict[str, Any],
-    **_retried: Any,
+    retry_codes: set[int],
+    retry_exceptions: tuple[type[Exception], ...],
 ) -> httpx.Response:
     """As `send_patiently`, of the client that nobody awaits."""
 
     async def pause(seconds: float) -> None:
         time.sleep(seconds)
 
-    def persist(request: httpx.Request, *args: Any, **named: Any) -> httpx.Response:
+    def persist(
+        request: httpx.Request,
+        *,
+        stream: bool = False,
+        auth: AuthTypes | UseClientDefault | None = USE_CLIENT_DEFAULT,
+        follow_redirects: bool | UseClientDefault = USE_CLIENT_DEFAULT,
+    ) -> httpx.Response:
         async def ask() -> httpx.Response:
-            return send(request, *args, **named)
+            return send(request, stream=stream, auth=auth, follow_redirects=follow_redirects)
 
         return _done(_persistently(request, ask, pause))
 

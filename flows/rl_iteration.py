@@ -134,7 +134,7 @@ async def import_batch(session: Session, iteration: int) -> Sampled:
         session, iteration=iteration, round_index=0, prompts=prompts.ref, rollouts=[rollouts.ref]
     )
     batch = await stages.filter_groups(
-        session, iteration=iteration, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True
+        session, iteration=iteration, round_index=0, prompts=[prompts.ref], scores=[scores.ref]
     )
     return Sampled(prompts, [scores], batch)
 
@@ -157,7 +157,6 @@ async def redo_batch(session: Session, iteration: int) -> Sampled:
         scores=[scored.ref for scored in scores],
         branches=shards_with_branches(session.config, [ref for stored in rounds for ref in stored.rollouts]),
         pass_rates=(await asyncio.to_thread(committed_before, session, iteration)).batch if curriculum else None,
-        last=True,
     )
     return Sampled(rounds[-1].prompts, scores, batch)
 

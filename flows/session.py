@@ -122,11 +122,10 @@ def _checked(config: PipelineConfig) -> None:
     """`preflight`, announced: services that wait for the run do so for as long as it takes, and until the run is held."""
     store, root = open_store(config.store), f"runs/{config.run}"
     announce(store, root)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(withdraw, store, root)
         preflight(config)
-    except BaseException:
-        withdraw(store, root)
-        raise
+        undo.pop_all()
 
 
 @contextlib.asynccontextmanager

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypedDict, Unpack
 from uuid import UUID
 
 import httpx
+from prefect import Task
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import Constant, FlowRunResult, Parameter, State, TaskRun, TaskRunResult
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
 from prefect.exceptions import ObjectNotFound
 
@@ -32,15 +34,45 @@ async def set_state(self: PrefectClient, flow_run_id: UUID | str, state: State[A
         return OrchestrationResult(state=state, status=SetStateStatus.ACCEPT, details=StateAcceptDetails())
 
 
-async def begin_inside(self: PrefectClient, task: Any, flow_run_id: UUID | None, *args: Any, **named: Any) -> Any:
+class TaskRunFields(TypedDict, total=False):
+    """What Prefect may say of a new task run, beside its task and its place in a flow run."""
+
+    id: UUID | None
+    name: str | None
+    extra_tags: Iterable[str] | None
+    state: State[Any] | None
+    task_inputs: dict[str, list[TaskRunResult | FlowRunResult | Parameter | Constant]] | None
+
+
+async def begin_inside(
+    self: PrefectClient,
+    task: Task[..., Any],
+    flow_run_id: UUID | None,
+    dynamic_key: str,
+    **fields: Unpack[TaskRunFields],
+) -> TaskRun:
     """The task run by which a flow run belongs to the one around it; to none where the row of that one is gone."""
+
+    async def begin(inside: UUID | None) -> TaskRun:
+        return await create_task_run(
+            self,
+            task,
+            inside,
+            dynamic_key,
+            id=fields.get("id"),
+            name=fields.get("name"),
+            extra_tags=fields.get("extra_tags"),
+            state=fields.get("state"),
+            task_inputs=fields.get("task_inputs"),
+        )
+
     try:
-        return await create_task_run(self, task, flow_run_id, *args, **named)
+        return await begin(flow_run_id)
     except httpx.HTTPStatusError as error:
         if error.response.status_code != CONFLICT or flow_run_id is None or await _is_there(self, flow_run_id):
             raise
         warn(str(flow_run_id))
-        return await create_task_run(self, task, None, *args, **named)
+        return await begin(None)
 
 
 async def _is_there(client: PrefectClient, flow_run_id: UUID) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, cast
+from typing import Any, Concatenate, ParamSpec
 
 from prefect import get_client, task
 from prefect.cache_policies import NO_CACHE
@@ -47,7 +47,6 @@ def _task(
     # train and reload_engines commit nothing, and are declared by no `@stage`
     function = getattr(stage, "function", stage)
     verb: str = getattr(stage, "verb", function.__name__)
-    called = cast(Callable[..., Awaitable[StageResult]], stage)  # Prefect gives the arguments that `run` was given
 
     @task(
         name=verb,
@@ -60,15 +59,17 @@ def _task(
         persist_result=False,
         cache_policy=NO_CACHE,
     )
-    async def timed(session: Session, **arguments: Any) -> StageResult | State[StageResult]:
+    async def timed(
+        session: Session, arguments: dict[str, Any], answer: Callable[[], Awaitable[StageResult]]
+    ) -> StageResult | State[StageResult]:
         with session.clock.during(verb, arguments.get("iteration")):
-            result = await called(session, **arguments)
+            result = await answer()
         return Completed(name="Cached", data=result) if result.cached else result
 
     async def run(session: Session, *none: P.args, **arguments: P.kwargs) -> StageResult:
         assert not none, "the arguments of a stage have names"
-        state: State[StageResult] = await timed(session, **arguments, return_state=True)  # pyright: ignore[reportAssignmentType]
-        return await state.aresult()
+        result = await timed(session, arguments, lambda: stage(session, *none, **arguments))
+        return await result.aresult() if isinstance(result, State) else result
 
     return run
 

@@ -103,9 +103,7 @@ async def test_an_iteration_is_scored_and_filtered_from_what_was_imported(tmp_pa
         rows = read_rows(session.run.store, scores.ref, "scores.parquet", SCORES)
         assert [told["completion"] for told in rows] == ["4 5", "4 5", "4 5", "4 6"]
         assert [told["reward"] for told in rows] == [0.0, 1.0, 2.0, 0.0]  # the first two were kept, the others computed
-        batch = await filter_groups(
-            session, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True
-        )
+        batch = await filter_groups(session, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref])
         assert (batch.metrics["rollout/staleness_mean"], batch.metrics["rollout/staleness_max"]) == (1.0, 2)
         assert verify(session.run)[1] == []
     finally:
@@ -129,7 +127,7 @@ async def test_a_plain_data_set_is_trained_on_as_it_is_and_that_is_said_once(
         prompts, shard = await imported(session, iteration)
         at = {"iteration": iteration, "round_index": 0}
         scores = await score(session, prompts=prompts.ref, rollouts=[shard.ref], **at)
-        batch = await filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], last=True, **at)
+        batch = await filter_groups(session, prompts=[prompts.ref], scores=[scores.ref], **at)
         told.append(batch.metrics)
     assert [metrics["rollout/num_trained"] for metrics in told] == [5, 4]
     assert told[1]["rollout/groups_dropped_too_few_rollouts"] == 1
@@ -167,16 +165,14 @@ async def test_too_few_groups_end_the_rounds_when_nothing_more_can_be_had(tmp_pa
     session = opened(tmp_path, path, *wants_more)
     prompts, shard = await imported(session, 0)
     scores = await score(session, iteration=0, round_index=0, prompts=prompts.ref, rollouts=[shard.ref])
-    batch = await filter_groups(
-        session, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True
-    )
+    batch = await filter_groups(session, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref])
     assert not batch.metrics["needs_more"]
     await session.close()
     failing = opened(tmp_path, path, *wants_more, "rl.on_too_few=fail", "run=c")
     prompts, shard = await imported(failing, 0)
     scores = await score(failing, iteration=0, round_index=0, prompts=prompts.ref, rollouts=[shard.ref])
     with pytest.raises(UserError, match=r"rl\.groups_min=9: only 2 groups"):
-        await filter_groups(failing, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref], last=True)
+        await filter_groups(failing, iteration=0, round_index=0, prompts=[prompts.ref], scores=[scores.ref])
     await failing.close()
 
 

@@ -121,7 +121,7 @@ async def test_a_run_that_is_fed_from_it_takes_what_waited_once(
             world.session, iteration=iteration, round_index=0, prompts=prompts.ref, rollouts=[rollouts.ref]
         )
         at = {"iteration": iteration, "round_index": 0, "prompts": [prompts.ref], "scores": [scores.ref]}
-        batch = await filter_groups(world.session, **at, last=True)
+        batch = await filter_groups(world.session, **at)
         assert batch.metrics["rollout/num_carried"] == 0
         seen += [
             tuple(row["completion_tokens"]) for row in world.rows(iteration, "batch/round-0", "batch.parquet", BATCH)

@@ -8,14 +8,71 @@ import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict, final
 
 from rlpipe.agents.chat import ChatRefused, ChatRequest, checked_body, json_text, read_request
 from rlpipe.agents.rollout import GivenReplies
-from rlpipe.base.values import JsonDict
+from rlpipe.records.prompt import Message
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+class AnthropicFault(TypedDict):
+    """The reason of a refusal, as Anthropic's clients read it."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(TypedDict):
+    """The body of a refusal."""
+
+    type: str
+    error: AnthropicFault
+
+
+class AnthropicUsage(TypedDict):
+    """The tokens of a call."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+@final
+class TextBlock(TypedDict):
+    """The text of a reply."""
+
+    type: Literal["text"]
+    text: str
+
+
+@final
+class ToolUseBlock(TypedDict):
+    """A tool call of a reply."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: object
+
+
+class AnthropicEnd(TypedDict):
+    """The end of a reply."""
+
+    stop_reason: str | None
+    stop_sequence: None
+
+
+class AnthropicMessage(AnthropicEnd):
+    """A reply."""
+
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[TextBlock | ToolUseBlock]
+    usage: AnthropicUsage
 
 
 @dataclass(frozen=True)
@@ -47,10 +104,10 @@ class AnthropicWire:
         same = {name: body[name] for name in ("model", "max_tokens", "stream") if name in body}
         return read_request({**same, "messages": system + messages, "tools": tools, "tool_choice": choice})
 
-    def error(self, refused: ChatRefused) -> JsonDict:
+    def error(self, refused: ChatRefused) -> AnthropicError:
         return {"type": "error", "error": {"type": KINDS.get(refused.status, "api_error"), "message": str(refused)}}
 
-    def whole(self, call: ChatRequest, answer: GivenReplies) -> JsonDict:
+    def whole(self, call: ChatRequest, answer: GivenReplies) -> AnthropicMessage:
         return {**self._empty(call, answer), "content": _blocks(answer), **_end(answer), "usage": _usage(answer)}
 
     def events(self, call: ChatRequest, answer: GivenReplies) -> Iterator[str]:
@@ -67,18 +124,20 @@ class AnthropicWire:
         yield _event("message_delta", delta=_end(answer), usage=_usage(answer))
         yield _event("message_stop")
 
-    def _empty(self, call: ChatRequest, answer: GivenReplies) -> JsonDict:
-        head = {
+    def _empty(self, call: ChatRequest, answer: GivenReplies) -> AnthropicMessage:
+        return {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
             "model": call.model,
             "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**_usage(answer), "output_tokens": 0},
         }
-        return {**head, "stop_reason": None, "stop_sequence": None, "usage": {**_usage(answer), "output_tokens": 0}}
 
 
-def _turned(message: Any) -> list[JsonDict]:
+def _turned(message: Any) -> list[Message]:
     """A message as chat completions have it: the results of tools are messages of their own, before
     what the user says with them.
     """
@@ -103,23 +162,24 @@ def _turned(message: Any) -> list[JsonDict]:
     return results + said
 
 
-def _blocks(answer: GivenReplies) -> list[JsonDict]:
+def _blocks(answer: GivenReplies) -> list[TextBlock | ToolUseBlock]:
     message = answer.nodes[0].messages[-1]
-    text = [{"type": "text", "text": message["content"]}] if message["content"] else []
-    calls = message.get("tool_calls", [])
-    return text + [
-        {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": call["function"]["arguments"]}
-        for call in calls
-    ]
+    blocks: list[TextBlock | ToolUseBlock] = []
+    if message["content"]:
+        blocks.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", []):
+        function = call["function"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]})
+    return blocks
 
 
-def _end(answer: GivenReplies) -> JsonDict:
+def _end(answer: GivenReplies) -> AnthropicEnd:
     reason = answer.sampled[0].finish_reason
     calls = reason == "stop" and answer.nodes[0].messages[-1].get("tool_calls")
     return {"stop_reason": "tool_use" if calls else STOP_REASONS[reason], "stop_sequence": None}
 
 
-def _usage(answer: GivenReplies) -> JsonDict:
+def _usage(answer: GivenReplies) -> AnthropicUsage:
     return {"input_tokens": answer.num_context_tokens, "output_tokens": answer.num_sampled_tokens}
 
 

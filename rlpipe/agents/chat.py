@@ -20,7 +20,7 @@ from typing import Any
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
 from rlpipe.records import messages as reading
-from rlpipe.records.prompt import Message, Messages, is_text
+from rlpipe.records.prompt import CalledFunction, Message, Messages, Tool, ToolCall, is_text
 
 MODEL = "policy"
 CHOICES_MAX = 128
@@ -47,7 +47,7 @@ class ChatRequest:
 
     model: str
     messages: Messages
-    tools: list[JsonDict]
+    tools: list[Tool]
     calls_tools: bool  # whether tool calls in the completion are taken for such
     num_choices: int
     tokens_max: int | None
@@ -119,7 +119,7 @@ def assistant_message(text: str, request: ChatRequest, new_id: Callable[[int], s
     """The assistant's message of a completion, in the one form. Text that is no call of a tool of
     the request stays text."""
     names = [tool["function"]["name"] for tool in request.tools] if request.calls_tools else []
-    calls: list[JsonDict] = []
+    calls: list[ToolCall] = []
     for number, written in enumerate(_written_calls(text) if names else ()):
         call = reading.parsed_json(written)
         if (
@@ -129,14 +129,14 @@ def assistant_message(text: str, request: ChatRequest, new_id: Callable[[int], s
         ):
             calls = []
             break
-        function = {"name": call["name"], "arguments": call.get("arguments", {})}
+        function: CalledFunction = {"name": call["name"], "arguments": call.get("arguments", {})}
         calls.append({"id": new_id(number), "type": "function", "function": function})
     if not calls:
         return {"role": "assistant", "content": text}
     return {"role": "assistant", "content": text[: text.index("<tool_call>")].strip(), "tool_calls": calls}
 
 
-def on_the_wire(message: Message) -> JsonDict:
+def on_the_wire(message: Message) -> Message:
     """An assistant's message as OpenAI's clients read it: arguments are text, no content is null."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json_text(call["function"]["arguments"])}}
@@ -163,10 +163,10 @@ def as_text(message: Message) -> Message:
     }
 
 
-def _own_call(call: JsonDict) -> JsonDict:
+def _own_call(call: ToolCall) -> ToolCall:
     """A call with nothing but what the one form has."""
     function = call["function"]
-    named = {"name": function["name"], "arguments": function["arguments"]}
+    named: CalledFunction = {"name": function["name"], "arguments": function["arguments"]}
     return {"id": str(call.get("id", "")), "type": "function", "function": named}
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 
 from rlpipe.agents.chat import ChatRequest, as_text
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
-from rlpipe.records.prompt import Message, Messages
+from rlpipe.records.prompt import Message, Messages, Tool
 from rlpipe.records.rollout import CUT_SHORT
 
 
@@ -39,7 +38,7 @@ class Node:
 
     parent: Node | None
     messages: Messages  # of the conversation, the reply last
-    tools: list[JsonDict]
+    tools: list[Tool]
     prompt_tokens: list[int]
     completion: Completion  # of the whole branch so far: it ends with what was sampled for this reply
     policy_mask: bytes

@@ -13,10 +13,10 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import TypedDict
 
 from rlpipe.agents.rollout import CallKey, Replies
 from rlpipe.base.errors import StoreError
-from rlpipe.base.values import JsonDict
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.store.artifacts import new_attempt
 from rlpipe.store.audit import CALLS
@@ -31,6 +31,16 @@ class _Line:
 
     text: str
     is_kept: bool = False
+
+
+class KeptCompletion(TypedDict):
+    """A completion in a line of the log."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    spans: list[tuple[int, int]]
+    engine: str
 
 
 class CallLog:
@@ -70,18 +80,17 @@ class CallLog:
         async with self._writing:
             if line.is_kept:  # who had the lock before has written it too
                 return
-            lines, self._waiting = self._waiting, []
+            lines = [*self._waiting]
             key, self._num_files = f"{self._folder}/{self._attempt}/{self._num_files:06d}.jsonl", self._num_files + 1
             try:
                 await asyncio.to_thread(self._store.put, key, "".join(f"{line.text}\n" for line in lines).encode())
-            except BaseException:
-                self._waiting = [other for other in lines if other is not line] + self._waiting
-                raise
-            for written in lines:
-                written.is_kept = True
+                for written in lines:
+                    written.is_kept = True
+            finally:  # what was not written waits for the next call, but for the line of this one
+                self._waiting = [other for other in self._waiting if not (other.is_kept or other is line)]
 
 
-def _as_json(completion: Completion) -> JsonDict:
+def _as_json(completion: Completion) -> KeptCompletion:
     return {
         "tokens": completion.tokens.tolist(),
         "logprobs": completion.rollout_logprobs.tolist(),

@@ -7,16 +7,80 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from rlpipe.agents.chat import ChatRefused, ChatRequest, json_text, on_the_wire, read_request
 from rlpipe.agents.rollout import GivenReplies
-from rlpipe.base.values import JsonDict
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
 from rlpipe.records.prompt import Message
 
 UNKNOWN = -9999.0  # the logprob where there is no number, as OpenAI gives it
+
+
+class OpenAiFault(TypedDict):
+    """The reason of a refusal, as OpenAI's clients read it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAiError(TypedDict):
+    """The body of a refusal."""
+
+    error: OpenAiFault
+
+
+class OpenAiUsage(TypedDict):
+    """The tokens of a call."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenLogprob(TypedDict):
+    """A sampled token. `bytes`: its own, which may be no text by themselves."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[object]
+
+
+class OpenAiLogprobs(TypedDict):
+    """The logprobs of a choice."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class OpenAiChoice(TypedDict):
+    """A choice, whole (`message`) or on its way (`delta`)."""
+
+    index: int
+    message: NotRequired[Message]
+    delta: NotRequired[Message]
+    finish_reason: str | None
+    logprobs: OpenAiLogprobs | None
+
+
+class OpenAiHead(TypedDict):
+    """The fields that a chat completion begins with, and every chunk of it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+class ChatCompletion(OpenAiHead):
+    """A chat completion, or a chunk of one."""
+
+    choices: list[OpenAiChoice]
+    usage: NotRequired[OpenAiUsage]
 
 
 @dataclass(frozen=True)
@@ -28,12 +92,12 @@ class OpenAiWire:
     def read(self, body: Any) -> ChatRequest:
         return read_request(body)
 
-    def error(self, refused: ChatRefused) -> JsonDict:
+    def error(self, refused: ChatRefused) -> OpenAiError:
         kind = "invalid_request_error" if refused.status < 500 else "server_error"
         return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
-    def whole(self, call: ChatRequest, answer: GivenReplies) -> JsonDict:
-        choices = [
+    def whole(self, call: ChatRequest, answer: GivenReplies) -> ChatCompletion:
+        choices: list[OpenAiChoice] = [
             {
                 "index": index,
                 "message": on_the_wire(node.messages[-1]),
@@ -56,18 +120,18 @@ class OpenAiWire:
                 (said, None, self._logprobs(call, sampled)),
                 ({}, _finish_reason(sampled, message), None),
             ):
-                choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+                choice: OpenAiChoice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
                 yield _event({**head, "choices": [choice]})
         if call.with_usage:
             yield _event({**head, "choices": [], "usage": _usage(answer)})
         yield "data: [DONE]\n\n"
 
-    def _logprobs(self, call: ChatRequest, sampled: Completion) -> JsonDict | None:
+    def _logprobs(self, call: ChatRequest, sampled: Completion) -> OpenAiLogprobs | None:
         """The logprobs of the sampled tokens; nothing else is known of the distribution."""
         if not call.with_logprobs:
             return None
         pieces = self.tokenizer.token_bytes(sampled.tokens)
-        content: list[Any] = [
+        content: list[TokenLogprob] = [
             {
                 "token": piece.decode(errors="replace"),
                 "logprob": logprob if math.isfinite(logprob) else UNKNOWN,
@@ -79,7 +143,7 @@ class OpenAiWire:
         return {"content": content, "refusal": None}
 
 
-def _head(call: ChatRequest, kind: str) -> JsonDict:
+def _head(call: ChatRequest, kind: str) -> OpenAiHead:
     return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": call.model}
 
 
@@ -87,10 +151,10 @@ def _finish_reason(sampled: Completion, message: Message) -> str:
     return "tool_calls" if sampled.finish_reason == "stop" and message.get("tool_calls") else sampled.finish_reason
 
 
-def _usage(answer: GivenReplies) -> JsonDict:
+def _usage(answer: GivenReplies) -> OpenAiUsage:
     context, num_sampled = answer.num_context_tokens, answer.num_sampled_tokens
     return {"prompt_tokens": context, "completion_tokens": num_sampled, "total_tokens": context + num_sampled}
 
 
-def _event(body: JsonDict) -> str:
+def _event(body: ChatCompletion) -> str:
     return f"data: {json_text(body)}\n\n"

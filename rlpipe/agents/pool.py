@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rlpipe.agents.endpoint import AgentEndpoint, Door
 from rlpipe.agents.rollout import AgentRollout
-from rlpipe.base.values import JsonDict
+from rlpipe.agents.worker import AgentAnswer, AgentRequest
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded, code_environment
@@ -77,11 +77,12 @@ class Agents:
             self._idle.put_nowait(child)
         raise AgentFault("agent_crash", f"it was killed {TRIES_MAX} times ({', '.join(signals)})")
 
-    def _ask(self, child: Child, prompt: RewardPrompt, door: Door) -> JsonDict:
+    def _ask(self, child: Child, prompt: RewardPrompt, door: Door) -> AgentAnswer:
         """In the child's thread: what it answers."""
         child.start()
         try:
-            return child.ask({"prompt": prompt, **vars(door)}, self._rl.agent_timeout_s)
+            request: AgentRequest = {"prompt": prompt, "base_url": door.base_url, "api_key": door.api_key}
+            return child.ask(request, self._rl.agent_timeout_s)
         except ProcessEnded as error:
             return {"signal": str(error)}
         except TimeoutError:

@@ -21,13 +21,13 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, final
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict
 from rlpipe.environments.protocol import Step, checked_step
 from rlpipe.processes.kernel import kill_descendants, seclude
 from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, Loaded, load_function, serve, user_code
+from rlpipe.records.prompt import RewardPrompt
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 SCRIPTS = (".py", ".sh", ".js", ".ts")
@@ -37,7 +37,47 @@ CHUNK_BYTES, REST_BYTES_MAX = 1 << 16, 4 << 20  # what is read at a time, and af
 END_POLL_S = 0.05
 
 
-def load(hello: JsonDict) -> Loaded:
+class AgentHello(TypedDict):
+    """The first request: the agent, a command or the path of a function."""
+
+    agent: str
+
+
+class AgentRequest(TypedDict):
+    """One rollout to play: its prompt, and the door of the endpoint that is open for it."""
+
+    prompt: RewardPrompt
+    base_url: str
+    api_key: str
+
+
+@final
+class AgentEnd(TypedDict):
+    """The outcome that an agent gave at its end; reward null where it gave none."""
+
+    reward: float | None
+    metrics: dict[str, float]
+
+
+@final
+class AgentFailure(TypedDict):
+    """The fault of an agent: the reason, as AgentFault has it, and what a person reads."""
+
+    reason: str
+    message: str
+
+
+@final
+class AgentKilled(TypedDict):
+    """The end of an agent that somebody killed."""
+
+    signal: str
+
+
+AgentAnswer = AgentEnd | AgentFailure | AgentKilled
+
+
+def load(hello: AgentHello) -> Loaded:
     """Returns the function that runs the agent; UserError when there is none."""
     agent = hello["agent"]
     if FUNCTION.fullmatch(agent):
@@ -67,7 +107,7 @@ def command_of(agent: str) -> list[str]:
     return [program, *words[1:]]
 
 
-def run(argv: list[str], request: JsonDict) -> JsonDict:
+def run(argv: list[str], request: AgentRequest) -> AgentAnswer:
     """Runs the command for one rollout: it reads the prompt as JSON, and finds URL and key where
     OpenAI's clients look for them.
     """
@@ -131,7 +171,7 @@ def _last_words(process: subprocess.Popen[bytes], given: bytes) -> tuple[str, st
     return output, errors
 
 
-def call(function: Callable[..., Any], request: JsonDict) -> JsonDict:
+def call(function: Callable[..., Any], request: AgentRequest) -> AgentAnswer:
     """Calls the function for one rollout, awaiting what it returns."""
     os.environ.update(_settings(request))  # where clients look for them
     try:
@@ -145,7 +185,7 @@ def call(function: Callable[..., Any], request: JsonDict) -> JsonDict:
     return outcome_of(said)
 
 
-def outcome_of(said: Any) -> JsonDict:
+def outcome_of(said: Any) -> AgentEnd | AgentFailure:
     """The outcome that an agent gives at its end: {"reward", "metrics"}, reward null where it gives
     none; or the fault agent_invalid."""
     said = said if isinstance(said, dict) else {}
@@ -171,7 +211,7 @@ def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def _settings(request: JsonDict) -> dict[str, str]:
+def _settings(request: AgentRequest) -> dict[str, str]:
     base_url, key = request["base_url"], request["api_key"]
     return {
         "OPENAI_BASE_URL": base_url,

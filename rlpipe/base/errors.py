@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlpipe.base.printable import printable
 
 
-class _Said:
-    """An error whose message people read."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
+def _said(args: tuple[object, ...]) -> list[object]:
+    """The arguments of an error whose message people read."""
+    return [printable(arg) if isinstance(arg, str) else arg for arg in args]
 
 
-class UserError(_Said, ValueError):
+class UserError(ValueError):
     """Bad input: the message names the field, file or row, its value and the fix. Exit code 2."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*_said(args))
 
-class StoreError(_Said, RuntimeError):
+
+class StoreError(RuntimeError):
     """The store refuses or contradicts itself (wrong hash, missing file, no access); the message
     names the file.
     """
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*_said(args))
 
-class EngineError(_Said, RuntimeError):
+
+class EngineError(RuntimeError):
     """No engine could answer within its bounds."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*_said(args))
 
-class TrainerError(_Said, RuntimeError):
+
+class TrainerError(RuntimeError):
     """The trainer gang could not do its job within its bounds."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*_said(args))
 
-class RunWaits(_Said, Exception):
+
+class RunWaits(Exception):
     """The run was given back and goes on later: no failure."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*_said(args))
 
 
 class StepRefused(TrainerError):

@@ -16,14 +16,13 @@ from typing import Any, Literal
 from tokenizers import Tokenizer
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict
 from rlpipe.data.encoding import Encoder, Span, any_of
 from rlpipe.data.template import ChatTemplate
 from rlpipe.data.token_bytes import TokenBytes
 from rlpipe.data.tokenizer_files import folder_template, read_tokenizer, special_texts
 from rlpipe.data.turn_in_place import turn_in_place
 from rlpipe.records.messages import content_text
-from rlpipe.records.prompt import Message, Messages
+from rlpipe.records.prompt import Message, Messages, Tool
 
 ControlTokens = Literal["text", "as_written"]
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -207,7 +206,7 @@ class ChatTokenizer:
             return []
         return self._template.spans_from_outside(self._controls, messages, text, add_generation_prompt)
 
-    def with_tools(self, tools: list[JsonDict]) -> ChatTokenizer:
+    def with_tools(self, tools: list[Tool]) -> ChatTokenizer:
         """The same tokenizer, whose template gets these tools."""
         other = copy.copy(self)
         other._template = self._template.with_tools(tools)

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.records.prompt import Messages, Prompt, Talk
+from rlpipe.records.prompt import Messages, Prompt, Talk, Tool
 from rlpipe.records.rollout import Conversation
 
 logger = logging.getLogger(__name__)
@@ -27,9 +26,7 @@ def encode_talk(tokenizer: ChatTokenizer, talk: Talk) -> tuple[list[int], list[i
         raise UserError(f"{talk.where}: {error}") from error
 
 
-def encode_asked(
-    tokenizer: ChatTokenizer, prompt_id: str, messages: Messages, tools: list[JsonDict] | None
-) -> list[int]:
+def encode_asked(tokenizer: ChatTokenizer, prompt_id: str, messages: Messages, tools: list[Tool] | None) -> list[int]:
     """Tokens of what a prompt asks, as `encode_prompt`; UserError that names the prompt."""
     try:
         tokenizer = tokenizer.with_tools(tools) if tools else tokenizer

@@ -19,10 +19,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict, plain_json
+from rlpipe.base.values import plain_json
 from rlpipe.data.files import Row, file_rows, first_cause, names_files
 from rlpipe.data.links import check_links
 from rlpipe.processes.launch import PARENT_VARIABLE, die_with_parent
@@ -165,7 +165,7 @@ def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
     """
     field = f"data.{data.name}.source={data.source}"
     args = json.loads(json.dumps(data.args, default=str))  # as the run's own record has them
-    hello = {
+    hello: RowsHello = {
         "call": FunctionCall(data.name, data.source, args, seed, data.rows_max, data.answer_field, _text_columns(data)),
         "path": sys.path,
     }
@@ -191,14 +191,21 @@ def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
         children.close()
 
 
-def load(hello: JsonDict) -> Loaded:
+class RowsHello(TypedDict):
+    """The first request: the fields of a FunctionCall, and where the process looks for modules."""
+
+    call: FunctionCall
+    path: list[str]
+
+
+def load(hello: RowsHello) -> Loaded:
     """In the function's process: what answers with its next rows, each as a line of JSON."""
     sys.path[:] = hello["path"]
     call = FunctionCall(*hello["call"])
     function = load_function(f"data.{call.name}.source", call.source)
     rows = _lines(function, _arguments(function, call), call)
 
-    def answer(request: JsonDict) -> Record:
+    def answer(_request: Record) -> Record:
         lines: list[str] = []
         ends_s = time.monotonic() + BATCH_S
         try:

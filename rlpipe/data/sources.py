@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.seeds import data_seed, fraction
-from rlpipe.base.values import JsonDict, plain_json
+from rlpipe.base.values import plain_json
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.sections import DataConfig
 from rlpipe.data.rows import GENERATOR, Row, read_rows
 from rlpipe.records.messages import content_text, read_message, read_tools, without_nulls
-from rlpipe.records.prompt import Messages, Prompt, Talk, is_text
+from rlpipe.records.prompt import Message, Messages, Prompt, Talk, Tool, is_text
 
 log = logging.getLogger(__name__)
 Entry = TypeVar("Entry", Prompt, Talk)
@@ -232,7 +232,7 @@ def _own_calls(message: Any) -> Any:
     return {**message, "tool_calls": without_nulls(message["tool_calls"])}
 
 
-def _check_turn(message: JsonDict, where: str) -> None:
+def _check_turn(message: Message, where: str) -> None:
     """UserError for a message that says nothing and calls nothing, or whose calls have arguments
     that are no object.
     """
@@ -251,7 +251,7 @@ def _check_turn(message: JsonDict, where: str) -> None:
             )
 
 
-def _tools(row: Row) -> list[JsonDict]:
+def _tools(row: Row) -> list[Tool]:
     """The tools of a row, for the chat template."""
     value = row.values.get(TOOLS)
     return read_tools(without_nulls(value) if row.is_arrow else value, f"{row.where}: {TOOLS!r}")

@@ -23,7 +23,7 @@ from rlpipe.base.values import JsonDict
 from rlpipe.data.encoding import Span
 from rlpipe.data.template_text import with_defaults
 from rlpipe.data.tool_calls import TRIED_TOOLS, ArgumentForm, argument_form, marked_calls, with_text_arguments
-from rlpipe.records.prompt import Message, Messages
+from rlpipe.records.prompt import Message, Messages, Tool
 
 # what a template's expressions may raise
 FAULTS = (
@@ -129,7 +129,7 @@ class ChatTemplate:
                 " Kimi's, needs ids like 'functions.NAME:0')"
             )
 
-    def with_tools(self, tools: list[JsonDict]) -> ChatTemplate:
+    def with_tools(self, tools: list[Tool]) -> ChatTemplate:
         """The same template with these tools, as JSON schemas."""
         known = self.argument_form  # before it is copied: it is tried once for all tools
         other = copy.copy(self)

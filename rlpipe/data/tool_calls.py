@@ -8,20 +8,19 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict
-from rlpipe.records.prompt import Message, Messages
+from rlpipe.records.prompt import Message, Messages, Tool, ToolCall
 
 # as an object (most templates), as JSON text (DeepSeek's), or calls are not written at all
 ArgumentForm = Literal["object", "text", "none"]
 ASKED: Message = {"role": "user", "content": "ask"}
-TRIED_TOOLS: list[JsonDict] = [  # some templates write calls only where there are tools
+TRIED_TOOLS: list[Tool] = [  # some templates write calls only where there are tools
     {
         "type": "function",
         "function": {"name": "try", "description": "try", "parameters": {"type": "object", "properties": {}}},
     }
 ]
 TRIED_IDS = ("123456789", "functions.{name}:0")  # Mistral's have nine characters, Kimi's have the name
-SAID_NOTHING: tuple[JsonDict, ...] = ({"content": ""}, {})
+SAID_NOTHING: tuple[Message, ...] = ({"content": ""}, {})
 
 
 class MarkedCall(NamedTuple):
@@ -55,7 +54,7 @@ def argument_form(render: Callable[[Messages], str]) -> ArgumentForm:
     return "none"
 
 
-def calls_of(messages: Messages) -> Iterator[tuple[int, int, JsonDict]]:
+def calls_of(messages: Messages) -> Iterator[tuple[int, int, ToolCall]]:
     """(number of the message, number of the call in it, call) of every tool call, counted from 1."""
     for index, message in enumerate(messages, start=1):
         for number, call in enumerate(message.get("tool_calls", []), start=1):
@@ -65,7 +64,7 @@ def calls_of(messages: Messages) -> Iterator[tuple[int, int, JsonDict]]:
 def with_text_arguments(messages: Messages) -> Messages:
     """The messages with the arguments of tool calls as JSON text."""
 
-    def turned(call: JsonDict) -> JsonDict:
+    def turned(call: ToolCall) -> ToolCall:
         function, arguments = call["function"], call["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         return {**call, "function": {**function, "arguments": text}}
@@ -81,15 +80,17 @@ def marked_calls(messages: Messages) -> tuple[Messages, list[MarkedCall]]:
     ]
     rest = iter(marks)
 
-    def turned(call: JsonDict) -> JsonDict:
+    def turned(call: ToolCall) -> ToolCall:
         mark, function = next(rest), call["function"]
-        known = {"id": str(call["id"]).replace(function["name"], mark.name)} if "id" in call else {}
-        return {**call, **known, "function": {**function, "name": mark.name, "arguments": {mark.key: mark.value}}}
+        marked: ToolCall = {**call, "function": {**function, "name": mark.name, "arguments": {mark.key: mark.value}}}
+        if "id" in call:
+            marked["id"] = str(call["id"]).replace(function["name"], mark.name)
+        return marked
 
     return _with_calls(messages, turned), marks
 
 
-def _with_calls(messages: Messages, turned: Callable[[JsonDict], JsonDict]) -> Messages:
+def _with_calls(messages: Messages, turned: Callable[[ToolCall], ToolCall]) -> Messages:
     return [
         {**message, "tool_calls": [turned(call) for call in message["tool_calls"]]}
         if "tool_calls" in message

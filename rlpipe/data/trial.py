@@ -12,22 +12,47 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict
 from rlpipe.config.model import ModelConfig
-from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.chat import ChatTokenizer, ControlTokens
 from rlpipe.data.conversations import encode_asked, encode_talk
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
 from rlpipe.processes.user_code import CodeRaised, Loaded, Record, cause_of, serve, user_code
-from rlpipe.records.prompt import Messages, Prompt, Talk
+from rlpipe.records.prompt import Messages, Prompt, Talk, Tool
 
 MEMORY_BYTES = 4 << 30  # of the process: far more than any tokenizer takes
 BATCH, BATCH_TIMEOUT_S = 64, 60.0
 # a template that never ends mostly does so with any prompt: it need not cost the time of a batch
 Row = TypeVar("Row")
 FIRST, FIRST_TIMEOUT_S = [{"role": "user", "content": "hi"}], 5.0
+
+
+class TrialHello(TypedDict):
+    """The first request: the folder of a tokenizer, and how its template is used."""
+
+    folder: str
+    chat_template: str
+    variables: dict[str, Any]
+    control_tokens: ControlTokens
+
+
+class TrialRequest(TypedDict, total=False):
+    """The texts to try, of one kind."""
+
+    first: Messages
+    prompts: list[tuple[str, Messages, list[Tool] | None]]
+    conversations: list[Talk]
+    said: list[str]
+    continuations: list[Messages]
+
+
+class TrialAnswer(TypedDict):
+    """The texts that rewards get of `said`, and the tokens of each conversation and prompt."""
+
+    heard: list[str]
+    lengths: list[int]
 
 
 class TokenizerTrial:
@@ -38,7 +63,7 @@ class TokenizerTrial:
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._where = "model.chat_template" if model.chat_template else f"model.path={folder}: its chat template"
-        hello = {
+        hello: TrialHello = {
             "folder": str(folder),
             "chat_template": model.chat_template,
             "variables": model.chat_template_args,
@@ -85,10 +110,10 @@ class TokenizerTrial:
         """The template lets a conversation go on with these, each by itself."""
         self._ask({"continuations": list(messages)})
 
-    def _ask(self, request: Record, timeout_s: float | None = None) -> JsonDict:
+    def _ask(self, request: TrialRequest, timeout_s: float | None = None) -> TrialAnswer:
         timeout_s = timeout_s or BATCH_TIMEOUT_S
 
-        def asked(child: Child) -> JsonDict:
+        def asked(child: Child) -> Any:
             return child.ask(request, timeout_s)
 
         try:
@@ -111,7 +136,7 @@ def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield part
 
 
-def load(hello: JsonDict) -> Loaded:
+def load(hello: TrialHello) -> Loaded:
     """In the process: the tokenizer, within bounds."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     where = f"model.path={hello['folder']}"
@@ -124,7 +149,7 @@ def load(hello: JsonDict) -> Loaded:
         message = cause_of(error, "its tokenizer does not load")
         raise UserError(message if hello["folder"] in message else f"{where}: {message}") from error
 
-    def answer(request: JsonDict) -> Record:
+    def answer(request: TrialRequest) -> Record:
         try:
             with user_code():
                 return _answer(tokenizer, request)
@@ -136,7 +161,7 @@ def load(hello: JsonDict) -> Loaded:
     return {"vocab_size": tokenizer.vocab_size, "knows_tools": tokenizer.knows_tools}, answer
 
 
-def _answer(tokenizer: ChatTokenizer, request: JsonDict) -> Record:
+def _answer(tokenizer: ChatTokenizer, request: TrialRequest) -> TrialAnswer:
     if "first" in request:
         with suppress(UserError):  # of a template for other conversations
             tokenizer.encode_prompt(request["first"])

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 
@@ -19,12 +19,12 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
 from rlpipe.environments.process import EnvironmentCall, EnvironmentFault, EnvironmentProcess
 from rlpipe.environments.protocol import Message, Step
+from rlpipe.environments.wire import EnvironmentHello, History, PlayRequest
 from rlpipe.processes.pool import Child, ChildPool, code_environment
 from rlpipe.records.prompt import RewardPrompt
 
 log = logging.getLogger(__name__)
 LOSSES_MAX = 64  # processes lost in a row, nothing answered between, after which an environment counts as broken
-History = Sequence[tuple[str, list[Message]]]  # completions, and what they were answered with
 NAMED = {"calculator": "rlpipe.environments.calculator:Calculator"}
 
 
@@ -129,7 +129,7 @@ class RemoteEnvironment:
         self.start_messages = answer["start_messages"] or self.start_messages
         return Step(**answer["step"]) if answer["step"] else None
 
-    def _request(self, completion: str | None, number: int) -> JsonDict:
+    def _request(self, completion: str | None, number: int) -> PlayRequest:
         """The request to the process of this number. One that does not hold the environment gets
         all that it needs to make it."""
         is_new = self._lives_in != number
@@ -157,7 +157,7 @@ def _field(name: str) -> str:
     return f"rl.environment={name!r}"
 
 
-def _hello(name: str, args: JsonDict) -> JsonDict:
+def _hello(name: str, args: JsonDict) -> EnvironmentHello:
     """The request that tells a process to load an environment; UserError for a name that is neither
     known nor a path."""
     path = NAMED.get(name, name)

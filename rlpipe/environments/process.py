@@ -16,12 +16,21 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rlpipe.base.errors import EngineError, UserError
-from rlpipe.base.values import JsonDict
+from rlpipe.environments.wire import (
+    Answer,
+    EnvironmentHello,
+    EnvironmentReady,
+    EnvironmentRefused,
+    PlayLine,
+    PlayRequest,
+)
 from rlpipe.processes.lines import LineReader, line_of
 from rlpipe.processes.pool import LATE_S, LOADS_MAX, POLL_S, START_TIMEOUT_S, has_ended, kill, spawned, wait_for_end
 from rlpipe.processes.printed import Printed
+from rlpipe.processes.user_code import Record
 
 log = logging.getLogger(__name__)
 TRIES_MAX = 2  # of a call whose process died while it was alone in it
@@ -47,11 +56,11 @@ class EnvironmentCall:
     `request` makes it when it is sent, for the process of that number. `left_s`: for its new step.
     """
 
-    def __init__(self, key: int, request: Callable[[int], JsonDict], left_s: float = math.inf) -> None:
+    def __init__(self, key: int, request: Callable[[int], PlayRequest], left_s: float = math.inf) -> None:
         self.key = key
         self.request = request
         self.left_s = left_s
-        self.answer: asyncio.Future[JsonDict] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.sent_to = 0  # the number of the process
         self.deadline_s = 0.0
         self.num_losses = 0
@@ -71,7 +80,7 @@ class EnvironmentProcess:
     def __init__(
         self,
         field: str,
-        hello: JsonDict,
+        hello: EnvironmentHello,
         timeout_s: float,
         on_loss: Callable[[str], None],
         environment: Mapping[str, str],
@@ -90,14 +99,15 @@ class EnvironmentProcess:
         self._waiting: deque[EnvironmentCall] = deque()
         self._in_flight: dict[int, EnvironmentCall] = {}
         self._room = 0  # for calls in flight; 0 until it is known
-        self._ready: JsonDict | None = None  # what the process said when it had loaded the environment, or could not
+        # what the process said when it had loaded the environment, or could not
+        self._ready: EnvironmentReady | EnvironmentRefused | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._printed: Printed | None = None
         self._pipes: list[asyncio.ReadTransport | asyncio.WriteTransport] = []
         self._life: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def ask(self, call: EnvironmentCall) -> JsonDict:
+    async def ask(self, call: EnvironmentCall) -> Answer:
         """The answer.
 
         EnvironmentFault; UserError when the environment does not load; EngineError when it is
@@ -221,12 +231,13 @@ class EnvironmentProcess:
             call.sent_to = self.num_started
             call.deadline_s = asyncio.get_running_loop().time() + again_s + step_s
             self._in_flight[call.key] = call
-            self._write({"key": call.key, **request, "timeout_s": self.timeout_s, "step_s": step_s})
+            sent: PlayLine = {"key": call.key, **request, "timeout_s": self.timeout_s, "step_s": step_s}
+            self._write(sent)
 
-    def _write(self, message: JsonDict) -> None:
+    def _write(self, message: Record) -> None:
         self._writing.write(line_of(message))
 
-    def _hear(self, message: JsonDict) -> None:
+    def _hear(self, message: Any) -> None:
         self._heard_s = asyncio.get_running_loop().time()
         if self._ready is None:
             self._ready = message
@@ -235,7 +246,7 @@ class EnvironmentProcess:
             call = self._in_flight.pop(message.get("key", -1), None)
             if call is None:
                 raise ValueError("its code wrote an answer that nobody waits for")
-            if self._ready["is_async"]:
+            if self._ready.get("is_async"):
                 self._room += 1
             self.num_answered += 1
             if not call.answer.done():
@@ -261,7 +272,7 @@ class EnvironmentProcess:
                 self._waiting.appendleft(call)
         self._on_loss(f"{what}, with {len(lost)} calls under way" if len(lost) > 1 else what)
 
-    def _not_loaded(self, ready: JsonDict | None, is_late: bool) -> UserError:
+    def _not_loaded(self, ready: EnvironmentRefused | None, is_late: bool) -> UserError:
         if ready is not None:
             return UserError(ready["error"])
         what = f"did not answer in {START_TIMEOUT_S:.0f} s" if is_late else "ended"

@@ -23,20 +23,27 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict
 from rlpipe.environments.protocol import DEFAULT_ROLES, Environment, Message, Step, checked_messages, checked_step
+from rlpipe.environments.wire import (
+    Answer,
+    Dropped,
+    EnvironmentHello,
+    EnvironmentReady,
+    Played,
+    PlayLine,
+)
 from rlpipe.processes.kernel import kill_descendants
 from rlpipe.processes.lines import LineReader, line_of
 from rlpipe.processes.user_code import (
     ORPHAN_GRACE_S,
     CodeRaised,
     InvalidAnswer,
-    Record,
     greeted,
     load_function,
     take_pipes,
     user_code,
 )
+from rlpipe.records.prompt import RewardPrompt
 
 PROMPT_ROLES = ["system", "user", "assistant", "tool"]
 T = TypeVar("T")
@@ -51,7 +58,7 @@ REASONS: dict[type[BaseException], str] = {
 }  # fmt: skip
 
 
-def load(hello: JsonDict) -> tuple[Record, Home]:
+def load(hello: EnvironmentHello) -> tuple[EnvironmentReady, Home]:
     """Returns the facts of an environment that the owner needs, and the home that holds its
     rollouts' environments; UserError when it cannot be made."""
     name, args = hello["name"], hello["args"]
@@ -81,7 +88,7 @@ class Home:
         self.make = make
         self.roles = roles
         self._held: dict[int, Environment] = {}
-        self._calls: dict[int, asyncio.Task[JsonDict]] = {}
+        self._calls: dict[int, asyncio.Task[Played]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._timeout_s = 0.0
 
@@ -108,12 +115,12 @@ class Home:
         if not self._ended.done():
             self._ended.set_exception(error) if error else self._ended.set_result(None)
 
-    def _hear(self, message: JsonDict) -> None:
-        if (dropped := message.get("drop")) is not None:
-            if (call := self._calls.get(dropped)) is not None:
+    def _hear(self, message: PlayLine | Dropped) -> None:
+        if "drop" in message:
+            if (call := self._calls.get(message["drop"])) is not None:
                 call.cancel()  # once it has ended, it is forgotten too
             else:
-                self._forget(dropped)
+                self._forget(message["drop"])
             return
         key, self._timeout_s = message["key"], message["timeout_s"]
         assert key not in self._calls, "an environment has one call at a time"
@@ -121,7 +128,7 @@ class Home:
         self._calls[key] = asyncio.create_task(self._answered(key, message))
         self._calls[key].add_done_callback(lambda call: self._tell(key, call))
 
-    def _tell(self, key: int, call: asyncio.Task[JsonDict]) -> None:
+    def _tell(self, key: int, call: asyncio.Task[Played]) -> None:
         """Sends a call's answer; a fault as its reason."""
         if self._ended.done():
             return None  # the owner is gone
@@ -129,14 +136,14 @@ class Home:
         error = None if call.cancelled() else call.exception()
         if call.cancelled():  # nobody waits for it, but the owner counts what is under way
             self._forget(key)
-            answer = {"reason": "environment_error", "message": "it was dropped"}
+            answer: Answer = {"key": key, "reason": "environment_error", "message": "it was dropped"}
         elif error is None:
-            answer = call.result()
+            answer = {"key": key, **call.result()}
         elif type(error) in REASONS:
-            answer = {"reason": REASONS[type(error)], "message": str(error)}
+            answer = {"key": key, "reason": REASONS[type(error)], "message": str(error)}
         else:
             return self._end(error)
-        return self._answers.write(line_of({"key": key, **answer}))
+        return self._answers.write(line_of(answer))
 
     def _forget(self, key: int) -> None:
         """A rollout is over: its environment may close what it has opened."""
@@ -151,11 +158,12 @@ class Home:
         if not closing.cancelled() and (error := closing.exception()) is not None:
             print(f"rl.environment: close: {error}", flush=True)  # to the log: the rollout has its outcome
 
-    async def _answered(self, key: int, request: JsonDict) -> JsonDict:
-        loop, timeout_s, start_messages, step = asyncio.get_running_loop(), request["timeout_s"], None, None
+    async def _answered(self, key: int, request: PlayLine) -> Played:
+        loop, timeout_s = asyncio.get_running_loop(), request["timeout_s"]
+        played: Played = {"start_messages": None, "step": None, "took_s": 0.0}
         if (prompt := request["prompt"]) is not None:
             said = await in_time(lambda: self._start(key, prompt), self._checked_start, timeout_s)
-            start_messages = same_again("start", said, request["start_messages"])
+            played["start_messages"] = same_again("start", said, request["start_messages"])
         assert key in self._held, "the owner knows which environments this process holds"
         environment = self._held[key]
         for completion, before in request["history"]:
@@ -163,12 +171,19 @@ class Home:
             same_again("step", again.messages, before)
         began_s = loop.time()
         if (completion := request["completion"]) is not None:
-            step = vars(await in_time(lambda: environment.step(completion), self._checked_step, request["step_s"]))
-        return {"start_messages": start_messages, "step": step, "took_s": loop.time() - began_s}
+            step = await in_time(lambda: environment.step(completion), self._checked_step, request["step_s"])
+            played["step"] = {
+                "messages": step.messages,
+                "done": step.done,
+                "reward": step.reward,
+                "metrics": step.metrics,
+            }
+        played["took_s"] = loop.time() - began_s
+        return played
 
-    def _start(self, key: int, prompt: JsonDict) -> Any:
+    def _start(self, key: int, prompt: RewardPrompt) -> Any:
         environment = self._held[key] = self.make()
-        return environment.start(prompt)  # pyright: ignore[reportArgumentType]
+        return environment.start(prompt)
 
     def _checked_start(self, said: Any) -> list[Message]:
         messages = checked_messages(said, PROMPT_ROLES)

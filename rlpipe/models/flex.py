@@ -188,7 +188,6 @@ def attend(
     value_RALD: Tensor,
     attention_mask: object,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
@@ -198,7 +197,8 @@ def attend(
 
     `s_aux`: for each head, a sink that takes attention and gives nothing.
     """
-    if not isinstance(attention_mask, BlockMask) or dropout or others.get("position_bias") is not None:
+    asks_for_more = bool(others.get("dropout")) or others.get("position_bias") is not None
+    if not isinstance(attention_mask, BlockMask) or asks_for_more:
         raise ValueError("an attention layer takes no mask of blocks, or more than a mask")
     length = query_RALD.shape[-2]
     room = attention_mask.shape[-1] - length

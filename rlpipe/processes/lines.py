@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from typing import Any
 
 from rlpipe.base.values import JsonDict, json_object
 from rlpipe.processes.user_code import Record
@@ -26,7 +27,7 @@ class LineReader(asyncio.Protocol):
     says nothing that can be understood.
     """
 
-    def __init__(self, on_message: Callable[[JsonDict], None], on_end: Callable[[], object]) -> None:
+    def __init__(self, on_message: Callable[[Any], None], on_end: Callable[[], object]) -> None:
         self._on_message = on_message
         self._on_end = on_end
         self._begun: list[bytes] = []  # parts of a line that has not ended

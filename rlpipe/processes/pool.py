@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.base.values import JsonDict
@@ -91,15 +91,15 @@ class Child:
         self._hello = hello
         self._start_timeout_s = start_timeout_s
         self._environment = environment
-        self._ready: JsonDict = {}
+        self._ready: Any = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._printed: Printed | None = None
         self._closed = False
         self._lock = threading.Lock()  # of the two above: `close` misses no process
 
-    def start(self) -> JsonDict:
-        """Returns the message that the process sends when it is ready; starts a new process where
-        there is none. UserError when it cannot load the code."""
+    def start(self) -> Any:
+        """Returns the message that the process sends when it is ready, as its module says; starts a
+        new process where there is none. UserError when it cannot load the code."""
         if self._process is not None and not has_ended(self._process):
             return self._ready
         for tries_left in reversed(range(LOADS_MAX)):
@@ -126,8 +126,9 @@ class Child:
     def _not_loaded(self, what: str) -> UserError:
         return UserError(f"{self._field}: the process that loads it {what}; its output is above")
 
-    def ask(self, request: Record, timeout_s: float) -> JsonDict:
-        """The answer; ProcessEnded, or TimeoutError. The process is dead after either."""
+    def ask(self, request: Record, timeout_s: float) -> Any:
+        """The answer, with the fields that its module says; ProcessEnded, or TimeoutError. The
+        process is dead after either."""
         assert self._process is not None, "it was never started"
         answer = None
         try:

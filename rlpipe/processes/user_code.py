@@ -18,11 +18,12 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict
+from rlpipe.base.futures import settle
 from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude, thread_ids, work_of
 
 MESSAGE_CHARS_MAX = 1000
@@ -32,8 +33,8 @@ OWNER_POLL_S = 0.5
 ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns
 
 Record = Mapping[str, object]  # what JSON can carry
-# what the owner learns when it is ready, and what answers its requests
-Loaded = tuple[Record, Callable[[JsonDict], Record]]
+# what the owner learns when it is ready, and what answers its requests, which have the fields that their module says
+Loaded = tuple[Record, Callable[[Any], Record]]
 
 T = TypeVar("T")
 
@@ -77,13 +78,7 @@ def _import(name: str) -> ModuleType:
         with _alarms(_idle_check(thread_ids() - {threading.get_native_id()})):
             return importlib.import_module(name)
     loaded: Future[ModuleType] = Future()
-
-    def load() -> None:
-        try:
-            loaded.set_result(importlib.import_module(name))
-        except BaseException as error:  # for the thread that waits
-            loaded.set_exception(error)
-
+    load = partial(settle, loaded, partial(importlib.import_module, name))
     thread = threading.Thread(target=load, daemon=True, name=f"import {name}")
     check = _idle_check(thread_ids())
     thread.start()
@@ -154,7 +149,7 @@ def load_function(field: str, path: str) -> Callable[..., Any]:
     return function
 
 
-def serve(load: Callable[[JsonDict], Loaded]) -> None:
+def serve(load: Callable[[Any], Loaded]) -> None:
     """The life of a process that runs a user's code, until its stdin closes.
 
     `load` gets the owner's first request; UserError when the code cannot be loaded.
@@ -203,7 +198,7 @@ def end_with_owner() -> None:
     threading.Thread(target=watch, daemon=True, name="end-with-owner").start()
 
 
-def greeted(requests: BinaryIO, answers: BinaryIO, load: Callable[[JsonDict], tuple[Record, T]]) -> T | None:
+def greeted(requests: BinaryIO, answers: BinaryIO, load: Callable[[Any], tuple[Record, T]]) -> T | None:
     """Returns the object that `load` makes of the owner's first request, once the owner was told
     that it is ready; None, once the owner was told the error, when it cannot be loaded."""
     hello = json.loads(requests.readline())["request"]

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict, plain_json
-from rlpipe.records.prompt import Message, is_text
+from rlpipe.base.values import plain_json
+from rlpipe.records.prompt import Message, Tool, ToolCall, is_text
 
 DEPTH_MAX = 100  # levels of lists and objects in a message or a tool: what writes JSON, and templates, end at some
 HOLDERS = (Mapping, list, tuple)
@@ -44,7 +44,7 @@ def read_message(message: Any, where: str) -> Message:
     return check_text(read, where)
 
 
-def read_tools(value: Any, where: str) -> list[JsonDict]:
+def read_tools(value: Any, where: str) -> list[Tool]:
     """Tools as JSON schemas, of a list of them or of JSON text; empty where there are none.
 
     UserError when it is something else.
@@ -125,7 +125,7 @@ def _content(content: Any, where: str) -> str:
     return content
 
 
-def _call(call: Any, where: str) -> JsonDict:
+def _call(call: Any, where: str) -> ToolCall:
     """A tool call whose arguments are an object where they say one.
 
     Some data sets have the function itself in the place of a call.
@@ -139,10 +139,12 @@ def _call(call: Any, where: str) -> JsonDict:
     parsed = _parsed(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
     # what is no JSON object stays as it is: whoever reads the message decides
     function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
-    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+    read: Any = {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+    return read
 
 
-def _tool(tool: Any, where: str) -> JsonDict:
+def _tool(tool: Any, where: str) -> Any:
+    """A tool, or the function in it, with what JSON text in it says."""
     tool = _parsed(tool) if isinstance(tool, str) else tool
     if not isinstance(tool, dict) or not tool:
         raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -13,6 +13,38 @@ from rlpipe.records.kinds import Json, OptionalText, Text, Tokens
 Message = dict[str, Any]
 Messages = list[Message]
 AS_JSON = ("prompt_id", "source", "messages", "answer", "metadata")
+
+
+class ToolFunction(TypedDict):
+    """A function that the policy may call. `parameters`: the JSON schema of its arguments."""
+
+    name: str
+    description: NotRequired[str]
+    parameters: NotRequired[object]
+
+
+class Tool(TypedDict):
+    """A tool as the template gets it; what else a data set has in it is there too."""
+
+    type: str
+    function: ToolFunction
+
+
+class CalledFunction(TypedDict):
+    """A function by its name, and what it is called with: an object, JSON text of one on the wire
+    and where a template wants it.
+    """
+
+    name: str
+    arguments: Any
+
+
+class ToolCall(TypedDict):
+    """A call in a message of the assistant; what else a data set has in it is there too."""
+
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: CalledFunction
 
 
 class RewardPrompt(TypedDict):
@@ -40,7 +72,7 @@ class Prompt:
     # of what the policy is asked
     prompt_tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32), compare=False, repr=False)
     # what the template gets; stored as the row has them, in `metadata`
-    tools: list[JsonDict] | None = field(default=None, compare=False)
+    tools: list[Tool] | None = field(default=None, compare=False)
 
     def as_json(self) -> JsonDict:
         """The prompt as the data set has it."""
@@ -61,7 +93,7 @@ class Talk(NamedTuple):
 
     where: str
     messages: Messages
-    tools: list[JsonDict]
+    tools: list[Tool]
 
     def as_json(self) -> Any:
         """The value that digests are taken of: the messages, with the tools where there are

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,25 @@ class EnvironmentOutcome:
     fault: str  # empty without one
     metrics: dict[str, float] = field(default_factory=dict)
     messages: list[list[Message]] = field(default_factory=list)  # its answers, turn by turn
+
+    def as_json(self) -> OutcomeFields:
+        return {
+            "reward": self.reward,
+            "num_turns": self.num_turns,
+            "fault": self.fault,
+            "metrics": self.metrics,
+            "messages": self.messages,
+        }
+
+
+class OutcomeFields(TypedDict):
+    """The fields of an EnvironmentOutcome, as a reward gets them."""
+
+    reward: float
+    num_turns: int
+    fault: str
+    metrics: dict[str, float]
+    messages: list[list[Message]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from rlpipe.base.errors import StoreError
 from rlpipe.config.secrecy import without_passwords
 
 MESSAGE_CHARS_MAX = 200
 DATABASE_AWAY = "OperationalError"  # of whatever driver
+# of the store, and of a file in it that is not as it should be
+READ_FAULTS = (StoreError, OSError, ValueError, LookupError, TypeError)
 Read = TypeVar("Read")
 
 
@@ -21,7 +24,7 @@ def read(what: str, reads: Callable[..., Read], *arguments: Any) -> Read:
     """Returns the result of `reads`; NotRead, which says `what` was read, when it fails."""
     try:
         return reads(*arguments)
-    except Exception as error:
+    except READ_FAULTS as error:
         raise NotRead(f"{what}: {type(error).__name__}: {error}") from error
 
 

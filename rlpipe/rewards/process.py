@@ -15,11 +15,11 @@ from typing import Annotated
 from pydantic import Field
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict, expanded
+from rlpipe.base.values import expanded
 from rlpipe.data.links import check_links
 from rlpipe.models.folder import folder_config
 from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
-from rlpipe.rewards.score import FAILURES_MAX, Item, Score
+from rlpipe.rewards.score import FAILURES_MAX, Item, NotScored, Score, Scored
 
 LOAD_TIMEOUT_S = 900.0  # of a reward model
 LOSSES_MAX = 8  # processes of a reward model replaced within one `score`
@@ -103,7 +103,7 @@ class ProcessScorer:
                     child.end()
                     self._lose(batch, ("reward_crash", "its code wrote something of its own in the place of an answer"))
 
-    def _keep(self, batch: list[int], answer: JsonDict) -> None:
+    def _keep(self, batch: list[int], answer: Scored | NotScored) -> None:
         """Keeps a batch's scores, or the error that all of it met; KeyError, TypeError or
         ValueError for what is no answer.
         """
@@ -111,8 +111,8 @@ class ProcessScorer:
             self._has_answers = True
             self._faults |= dict.fromkeys(batch, ("reward_error", answer["error"]))
             return
-        if answer.get("warning"):
-            logger.warning("%s: %s", self.name, answer["warning"])
+        if warning := answer.get("warning"):
+            logger.warning("%s: %s", self.name, warning)
         self._scores |= {index: Score(**score) for index, score in zip(batch, answer["scores"], strict=True)}
         self._has_answers = True
 

@@ -13,9 +13,8 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
-from rlpipe.base.values import JsonDict
 from rlpipe.processes.pool import ChildPool, ProcessEnded
-from rlpipe.processes.user_code import Loaded, serve
+from rlpipe.processes.user_code import Loaded, Record, serve
 
 COMPARING = {"math", "deepscaler"}  # the rewards that read a reference so
 ROWS_MAX = 1000  # of a data set, spread over it
@@ -80,7 +79,7 @@ def _short(answer: str | None) -> str:
     return repr(answer if answer is None or len(answer) <= SHOWN_CHARS else f"...{answer[-SHOWN_CHARS:]}")
 
 
-def load(hello: JsonDict) -> Loaded:
+def load(_hello: Record) -> Loaded:
     from rlpipe.rewards.math_reward import read_reference  # imports sympy
 
     def error_of(answer: str) -> str | None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict, final
 
 from pydantic import ConfigDict
 
 from rlpipe.base.printable import printable
-from rlpipe.base.values import JsonDict
 from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, user_code
 from rlpipe.records.prompt import Messages, RewardPrompt
-from rlpipe.records.rollout import Rollout
+from rlpipe.records.rollout import OutcomeFields, Rollout
 
 # of `rl.reward_args`
 ARGUMENTS = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
@@ -28,7 +26,7 @@ class RolloutFacts(TypedDict):
 
     num_tokens: int  # of the completion
     finish_reason: str
-    environment: JsonDict | None  # what that has recorded; None without one
+    environment: OutcomeFields | None  # what that has recorded; None without one
     turns: Messages  # who said what after the prompt; the completion alone where that is one turn
 
 
@@ -38,7 +36,7 @@ def facts_of(rollout: Rollout, turns: Messages) -> RolloutFacts:
     return {
         "num_tokens": len(rollout.completion_tokens),
         "finish_reason": rollout.finish_reason,
-        "environment": dataclasses.asdict(rollout.environment) if rollout.environment else None,
+        "environment": rollout.environment.as_json() if rollout.environment else None,
         "turns": turns,
     }
 
@@ -59,6 +57,30 @@ class Item(TypedDict):
     prompt: RewardPrompt
     completion: str
     rollout: RolloutFacts
+
+
+class ScoreFields(TypedDict):
+    """The fields of a Score."""
+
+    reward: float | None
+    parts: dict[str, float]
+    reason: str | None
+    message: str
+
+
+@final
+class Scored(TypedDict):
+    """The answer of a process that scored: one score an item, and what a person should know."""
+
+    scores: list[ScoreFields]
+    warning: NotRequired[str]
+
+
+@final
+class NotScored(TypedDict):
+    """The answer of a process that could not: the error that all items met."""
+
+    error: str
 
 
 @dataclass(frozen=True)

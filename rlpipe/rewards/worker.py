@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, final
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict
 from rlpipe.processes.user_code import CodeRaised, Loaded, Record, cause_of, serve, user_code
-from rlpipe.rewards.registry import resolve, wants_rollout
+from rlpipe.rewards.registry import RewardArgs, resolve, wants_rollout
 from rlpipe.rewards.score import Item, Score, combined, scored
 
 CHARS_PER_TOKEN = 16  # a completion is cut to so many characters a token before it is tokenised: few tokens are longer
@@ -83,7 +82,48 @@ class RewardModel:
         return str(self.tokenizer.apply_chat_template(whole, tokenize=False))
 
 
-def load(hello: JsonDict) -> Loaded:
+class ScoringRequest(TypedDict):
+    """The rollouts to score."""
+
+    items: list[Item]
+
+
+class RewardModelFields(TypedDict):
+    """The arguments of `RewardModel`."""
+
+    folder: str
+    tokens_max: int
+    output: int
+    device: str
+
+
+@final
+class FolderHello(TypedDict):
+    """A folder whose weights are looked at, and nothing is scored."""
+
+    name: str
+    tried: str
+
+
+@final
+class ModelHello(TypedDict):
+    """One reward model."""
+
+    name: str
+    weight: float
+    model: RewardModelFields
+
+
+@final
+class FunctionsHello(TypedDict):
+    """Functions by their names, with weights and arguments."""
+
+    rewards: dict[str, float]
+    args: RewardArgs
+    may_mount: bool  # as the sandbox does, which functions may call
+
+
+def load(hello: FolderHello | ModelHello | FunctionsHello) -> Loaded:
     """The function that answers with the scores of rollouts; UserError for a reward that cannot be
     loaded."""
     if "tried" in hello:
@@ -91,7 +131,7 @@ def load(hello: JsonDict) -> Loaded:
             check_reward_model(hello["tried"])
         return {}, lambda request: request
     if "model" in hello:
-        return _loaded_model(**hello)
+        return _loaded_model(hello["name"], hello["weight"], hello["model"])
     args = hello["args"]
     scorers = [_function_scorer(name, weight, args.get(name, {})) for name, weight in hello["rewards"].items()]
     return {}, lambda request: {
@@ -99,7 +139,7 @@ def load(hello: JsonDict) -> Loaded:
     }
 
 
-def _function_scorer(name: str, weight: float, args: JsonDict) -> Callable[[Item], Score]:
+def _function_scorer(name: str, weight: float, args: dict[str, Any]) -> Callable[[Item], Score]:
     reward = resolve(name, args)
     takes_facts = wants_rollout(reward)
 
@@ -120,12 +160,12 @@ def _naming(name: str) -> Iterator[None]:
         raise UserError(f"{name}: {cause_of(error, 'it is no model that loads')}") from error
 
 
-def _loaded_model(name: str, weight: float, model: JsonDict) -> Loaded:
+def _loaded_model(name: str, weight: float, model: RewardModelFields) -> Loaded:
     with _naming(name):
         loaded = RewardModel(**model)
 
-    def answer(request: JsonDict) -> Record:
-        items: list[Item] = request["items"]
+    def answer(request: ScoringRequest) -> Record:
+        items = request["items"]
         try:
             with user_code():  # a template or a model may raise anything
                 rewards, num_cut = loaded.rewards(items)

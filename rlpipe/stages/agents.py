@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -35,17 +35,10 @@ log = logging.getLogger(__name__)
 LIMITS = {OUT_OF_TURNS: "limit_calls", TRUNCATED: "limit_tokens"}  # finish reason -> the metric that counts it
 
 
-@dataclass(frozen=True)
-class ActedCompletion(PlayedCompletion):
-    """A rollout of an agent."""
-
-    branches: list[Node]  # what it was answered: the rollout's own, the last, before the others
-
-
 async def act(
     session: Session, requests: list[GroupRequest], prompts: list[Prompt], shard: StageKey | None
 ) -> list[list[Completion]]:
-    """The rollouts (`ActedCompletion`) of groups, each by its agent.
+    """The rollouts (`PlayedCompletion`) of groups, each by its agent.
 
     `shard`: where replies are kept; an evaluation keeps none.
 
@@ -73,7 +66,7 @@ async def act(
     return [[next(ended) for _ in request.params] for request in requests]
 
 
-async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> ActedCompletion:
+async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> PlayedCompletion:
     """One rollout, from the start of its agent to its end."""
     outcome, fault = AgentOutcome(), ""
     try:
@@ -91,7 +84,7 @@ async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> A
     return _played(rollout, outcome, fault, prompt)
 
 
-def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Prompt) -> ActedCompletion:
+def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Prompt) -> PlayedCompletion:
     """The record of a rollout that is over: its last branch, or nothing where no call was answered."""
     last = rollout.conversation.last
     branches = sorted(rollout.conversation.branches, key=lambda node: node is not last)
@@ -101,7 +94,7 @@ def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Pr
     if not fault and reason in LIMITS:
         metrics[LIMITS[reason]] = 1.0
     num_turns, added = (last.num_turns, last.added) if last else (0, [])
-    return ActedCompletion(
+    return PlayedCompletion(
         **vars(replace(last.completion if last else NOTHING_YET, finish_reason=reason)),
         prompt_tokens=last.prompt_tokens if last else prompt.prompt_tokens.tolist(),
         policy_mask=[*last.policy_mask] if last else [],
@@ -119,7 +112,7 @@ def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]],
         branch
         for group_index, completions in groups
         for rollout_index, completion in enumerate(completions)
-        if isinstance(completion, ActedCompletion)
+        if isinstance(completion, PlayedCompletion)
         for branch in branch_rows(group_index, rollout_index, completion.branches, rl)
     ]
     return [attempt.write(BRANCHES_FILE, branches, Branch)] if branches else []

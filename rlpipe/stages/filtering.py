@@ -155,7 +155,6 @@ def filter_groups(
     scores: list[ArtifactRef],
     branches: list[ArtifactRef] | None = None,
     pass_rates: ArtifactRef | None = None,
-    last: bool = False,
 ) -> Produced:
     """The groups to train of all rounds so far, with advantages, and those to be carried: both
     lists have one artifact a round.
@@ -163,7 +162,7 @@ def filter_groups(
     The metrics say whether another round is needed, and where every rollout went. `branches`: the
     shards of all rounds, where branches are trained (`shards_with_branches`). `pass_rates`, for a
     curriculum, is the batch of the iteration before: its rates, brought up to date, lie beside this
-    batch. `last`: there is no other round to be had.
+    batch.
     """
     rl, store = session.config.rl, session.run.store
     assert (branches is not None) == (rl.branches == "all"), "branches are trained, or they are not"
@@ -172,7 +171,8 @@ def filter_groups(
     )
     trained, dropped, handed, ended, reasons = sort_groups(session, sampled, iteration)
     counts = Counter(reasons.values())
-    needs_more = len(trained) < rl.groups_min and round_index + 1 < rl.rounds_max and not last
+    is_stored = bool(rl.rollouts_from) or session.run.redoes(iteration)  # then no other round is to be had
+    needs_more = len(trained) < rl.groups_min and round_index + 1 < rl.rounds_max and not is_stored
     if len(trained) < rl.groups_min and not needs_more and rl.on_too_few == "fail":
         raise UserError(
             f"rl.groups_min={rl.groups_min}: only {len(trained)} groups survived {round_index + 1} rounds "

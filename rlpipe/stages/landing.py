@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rlpipe.base.errors import TrainerError
-from rlpipe.base.values import JsonDict
 from rlpipe.stages.behind import Act
 from rlpipe.stages.session import Session
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
-from rlpipe.trainer.jobs import ANY_JOB, GangJob, LoadJob, RlJob, SaveJob, SftJob
+from rlpipe.trainer.jobs import ANY_JOB, GangJob, JobAnswer, LoadJob, RlJob, SaveJob, SftJob
 
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
@@ -26,7 +25,7 @@ Rebuild = Callable[[TrainerClient], Awaitable[object]]  # brings the trainer to 
 OnProgress = Callable[[dict[str, int]], None] | None
 
 
-async def send(gang: TrainerClient, job: GangJob, on_progress: OnProgress = None) -> JsonDict:
+async def send(gang: TrainerClient, job: GangJob, on_progress: OnProgress = None) -> JobAnswer:
     """One job of whatever the trainer holds; errors as of `TrainerClient.run`."""
     return await gang.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
 
@@ -36,7 +35,7 @@ async def nothing() -> None: ...
 
 async def do_job(
     session: Session, job: GangJob, rebuild: Rebuild, on_progress: OnProgress = None, before_rebuild: Act = nothing
-) -> JsonDict:
+) -> JobAnswer:
     """One job of the trainer; whenever it does not hold what the job starts from, or was lost, it
     is rebuilt. TrainerError past the bound.
 
@@ -74,7 +73,7 @@ class Landing:
     session: Session
     job: SaveJob
     rebuild: Rebuild
-    answer: JsonDict
+    answer: JobAnswer
     _landed: bool = field(default=False, init=False)
 
     async def land(self) -> None:

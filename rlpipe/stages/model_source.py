@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import ArtifactRef
@@ -43,6 +43,15 @@ RUN = "run:"  # begins the name of a model that is the policy of a run
 FIELD = "model.path"
 
 
+class SourcePolicy(TypedDict):
+    """The policy of a run that a model is: its reference, the run and the weight version."""
+
+    folder: str
+    sha256: str
+    run: str
+    version: int
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """A model in HF format on this machine.
@@ -52,7 +61,7 @@ class ModelSource:
 
     folder: Path
     place: str
-    policy: JsonDict | None = None
+    policy: SourcePolicy | None = None
 
 
 def source_of(config: PipelineConfig, field: str = FIELD, name: str = "") -> ModelSource:
@@ -71,7 +80,8 @@ def source_of(config: PipelineConfig, field: str = FIELD, name: str = "") -> Mod
         copies.mkdir(parents=True, exist_ok=True)
         run = name.removeprefix(RUN)
         folder = with_trained_template(whole_policy(store, policy, copies), open_existing(store, run).config.model)
-        return ModelSource(folder, store.address(policy.folder), policy.as_json() | {"run": run, "version": version})
+        source: SourcePolicy = {"folder": policy.folder, "sha256": policy.sha256, "run": run, "version": version}
+        return ModelSource(folder, store.address(policy.folder), source)
     if is_outside(name):
         folder = fetch_files(field, name, _files_on_s3(field, name), _models(config))
         return ModelSource(_checked(folder, field, name), name)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TypeAlias
 
+from rlpipe.base.futures import settle
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Group, Rollout, is_finished
 from rlpipe.rewards.score import Score
@@ -112,17 +113,15 @@ class SamplingRound:
         ready = [self._waiting.get() for _ in range(self._waiting.qsize())]
         if not ready:  # the call before has scored them too
             return
+        prompts = {entry.prompt.prompt_id: entry.prompt for entry in ready}
         rollouts = [rollout for entry in ready for rollout in entry.group]
-        try:
-            scored = iter(
-                self._score({entry.prompt.prompt_id: entry.prompt for entry in ready}, rollouts, self._scores)
-            )
-        except Exception as error:
-            for entry in ready:
-                entry.scored.set_exception(error)
-            return
+        together: Future[list[Rollout]] = Future()
+        settle(together, lambda: self._score(prompts, rollouts, self._scores))
+        start = 0
         for entry in ready:  # not `grouped`: a group may be there twice, after a retry
-            entry.scored.set_result([next(scored) for _ in entry.group])
+            part = slice(start, start + len(entry.group))
+            settle(entry.scored, lambda part=part: together.result()[part])
+            start = part.stop
 
     def _set_events(self) -> None:
         if len(self._surviving) >= self._wanted:

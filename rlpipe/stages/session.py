@@ -284,7 +284,9 @@ async def open_session(
         return
     async with contextlib.AsyncExitStack() as stack:
         work = stack.enter_context(working())
-        try:
+        with contextlib.ExitStack() as hurried:
+            # before the rest ends: who waits for the store, or asks it then, holds up no end
+            hurried.callback(work.end)
             run = await asyncio.to_thread(create_or_continue, config)
             held = await asyncio.to_thread(lease.acquire, run.store, run.root, flow_run)
             stack.push_async_exit(partial(_give_back, held))
@@ -294,9 +296,7 @@ async def open_session(
             stack.callback(_open.pop, key)
             await stack.enter_async_context(cancelled_when_taken_over(held))
             yield session
-        except BaseException:
-            work.end()  # before the rest ends: who waits for the store, or asks it then, holds up no end
-            raise
+            hurried.pop_all()
 
 
 async def _give_back(held: lease.Lease, kind: type[BaseException] | None, *_: object) -> None:

@@ -12,10 +12,11 @@ import asyncio
 import logging
 from array import array
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rlpipe.agents.conversation import Node
 from rlpipe.base.errors import UserError
 from rlpipe.base.seeds import rollout_seed
 from rlpipe.base.values import Metrics
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PlayedCompletion(Completion):
-    """A rollout of several turns.
+    """A rollout of several turns, in an environment or of an agent.
 
     `finish_reason`: "stop" (the environment was done), "length", "turns" or "fault".
     """
@@ -42,6 +43,8 @@ class PlayedCompletion(Completion):
     prompt_tokens: list[int]
     policy_mask: list[int]  # 1 on the tokens that the policy wrote
     outcome: EnvironmentOutcome
+    # what an agent was answered: the rollout's own branch, the last, before the others
+    branches: list[Node] = field(default_factory=list)
 
 
 class Turns:

@@ -11,7 +11,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from rlpipe.base.errors import StoreError
 from rlpipe.base.references import ArtifactRef
-from rlpipe.base.values import JsonDict
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
 PREFIX = "base_model.model."  # before the name of a tensor in peft's files
@@ -87,7 +86,7 @@ PEFT_DOCUMENT = TypeAdapter(_PeftDocument)
 WRITTEN = {"peft_type", "r", "lora_alpha", "target_modules", "bias", "fan_in_fan_out", "use_rslora", "use_dora"}
 
 
-def config_document(adapter: Adapter, targets: list[str]) -> JsonDict:
+def config_document(adapter: Adapter, targets: list[str]) -> dict[str, object]:
     """peft's adapter_config.json of an adapter beside the layers that `targets` name."""
     beside = {"task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True, "lora_dropout": 0.0}
     named = _PeftDocument("LORA", adapter.rank, adapter.alpha, targets)
@@ -95,7 +94,7 @@ def config_document(adapter: Adapter, targets: list[str]) -> JsonDict:
     return beside | computed | {"lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha}
 
 
-def adapter_of(where: str, document: JsonDict) -> Adapter:
+def adapter_of(where: str, document: object) -> Adapter:
     """The adapter that an adapter_config.json describes; StoreError naming the field in which it is
     another kind.
     """

@@ -103,11 +103,10 @@ class Relay:
         file = self._named(key, path)
         file.parts.update({start: Future() for start in own})
         self._files[key] = file
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._drop, key)
             yield file.landed
-        except BaseException:
-            self._drop(key)
-            raise
+            undo.pop_all()
 
     async def part(self, key: str, start: int) -> Path | None:
         """The file in which the part at `start` is; None where it is not here and will not be soon."""

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import aiohttp
 
@@ -18,7 +18,7 @@ from rlpipe.base.errors import StepRefused, TrainerError
 from rlpipe.base.values import JsonDict
 from rlpipe.records.sending import Sender
 from rlpipe.services.calls import http_call, json_of, new_session
-from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE
+from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE, JobAnswer
 from rlpipe.trainer.process import GangPlace, GangProcess
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,9 @@ class TrainerClient:
         self.url = await self.place.start()
         self.session = new_session()
 
-    async def run(self, job: str, body: JsonDict, on_progress: Callable[[JsonDict], None] | None = None) -> JsonDict:
+    async def run(
+        self, job: str, body: Mapping[str, object], on_progress: Callable[[dict[str, int]], None] | None = None
+    ) -> JobAnswer:
         """Does one job (`load`, `train`, `save`, `upload` or `offload`) and returns its result.
 
         NotResident when the gang holds another position, GangLost when it died (and was restarted,
@@ -111,7 +113,7 @@ class TrainerClient:
             with contextlib.suppress(GangLost):
                 await self.run("offload", {"kind": "offload"})
 
-    async def _post(self, job: str, body: JsonDict, times_lost: int) -> tuple[int, JsonDict]:
+    async def _post(self, job: str, body: Mapping[str, object], times_lost: int) -> tuple[int, JsonDict]:
         assert self.session is not None, "start comes first"
         try:
             url, key = f"{self.url}/{job}", self.place.key

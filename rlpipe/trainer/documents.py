@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from rlpipe.base.references import ArtifactRef
-from rlpipe.base.values import JsonDict
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
 from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.step import Resident
 
 
-def json_bytes(document: JsonDict) -> bytes:
+def json_bytes(document: Mapping[str, object]) -> bytes:
     return json.dumps(document, indent=2, sort_keys=True).encode()
 
 

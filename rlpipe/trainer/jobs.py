@@ -218,6 +218,35 @@ def check_place(job: GangJob, run: str) -> None:
         raise UserError(f"save: attempt={job.attempt!r:.{VALUE_CHARS_MAX}}: letters and digits name an attempt")
 
 
+class FileFields(TypedDict):
+    """The fields of a FileRecord."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class PlaceFields(TypedDict):
+    """The fields of a NodeDisk."""
+
+    disk: str
+    url: str
+
+
+class JobAnswer(TypedDict):
+    """A JobResult as JSON, but for what is sent to engines."""
+
+    metrics: dict[str, Any]
+    differs: str
+    policy: list[FileFields]
+    state: list[FileFields]
+    gap: list[FileFields]
+    probe: dict[str, Sequence[float]]
+    warnings: list[str]
+    places: list[PlaceFields]
+    made_on: dict[str, int]
+
+
 @dataclass(frozen=True)
 class JobResult:
     """The result of a job. A training has `metrics`, a load `differs`, an offer `offer`, a send

@@ -57,7 +57,7 @@ class Sent:
         self._nodes, self._node, self._saves = gang.nodes, gang.node, 0
         self._store = _meeting_point()
 
-    def __call__(self, fault: Exception | None) -> None:
+    def __call__(self, fault: BaseException | None) -> None:
         """Says how it ended here; the first node waits for the others, and raises what went wrong
         there. A node that is lost ends the gang, and this wait.
         """

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlpipe.base.values import JsonDict
 from rlpipe.models.checkpoint import FILE_BYTES_MAX, block_of, hub_tensors, tensors_of
 from rlpipe.models.folder import INDEX
 from rlpipe.trainer.adapted import save_adapter
@@ -38,7 +37,7 @@ class Layout:
     """
 
     files: dict[str, list[list[str]]]
-    metadata: JsonDict
+    metadata: dict[str, int]
 
 
 def layout_of(gang: Gang, resident: Resident) -> Layout:

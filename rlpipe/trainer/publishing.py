@@ -152,7 +152,11 @@ class Uploads:
     """
 
     def __init__(
-        self, store: Store, disk: Path, begin_s: float = 0.0, on_sent: Callable[[Exception | None], None] | None = None
+        self,
+        store: Store,
+        disk: Path,
+        begin_s: float = 0.0,
+        on_sent: Callable[[BaseException | None], None] | None = None,
     ) -> None:
         self.disk = disk
         self.fetches = Fetches(begin_s)
@@ -165,7 +169,8 @@ class Uploads:
     def begin(self, publication: Publication) -> None:
         with self._lock:
             self._thread.submit(self.fetches.give_way)
-            self._newest = publication, self._thread.submit(self._land, publication)
+            upload = self._thread.submit(self._upload, publication)
+            self._newest = publication, self._thread.submit(self._tell, upload)
 
     def of(self, attempt: str) -> Future[None] | None:
         """The upload of a save; None where this gang has not published it, or other files since."""
@@ -179,13 +184,10 @@ class Uploads:
         with self._lock:
             return self._newest is not None and not self._newest[1].done()
 
-    def _land(self, publication: Publication) -> None:
-        try:
-            self._upload(publication)
-        except Exception as fault:
-            self._on_sent(fault)
-            raise
-        self._on_sent(None)
+    def _tell(self, upload: Future[None]) -> None:
+        """Tells `on_sent` how an upload ended, and ends as it did."""
+        self._on_sent(upload.exception())
+        upload.result()
 
     def _upload(self, publication: Publication) -> None:
         """Sends until it succeeds, TRIES times at most; then the last OSError.

@@ -131,11 +131,10 @@ class ReceiverGroup:
             _world.pg_group_ranks[made] = {rank: rank for rank in range(size)}
             return made
 
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._thread.shutdown, wait=False)
             self._group = self._within(join)
-        except BaseException:
-            self._thread.shutdown(wait=False)
-            raise
+            undo.pop_all()
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Sends them one after the other; returns when they have left."""

@@ -10,7 +10,7 @@ import functools
 import json
 import shutil
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -75,6 +75,31 @@ def state_file(rank: int, size: int) -> str:
     return f"state-{rank:05d}-of-{size:05d}.safetensors"
 
 
+class StateTensor(TypedDict):
+    """A tensor of a state: its shape, and the rows [start, end) that each part has."""
+
+    shape: list[int]
+    rows: list[tuple[int, int]]
+
+
+class StateDocument(TypedDict):
+    """The content of `state.json`.
+
+    `made_by`: the fingerprint of who saved it; `adapted`: of an adapter's state; `blocks`: with
+    which each part's file is checked (older documents have none).
+    """
+
+    schema_version: int
+    world_size: int
+    made_by: dict[str, str]
+    optimizer_step: int
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tensors: dict[str, StateTensor]
+    adapted: NotRequired[dict[str, Any]]
+    blocks: NotRequired[list[dict[str, Any]]]
+
+
 class StoredState:
     """A state in the store, of however many ranks.
 
@@ -88,7 +113,7 @@ class StoredState:
         address = gang.store.address(f"{ref.folder}/state.json")
         if "state.json" not in files:
             raise StoreError(f"{address} is missing from the store")
-        self.record = json.loads(read_file(gang.store, ref.folder, files["state.json"]))
+        self.record: StateDocument = json.loads(read_file(gang.store, ref.folder, files["state.json"]))
         if self.record.get("schema_version") != STATE_SCHEMA:
             raise StoreError(
                 f"{address} has schema_version {self.record.get('schema_version')}, expected {STATE_SCHEMA}"
@@ -119,7 +144,7 @@ class StoredState:
             self._tensor(name, [*tensor.shape])
         return self.rows("param")
 
-    def _tensor(self, name: str, shape: list[int]) -> dict[str, Any]:
+    def _tensor(self, name: str, shape: list[int]) -> StateTensor:
         """The entry of a tensor in the state; StoreError when there is none of this shape."""
         tensor = self.record["tensors"].get(name)
         if tensor is None or tensor["shape"] != shape:
@@ -230,7 +255,7 @@ def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> tup
     records = [FileRecord(**record) for record, _ in written]
     with gang.together():
         if gang.rank == 0:
-            document = _state_document(gang, resident) | {"blocks": [blocks for _, blocks in written]}
+            document = _state_document(gang, resident, [blocks for _, blocks in written])
             data = json.dumps(document, indent=1, sort_keys=True).encode()
             records.append(publish_bytes(path.parent, "state.json", data))
     made_on = {record.name: rank // gang.node_ranks for rank, record in enumerate(records[: gang.parts])}
@@ -255,14 +280,14 @@ def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
     return tensors
 
 
-def _state_document(gang: Gang, resident: Resident) -> JsonDict:
+def _state_document(gang: Gang, resident: Resident, blocks: list[dict[str, Any]]) -> StateDocument:
     adapted, tensors = resident.policy.adapted, tensors_of(resident.policy.lm)
     shapes = {name: [*tensor.shape] for name, tensor in tensors.items() if adapted is None or is_adapter(name)}
     rows = {
         name: [row_range((*shape, 1)[0], part, gang.parts) for part in range(gang.parts)]
         for name, shape in shapes.items()
     }
-    return {
+    document: StateDocument = {
         "schema_version": STATE_SCHEMA,
         "world_size": gang.parts,
         "made_by": gang.fingerprint(),
@@ -270,4 +295,8 @@ def _state_document(gang: Gang, resident: Resident) -> JsonDict:
         "config": json.loads(resident.config.to_json_string()),
         "generation_config": resident.generation_config,
         "tensors": {name: {"shape": shape, "rows": rows[name]} for name, shape in shapes.items()},
-    } | ({} if adapted is None else {"adapted": asdict(adapted)})
+        "blocks": blocks,
+    }
+    if adapted is not None:
+        document["adapted"] = asdict(adapted)
+    return document

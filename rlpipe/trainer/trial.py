@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict
 from rlpipe.models.adapter import is_adapter, put_adapter
 from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config
 from rlpipe.models.checkpoint import check_weights
@@ -50,7 +49,38 @@ TOKENS = 8  # of the forward pass, which is of shapes only
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
-def try_model(hello: JsonDict) -> JsonDict:
+class PlannedTraining(TypedDict):
+    """The part of a training on which the sizes of a plan depend."""
+
+    dtype: str
+    tokens_max: int
+    activation_checkpointing: bool
+    context_ranks: NotRequired[int]
+
+
+class ModelTrial(TypedDict):
+    """The first request: a model, of a `folder` or a `config`, and what is wanted to know of it."""
+
+    where: str
+    folder: NotRequired[str]
+    config: NotRequired[dict[str, Any]]
+    context_tokens_max: int
+    context_ranks: NotRequired[int]
+    training: NotRequired[PlannedTraining]
+    timed: NotRequired[dict[str, int]]
+    adapter: NotRequired[dict[str, Any]]
+
+
+class TrialOfModel(TypedDict):
+    """The answer. `sizes` and `speed`: the fields of ModelSizes and Speed, or why there is no speed."""
+
+    num_parameters: int
+    rows: str
+    sizes: dict[str, Any] | None
+    speed: dict[str, float] | str | None
+
+
+def try_model(hello: ModelTrial) -> TrialOfModel:
     """The answer of the process. UserError when the config makes no model, its parts do not fit, it
     has too few positions, or its weights are others."""
     folder, context_tokens_max = Path(hello.get("folder", "")), hello["context_tokens_max"]
@@ -77,8 +107,9 @@ def try_model(hello: JsonDict) -> JsonDict:
     return {"num_parameters": num_parameters, "rows": rows_of(config), "sizes": counted, "speed": timed}
 
 
-def _speed_of(config: PretrainedConfig, hello: JsonDict) -> Speed | str:
+def _speed_of(config: PretrainedConfig, hello: ModelTrial) -> Speed | str:
     """The result of `measured_speed`, or why a family's first layers alone are no model."""
+    assert "training" in hello and "timed" in hello, "a speed is of a training"
     dtype, timing = getattr(torch, hello["training"]["dtype"]), hello["timed"]
     try:
         return measured_speed(config, dtype, min(hello["context_tokens_max"], timing["tokens_max"]), timing)
@@ -148,7 +179,7 @@ class LiveBytes(TorchDispatchMode):
         assert self.now >= 0, "a tensor was forgotten twice"
 
 
-def sizes_of(lm: Any, context_tokens_max: int, training: Mapping[str, Any]) -> ModelSizes:
+def sizes_of(lm: Any, context_tokens_max: int, training: PlannedTraining) -> ModelSizes:
     """The sizes of a model without weights that a plan counts with."""
     text, layers = lm.config.get_text_config(), layers_of(lm)
     of_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
@@ -203,16 +234,15 @@ def rows_of(config: PretrainedConfig) -> str:
     """Says how the trainer will put sequences into rows, by a small model of the family; UserError
     when it will not train it at all."""
     try:
-        proof = prove(PolicyModel(small_model(small_config(config))), torch.device("cpu"))
-        assert proof.is_finite, "small numbers that do not go together"
-    except (
-        Exception
-    ) as error:  # a family's numbers go together in its own way; its weights are tried when they are loaded
-        return f"not tried ({error!r:.80})"
+        with user_code():  # a family's numbers go together in its own way
+            proof = prove(PolicyModel(small_model(small_config(config))), torch.device("cpu"))
+            assert proof.is_finite, "small numbers that do not go together"
+    except CodeRaised as error:  # its weights are tried when they are loaded
+        return f"not tried ({error.__cause__!r:.80})"
     return "packed" if proof.rows(config.model_type, "float32") >= Rows.PACKED else "one sequence a row"
 
 
-def load(hello: JsonDict) -> Loaded:
+def load(hello: ModelTrial) -> Loaded:
     """Tries the model; returns what the process answers, and the function for its requests.
     UserError when the model is refused."""
     try:
