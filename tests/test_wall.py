@@ -29,9 +29,12 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 """
 # the finder of an installation in place would find the extras of the other copy
-BARE_SITE = SITE + """
+BARE_SITE = (
+    SITE
+    + """
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
 """
+)
 IMPORTS = """
 import importlib, pkgutil, sys
 import flows, rlpipe, tasks
