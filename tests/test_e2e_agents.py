@@ -74,6 +74,7 @@ def calls(run: Run, iteration: int) -> list[JsonDict]:
     return [json.loads(line) for key in keys for line in run.store.read(key).splitlines()]
 
 
+@pytest.mark.first
 def test_every_trained_token_is_one_that_an_engine_sampled(undisturbed: Folder, leaving: Leaving) -> None:
     run = open_existing(undisturbed.open_store(), "b")
     num_trained = num_of_engines = num_turns = 0
