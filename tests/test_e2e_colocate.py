@@ -58,7 +58,7 @@ def killed_run(folder: Folder, victim: str, turn: str, *sets: str) -> str:
 @pytest.mark.parametrize(
     ("victim", "turn"),
     [
-        pytest.param(TRAINER, "engines", marks=pytest.mark.first),
+        (TRAINER, "engines"),
         *(
             pytest.param(victim, turn, marks=pytest.mark.nightly)
             for victim, turn in [

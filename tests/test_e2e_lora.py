@@ -1,4 +1,4 @@
-"""A pipeline that trains an adapter: killed in the middle it ends with the same bits; its policies are small, and a whole model when asked for."""
+"""A pipeline that trains an adapter, colocated: its policies are small, and a whole model when asked for; apart and killed in the middle, the bits are the same."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def adapter_sha256(folder: Folder, run: str, version: int) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, str]) -> Folder:
-    """A working directory whose store has run a, which nothing happened to."""
+    """A working directory whose store has run a, in which trainer and engine took turns and nothing was killed."""
     path = tmp_path_factory.mktemp("trained")
     folder = Folder(path, f"file://{path}/store", prefect_api)
-    folder.complete("a", *LORA)
+    folder.complete("a", *LORA, "engines.colocate=true")
     return folder
 
 

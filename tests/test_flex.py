@@ -114,6 +114,7 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_attention(family: st
     assert (gradient - expected_gradient).norm() / expected_gradient.norm() < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
 def test_shared_as_planned_for_flex_is_the_same_as_each_with_its_own_prompt(family: str) -> None:
     """float32. Texts of many blocks: two prompts of 600 and 250 tokens, six completions of up to 200 each, that the plan for flex_attention puts into two
