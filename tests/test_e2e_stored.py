@@ -114,7 +114,7 @@ def digest_of(folder: Folder, run: str) -> str:
     [
         pytest.param("train", {"gap", "policy"}, marks=pytest.mark.nightly),
         pytest.param("filter", {"batch", "gap", "policy"}, marks=pytest.mark.nightly),
-        pytest.param("score", {"scores", "batch", "gap", "policy"}, marks=pytest.mark.first),
+        ("score", {"scores", "batch", "gap", "policy"}),
     ],
 )
 def test_redone_with_the_same_settings_it_is_the_same_to_the_bit(folder: Folder, redo: str, own: set[str]) -> None:
