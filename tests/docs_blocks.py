@@ -11,7 +11,7 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 # page -> how a block begins -> why test_e2e_docs.py does not run it
 NOT_HERE: dict[str, dict[str, str]] = {
     "README.md": {
-        "make demo": "minutes of training: test_learning.py trains the same preset to its end; `make test` is what runs this test",
+        "make demo": "minutes of training: test_learning.py trains the same preset to its end; `make test` is a quarter of an hour of tests",
     },
     "docs/benchmarks.md": {
         ".venv/bin/python benchmarks/compare_trl.py": "TRL's own environment (1.6 GB), and many minutes of training",
@@ -81,7 +81,7 @@ LONG = (
     "docs/agents.md", "docs/benchmarks.md", "docs/environments.md", "docs/filters.md", "docs/library.md", "docs/queries.md",
     "docs/store.md", "docs/what-if.md",
 )  # one to five minutes each: for make nightly  # fmt: skip
-PLANNED = ("docs/data.md",)  # its run is for make nightly as well; make test plans it, and runs the like of README
+PLANNED = ("docs/data.md",)  # its run is for make nightly as well; make test-all plans it, and runs the like of README
 
 
 @dataclass(frozen=True)

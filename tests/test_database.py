@@ -132,6 +132,7 @@ print("done", asyncio.run(pipeline()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "deleted", [["pipeline"], ["phase"], ["iteration"], ["pipeline", "phase", "iteration"], ["pipeline", "fails"]]
 )

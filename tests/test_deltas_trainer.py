@@ -38,6 +38,7 @@ def weights(store: Store, ref: ArtifactRef) -> dict[str, str]:
     return {name: record.sha256 for name, record in whole_files(store, ref).items()}
 
 
+@pytest.mark.slow
 def test_fifty_differences_give_the_bits_of_the_policies_that_were_saved_whole(gang: Gang, tmp_path: Path) -> None:
     trainer, store = Trainer(gang), gang.store
     world.run(trainer, "load", world.load_new())

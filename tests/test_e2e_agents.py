@@ -74,6 +74,7 @@ def calls(run: Run, iteration: int) -> list[JsonDict]:
     return [json.loads(line) for key in keys for line in run.store.read(key).splitlines()]
 
 
+@pytest.mark.first
 def test_every_trained_token_is_one_that_an_engine_sampled(undisturbed: Folder, leaving: Leaving) -> None:
     run = open_existing(undisturbed.open_store(), "b")
     num_trained = num_of_engines = num_turns = 0
@@ -107,6 +108,7 @@ def test_every_trained_token_is_one_that_an_engine_sampled(undisturbed: Folder, 
     assert num_of_engines == num_trained > 0 and num_turns > 9, "some use the calculator"
 
 
+@pytest.mark.nightly
 def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
     undisturbed: Folder, leaving: Leaving, tmp_path: Path, prefect_api: dict[str, str]
 ) -> None:

@@ -1,13 +1,17 @@
-"""Options of docs/algorithms.md through whole runs, as a user sets them; and a mismatch that stops one."""
+"""Options of docs/algorithms.md through whole runs, as a user sets them, with two ranks and two engines on S3; and a mismatch that stops one."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.conftest import S3Server
 from tests.pipeline import MINI, Folder, Undisturbed, read_record
 
 pytestmark = pytest.mark.e2e
 TWO = [*MINI, "rl.num_iterations=2"]
+TWO_OF_EVERYTHING = ["trainer.ranks=2", "engines.count=2"]
 OPTIONS = {
     "reinforce++": ["rl.estimator=reinforce_plus_plus", "rl.gamma=0.95", "rl.group_size=1", "rl.num_prompts=32", "rl.kl=reward",
                     "rl.kl_coef=0.05", "rl.kl_estimator=k1"],
@@ -19,10 +23,17 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["reinforce++", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gspo", "dppo", "engine"))]
+    "name",
+    [
+        pytest.param("reinforce++", marks=pytest.mark.first),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gspo", "dppo", "engine")),
+    ],
 )
-def test_options_reach_the_trainer_and_every_check_of_a_first_step_holds(folder: Folder, name: str) -> None:
-    output = folder.complete("a", *TWO, *OPTIONS[name])
+def test_options_reach_the_trainer_and_every_check_of_a_first_step_holds(
+    name: str, tmp_path: Path, s3_server: S3Server, prefect_api: dict[str, str]
+) -> None:
+    folder = Folder(tmp_path, s3_server.url(), {**s3_server.environment, **prefect_api})
+    output = folder.complete("a", *TWO, *TWO_OF_EVERYTHING, *OPTIONS[name])
     for sign in ("is not on-policy", "the first step clips", "differs from the reference"):
         assert sign not in output, output[-3000:]
     metrics = read_record(folder, "a", 1)["metrics"]

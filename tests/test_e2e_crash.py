@@ -16,7 +16,8 @@ ITERATIONS = 5
 SHORT = 4  # iterations of a run that is killed once: at each version the undisturbed one has the same bits
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.soak)])
+@pytest.mark.first
+@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.soak)])
 def test_kill_the_whole_group_at_random_moments(tmp_path: Path, undisturbed: Undisturbed, kills: int) -> None:
     """With a Prefect server of its own and MLflow: they are killed too."""
     folder, moments = Folder(tmp_path, f"file://{tmp_path}/store", tracked=True), random.Random(7)

@@ -44,6 +44,7 @@ def test_the_form_says_what_every_field_is(stand: Stand, name: str) -> None:
     assert deployment["parameters"]["config"]["rl"]["num_iterations"] == 70
 
 
+@pytest.mark.first
 def test_only_what_changes_can_be_asked_for_and_what_is_wrong_says_what_to_do(stand: Stand, tmp_path: Path) -> None:
     changes = {
         "run": "wrong",

@@ -54,6 +54,7 @@ def turns_of(row: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
     return sides
 
 
+@pytest.mark.first
 def test_the_environment_heard_what_was_sampled_and_its_answers_are_in_the_tokens(
     undisturbed: Folder, tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_the_environment_heard_what_was_sampled_and_its_answers_are_in_the_token
         assert row["reward"] == record["reward"] and row["reward_fault"] == ""
 
 
+@pytest.mark.first
 def test_logprobs_are_those_of_the_policy_after_everything_before(undisturbed: Folder, tmp_path: Path) -> None:
     run = open_existing(undisturbed.open_store(), "b")
     folder = materialise(run.store, run.policy(1)[0], tmp_path / "policy")

@@ -24,6 +24,7 @@ def overlapped(tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, 
     return folder
 
 
+@pytest.mark.first
 def test_each_iteration_is_trained_on_what_the_version_before_sampled(overlapped: Folder) -> None:
     run = open_existing(overlapped.open_store(), "a")
     for iteration in range(ITERATIONS):

@@ -188,6 +188,7 @@ def test_a_taken_port_is_named_before_the_model_is_loaded() -> None:
     assert outcome.exit_code == 2 and f"port={port}: the port is taken" in outcome.output
 
 
+@pytest.mark.slow
 def test_each_end_of_a_process_has_its_exit_code() -> None:
     served, served_log, _ = start_engine("--model-path", str(tiny_model(0)), *CONTEXT)
     script = (

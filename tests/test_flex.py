@@ -114,6 +114,7 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_attention(family: st
     assert (gradient - expected_gradient).norm() / expected_gradient.norm() < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
 def test_shared_as_planned_for_flex_is_the_same_as_each_with_its_own_prompt(family: str) -> None:
     """float32. Texts of many blocks: two prompts of 600 and 250 tokens, six completions of up to 200 each, that the plan for flex_attention puts into two
@@ -220,6 +221,7 @@ def test_a_text_of_many_blocks_names_whole_ones() -> None:
     assert int((named | whole).sum(-1).max()) == 1024 // BLOCK + 1
 
 
+@pytest.mark.slow
 def test_lengths_do_not_make_new_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers with and without windows, capped scores: traced as for a GPU, both passes, and computed without kernels."""
     policy = small_policy("gemma2")
@@ -242,7 +244,7 @@ def test_lengths_do_not_make_new_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < made[-1] == made[-2] <= 8, f"kernels after more lengths: {made}"
 
 
-@pytest.mark.parametrize(("dtype", "far"), [("float32", 1e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(("dtype", "far"), [("float32", 1e-4), pytest.param("bfloat16", 0.1, marks=pytest.mark.slow)])
 def test_the_proof_chooses_flex_where_it_is_right(
     dtype: str, far: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

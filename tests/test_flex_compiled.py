@@ -28,6 +28,7 @@ def kernels_of_its_own() -> Iterator[None]:
 
 
 @inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False})  # half the time
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_inductor_makes_a_kernel_of_it() -> None:
     """What runs on a GPU, on a CPU: warnings of inductor are errors here. It has no backward pass and no lse for a CPU."""

@@ -52,7 +52,9 @@ def passes(lm: torch.nn.Module, tokens: Tensor) -> list[Tensor]:
 
 
 # norms of heads, two more norms a layer, MLPs without a gate and no rotary positions
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2"))]
+)
 def test_both_passes_are_those_of_the_familys_own_code(family: str) -> None:
     lm = small_model(small_config(AutoConfig.for_model(family)))
     tokens = torch.arange(2 * 19).view(2, 19) % VOCABULARY
@@ -79,6 +81,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_the_proof_keeps_them_where_they_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,6 +94,7 @@ def test_the_proof_keeps_them_where_they_are_right(
     leave_fused(trainer.resident.policy.lm)  # the function is its family's
 
 
+@pytest.mark.slow
 def test_those_that_give_something_else_are_left_and_flex_attention_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,6 +112,7 @@ def test_those_that_give_something_else_are_left_and_flex_attention_stays(
     assert "attention is computed by flex_attention, rows are shared" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_no_kernel_has_ends_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it left in sharded weights would be added to the first gradient."""
     right = fused.Fused.__call__

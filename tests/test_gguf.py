@@ -205,6 +205,7 @@ def test_what_a_killed_import_left_is_removed_by_the_next(tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "made")
 
 
+@pytest.mark.slow
 def test_the_script_has_help_and_says_what_is_wrong(tmp_path: Path) -> None:
     def script(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

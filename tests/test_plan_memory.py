@@ -70,6 +70,7 @@ def test_parameters_are_those_that_transformers_builds(
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_a_layer_is_what_recomputed_activations_take() -> None:
     few = {**QWEN3_8B, "num_hidden_layers": 3}
     kept, recomputed, more = (
@@ -81,6 +82,7 @@ def test_a_checkpoint_a_layer_is_what_recomputed_activations_take() -> None:
     assert kept > recomputed + 2 * (more - recomputed)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_rows_are_counted_with_their_share() -> None:
     few = hf_config({**QWEN3_8B, "num_hidden_layers": 3})
 
@@ -97,7 +99,10 @@ def test_ranks_that_share_rows_are_counted_with_their_share() -> None:
         trial.microbatch_bytes(few, torch.bfloat16, 1, 16384, True, 3)
 
 
-@pytest.mark.parametrize(("recomputed", "offload"), [(False, "none"), (True, "none"), (True, "optimizer")])
+@pytest.mark.parametrize(
+    ("recomputed", "offload"),
+    [(False, "none"), *(pytest.param(True, offload, marks=pytest.mark.slow) for offload in ("none", "optimizer"))],
+)
 def test_the_estimate_is_near_to_what_a_step_takes(recomputed: bool, offload: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -154,6 +159,7 @@ def test_the_page_says_what_fits_as_a_plan_counts_it() -> None:
     assert row("Qwen3-0.6B") in rows
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMOLLM2, "num_hidden_layers": 2}))
     asked: list[str] = []

@@ -22,9 +22,12 @@ NOBODY = 65534
 PYTHON = sys.executable
 EMPTY = ("stdin", "")
 WORLD = "root" if os.geteuid() == 0 else "user"
+LONG = "writes on and on"  # ten seconds of a processor
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name", [*(name for name in HOSTILE if name != LONG), pytest.param(LONG, marks=pytest.mark.slow)]
+)
 def test_hostile_programs(name: str, tmp_path: Path) -> None:
     judge(name, WORLD, attack(PYTHON, name, tmp_path))
 

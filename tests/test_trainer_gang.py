@@ -324,6 +324,7 @@ def test_no_rank_keeps_a_whole_gradient(tmp_path: Path) -> None:
     assert told["ranks"] == 2 and told["microbatches"] > 1 and told["kept"] == [0] * told["microbatches"], told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "named",
     ["qwen3:ppo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3:gspo", "gemma3_text:sft"))],
@@ -347,6 +348,7 @@ def test_ranks_that_share_rows_do_what_each_does_with_its_own(named: str, tmp_pa
             assert entry["metrics"][metric] == pytest.approx(entry["alone"][metric], rel=1e-5, abs=1e-6), metric
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_rank_reads_its_own_rows_and_no_more(ranks: int, tmp_path: Path) -> None:
     """By up to so many ranks, of what up to so many saved. The blocks that verify what is read are small, as the model is."""
@@ -362,6 +364,7 @@ def test_every_rank_reads_its_own_rows_and_no_more(ranks: int, tmp_path: Path) -
             assert entry["share"] <= entry["read"] < 1.1 * entry["share"] + hashed, entry
 
 
+@pytest.mark.slow
 def test_two_nodes_with_a_copy_each_do_what_one_rank_does(
     folder: Path, solo: Trainer, data: ArtifactRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ def job(data: ArtifactRef, step: int, settings: JsonDict, reference: ArtifactRef
     return body | {"reference": reference.as_json() if reference else None}
 
 
-@pytest.mark.parametrize("kl", ["none", "loss"])
+@pytest.mark.parametrize("kl", ["none", pytest.param("loss", marks=pytest.mark.slow)])
 def test_the_steps_after_it_are_the_same_to_the_bit(trainer: Trainer, data: ArtifactRef, kl: str) -> None:
     world.run(trainer, "load", world.load_new("other", seed=9))
     other = world.saved(
@@ -92,6 +92,7 @@ def trained(folder: Path, offload: str, parks: bool = False) -> list[dict[str, s
     return digests
 
 
+@pytest.mark.slow
 def test_moments_on_the_host_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one part, and in many: parts of several parameters, and parameters with more than a part. Parked meanwhile, too."""
     expected = trained(tmp_path / "none", "none")
@@ -128,6 +129,7 @@ def take_a_large_step(trainer: Trainer) -> None:
     world.run(trainer, "train", job(data, 0, {"num_steps": 1}))
 
 
+@pytest.mark.slow
 def test_moments_on_the_host_are_not_in_memory_between_updates(tmp_path: Path) -> None:
     """On a CPU, whose host is itself, they are in a file: after the step as before it."""
     held: dict[str, int] = {}
@@ -145,6 +147,7 @@ def test_moments_on_the_host_are_not_in_memory_between_updates(tmp_path: Path) -
     assert held["none"] - held["optimizer"] > 0.9 * 2 * WEIGHTS_BYTES, "two moments"
 
 
+@pytest.mark.slow
 def test_the_memory_really_goes(trainer: Trainer) -> None:
     take_a_large_step(trainer)
     for _ in range(2):

@@ -62,6 +62,7 @@ OPTIONS: dict[str, JsonDict] = {
         "estimator": "reinforce_plus_plus_baseline", "importance": "sequence_mask", "importance_high": 1.2, **REWARD_KL,
     },
 }  # fmt: skip
+CASES = ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS if name != "ppo")]
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def test_gradient_is_that_of_a_plain_loop(gang: Gang, setup: World, sequences: l
     assert (sums["importance_clipped_fraction"] > 0) == (settings.importance != "none"), "no weight was bounded"
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_gradient_depends_neither_on_the_microbatch_nor_on_the_order(
     gang: Gang, setup: World, sequences: list[TrainSequence], name: str
 ) -> None:
@@ -247,7 +248,7 @@ def test_gradient_depends_neither_on_the_microbatch_nor_on_the_order(
         assert other_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_gradient_does_not_depend_on_how_rows_are_filled(
     gang: Gang, setup: World, sequences: list[TrainSequence], name: str
 ) -> None:

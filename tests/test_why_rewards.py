@@ -32,6 +32,7 @@ KINDS = {
     "partial credit": 'rl.rewards={"tests.nearness:near" = 0.8, format = 0.2}',
     "two parts": 'rl.rewards={exact = 0.5, "tests.nearness:near" = 0.5}',
 }
+CASES = ["0/1", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "0/1")]
 LOOKS = len(SUSPECTS)
 
 
@@ -81,8 +82,8 @@ def named(whole: Around, looks: int = LOOKS) -> list[str]:
     return [finding.suspect for finding in judge(whole, looks).findings if not finding.symptom]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_reward_that_nobody_touched_is_not_named_when_the_policy_says_garbage(
     kind: str, seed: int, tmp_path: Path
 ) -> None:
@@ -108,7 +109,7 @@ def told_otherwise(whole: Around, name: str, late: bool) -> Around:
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["broken from the iteration on", "mended from the iteration on"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASES)
 def test_code_that_gives_the_same_text_another_reward_is_proved(kind: str, late: bool, tmp_path: Path) -> None:
     """Today's code is that of one side; of a reward without any other part and of garbage that nothing before was like, too."""
     run = run_of(tmp_path, KINDS[kind])
@@ -237,7 +238,7 @@ def mistaken(rng: random.Random, rollout: Rollout, prompt: Prompt) -> Rollout:
 
 
 @pytest.mark.parametrize("worse", [to_all, mistaken])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASES)
 def test_right_labels_are_not_named_where_the_policy_is_surely_wrong(kind: str, worse: After, tmp_path: Path) -> None:
     run = run_of(tmp_path, KINDS[kind])
     whole = scored(run, around(run, 2, Planted(after=worse), prompts=16, size=8))

@@ -49,7 +49,7 @@ from tests.fuzz.timed import LINE_CHARS_MAX, case, refused
 
 pytestmark = pytest.mark.e2e
 PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"
-EVERY = 8  # of the damages one is done in `make test`: all take minutes on a busy machine
+EVERY = 8  # of the damages one is done in `make test-all`: all take minutes on a busy machine
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -36,7 +36,7 @@ LATER: dict[str, Callable[[JsonDict], Any]] = {
     "a config of another shape": lambda tree: tree | {"config": {"layers": [tree["config"]]}},
 }
 OF_A_CONFIG = [name for name in LATER if "config" in name or "setting" in name]
-DOCUMENTS = ("run.json", "start.json", "lease/000000.json", "rl/00001/iteration.json", "rl/00001/batch/round-0/manifest.json",
+DOCUMENTS = ("start.json", "lease/000000.json", "rl/00001/iteration.json", "rl/00001/batch/round-0/manifest.json",
              "rl/00001/policy/manifest.json", "rl/00000/policy/pruned.json", "base/evaluation/manifest.json")  # fmt: skip
 COMMANDS = (["runs"], ["show", "a"], ["verify", "a"], ["gc", "a", "--delete"], ["sql", "select * from artifacts"], ["compare", "a", "s"],
             ["files", "a", "policy"])  # fmt: skip
@@ -91,7 +91,7 @@ def faults_of(root: Path, key: str) -> Iterator[str]:
             yield f"{command} says it twice: {said}"
 
 
-@pytest.mark.parametrize("key", DOCUMENTS)
+@pytest.mark.parametrize("key", ["run.json", *(pytest.param(key, marks=pytest.mark.slow) for key in DOCUMENTS)])
 def test_a_document_of_a_later_version_is_named_and_hides_no_other_run(whole: Path, tmp_path: Path, key: str) -> None:
     faults = []
     for name, later in LATER.items():

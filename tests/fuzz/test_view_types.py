@@ -145,6 +145,7 @@ def damaged_columns(intact: Path, folder: Path, every: int = 1) -> Iterator[tupl
                 yield root, f"{path.relative_to(intact)}: {column} is {name}", path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [127, pytest.param(7, marks=pytest.mark.nightly)])
 def test_a_file_with_a_wrong_column_is_named_by_every_page_that_reads_it(
     intact: Path, paths: list[str], tmp_path: Path, every: int
