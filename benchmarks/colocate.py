@@ -40,8 +40,10 @@ MODEL = [
 ]
 SMALL = [
     "sft.num_steps=2", "sft.segment_steps=2", "sft.decay_steps=2", "sft.warmup_steps=0", "sft.batch_size=8",
-    f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=8", "rl.num_steps=2", "rl.filters={}",
-    "evaluation.every=0", "evaluation.prompts_max=8", "engines.count=1", "engines.threads=1", "trainer.threads=1", "trainer.tokens_max=512",
+    f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=8", "rl.num_steps=2",
+    "rl.filters={}",
+    "evaluation.every=0", "evaluation.prompts_max=8", "engines.count=1", "engines.threads=1", "trainer.threads=1",
+    "trainer.tokens_max=512",
 ]  # fmt: skip
 PROCESSES = {"trainer": "rlpipe.trainer.server", "engine": "rlpipe.engines.local.server"}
 
@@ -126,7 +128,8 @@ def report(folder: Path, looks: list[Look]) -> bool:
     for name in PROCESSES:
         print(f"{name:8s} released {least[name]:6.0f} MB, at most {max(look.held[name] for look in turns):6.0f} MB")
     print(
-        f"together at most {max(sum(look.held.values()) for look in turns):6.0f} MB; both held theirs in {len(both)} looks"
+        f"together at most {max(sum(look.held.values()) for look in turns):6.0f} MB; "
+        f"both held theirs in {len(both)} looks"
     )
     figure, axes = plt.subplots(figsize=(11, 4))
     begun = next(index for index, look in enumerate(looks) if any(look.held.values()))

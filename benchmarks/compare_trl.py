@@ -185,7 +185,8 @@ def report(pairs: list[dict[str, Seen]]) -> bool:
     """Prints what was seen; whether both learn alike."""
     print(f"\nmedians of {len(pairs)} pairs (least to most); reward, tokens and steps are means, an iteration")
     print(
-        f"{'':28s} {'seconds':>22s} {'TRL takes times':>22s}  reward: first   last   tokens  trained  steps  sequences of a step"
+        f"{'':28s} {'seconds':>22s} {'TRL takes times':>22s}  reward: first   last   tokens  trained  "
+        "steps  sequences of a step"
     )
     for name in pairs[0]:
         runs = [pair[name] for pair in pairs]

@@ -108,7 +108,8 @@ async def through(
         assert rollout.outcome.reward == rollout.outcome.num_turns == arguments.turns
     print(
         f"{kind:10s} {watch.num_workers:3d} processes {took_s:8.1f} s   {cpu_s:6.1f} s of the flow's processor   "
-        f"{watch.threads:3d} threads, {watch.flow_mb:7.0f} MB at most in the flow   {watch.workers_mb:7.0f} MB in environments",
+        f"{watch.threads:3d} threads, {watch.flow_mb:7.0f} MB at most in the flow   "
+        f"{watch.workers_mb:7.0f} MB in environments",
         flush=True,
     )
 
@@ -126,8 +127,10 @@ def main() -> None:
     os.chdir(ROOT)  # where the processes of environments import benchmarks.waiting from
     os.environ["PYTHONPATH"] = str(ROOT)
     total_s = arguments.rollouts * arguments.turns * arguments.step_s
-    print(f"{arguments.rollouts} rollouts of {arguments.turns} turns, {arguments.step_s:g} s each: {total_s:g} s of waiting; at least "
-          f"{arguments.turns * arguments.step_s:g} s side by side, {total_s / max(1, arguments.processes):g} s in {arguments.processes} processes")  # fmt: skip
+    print(f"{arguments.rollouts} rollouts of {arguments.turns} turns, {arguments.step_s:g} s each: "
+          f"{total_s:g} s of waiting; at least "
+          f"{arguments.turns * arguments.step_s:g} s side by side, {total_s / max(1, arguments.processes):g} s in "
+          f"{arguments.processes} processes")  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         build_tokenizer(["wait"], Path(scratch))
         tokenizer = ChatTokenizer.from_folder(Path(scratch))

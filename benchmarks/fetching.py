@@ -215,7 +215,8 @@ def main() -> None:
             medians = ", ".join(f"{way} {statistics.median(tries):.2f} s" for way, tries in took.items())
             spread = json.dumps({way: [round(value, 2) for value in sorted(tries)] for way, tries in took.items()})
             print(
-                f"{options.gb:g} GB in {num_files} files to {len(HOSTS)} nodes at {gbit_per_s:g} Gbit/s: {medians}; {spread}",
+                f"{options.gb:g} GB in {num_files} files to {len(HOSTS)} nodes at {gbit_per_s:g} Gbit/s: "
+                f"{medians}; {spread}",
                 flush=True,
             )
 

@@ -37,11 +37,13 @@ POLL_S, TIMEOUT_S = 0.5, 6 * 3600
 PLOT = Path(__file__).parent.parent / "docs" / "growth.png"
 NEAR_EMPTY = [
     "sft.num_steps=4", "sft.segment_steps=4", "sft.decay_steps=4", "sft.warmup_steps=0", "sft.batch_size=8",
-    "rl.num_prompts=2", "rl.group_size=2", "rl.shard_prompts=2", "rl.num_steps=1", "rl.filters={}", "rl.completion_tokens_max=4",
+    "rl.num_prompts=2", "rl.group_size=2", "rl.shard_prompts=2", "rl.num_steps=1", "rl.filters={}",
+    "rl.completion_tokens_max=4",
     "evaluation.every=0", "evaluation.prompts_max=2",
 ]  # fmt: skip
 PROCESSES = {  # a word of their command line
-    "trainer": "rlpipe.trainer.server", "engine": "rlpipe.engines.local.server", "Prefect's server": "prefect_server", "flow": "rlpipe run",
+    "trainer": "rlpipe.trainer.server", "engine": "rlpipe.engines.local.server",
+    "Prefect's server": "prefect_server", "flow": "rlpipe run",
 }  # fmt: skip
 
 

@@ -125,7 +125,8 @@ def main() -> None:
     pairs = parser.parse_args().pairs
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
-        overrides = ["run=bench", f"store=file://{scratch}/store", "sft.num_steps=60", "sft.decay_steps=60", "sft.segment_steps=60",
+        overrides = ["run=bench", f"store=file://{scratch}/store", "sft.num_steps=60",
+                     "sft.decay_steps=60", "sft.segment_steps=60",
                      f"rl.num_iterations={2 * pairs + 2}", "evaluation.every=0", "tracking.uri="]  # fmt: skip
         config = read_config("tiny", overrides, PRESETS)
         os.environ.setdefault("PREFECT_HOME", f"{scratch}/prefect")

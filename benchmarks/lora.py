@@ -70,7 +70,8 @@ def train(folder: Path, preset: str, seed: int, iterations: int, adapter_rate: f
     rlpipe_run(folder, preset, base, f"seed={seed}", "rl.num_iterations=0", "evaluation.prompts_max=1")
     model = whole_policy(store, open_existing(store, base).policy(0)[0], folder / "models")
     rate = config.rl.learning_rate * (adapter_rate or 1)
-    sets = [f"seed={seed}", f"model.path={model}", "sft.num_steps=0", f"rl.num_iterations={iterations}", f"rl.learning_rate={rate}",
+    sets = [f"seed={seed}", f"model.path={model}", "sft.num_steps=0", f"rl.num_iterations={iterations}",
+            f"rl.learning_rate={rate}",
             "evaluation.every=0", "evaluation.prompts_max=1"]  # fmt: skip
     if adapter_rate:
         sets += ["model.adapter=lora", f"model.adapter_rank={RANK}", f"model.adapter_alpha={ALPHA}"]
@@ -101,8 +102,10 @@ def table(results: dict[str, dict[str, list[Trained]]]) -> list[str]:
         for kind, runs in kinds.items():
             finals = [run.final for run in runs]
             lines.append(
-                f"| {preset} | {kind} | {fmean(finals):.3f} ± {standard_error(finals):.3f} | {', '.join(f'{value:.3f}' for value in finals)} | "
-                f"{runs[0].policy_bytes:,} B | {median(run.reload_s for run in runs):.2f} s | {median(run.iteration_s for run in runs):.1f} s |"
+                f"| {preset} | {kind} | {fmean(finals):.3f} ± {standard_error(finals):.3f} | "
+                f"{', '.join(f'{value:.3f}' for value in finals)} | "
+                f"{runs[0].policy_bytes:,} B | {median(run.reload_s for run in runs):.2f} s | "
+                f"{median(run.iteration_s for run in runs):.1f} s |"
             )
     return lines
 

@@ -101,7 +101,8 @@ def main() -> None:
             )
             ratios.append(none.median_s / other.median_s)
             print(f"  iteration: {other.median_s:.2f} s, ratio {ratios[-1]:.2f} (limit {none.limit:.2f}); "
-                  f"staleness {sorted(other.staleness)}; reward at the end {other.last_reward:.3f}", flush=True)  # fmt: skip
+                  f"staleness {sorted(other.staleness)}; reward at the end {other.last_reward:.3f}",
+                  flush=True)  # fmt: skip
         print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 

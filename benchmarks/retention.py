@@ -44,7 +44,8 @@ def rlpipe(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PREFECT_HOME": str(folder / "prefect")}
     with (folder / "output.log").open("a") as log:
         return subprocess.Popen(
-            [str(Path(sys.executable).parent / "rlpipe"), *arguments], cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            [str(Path(sys.executable).parent / "rlpipe"), *arguments], cwd=folder, env=environment,
+            stdout=log, stderr=log, start_new_session=True
         )  # fmt: skip
 
 
@@ -109,7 +110,8 @@ def kill_while_pruning(folder: Path, command: list[str], kills: int) -> None:
         unfinished += not all(prunings(root).values())
     ended(folder, rlpipe(folder, *command))
     print(
-        f"killed {kills} times while it pruned, {unfinished} of them in the middle of one; all are finished: {all(prunings(root).values())}"
+        f"killed {kills} times while it pruned, {unfinished} of them in the middle of one; all are finished: "
+        f"{all(prunings(root).values())}"
     )
 
 
@@ -151,8 +153,9 @@ def measure(folder: Path, iterations: int, kills: int) -> None:
     )
     for record in manifest.files:
         check_file(run.store, ref.folder, record)
-    print(f"fork --at {at}, and one iteration more: {time.monotonic() - began:.0f} s; its {len(manifest.files)} files have the hashes of "
-          f"their manifest, model.safetensors {manifest.file('model.safetensors').sha256}")  # fmt: skip
+    print(f"fork --at {at}, and one iteration more: {time.monotonic() - began:.0f} s; its {len(manifest.files)} "
+          "files have the hashes of their manifest, "
+          f"model.safetensors {manifest.file('model.safetensors').sha256}")  # fmt: skip
     for name in ("lean", "again"):
         ended(folder, rlpipe(folder, "verify", name, *store))
 

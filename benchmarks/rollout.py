@@ -83,7 +83,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     tokens = PROMPTS * GROUP_SIZE * NEW_TOKENS
     ratios = [before / after for before, after in zip(plain[1:], pooled[1:], strict=True)]  # the first pair warms up
     print(
-        f"{arguments.engines} {ENGINE_KIND} engine(s), {arguments.threads} thread(s), {arguments.pairs} pairs of {tokens} tokens"
+        f"{arguments.engines} {ENGINE_KIND} engine(s), {arguments.threads} thread(s), "
+        f"{arguments.pairs} pairs of {tokens} tokens"
     )
     print(f"generate()  {tokens / statistics.median(plain[1:]):8.0f} tokens/s")
     print(f"pool        {tokens / statistics.median(pooled[1:]):8.0f} tokens/s")

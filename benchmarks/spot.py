@@ -32,9 +32,11 @@ STEP_S = "0.02"
 JOIN_DEADLINE_S = 300.0
 GRACE_S = 30.0  # what a machine has between its notice and its end
 SETTINGS = [
-    "engines.place=elsewhere", "engines.count=1", "engines.in_flight_max=16", "trainer.threads=1", "model.context_tokens_max=256",
-    "sft.num_steps=8", "sft.segment_steps=8", "sft.decay_steps=8", "sft.warmup_steps=2", "data.short_words.rows_max=400",
-    "data.words.rows_max=300", "rl.completion_tokens_max=192", "rl.num_prompts=512", "rl.group_size=8", "rl.shard_prompts=64", "rl.filters={}",
+    "engines.place=elsewhere", "engines.count=1", "engines.in_flight_max=16", "trainer.threads=1",
+    "model.context_tokens_max=256", "sft.num_steps=8", "sft.segment_steps=8", "sft.decay_steps=8", "sft.warmup_steps=2",
+    "data.short_words.rows_max=400",
+    "data.words.rows_max=300", "rl.completion_tokens_max=192", "rl.num_prompts=512", "rl.group_size=8",
+    "rl.shard_prompts=64", "rl.filters={}",
     "evaluation.every=0", "evaluation.prompts_max=8",
 ]  # fmt: skip
 Span = tuple[float, float]  # of the clock, seconds
@@ -170,8 +172,8 @@ def main() -> None:
         notices = len(stand.hosts) - arguments.hosts if taken else 0
         rates.append(num_tokens / host_s)
         sha256s.append(folder.final_sha256("a", arguments.iterations))
-        print(f"{name}: {num_tokens} tokens in {host_s:.0f} s of hosts, {rates[-1]:.1f} tokens/s of a host; about {notices} notices; "
-              f"final sha256 {sha256s[-1]}", flush=True)  # fmt: skip
+        print(f"{name}: {num_tokens} tokens in {host_s:.0f} s of hosts, {rates[-1]:.1f} tokens/s of a host; "
+              f"about {notices} notices; final sha256 {sha256s[-1]}", flush=True)  # fmt: skip
     print(f"throughput of a host that was there: {rates[1] / rates[0]:.3f} of the undisturbed run's")
     print(f"final policies: {'the same' if sha256s[0] == sha256s[1] else 'NOT the same'}")
     sys.exit(0 if sha256s[0] == sha256s[1] else 1)

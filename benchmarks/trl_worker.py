@@ -96,10 +96,12 @@ def trained(job: dict[str, Any], seen: Seen) -> None:
     rows = [{"prompt": prompt["messages"], "answer": prompt["answer"]} for prompt in job["prompts"]]
     rollouts = job["num_prompts"] * job["group_size"]
     settings = GRPOConfig(
-        output_dir=job["output"], use_cpu=True, bf16=False, seed=job["seed"], max_steps=job["iterations"] * job["num_steps"],
+        output_dir=job["output"], use_cpu=True, bf16=False, seed=job["seed"],
+        max_steps=job["iterations"] * job["num_steps"],
         # one generation of all rollouts feeds num_steps optimizer steps
         per_device_train_batch_size=rollouts // job["num_steps"], gradient_accumulation_steps=1,
-        steps_per_generation=job["num_steps"], num_generations=job["group_size"], num_iterations=1, shuffle_dataset=False,
+        steps_per_generation=job["num_steps"], num_generations=job["group_size"],
+        num_iterations=1, shuffle_dataset=False,
         max_completion_length=job["completion_tokens_max"], temperature=1.0, top_p=1.0, top_k=0,
         loss_type="dapo", scale_rewards="group", beta=0.0, epsilon=job["clip_low"], epsilon_high=job["clip_high"],
         learning_rate=job["learning_rate"], lr_scheduler_type="constant", warmup_steps=0, optim="adamw_torch_fused",

@@ -123,7 +123,10 @@ def measure(place: str, url: str, rounds: int, prompt: str) -> None:
                 warm.append(fetched(root + path, server)[0])
                 if CHROMIUM:
                     shown.append(drawn(root, path))
-        figures = f"{text_of(cold):26s}{statistics.median(cpu):6.2f}     {text_of(warm):26s}{text_of(shown) if shown else '-'}"
+        figures = (
+            f"{text_of(cold):26s}{statistics.median(cpu):6.2f}     "
+            f"{text_of(warm):26s}{text_of(shown) if shown else '-'}"
+        )
         print(f"{name:36s}{size / 1e3:6.0f}  {figures}", flush=True)
 
 

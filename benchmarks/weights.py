@@ -47,12 +47,14 @@ from tests.s3_world import serving
 
 PRESETS = Path(__file__).parent.parent / "flows/presets"
 MODEL = [
-    "model.hidden_size=1024", "model.intermediate_size=2816", "model.num_layers=4", "model.num_heads=8", "model.num_kv_heads=8",
-    "model.init_std=0.02",
+    "model.hidden_size=1024", "model.intermediate_size=2816", "model.num_layers=4", "model.num_heads=8",
+    "model.num_kv_heads=8", "model.init_std=0.02",
 ]  # fmt: skip
 SETTINGS = [
-    *MODEL, "run=a", "tracking.uri=", "sft.num_steps=0", "rl.num_prompts=2", "rl.group_size=4", "rl.shard_prompts=2", "rl.num_steps=1",
-    "rl.completion_tokens_max=8", "rl.filters={}", "rl.learning_rate=1e-5", "evaluation.every=0", "checkpoint.state_every=1000", "trainer.threads=1",
+    *MODEL, "run=a", "tracking.uri=", "sft.num_steps=0", "rl.num_prompts=2", "rl.group_size=4", "rl.shard_prompts=2",
+    "rl.num_steps=1",
+    "rl.completion_tokens_max=8", "rl.filters={}", "rl.learning_rate=1e-5", "evaluation.every=0",
+    "checkpoint.state_every=1000", "trainer.threads=1",
     "engines.threads=1",
 ]  # fmt: skip
 HERE = ["engines.count=2"]

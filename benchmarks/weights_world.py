@@ -136,7 +136,8 @@ def services(folder: Path, nodes: dict[str, Node], store: str) -> Iterator[None]
         inside = [*nodes[name].inside, *([] if name == "trainer" else cover)]
         with (folder / name / "log").open("w") as log:
             started.append(
-                subprocess.Popen([*inside, *command], cwd=folder / name, stdout=log, stderr=log, text=True, start_new_session=True,
+                subprocess.Popen([*inside, *command], cwd=folder / name, stdout=log,
+                                 stderr=log, text=True, start_new_session=True,
                                  env={**os.environ, ADDRESS_VARIABLE: nodes[name].address})
             )  # fmt: skip
     try:

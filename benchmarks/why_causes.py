@@ -143,7 +143,10 @@ class Causes:
         right = not others and (first in wanted or (unfelt and not found) if wanted else not found)
         at = re.search(r"iteration (\d+): reward", done.stdout)
         assert at is not None, done.stdout
-        cells = f"{first or ('unfelt' if unfelt else 'no cause found'):18s}  {at[1]:>2s}  {', '.join(others) or '-':24s}  {', '.join(symptoms) or '-'}"
+        cells = (
+            f"{first or ('unfelt' if unfelt else 'no cause found'):18s}  {at[1]:>2s}  "
+            f"{', '.join(others) or '-':24s}  {', '.join(symptoms) or '-'}"
+        )
         return f"{cause:20s}  {'yes' if right else 'NO ':3s}  {cells}", right
 
 

@@ -251,7 +251,8 @@ class World:
         run, rng = f"healthy-{number:02d}", random.Random(f"healthy/{number}")
         prompts, group = rng.choice([8, 12, 16, 24]), rng.choice([4, 8])
         rate = rng.choice([5e-5, 1e-4, 2e-4, 4e-4])
-        rewards = rng.choice(['{"scorers:spelled" = 0.6, "scorers:near" = 0.3, format = 0.1}', '{"scorers:spelled" = 1.0}', '{"scorers:near" = 0.9, format = 0.1}'])  # fmt: skip
+        rewards = rng.choice(['{"scorers:spelled" = 0.6, "scorers:near" = 0.3, format = 0.1}',
+                              '{"scorers:spelled" = 1.0}', '{"scorers:near" = 0.9, format = 0.1}'])  # fmt: skip
         sets = [
             f"rl.num_prompts={prompts}",
             f"rl.group_size={group}",

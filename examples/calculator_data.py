@@ -36,6 +36,9 @@ def demonstrations(
 
 def _in_json(text: str) -> str:
     def call(match: re.Match[str]) -> str:
-        return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': match[1] or 'a*b'}})}</tool_call>"
+        return (
+            f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': match[1] or 'a*b'}})}"
+            "</tool_call>"
+        )
 
     return CALL.sub(call, text)

@@ -61,7 +61,8 @@ def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
 
     from flows.outage import PrefectAway
 
-    engine._prefect_sigterm_handler = bounding  # pyright: ignore[reportPrivateUsage]  # else it raises wherever the main thread is
+    # else it raises wherever the main thread is
+    engine._prefect_sigterm_handler = bounding  # pyright: ignore[reportPrivateUsage]
 
     try:
         return run_unless_stopped(flow)

@@ -248,4 +248,8 @@ async def _show(name: str, message: str) -> None:
     get_run_logger().info("%s: %s", name, message)
     with only_shown():
         async with get_client() as client:
-            await client.set_flow_run_state(flow_run.id, Running(name=name, message=message), force=True)  # pyright: ignore[reportArgumentType]
+            await client.set_flow_run_state(
+                flow_run.id,
+                Running(name=name, message=message),  # pyright: ignore[reportArgumentType]
+                force=True,
+            )

@@ -20,7 +20,8 @@ THEN = [
     "evaluation.pass_threshold=1.0",
 ]  # as in tests/test_golden.py, but for fields that are newer
 STAGES = [
-    *(("base", stage) for stage in ("tokenizer", "policy", "probe", "evaluation")), ("data", "data"), ("data", "selection"),
+    *(("base", stage) for stage in ("tokenizer", "policy", "probe", "evaluation")),
+    ("data", "data"), ("data", "selection"),
     *(("sft", stage) for stage in ("policy", "state", "evaluation")), *(("rl", stage) for stage in RL_KINDS),
 ]  # fmt: skip
 

@@ -33,7 +33,8 @@ class Commands:
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """`rlpipe ARGUMENTS` in a process group of its own."""
         environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "PREFECT_HOME": str(self.folder / "prefect")
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+            "PREFECT_HOME": str(self.folder / "prefect")
         }  # fmt: skip
         with (self.folder / "output.log").open("ab") as log:
             return subprocess.Popen(

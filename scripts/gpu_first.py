@@ -18,7 +18,8 @@ from scripts.gpu_commands import ROOT, kill
 
 # in the order in which they run: what the ones before show makes sense of the ones behind
 PARTS = {
-    "kernels": 180, "lora": 120, "offload": 180, "qwen3-0.6b": 180, "qwen3-1.7b": 180, "qwen3-4b": 300, "run": 300, "killed": 300, "apart": 300,
+    "kernels": 180, "lora": 120, "offload": 180, "qwen3-0.6b": 180, "qwen3-1.7b": 180, "qwen3-4b": 300,
+    "run": 300, "killed": 300, "apart": 300,
 }  # fmt: skip
 NOT_ON_CPU = ("qwen3-1.7b", "qwen3-4b")  # small shapes are one shape
 

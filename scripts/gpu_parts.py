@@ -43,14 +43,18 @@ LENGTHS = {"gpu": (2048, 8192), "cpu": (64, 128)}
 PROMPT_SHARE = 8  # an eighth of a sequence is prompt
 TURNS = 3
 # of the kernels' part: groups of heads, several blocks of attention
-KERNEL_SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+KERNEL_SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+                "num_attention_heads": 8, "num_key_value_heads": 2,
                 "head_dim": 128, "max_position_embeddings": 4096}  # fmt: skip
 KERNEL_ROWS = (6, 4, 900)  # groups, rollouts of each, the longest
 WORDS, ITERATIONS = 400, 3
 KILLED_AFTER = "rl/00001/iteration.json"
 # Qwen3-0.6B's width, eight layers of it, with a vocabulary of letters; on a CPU a smaller one
 RUN_SHAPE = {
-    "gpu": 'dtype = "bfloat16"\nhidden_size = 1024\nintermediate_size = 3072\nnum_layers = 8\nnum_heads = 16\nnum_kv_heads = 8',
+    "gpu": (
+        'dtype = "bfloat16"\nhidden_size = 1024\nintermediate_size = 3072\nnum_layers = 8\n'
+        "num_heads = 16\nnum_kv_heads = 8"
+    ),
     "cpu": "hidden_size = 64\nintermediate_size = 128\nnum_layers = 2\nnum_heads = 4\nnum_kv_heads = 2",
 }
 RUN = """

@@ -125,8 +125,8 @@ def _check_whole(file: Path, told: dict[str, Any]) -> None:
     ]
     if faults:
         raise UserError(
-            f"{file}: {len(faults)} tensors are not as its model has them: {'; '.join(faults[:3])}; get the whole file, of several parts all "
-            "in one"
+            f"{file}: {len(faults)} tensors are not as its model has them: {'; '.join(faults[:3])}; "
+            "get the whole file, of several parts all in one"
         )
 
 
@@ -160,8 +160,9 @@ def _correct_splits(file: Path, tokenizer: Any) -> None:
         return
     if kind not in DIGIT_SPLITS:
         raise UserError(
-            f"{file}: how its tokenizer splits text into words (tokenizer.ggml.pre={kind!r}) is not known here, and a guess would "
-            "train the model on tokens that it has never seen; use the model's own folder in HF format"
+            f"{file}: how its tokenizer splits text into words (tokenizer.ggml.pre={kind!r}) is not known "
+            "here, and a guess would train the model on tokens that it has never seen; "
+            "use the model's own folder in HF format"
         )
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -170,7 +171,10 @@ def _correct_splits(file: Path, tokenizer: Any) -> None:
 def main() -> None:
     """Exit code 2, with the reason, when nothing was made."""
     parser = argparse.ArgumentParser(
-        description="Make a model folder in HF format (float32) of a GGUF file, for model.path. Needs the packages of rlpipe[gguf]."
+        description=(
+            "Make a model folder in HF format (float32) of a GGUF file, for model.path. "
+            "Needs the packages of rlpipe[gguf]."
+        )
     )
     parser.add_argument("file", type=Path, help="a .gguf file")
     parser.add_argument("folder", type=Path, help="the model folder to make; it must not exist")

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 SMALL = [
-    "sft.num_steps=12", "sft.segment_steps=4", "sft.decay_steps=12", "sft.warmup_steps=2", "sft.batch_size=16", "rl.num_prompts=8",
+    "sft.num_steps=12", "sft.segment_steps=4", "sft.decay_steps=12", "sft.warmup_steps=2", "sft.batch_size=16",
+    "rl.num_prompts=8",
     "rl.group_size=4", "rl.shard_prompts=4", "rl.warmup_steps=2", "rl.filters={}", "evaluation.every=2",
     "evaluation.prompts_max=8", "checkpoint.state_every=2", "tracking.uri=",
 ]  # fmt: skip
@@ -28,7 +29,8 @@ TINY = [
 ]  # fmt: skip
 CALCULATOR = [*SMALL, "data.demonstrations.rows_max=300", "data.products.rows_max=200", "rl.num_iterations=3"]
 MANY_OPTIONS = [
-    "seed=1", "sft.validation_fraction=0.1", "rl.filters={nonzero_std=0.0}", "rl.rounds_max=2", "rl.groups_min=6", "rl.kl=loss",
+    "seed=1", "sft.validation_fraction=0.1", "rl.filters={nonzero_std=0.0}", "rl.rounds_max=2", "rl.groups_min=6",
+    "rl.kl=loss",
     "rl.kl_coef=0.01", "rl.curriculum=band", "rl.mask_truncated=true", "trainer.ranks=2", "engines.count=2",
     "rl.num_iterations=4",
 ]  # fmt: skip
@@ -72,7 +74,8 @@ BEGUN = {  # by OLD, so many iterations, and ended by NEW: the run that it has t
     "steps": ["run", "tiny", *TINY, *STEPS, "rl.num_iterations=2"],
 }
 COMPARED = (
-    "tokenizer", "probe", "reference", "data", "selection", "imported", "prompts", "rollouts", "scores", "batch", "evaluation", "policy", "state", "gap",
+    "tokenizer", "probe", "reference", "data", "selection", "imported", "prompts", "rollouts", "scores", "batch",
+    "evaluation", "policy", "state", "gap",
 )  # fmt: skip
 
 

@@ -67,7 +67,9 @@ def _task(
 
     async def run(session: Session, *none: P.args, **arguments: P.kwargs) -> StageResult:
         assert not none, "the arguments of a stage have names"
-        state: State[StageResult] = await timed(session, **arguments, return_state=True)  # pyright: ignore[reportAssignmentType]
+        state: State[StageResult] = await timed(  # pyright: ignore[reportAssignmentType]
+            session, **arguments, return_state=True
+        )
         return await state.aresult()
 
     return run
@@ -141,4 +143,6 @@ async def _start_service(config: PipelineConfig, kind: str, node: int, tag: str)
     part = {"trainer": config.trainer, "engines": config.engines}[kind]
     parameters = {"store": config.store, "run": config.run, "node": node, kind: part.model_dump(mode="json")}
     name = f"serve-{kind} {config.run} node {node}"  # readable while it waits for room, too
-    await run_deployment(part.deployment_of(kind), flow_run_name=name, parameters=parameters, timeout=0, tags=[tag])  # pyright: ignore[reportGeneralTypeIssues]
+    await run_deployment(  # pyright: ignore[reportGeneralTypeIssues]
+        part.deployment_of(kind), flow_run_name=name, parameters=parameters, timeout=0, tags=[tag]
+    )

@@ -46,7 +46,10 @@ class Compose:
         )  # pytest's folders are closed to the user postgres
         names = " ".join(self.services)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{OUTSIDE} {names}\n")
-        setup = f"ip link set lo up && ip addr add {OUTSIDE}/32 dev lo && mount --bind {folder}/hosts /etc/hosts && echo ready && read -r _"
+        setup = (
+            f"ip link set lo up && ip addr add {OUTSIDE}/32 dev lo && mount --bind {folder}/hosts /etc/hosts && "
+            "echo ready && read -r _"
+        )
         self.holder = subprocess.Popen(
             ["unshare", "--net", "--mount", "sh", "-c", setup], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -79,7 +82,8 @@ class Compose:
     def command(self, name: str) -> list[str]:
         """The service's command, with what the image's entry point puts before it, and its volume in our folder."""
         if name == "postgres":
-            return ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", "postgres", "-D", str(self._database()),
+            return ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups",
+                    "postgres", "-D", str(self._database()),
                     "-c", f"unix_socket_directories={self.database}", "-c", "listen_addresses=*"]  # fmt: skip
         told = self.services[name]["command"]
         parts = shlex.split(told) if isinstance(told, str) else told
@@ -99,7 +103,8 @@ class Compose:
         ]
         as_postgres = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
         single = [*as_postgres, "postgres", "--single", "-j", "-D", str(data), "postgres"]
-        subprocess.run([*as_postgres, "initdb", "-D", data, "-U", given["POSTGRES_USER"], f"--pwfile={self.database}/password",
+        subprocess.run([*as_postgres, "initdb", "-D", data, "-U", given["POSTGRES_USER"],
+                        f"--pwfile={self.database}/password",
                         "--auth=scram-sha-256"], env=given, check=True, capture_output=True)  # fmt: skip
         for statement in (
             f"CREATE DATABASE {given['POSTGRES_DB']};\n\n",

@@ -25,7 +25,8 @@ BIN = Path(sys.executable).parent
 MINI = [
     "sft.num_steps=12", "sft.segment_steps=4", "sft.decay_steps=12", "sft.warmup_steps=2", "sft.batch_size=16",
     "data.short_words.rows_max=400", "data.all_words.rows_max=100", "data.words.rows_max=300",
-    "rl.num_iterations=5", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=4", "rl.num_steps=2", "rl.warmup_steps=2",
+    "rl.num_iterations=5", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=4", "rl.num_steps=2",
+    "rl.warmup_steps=2",
     "rl.filters={}", "evaluation.every=2", "evaluation.prompts_max=8", "checkpoint.state_every=2",
     "engines.count=1", "trainer.threads=1",
 ]  # fmt: skip
@@ -67,7 +68,8 @@ class Folder:
         environment = {**os.environ, **home, **self.environment}
         log = (self.path / "output.log").open("a")
         with log:
-            process = subprocess.Popen([*self.inside, str(BIN / "rlpipe"), *arguments], cwd=self.path, env=environment, stdout=log,
+            process = subprocess.Popen([*self.inside, str(BIN / "rlpipe"), *arguments],
+                                       cwd=self.path, env=environment, stdout=log,
                                        stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
         STARTED.append(process)
         return process

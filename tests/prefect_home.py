@@ -32,7 +32,8 @@ def new_deployed_home(home: Path, deploy: Callable[[Path], None]) -> bool:
 
 def _make_tables(home: Path) -> None:
     environment = {**os.environ, "PREFECT_HOME": str(home), "DO_NOT_TRACK": "1"}
-    told = subprocess.run([PREFECT, "server", "database", "upgrade", "-y"], env=environment, capture_output=True, text=True,
+    told = subprocess.run([PREFECT, "server", "database", "upgrade", "-y"],
+                          env=environment, capture_output=True, text=True,
                           timeout=DEADLINE_S)  # fmt: skip
     assert told.returncode == 0, told.stdout + told.stderr
 

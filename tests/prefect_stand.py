@@ -54,8 +54,8 @@ class Stand:
         """Starts a program under a name, in the stand's folder."""
         with (self.path / f"{name}.log").open("a") as log:
             self.processes[name] = subprocess.Popen(
-                command, cwd=cwd or self.path, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, text=True,
-                start_new_session=True,
+                command, cwd=cwd or self.path, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                text=True, start_new_session=True,
             )  # fmt: skip
         return self.processes[name]
 
@@ -84,7 +84,8 @@ class Stand:
 
         def succeeds() -> bool:
             command = [str(BIN / "prefect"), "--no-prompt", *arguments]
-            tried.append(subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S,
+            tried.append(subprocess.run(command, cwd=ROOT, env=self.environment,
+                                        capture_output=True, text=True, timeout=DEADLINE_S,
                                         stdin=subprocess.DEVNULL))  # fmt: skip
             return tried[-1].returncode == 0
 
@@ -93,7 +94,8 @@ class Stand:
 
     def run(self, *arguments: object) -> str:
         """Output of a program that talks to the server; it has to succeed."""
-        done = subprocess.run([str(each) for each in arguments], cwd=self.path, env=self.environment, capture_output=True,
+        done = subprocess.run([str(each) for each in arguments], cwd=self.path,
+                              env=self.environment, capture_output=True,
                               text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL)  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -121,7 +123,10 @@ class Stand:
         state: dict[str, str] = {}
 
         def faulty() -> str:
-            return f"flow run {flow_run} is {state}, not {told}; the worker said:\n{(self.path / 'worker.log').read_text()[-3000:]}"
+            return (
+                f"flow run {flow_run} is {state}, not {told}; the worker said:\n"
+                f"{(self.path / 'worker.log').read_text()[-3000:]}"
+            )
 
         def reached() -> bool:
             state.update(self.api("GET", f"/flow_runs/{flow_run}")["state"])

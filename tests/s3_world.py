@@ -75,8 +75,10 @@ def _start_weed(folder: Path, endpoint_port: int, node: Node) -> subprocess.Pope
     ports = ["master", "volume", "filer"]
     options = [f"-{name}.port={free_port()}" for name in ports] + [f"-{name}.port.grpc={free_port()}" for name in ports]
     command = [
-        *node.inside, str(Path(sys.executable).parent / "weed"), "mini", f"-dir={folder}", f"-ip={node.address}", f"-ip.bind={node.address}",
-        f"-s3.port={endpoint_port}", f"-s3.port.grpc={free_port()}", f"-admin.port={free_port()}", f"-admin.port.grpc={free_port()}",
+        *node.inside, str(Path(sys.executable).parent / "weed"), "mini", f"-dir={folder}",
+        f"-ip={node.address}", f"-ip.bind={node.address}",
+        f"-s3.port={endpoint_port}", f"-s3.port.grpc={free_port()}", f"-admin.port={free_port()}",
+        f"-admin.port.grpc={free_port()}",
         "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
         f"-s3.config={folder}/s3.json", "-bucket=rlpipe", *options,
     ]  # fmt: skip

@@ -176,27 +176,36 @@ REFUSED: dict[str, list[str]] = {
         "call('syscall', 425, 8, bytes(120))",  # io_uring
         "call('syscall', 0x40000000 + 41, 2, 1, 0)",  # socket of the x32 ABI
         "call('syscall', 435, struct.pack('=11Q', 0x10000000, *[0] * 10), 88)",  # clone3, user namespace
-        "call('unshare', 0x10000000)", "call('setns', 0, 0)", "call('mount', b'none', b'/', b'tmpfs', 0, None)", "os.chroot('.')",
+        "call('unshare', 0x10000000)", "call('setns', 0, 0)", "call('mount', b'none', b'/', b'tmpfs', 0, None)",
+        "os.chroot('.')",
     ],
     "memory that outlives, or is not counted": [
-        "call('shmget', 0, 1 << 20, 0o1600)", "call('shmctl', 0, 0, None)", "call('msgget', 0, 0o1600)", "call('semget', 0, 1, 0o1600)",
+        "call('shmget', 0, 1 << 20, 0o1600)", "call('shmctl', 0, 0, None)", "call('msgget', 0, 0o1600)",
+        "call('semget', 0, 1, 0o1600)",
         "os.memfd_create('memory')",
     ],
     "other processes": [
-        "call('ptrace', 16, TARGET, 0, 0)", "resource.prlimit(TARGET, resource.RLIMIT_CPU, (0, 0))", "os.pidfd_open(TARGET)",
-        "open('/proc/TARGET/maps').read()", "open('/proc/self/mem')", "os.listdir('/proc')", "os.readlink('/proc/TARGET/exe')",
+        "call('ptrace', 16, TARGET, 0, 0)", "resource.prlimit(TARGET, resource.RLIMIT_CPU, (0, 0))",
+        "os.pidfd_open(TARGET)",
+        "open('/proc/TARGET/maps').read()", "open('/proc/self/mem')", "os.listdir('/proc')",
+        "os.readlink('/proc/TARGET/exe')",
         "os.kill(-1, 9) or os.kill(TARGET, 0)", "call('syscall', 424, 0, 9, None, 0)",
     ],
     "folders of others": [
-        "open('/tmp/MARK', 'w')", "os.symlink('SECRET', '/tmp/MARK')", "os.link('SECRET', 'copy')", "os.rename('SECRET', 'copy')",
-        "os.unlink('SECRET')", "os.truncate('SECRET', 0)", "os.open('SECRET', os.O_RDONLY | os.O_TRUNC)", "os.listdir('/tmp')",
-        "os.symlink('SECRET', 's') or open('s').read()", "open('/dev/shm/MARK', 'w')", "os.mknod('disk', 0o60600, 0x800)", "open('/etc/passwd').read()",
+        "open('/tmp/MARK', 'w')", "os.symlink('SECRET', '/tmp/MARK')", "os.link('SECRET', 'copy')",
+        "os.rename('SECRET', 'copy')",
+        "os.unlink('SECRET')", "os.truncate('SECRET', 0)", "os.open('SECRET', os.O_RDONLY | os.O_TRUNC)",
+        "os.listdir('/tmp')",
+        "os.symlink('SECRET', 's') or open('s').read()", "open('/dev/shm/MARK', 'w')",
+        "os.mknod('disk', 0o60600, 0x800)", "open('/etc/passwd').read()",
         "open(os.__file__, 'a')", "open('/dev/tty')",
     ],
-    "rights": ["os.setuid(0)", "os.setgroups([0])", "os.setresuid(0, 0, 0)", "call('capset', struct.pack('=Ii', 0x20080522, 0), b'\\xff' * 24)"],
+    "rights": ["os.setuid(0)", "os.setgroups([0])", "os.setresuid(0, 0, 0)",
+               "call('capset', struct.pack('=Ii', 0x20080522, 0), b'\\xff' * 24)"],
     "limits": [
         "resource.setrlimit(resource.RLIMIT_NPROC, (1000, 1000))", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-        "[os.dup(0) for _ in range(100)]", "[threading.Thread(target=time.sleep, args=(1,)).start() for _ in range(200)]",
+        "[os.dup(0) for _ in range(100)]",
+        "[threading.Thread(target=time.sleep, args=(1,)).start() for _ in range(200)]",
     ],
 }  # fmt: skip
 for name, acts in REFUSED.items():
@@ -258,7 +267,10 @@ if os.fork() == 0:
     ),
     "stops its watchers": (
         HASTY,
-        "import os, signal\nfor pid in (0, -1, os.getppid()):\n    try:\n        os.kill(pid, signal.SIGSTOP)\n    except OSError:\n        pass",
+        (
+            "import os, signal\nfor pid in (0, -1, os.getppid()):\n    try:\n        os.kill(pid, signal.SIGSTOP)\n"
+            "    except OSError:\n        pass"
+        ),
         "timeout",
         "",
     ),

@@ -56,7 +56,8 @@ class Slurm:
         (folder / "hosts").write_text(
             "127.0.0.1 localhost\n" + "".join(f"{to} {name}\n" for name, to in addresses.items())
         )
-        nodes = [f"NodeName=n{index} NodeHostname={host} NodeAddr=10.9.9.{index + 1} Port={17010 + index} CPUs=64 RealMemory=1000 Gres=gpu:8"
+        nodes = [(f"NodeName=n{index} NodeHostname={host} NodeAddr=10.9.9.{index + 1} Port={17010 + index} CPUs=64 "
+                  "RealMemory=1000 Gres=gpu:8")
                  for index in range(NODES)]  # fmt: skip
         partition = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
         (folder / "slurm.conf").write_text("\n".join([CONF.format(host=host, folder=folder), *nodes, partition, ""]))

@@ -44,8 +44,10 @@ from tests import trainer_world as world
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 ADAPTER = Adapter(4, 6.0)
 FAMILIES = ["qwen2", "llama", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3", "mamba", "falcon_h1"]
-OTHERS = ["qwen3", "qwen3_next", "qwen3_5", "llama4_text", "mistral", "mixtral", "gemma2", "gpt_oss", "olmo3", "exaone4", "cohere2", "granite",
-          "lfm2", "jamba", "falcon_mamba", "glm4_moe", "opt", "bloom", "recurrent_gemma", "smollm3", "apertus", "afmoe", "jetmoe"]  # fmt: skip
+OTHERS = ["qwen3", "qwen3_next", "qwen3_5", "llama4_text", "mistral", "mixtral", "gemma2", "gpt_oss",
+          "olmo3", "exaone4", "cohere2", "granite",
+          "lfm2", "jamba", "falcon_mamba", "glm4_moe", "opt", "bloom", "recurrent_gemma", "smollm3",
+          "apertus", "afmoe", "jetmoe"]  # fmt: skip
 TOKENS = torch.arange(24)[None] * 7 % 96
 
 

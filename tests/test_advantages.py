@@ -148,5 +148,8 @@ def test_unknown_estimators_are_named() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, rlpipe.algorithms.advantages, rlpipe.trainer.process, rlpipe.trainer.jobs; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, rlpipe.algorithms.advantages, rlpipe.trainer.process, rlpipe.trainer.jobs; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -63,7 +63,8 @@ if __name__ == "__main__":
 '''
 SLEPT_S = 3 * SHORT_S  # what an agent gets that sleeps: an interpreter starts in it
 COMMAND, FUNCTION = "python an_agent.py", "an_agent:agent"
-BAD = {"raise": "agent_error", "exit": "agent_error", "sleep": "agent_timeout", "kill": "agent_crash", "nan": "agent_invalid",
+BAD = {"raise": "agent_error", "exit": "agent_error", "sleep": "agent_timeout",
+       "kill": "agent_crash", "nan": "agent_invalid",
        "text": "agent_invalid", "metric": "agent_invalid"}  # fmt: skip
 
 

@@ -144,7 +144,8 @@ async def test_every_trained_token_is_one_that_was_sampled_and_the_outcome_is_th
             0.0
         ) == row["loss_mask"].count(0)
         # what was sampled, in order, is what the mask shows
-        calls = [group for group in pool.groups if row["completion_tokens"][: len(group.prior[0].tokens)] == group.prior[0].tokens.tolist()
+        calls = [group for group in pool.groups if row["completion_tokens"][: len(group.prior[0].tokens)]
+                 == group.prior[0].tokens.tolist()
                  and group.prompt_tokens == row["prompt_tokens"]]  # fmt: skip
         assert len(calls) >= NUM_CALLS and row["loss_mask"][0] == 1 and row["finish_reason"] == "stop"
         record = json.loads(row["environment"])

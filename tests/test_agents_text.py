@@ -46,11 +46,13 @@ def nested(levels: int) -> str:
 # texts as JSON has them: with halves of surrogate pairs, and control tokens of the templates
 WORDS = st.one_of(
     st.text(max_size=8),
-    st.sampled_from([r"\ud800", r"\udc00\ud800", "<|im_end|>", "[generation 0]", "</tool_call>", "<tool_call>", r"\u0000", "{{ 1 / 0 }}"]),
+    st.sampled_from([r"\ud800", r"\udc00\ud800", "<|im_end|>", "[generation 0]", "</tool_call>",
+                     "<tool_call>", r"\u0000", "{{ 1 / 0 }}"]),
 )  # fmt: skip
 NUMBERS = st.sampled_from(["NaN", "-Infinity", "1e999", "-0.0", "9" * 4000, "9" * 5000, "1e-400", "0x1", "01"])
 VALUES = st.recursive(
-    st.one_of(NUMBERS, st.sampled_from(["null", "true", "", "'a'", nested(99), nested(600), nested(100_000)]), WORDS.map(lambda word: f'"{word}"')),
+    st.one_of(NUMBERS, st.sampled_from(["null", "true", "", "'a'", nested(99), nested(600), nested(100_000)]),
+              WORDS.map(lambda word: f'"{word}"')),
     lambda values: st.one_of(
         st.lists(values, max_size=3).map(lambda entries: f"[{', '.join(entries)}]"),
         st.lists(st.tuples(WORDS, values), max_size=3).map(
@@ -121,7 +123,8 @@ def test_whatever_a_policy_writes_is_a_call_or_text_and_the_conversation_goes_on
 def test_a_call_is_one_up_to_the_depth_that_is_written_again() -> None:
     assert "tool_calls" in said(call_of(f'{{"a": {nested(DEPTH_MAX - 4)}}}'))
     assert "tool_calls" not in said(call_of(f'{{"a": {nested(DEPTH_MAX)}}}'))
-    assert [call["function"]["arguments"] for call in said(call_of('{"a": "</tool_call>"}') + call_of("{}"))["tool_calls"]] == [
+    assert [call["function"]["arguments"]
+            for call in said(call_of('{"a": "</tool_call>"}') + call_of("{}"))["tool_calls"]] == [
         {"a": "</tool_call>"}, {}]  # fmt: skip
 
 
@@ -175,16 +178,27 @@ def test_other_threads_go_on_while_a_long_text_is_encoded(chats: dict[str, ChatT
 
 BODIES: dict[Wire, dict[str, Any]] = {
     OpenAiWire(None): {  # type: ignore[arg-type]
-        "model": "policy", "messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "a", "content": "1"}],
-        "tools": [TOOL], "tool_choice": "auto", "n": 1, "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}, "response_format": {"type": "text"}, "logprobs": True,
+        "model": "policy",
+        "messages": [ASKED,
+                     {"role": "assistant", "content": None,
+                      "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+                     {"role": "tool", "tool_call_id": "a", "content": "1"}],
+        "tools": [TOOL], "tool_choice": "auto", "n": 1, "max_tokens": 5, "stream": True,
+        "stream_options": {"include_usage": True}, "response_format": {"type": "text"}, "logprobs": True,
     },
     AnthropicWire(): {
-        "model": "policy", "system": [{"type": "text", "text": "x"}], "max_tokens": 5, "thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"},
-        "messages": [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "1"}]}],
+        "model": "policy", "system": [{"type": "text", "text": "x"}], "max_tokens": 5, "thinking": {"type": "disabled"},
+        "tool_choice": {"type": "auto"},
+        "messages": [ASKED,
+                     {"role": "assistant",
+                      "content": [{"type": "text", "text": "a"},
+                                  {"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "1"}]}],
         "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}], "stream": False,
     },
 }  # fmt: skip
-ODD: list[Any] = [None, "x", "auto", 5, -1, 1.5, float("nan"), float("inf"), 10**400, True, [], {}, [[]], [5], {"a": 1}, ["a"], [None], [{}], "\ud800", json.loads(nested(150)), json.loads(nested(900))]  # fmt: skip
+ODD: list[Any] = [None, "x", "auto", 5, -1, 1.5, float("nan"), float("inf"), 10**400, True, [], {}, [[]], [5], {"a": 1},
+                  ["a"], [None], [{}], "\ud800", json.loads(nested(150)), json.loads(nested(900))]  # fmt: skip
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -31,13 +31,15 @@ PATHS = {"openai": "/chat/completions", "anthropic": "/messages"}
 BASES: dict[str, Any] = dict(zip(PATHS, BODIES.values(), strict=True))
 # the names that mean something, wherever they stand, and any others
 NAMES = st.one_of(
-    st.sampled_from(sorted({name for body in BODIES.values() for _, name in places(body) if isinstance(name, str)})), st.text(max_size=4)
+    st.sampled_from(sorted({name for body in BODIES.values() for _, name in places(body) if isinstance(name, str)})),
+    st.text(max_size=4)
 )  # fmt: skip
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-2, 200),
-    st.sampled_from([10**400, 1.5, math.nan, math.inf, "\ud800", "auto", "none", "user", "assistant", "tool", "text", "tool_use", "function"]),
+    st.sampled_from([10**400, 1.5, math.nan, math.inf, "\ud800", "auto", "none", "user", "assistant",
+                     "tool", "text", "tool_use", "function"]),
     st.text(max_size=4),
 )  # fmt: skip
 VALUES = st.recursive(

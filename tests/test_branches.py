@@ -352,7 +352,9 @@ def test_the_trainer_gives_branches_the_advantage_of_their_rollout(tmp_path: Pat
     expected_N, found_N = (
         np.concatenate(advantages(gang, batch, [], settings_of_job)).tolist() for batch in (alone, both)
     )
-    starts = {place: found_N[int(start)] for place, start in zip(both.rollout_B.tolist(), np.cumsum(both.lengths_B) - both.lengths_B, strict=True)}  # fmt: skip
+    starts = {place: found_N[int(start)] for place,
+              start in zip(both.rollout_B.tolist(), np.cumsum(both.lengths_B) - both.lengths_B,
+                           strict=True)}  # fmt: skip
     assert [starts[place] for place in range(6)] == [
         expected_N[int(start)] for start in np.cumsum(alone.lengths_B) - alone.lengths_B
     ]

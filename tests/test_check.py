@@ -33,7 +33,10 @@ def test_both_parts_of_the_tests_run_and_the_last_line_says_which_failed(
     tools = tmp_path / ".venv" / "bin"
     tools.mkdir(parents=True)
     (tmp_path / "failing").write_text("".join(f"{part}\n" for part in failing))
-    tool = 'part="${0##*/}${*:+ $*}"\ncase $part in "python -c"*) echo 1; exit;; "python -m compileall"*) exit;; *"not e2e"*) part=unit;; *"(e2e or"*) part=end-to-end;; esac\n'
+    tool = (
+        'part="${0##*/}${*:+ $*}"\ncase $part in "python -c"*) echo 1; exit;; "python -m compileall"*) exit;; '
+        '*"not e2e"*) part=unit;; *"(e2e or"*) part=end-to-end;; esac\n'
+    )
     for name in ("ruff", "pyright", "python"):
         (tools / name).write_text(f'#!/bin/bash\n{tool}echo "$part" >> began\n! grep -qxF "$part" failing\n')
         (tools / name).chmod(0o755)

@@ -74,7 +74,10 @@ def config(*sets: str) -> PipelineConfig:
         ([*APART, "engines.nodes=1"], r"engines\.nodes=1: .* on the nodes of the trainer; set it to trainer\.nodes, 2"),
         (
             ["rl.overlap=iteration", "rl.importance=token_truncate"],
-            r"rl\.overlap='iteration': trains and samples at once, .*set rl\.overlap = 'none', or engines\.colocate = false",
+            (
+                r"rl\.overlap='iteration': trains and samples at once, .*set rl\.overlap = 'none', or "
+                r"engines\.colocate = false"
+            ),
         ),
         (
             [*ONE_GPU, "engines.gpu_ids=[1]"],

@@ -11,12 +11,18 @@ from transformers import PreTrainedTokenizerFast
 from rlpipe.data.chat import ChatTokenizer
 
 # a turn that ends with a token; the same where the assistant's head ends with a space; Llama 2's way
-PLAIN = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}<|u|>{{ m.content }}<|a|>{% endif %}{% endfor %}"
+PLAIN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}<|u|>{{ m.content }}<|a|>"
+    "{% endif %}{% endfor %}"
+)
 SPACED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-LLAMA2 = "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + ' </s>' }}{% else %}<s>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + ' </s>' }}{% else %}<s>[INST] "
+    "{{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
 LETTERS = "abcdefghijklmnopqrstuvwxyzYNABIST0123456789:/[]<>|_.'"
 WORDS = ["▁Y", "▁Yo", "Yo", "▁y", "▁yo", "yo", "▁a", "▁N", "▁No", "No"]
 MERGES = [

@@ -227,7 +227,10 @@ def test_data_and_rewards_import_nothing_heavy() -> None:
 
     modules = "rlpipe.data.sources, rlpipe.data.chat, rlpipe.data.cursor"
     heavy = ("torch", "transformers", "datasets", "reasoning_gym", "math_verify", "pyarrow")
-    check = f"import sys, {modules}, rlpipe.rewards.pool, rlpipe.algorithms.filters; print([m for m in {heavy} if m in sys.modules])"
+    check = (
+        f"import sys, {modules}, rlpipe.rewards.pool, rlpipe.algorithms.filters; print([m for m in {heavy} "
+        "if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "[]"
 

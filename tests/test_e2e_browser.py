@@ -37,7 +37,8 @@ def test_a_run_is_started_retried_and_read_in_the_browser(stand: Stand, ui: Brow
     broken = tmp_path / "broken"
     (stand.path / "moody.py").write_text(
         "import pathlib\ndef reward(prompt, completion):\n"
-        f"    if pathlib.Path({str(broken)!r}).exists() and prompt['answer'] not in completion: raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
+        f"    if pathlib.Path({str(broken)!r}).exists() and prompt['answer'] not in completion: "
+        "raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
     )
     broken.touch()
     fill_the_form(ui, tmp_path)

@@ -122,7 +122,8 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
     broken = tmp_path / "broken"
     (stand.path / "fragile.py").write_text(
         "import pathlib\ndef reward(prompt, completion):\n"
-        f"    if pathlib.Path({str(broken)!r}).exists() and prompt['answer'] not in completion: raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
+        f"    if pathlib.Path({str(broken)!r}).exists() and prompt['answer'] not in completion: "
+        "raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
     )
     rewards = "rl.rewards={'fragile:reward' = 1.0, format = 0.0}".replace("'", '"')
     config = read_config(

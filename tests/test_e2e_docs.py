@@ -98,7 +98,8 @@ def run_page(page: str, checkout: Path, environment: dict[str, str]) -> str:
     }
     text = script(page).replace("4200", port)
     with log_path.open("w") as log:
-        process = subprocess.Popen(["bash", "-c", text], cwd=checkout, env={**os.environ, **here}, stdout=log, stderr=log,
+        process = subprocess.Popen(["bash", "-c", text], cwd=checkout,
+                                   env={**os.environ, **here}, stdout=log, stderr=log,
                                    stdin=subprocess.DEVNULL, text=True, start_new_session=True)  # fmt: skip
 
     def done() -> bool:
@@ -138,7 +139,8 @@ def deployed(checkout: Path, prefect_api: dict[str, str]) -> Callable[..., Any]:
     environment = {**os.environ, **prefect_api, "PREFECT_HOME": str(checkout / "prefect")}
     for arguments in ("work-pool create cpu --type process", "deploy --name post-train"):
         command = [str(BIN / "prefect"), "--no-prompt", *arguments.split()]
-        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
+        done = subprocess.run(command, cwd=checkout, env=environment,
+                              capture_output=True, text=True, timeout=DEADLINE_S,
                               stdin=subprocess.DEVNULL)  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     return lambda method, path, body=None: call(method, prefect_api["PREFECT_API_URL"] + path, body)

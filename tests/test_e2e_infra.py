@@ -26,7 +26,10 @@ SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "planted-aws",
     "RLPIPE_SERVICE_KEY": "planted-service",
 }
-STATUS = "import sys, urllib.request as u\ntry: print(u.urlopen(u.Request(sys.argv[1], headers=dict(a.split('=', 1) for a in sys.argv[2:])), timeout=20).status)\n"
+STATUS = (
+    "import sys, urllib.request as u\ntry: print(u.urlopen(u.Request(sys.argv[1], headers=dict(a.split('=', "
+    "1) for a in sys.argv[2:])), timeout=20).status)\n"
+)
 STATUS += "except u.HTTPError as e: print(e.code)\nexcept OSError as e: print(type(e.reason).__name__)"
 TRACK = """
 import json, boto3, mlflow

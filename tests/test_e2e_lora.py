@@ -14,8 +14,8 @@ from tests.pipeline import MINI, Folder, descendants, kill_group
 
 pytestmark = pytest.mark.e2e
 LORA = [
-    *MINI, "model.adapter=lora", "model.adapter_rank=4", "sft.num_steps=4", "sft.segment_steps=4", "sft.decay_steps=4", "rl.num_iterations=2",
-    "rl.kl=loss", "rl.kl_coef=0.01", "evaluation.every=0", "evaluation.prompts_max=2",
+    *MINI, "model.adapter=lora", "model.adapter_rank=4", "sft.num_steps=4", "sft.segment_steps=4", "sft.decay_steps=4",
+    "rl.num_iterations=2", "rl.kl=loss", "rl.kl_coef=0.01", "evaluation.every=0", "evaluation.prompts_max=2",
 ]  # fmt: skip
 
 

@@ -36,7 +36,8 @@ def server(tmp_path: Path) -> Iterator[str]:
     """The URL of an MLflow server."""
     url = f"http://127.0.0.1:{free_port()}"
     command = [str(BIN / "mlflow"), "server", "--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1], "--workers", "1",
-               "--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "artifacts")]  # fmt: skip
+               "--backend-store-uri", f"sqlite:///{tmp_path}/server.db",
+               "--artifacts-destination", str(tmp_path / "artifacts")]  # fmt: skip
     with (tmp_path / "server.log").open("w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True, text=True)
     try:

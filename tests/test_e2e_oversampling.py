@@ -66,7 +66,8 @@ def test_what_was_cut_short_is_continued_and_trained(folder: Folder) -> None:
     # a fork that is not over-sampled trains first on what was carried: its mismatch is no fault of an engine, the next one's is
     at = max(k for k, metrics in enumerate(told) if metrics["rollout/num_carried"])
     sets = ["rl.oversampling=1", f"rl.num_iterations={at + 3}", "rl.on_mismatch=fail", "rl.mismatch_max=1e-12"]
-    code, output = folder.rlpipe("fork", "a", "--at", str(at), "--run", "b", *[part for each in sets for part in ("--set", each)],
+    code, output = folder.rlpipe("fork", "a", "--at", str(at), "--run", "b",
+                                 *[part for each in sets for part in ("--set", each)],
                                  "--store", folder.store)  # fmt: skip
     assert code == 1, output[-3000:]
     assert f"iteration {at + 2}: engine and trainer disagree" in output

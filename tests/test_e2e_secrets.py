@@ -62,8 +62,10 @@ class Grader(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         right = self.headers["Authorization"] == f"Bearer {PLANTED['reward']}" and PLANTED["path"] in self.path
         number, asked = next(self.numbers), f"{self.headers} {self.path}"
-        echoes = [{"reward": {self.headers["Authorization"]: 1.0}}, {"reward": {"a": self.path}}, {"reward": {PLANTED["reward"]: 1.0}}, asked,
-                  base64.b64encode(asked.encode()).decode(), quote(asked, safe=""), {"said": json.dumps(asked)}, asked.upper()]  # fmt: skip
+        echoes = [{"reward": {self.headers["Authorization"]: 1.0}}, {"reward": {"a": self.path}},
+                  {"reward": {PLANTED["reward"]: 1.0}}, asked,
+                  base64.b64encode(asked.encode()).decode(), quote(asked, safe=""),
+                  {"said": json.dumps(asked)}, asked.upper()]  # fmt: skip
         echoed = not right or self.server.broken or number % ECHO_EVERY == 0  # pyright: ignore[reportAttributeAccessIssue]
         answer = echoes[number // ECHO_EVERY % len(echoes)] if echoed else {"reward": 0.5}
         self.send_response(200 if right and not self.server.broken else 400)  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,7 +92,8 @@ def mlflow_server(folder: Path) -> Iterator[str]:
     port = free_port()
     with (folder / "mlflow.log").open("w") as log:
         command = [str(BIN / "mlflow"), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-                   "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", f"{folder}/mlruns"]  # fmt: skip
+                   "--backend-store-uri", f"sqlite:///{folder}/mlflow.db",
+                   "--artifacts-destination", f"{folder}/mlruns"]  # fmt: skip
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True, text=True)
     try:
         yield f"127.0.0.1:{port}"
@@ -265,7 +268,8 @@ AWAY = "127.0.0.1:9"  # nobody listens there
     ("name", "wrong", "told"),
     [
         pytest.param("reward", {}, "$GRADER_URL", marks=pytest.mark.nightly),
-        ("mlflow", {"MLFLOW_TRACKING_URI": f"http://user:{PLANTED['mlflow']}@{AWAY}"}, f"MLflow at http://{AWAY} cannot be reached"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": f"http://user:{PLANTED['mlflow']}@{AWAY}"},
+         f"MLflow at http://{AWAY} cannot be reached"),
         ("store", {"AWS_ENDPOINT_URL": f"http://{AWAY}"}, "cannot be written"),
         ("store-key", {"AWS_ACCESS_KEY_ID": "wrong"}, "check the bucket, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID"),
         ("prefect", {"PREFECT_API_URL": f"http://{AWAY}/api"}, AWAY),

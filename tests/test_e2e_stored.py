@@ -41,7 +41,8 @@ def data_sets(*uses: str) -> str:
 
 # no evaluation set: only generate needs an engine. Two sampling rounds an iteration: 8 groups are never the 16
 # that are enough, nor are 16 more than are trained
-SOURCE = [*(each for each in MINI if not each.startswith("data.")), data_sets("sft", "rl"), f"rl.num_iterations={ITERATIONS}",
+SOURCE = [*(each for each in MINI if not each.startswith("data.")), data_sets("sft", "rl"),
+          f"rl.num_iterations={ITERATIONS}",
           "rl.filters={diversity = 0.9}", "rl.rounds_max=2", "rl.groups_min=16",
           "rl.rewards={exact = 0.5, reasoning_gym = 0.5, format = 0.1}"]  # fmt: skip
 LENGTH = 'rl.rewards={"graders:length" = 1.0}'
@@ -238,8 +239,10 @@ def test_rewards_that_a_file_brings_are_kept_and_an_evaluation_starts_the_only_e
     (folder.path / "shards").mkdir()
     for name, part in (("0.parquet", table.slice(0, 16)), ("1.parquet", table.slice(16))):
         pq.write_table(part, folder.path / "shards" / name)
-    folder.complete("kept", *MINI[:1], data_sets("evaluation"), "sft.num_steps=0", "rl.num_iterations=2", "rl.num_prompts=4",
-                    "rl.group_size=4", f"model.path={model}", "rl.rollouts_from=shards", "evaluation.prompts_max=8")  # fmt: skip
+    folder.complete("kept", *MINI[:1], data_sets("evaluation"), "sft.num_steps=0",
+                    "rl.num_iterations=2", "rl.num_prompts=4",
+                    "rl.group_size=4", f"model.path={model}", "rl.rollouts_from=shards",
+                    "evaluation.prompts_max=8")  # fmt: skip
     assert metrics_of(folder, "kept", 0)["rollout/reward_mean"] == 1.5
     assert metrics_of(folder, "kept", 1)["rollout/staleness_max"] == 1
     assert "evaluation/words_greedy" in metrics_of(folder, "kept", 1)

@@ -101,11 +101,12 @@ async def played() -> AsyncIterator[tuple[Played, str]]:
 
 ORDER = {
     "sglang": [
-        "/server_info", "/pause_generation", "/unload_lora_adapter", "/load_lora_adapter", "/flush_cache", "/update_weight_version",
-        "/continue_generation",
+        "/server_info", "/pause_generation", "/unload_lora_adapter", "/load_lora_adapter", "/flush_cache",
+        "/update_weight_version", "/continue_generation",
     ],
     "vllm": [
-        "/pause?mode=abort", "/v1/load_lora_adapter", "/update_weight_version", "/reset_prefix_cache?reset_running_requests=true", "/resume",
+        "/pause?mode=abort", "/v1/load_lora_adapter", "/update_weight_version",
+        "/reset_prefix_cache?reset_running_requests=true", "/resume",
     ],
 }  # fmt: skip
 
@@ -183,7 +184,8 @@ async def test_what_an_engine_is_told_of_each_policy(tmp_path: Path) -> None:
     await engine.started_on(Weights(other, 2, PROBE, "a2"))
     await engine.load(Weights(one, 3, PROBE))
     assert told == [
-        ("adopt", 0), ("adapter", "a1", 1), ("adapter", "", 0), ("adopt", 2), ("adapter", "a2", 2), ("load", str(one), 3),
+        ("adopt", 0), ("adapter", "a1", 1), ("adapter", "", 0), ("adopt", 2),
+        ("adapter", "a2", 2), ("load", str(one), 3),
     ]  # fmt: skip
 
 

@@ -125,7 +125,8 @@ async def test_a_token_a_second_for_a_quarter_of_an_hour_at_the_default_deadline
         check(completion, 900, "b")
         kept = len(second.asked[0]) - len(PROMPT)
         print(
-            f"{time.monotonic() - started:.0f} s; {first.num_sampled} tokens before the kill, {kept} kept, {second.num_sampled} after"
+            f"{time.monotonic() - started:.0f} s; {first.num_sampled} tokens before the kill, {kept} kept, "
+            f"{second.num_sampled} after"
         )
     assert kept >= first.num_sampled - 1 and kept + second.num_sampled == 900
 

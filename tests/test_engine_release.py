@@ -29,8 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=128, max_position_embeddings=CONTEXT_TOKENS, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        vocab_size=VOCAB, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=CONTEXT_TOKENS, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     assert (folder / "model.safetensors").stat().st_size > 100e6

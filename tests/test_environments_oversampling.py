@@ -29,7 +29,8 @@ from tests.test_oversampling import ONE_SHARD, PlayedPool, PlayedTokenizer, Worl
 
 END, TOKENS_MAX, TURNS_MAX, ITERATIONS = 0, 30, 3, 6
 SETS = [
-    "rl.environment=calculator", f"rl.turns_max={TURNS_MAX}", f"rl.completion_tokens_max={TOKENS_MAX}", "rl.oversampling=2",
+    "rl.environment=calculator", f"rl.turns_max={TURNS_MAX}", f"rl.completion_tokens_max={TOKENS_MAX}",
+    "rl.oversampling=2",
     "rl.staleness_max=3", ONE_SHARD,
 ]  # fmt: skip
 

@@ -301,7 +301,10 @@ def test_who_was_taken_over_is_told_by_whom_and_does_no_more(store: Store, monke
     store.create(f"{ROOT}/lease/000001.json", sealed(Holder("far", 7, 1.0, since="2026-11-26T20:00:00+00:00")))
     assert heard.wait(DEADLINE_S), "the heartbeat looks too"
     beats = store.read(f"{ROOT}/lease/000000.json")
-    said = r"run a was taken over by host far \(pid 7\) at 2026-11-26T20:00:00\+00:00: this process ends, and nothing that it committed is lost"
+    said = (
+        r"run a was taken over by host far \(pid 7\) at 2026-11-26T20:00:00\+00:00: this process ends, and "
+        "nothing that it committed is lost"
+    )
     with pytest.raises(TakenOver, match=said), first.deed():
         raise AssertionError("a deed of who was taken over")
     time.sleep(0.1)
@@ -374,7 +377,9 @@ def test_a_host_is_its_boot_and_its_pid_namespace_too(store: Store, monkeypatch:
         acquire(store, ROOT)
 
 
-@pytest.mark.parametrize("changes", [{"pid": -1}, {"pid": 0}, {"pid": True}, {"pid": 10**30}, {"pid": "1"}, {"host": 3}, {"beats": -1},
+@pytest.mark.parametrize("changes",
+                         [{"pid": -1}, {"pid": 0}, {"pid": True}, {"pid": 10**30},
+                          {"pid": "1"}, {"host": 3}, {"beats": -1},
                                      {"process_started": -1.0}, {"released": "no"}])  # fmt: skip
 def test_an_absurd_lease_is_one_clear_line(tmp_path: Path, changes: dict[str, object]) -> None:
     store = Store(f"file://{tmp_path}")
@@ -383,7 +388,10 @@ def test_an_absurd_lease_is_one_clear_line(tmp_path: Path, changes: dict[str, ob
     (name,) = changes
     with pytest.raises(
         StoreError,
-        match=rf"lease/000000\.json was written by a later version of rlpipe, or by hand: {name}: .*remove it if no process",
+        match=(
+            rf"lease/000000\.json was written by a later version of rlpipe, or by hand: {name}: "
+            ".*remove it if no process"
+        ),
     ) as said:
         acquire(store, ROOT)
     assert "\n" not in str(said.value)

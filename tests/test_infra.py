@@ -28,7 +28,8 @@ VARIABLES = set(re.findall(r"^([A-Z_]+)=", (INFRA / ".env.example").read_text(),
 SCRIPTS = sorted([*INFRA.glob("**/*.sh"), *INFRA.glob("slurm/*.sbatch")])
 # what an sbatch line may say: sbatch(1)
 SBATCH = re.compile(
-    r"#SBATCH --(nodes=\d+|ntasks=\d+|ntasks-per-node=1|gpus-per-node=\d+|cpus-per-task=\d+|time=\d+:\d\d:\d\d|signal=B:USR1@\d+|requeue|no-kill|dependency=singleton"
+    r"#SBATCH --(nodes=\d+|ntasks=\d+|ntasks-per-node=1|gpus-per-node=\d+|cpus-per-task=\d+|time=\d+:\d\d:\d\d|"
+    r"signal=B:USR1@\d+|requeue|no-kill|dependency=singleton"
     r"|open-mode=append|output=\S+)"
 )
 

@@ -73,7 +73,10 @@ def start_parent_of(child_argv: list[str]) -> tuple[subprocess.Popen[str], int]:
 
 
 def test_a_service_dies_with_a_parent_that_was_killed() -> None:
-    child = "from rlpipe.processes.launch import die_with_parent; import time; die_with_parent(); print('watching', flush=True); time.sleep(600)"
+    child = (
+        "from rlpipe.processes.launch import die_with_parent; import time; die_with_parent(); print('watching', "
+        "flush=True); time.sleep(600)"
+    )
     parent, pid = start_parent_of([sys.executable, "-c", child])
     parent.kill()
     parent.wait(timeout=DEADLINE_S)

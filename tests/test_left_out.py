@@ -79,7 +79,10 @@ async def test_a_batch_and_its_trainer_have_none_of_them(tmp_path: Path, estimat
     assert faulty and {row["reward"] for row in faulty} == {0.0}  # as evaluations and metrics count it
     assert told["rollout/num_left_out"] == len(faulty) and not any(row["reward_fault"] for row in batch)
     expected = [row for row in scored if not row["reward_fault"] and str(row["group_index"]) not in told["dropped"]]
-    arrays = [np.array(values) for values in zip(*((row["reward"], row["group_index"], len(row["completion_tokens"])) for row in expected), strict=True)]  # fmt: skip
+    arrays = [np.array(values)
+              for values
+              in zip(*((row["reward"], row["group_index"], len(row["completion_tokens"])) for row in expected),
+                     strict=True)]  # fmt: skip
     rewards_B, group_index_B, lengths_B = arrays
     advantages_N = token_advantages(rewards_B, group_index_B, lengths_B, estimator=estimator)
     assert [row["advantage"] for row in batch] == rollout_means(advantages_N, lengths_B).tolist()

@@ -30,9 +30,10 @@ from tests.batches import read_conversations
 
 IN_PAGE = in_page()
 FAMILIES = [
-    "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "llama", "llama4_text", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3",
-    "olmo3", "exaone4", "cohere2", "granite", "granitemoehybrid", "lfm2", "jamba", "mamba", "deepseek_v3", "glm4_moe", "gpt2", "opt", "bloom",
-    "recurrent_gemma", "smollm3", "roberta", "falcon_h1", "apertus", "afmoe", "jetmoe",
+    "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "llama", "llama4_text", "mistral", "mixtral", "gemma2",
+    "gemma3_text", "gpt_oss", "phi3", "olmo3", "exaone4", "cohere2", "granite", "granitemoehybrid", "lfm2", "jamba",
+    "mamba", "deepseek_v3", "glm4_moe", "gpt2", "opt", "bloom", "recurrent_gemma", "smollm3", "roberta", "falcon_h1",
+    "apertus", "afmoe", "jetmoe",
 ]  # fmt: skip
 # fused experts, scaled embeddings, kept buffers, conversions, biases that are parameters without a gradient, numbers without a dimension
 SAVED = ["qwen3_moe", "gpt_oss", "gemma3_text", "deepseek_v3", "qwen3_next", "gpt2", "ernie4_5_moe", "apertus"]

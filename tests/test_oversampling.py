@@ -361,8 +361,10 @@ def test_every_rollout_token_and_prompt_is_in_exactly_one_place(
     masked: bool,
     unscored: float,
 ) -> None:
-    sets = [f"rl.oversampling={oversampling}", f"rl.staleness_max={staleness_max}", f"rl.train_stale_tokens={str(stale).lower()}",
-            f"rl.rounds_max={rounds[0]}", f"rl.groups_min={rounds[1]}", f"rl.mask_truncated={str(masked).lower()}"]  # fmt: skip
+    sets = [f"rl.oversampling={oversampling}", f"rl.staleness_max={staleness_max}",
+            f"rl.train_stale_tokens={str(stale).lower()}",
+            f"rl.rounds_max={rounds[0]}", f"rl.groups_min={rounds[1]}",
+            f"rl.mask_truncated={str(masked).lower()}"]  # fmt: skip
     chance = 0.3 if disturbed else 0.0
     with tempfile.TemporaryDirectory() as scratch:
         asyncio.run(check_run(Path(scratch), seed, 4, chance, chance, sets, unscored))
@@ -439,8 +441,10 @@ async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_
     world.start(fork(run, 1, world.config("run=finished", "rl.oversampling=1")))
     assert (await world.iterate(2))["rollout/groups_carried"] == 0
     for parent, at, sets, said in (
-        (run, 1, ["rl.environment=calculator"], r"rl\.environment='calculator': \d+ groups that iteration 1 carried.*fork that run at 2"),
-        (run, 1, ["rl.temperature=0.5"], r"rl\.temperature differs .* iteration 1 carried: keep it, or set rl\.train_stale_tokens"),
+        (run, 1, ["rl.environment=calculator"],
+         r"rl\.environment='calculator': \d+ groups that iteration 1 carried.*fork that run at 2"),
+        (run, 1, ["rl.temperature=0.5"],
+         r"rl\.temperature differs .* iteration 1 carried: keep it, or set rl\.train_stale_tokens"),
         (run, 1, ["rl.temperature=0.5", "rl.train_stale_tokens=false"], ""),
         (world.session.run, 2, ["rl.environment=calculator"], ""),
     ):  # fmt: skip

@@ -30,7 +30,8 @@ SETS = [
     "model.context_tokens_max=128", "sft.num_steps=60", "sft.segment_steps=30", "sft.decay_steps=60",
     "data.short_words.rows_max=4000", "data.all_words.rows_max=1000", "data.words.rows_max=400",
     f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=12", "rl.group_size=8", "rl.shard_prompts=6", "rl.num_steps=2",
-    "rl.completion_tokens_max=40", "rl.filters={}", "evaluation.every=0", "evaluation.prompts_max=8", "checkpoint.state_every=1",
+    "rl.completion_tokens_max=40", "rl.filters={}", "evaluation.every=0", "evaluation.prompts_max=8",
+    "checkpoint.state_every=1",
     "rl.mismatch_max=0.001", "rl.on_mismatch=stop", "engines.count=2", "engines.hung_timeout_s=20",
 ]  # fmt: skip
 
@@ -50,7 +51,8 @@ def base(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=128, initializer_range=0.05,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=128,
+        initializer_range=0.05,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.convert_tokens_to_ids(PAD), bos_token_id=None,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)

@@ -25,7 +25,8 @@ from tests.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
 
 SIZES = ModelSizes(parameters=10**9, layer=1, rest=1, kv_token=1, microbatch=1)
 ASKED = {"tokens_max": 64, "threads": 1, "places": 2, "engine_threads": 1}
-GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 7,
+GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 300, "hidden_size": 32,
+          "intermediate_size": 64, "num_hidden_layers": 7,
           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}  # fmt: skip
 
 
@@ -73,8 +74,10 @@ def test_a_disk_that_is_too_small_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_hours_are_what_the_passes_take_by_their_number() -> None:
-    sets = ["rl.num_iterations=100", "trainer.tokens_max=1000", "rl.num_prompts=10", "rl.group_size=8", "rl.completion_tokens_max=100",
-            "engines.count=1", "engines.in_flight_max=40", "evaluation.every=50", "evaluation.prompts_max=20", "evaluation.num_completions=1",
+    sets = ["rl.num_iterations=100", "trainer.tokens_max=1000", "rl.num_prompts=10",
+            "rl.group_size=8", "rl.completion_tokens_max=100",
+            "engines.count=1", "engines.in_flight_max=40", "evaluation.every=50", "evaluation.prompts_max=20",
+            "evaluation.num_completions=1",
             "model.context_tokens_max=128", "sft.batch_size=10"]  # fmt: skip
     lines = time_lines(
         config(*sets), Speed(train_s=3.0, forward_s=1.0, decode_s=0.5), Lengths(prompt=20, conversation=50)

@@ -233,7 +233,8 @@ async def test_only_parts_of_what_is_fetched_are_given_and_only_with_the_key(
     for other in ("another", KEY, (await world.host()).key):  # the services' key itself, and that of another host
         assert await status(file, part, other) == 401
     for key, wanted in (
-        (file, "bytes=1-9"), (file, "bytes=0-"), (file, "bytes=-5"), (file, f"bytes=0-{PART_BYTES}"), (f"{file}x", part),
+        (file, "bytes=1-9"), (file, "bytes=0-"), (file, "bytes=-5"),
+        (file, f"bytes=0-{PART_BYTES}"), (f"{file}x", part),
         (f"{FOLDER}/try/config.json", "bytes=0-1"), ("..%2F..%2Fetc%2Fpasswd", part),
     ):  # fmt: skip
         assert await status(key, wanted) == 404, (key, wanted)

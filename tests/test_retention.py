@@ -300,7 +300,10 @@ def test_what_is_shown_listed_read_and_trained_from_says_that_it_was_pruned(tmp_
     assert sum(line.endswith("  pruned") for line in show_lines(child)) == 8
     files = audit.files(run, "policy")
     assert [int(key.split("/")[3]) for key in files] == [4, 4, 9, 9, 10, 10, 11, 11] and all(map(store.exists, files))
-    way = r"was pruned; `rlpipe export a --version 2 --to DIR` makes it again in a folder, `rlpipe fork a --at 1 --run NEW` in the store"
+    way = (
+        "was pruned; `rlpipe export a --version 2 --to DIR` makes it again in a folder, `rlpipe fork a --at 1 "
+        "--run NEW` in the store"
+    )
     with pytest.raises(StoreError, match=way):
         materialise(store, run.policy(2)[0], tmp_path / "local")
     with pytest.raises(UserError, match=r"model\.path='.*' was pruned: make it again with `rlpipe export"):

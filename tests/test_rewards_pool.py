@@ -108,8 +108,10 @@ def test_reward_is_the_weighted_sum_of_the_parts(pool: RewardPool) -> None:
 
 def test_every_misbehaviour_has_its_reason_and_harms_no_other(hasty: RewardPool) -> None:
     bad = {
-        "raise": "reward_error", "sleep": "reward_timeout", "spin": "reward_timeout", "exit": "reward_error", "kill": "reward_crash",
-        "nan": "reward_invalid", "inf": "reward_invalid", "none": "reward_invalid", "text": "reward_invalid", "empty": "reward_invalid",
+        "raise": "reward_error", "sleep": "reward_timeout", "spin": "reward_timeout",
+        "exit": "reward_error", "kill": "reward_crash",
+        "nan": "reward_invalid", "inf": "reward_invalid", "none": "reward_invalid",
+        "text": "reward_invalid", "empty": "reward_invalid",
         "badpart": "reward_invalid",
     }  # fmt: skip
     completions = [name for index, kind in enumerate(bad) for name in (str(index), kind)]

@@ -170,7 +170,8 @@ def test_two_announcements_are_two_and_one_that_is_withdrawn_leaves_nothing(
 
 def test_a_process_that_was_forked_takes_no_announcement_along(store: Store) -> None:
     program = (
-        "import os, sys; from rlpipe.store import lease; from rlpipe.store.backend import open_store; lease.HEARTBEAT_S = 0.05\n"
+        "import os, sys; from rlpipe.store import lease; from rlpipe.store.backend import open_store; "
+        "lease.HEARTBEAT_S = 0.05\n"
         f"store = open_store({store.url!r}); lease.announce(store, {ROOT!r})\n"
         f"while not store.list({ROOT!r}): pass\n"
         "if not os.fork(): sys.exit()\n"
@@ -191,7 +192,8 @@ def test_a_process_that_ends_takes_its_announcement_along_and_a_killed_one_beats
     store: Store, ending: str, left: int
 ) -> None:
     program = (
-        "import os, time; from rlpipe.store import lease; from rlpipe.store.backend import open_store; lease.HEARTBEAT_S = 0.05\n"
+        "import os, time; from rlpipe.store import lease; from rlpipe.store.backend import open_store; "
+        "lease.HEARTBEAT_S = 0.05\n"
         f"store = open_store({store.url!r}); lease.announce(store, {ROOT!r})\n"
         f"while not store.list({ROOT!r}): time.sleep(0.01)\n{ending}"
     )

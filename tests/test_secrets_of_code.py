@@ -27,8 +27,9 @@ from tests.deadlines import DEADLINE_S, until
 PLANTED = {
     name: f"planted-{name.lower()}-4711"
     for name in (
-        "RLPIPE_SERVICE_KEY", "RLPIPE_VIEW_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "MLFLOW_TRACKING_TOKEN",
-        "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", "HF_TOKEN", "OPENAI_API_KEY", "DB_PASSWD",
+        "RLPIPE_SERVICE_KEY", "RLPIPE_VIEW_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+        "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING",
+        "PREFECT_SERVER_API_AUTH_STRING", "HF_TOKEN", "OPENAI_API_KEY", "DB_PASSWD",
         "GRADER", "GRADER_PLACE",  # that only the arguments of rewards call secrets
     )
 } | {"MLFLOW_TRACKING_URI": "https://user:planted-mlflow-4711@host/"}  # fmt: skip
@@ -158,10 +159,13 @@ def test_a_reward_function_sees_the_key_that_its_own_arguments_name_and_no_other
 def test_a_process_that_is_secluded_reads_and_signals_itself_and_its_children_only() -> None:
     """Also by root, and by what it starts, whatever that does."""
     code = (
-        "import os, subprocess, sys; from rlpipe.processes.kernel import leave_rights, seclude; assert seclude() and seclude(); leave_rights(); leave_rights()\n"
-        "child = subprocess.Popen(['sleep', '60']); open(f'/proc/{child.pid}/environ').read(); child.terminate(); child.wait()\n"
+        "import os, subprocess, sys; from rlpipe.processes.kernel import leave_rights, seclude; "
+        "assert seclude() and seclude(); leave_rights(); leave_rights()\n"
+        "child = subprocess.Popen(['sleep', '60']); open(f'/proc/{child.pid}/environ').read(); "
+        "child.terminate(); child.wait()\n"
         "open('/proc/self/environ').read(); os.kill(os.getpid(), 0)\n"
-        "for act in (lambda: open(f'/proc/{os.getppid()}/environ').read(), lambda: open(f'/proc/{os.getppid()}/mem'), lambda: os.kill(os.getppid(), 0)):\n"
+        "for act in (lambda: open(f'/proc/{os.getppid()}/environ').read(), lambda: "
+        "open(f'/proc/{os.getppid()}/mem'), lambda: os.kill(os.getppid(), 0)):\n"
         "    try: act()\n"
         "    except PermissionError: print('refused')\n"
         "print(subprocess.run(['sh', '-c', f'cat /proc/{os.getppid()}/environ'], capture_output=True).returncode)"

@@ -32,7 +32,8 @@ from tests.declared import RL_KINDS, stage_settings
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 # fields that change no artifact: how long, how many processes, when to warn, and which policy samples, which is an input
 NOT_IN_A_RESULT = {"num_iterations", "reward_workers", "reward_timeout_s", "mismatch_max", "on_mismatch",
-                   "environment_timeout_s", "environment_total_s", "agent_timeout_s", "agents_max", "agent_address", "pass_environment",
+                   "environment_timeout_s", "environment_total_s", "agent_timeout_s", "agents_max", "agent_address",
+                   "pass_environment",
                    "overlap"}  # fmt: skip
 
 

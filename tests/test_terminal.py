@@ -61,7 +61,8 @@ def test_tracebacks_are_in_the_log_only(tmp_path: Path, capsys: pytest.CaptureFi
     logging.getLogger("prefect.flow_runs").error("Finished in state Failed()")
     logging.getLogger("rlpipe.x").warning("an engine is slow")
     assert capsys.readouterr().err.splitlines() == [
-        "ERROR Task run failed with exception: RuntimeError('x is gone'). Retry 1/2 will start", "WARNING an engine is slow"
+        "ERROR Task run failed with exception: RuntimeError('x is gone'). Retry 1/2 will start",
+        "WARNING an engine is slow"
     ]  # fmt: skip
     log = (tmp_path / "logs" / LOG_NAME).read_text()
     assert log.count("Traceback") == 2 and "Finished in state" in log and "an engine is slow" in log
@@ -101,7 +102,8 @@ def test_text_goes_to_a_terminal_in_one_place() -> None:
     """Of the flows and commands; what the library prints are lines of its own."""
     prints = re.compile(r"\bprint\(|\becho\(.*typer|typer\.(echo|secho)\(|click\.|std(out|err)\.write\(|\bwrite\(line")
     found = [f"{path.name}: {line.strip()}" for folder in ("flows", "tasks") for path in (ROOT / folder).glob("*.py")
-             for line in path.read_text().splitlines() if path.name != "printing.py" and prints.search(line)]  # fmt: skip
+             for line in path.read_text().splitlines() if path.name != "printing.py"
+             and prints.search(line)]  # fmt: skip
     assert found == []
 
 

@@ -236,7 +236,8 @@ def test_a_project_has_one_registered_model_with_each_policy_once(
     assert first.run_id == mlflow_runs(tmp_path, "a", "words")["post-train"].info.run_id
     assert [entry.path for entry in registry.list_artifacts(str(first.run_id))] == ["curves.png"]
     assert first.tags == {
-        "rlpipe.version": "6", "rlpipe.policy_sha256": "5f2b", "rlpipe.policy": POLICY, "rlpipe.run": "a", "rlpipe.iterations": "6", "evaluation/words_greedy": "0.75"
+        "rlpipe.version": "6", "rlpipe.policy_sha256": "5f2b", "rlpipe.policy": POLICY, "rlpipe.run": "a",
+        "rlpipe.iterations": "6", "evaluation/words_greedy": "0.75"
     }  # fmt: skip
     assert "run `a` after 6 RL iterations" in first.description
     assert "AutoModelForCausalLM.from_pretrained('/store/runs/a/rl/00005/policy/x')` loads it" in first.description

@@ -35,9 +35,11 @@ MOVED: JsonDict = {"num_steps": 2, "learning_rate": 1e-3}  # in the second step 
 OPTIONS: dict[str, JsonDict] = {
     "ppo": {},
     "gspo": {"objective": "gspo", "aggregation": "sequence_mean", **MOVED, "clip_low": 1e-3, "clip_high": 1e-3},
-    "cispo": {"objective": "cispo", "aggregation": "fixed_length", "importance": "sequence_mask", "importance_high": 1.2,
+    "cispo": {"objective": "cispo", "aggregation": "fixed_length",
+              "importance": "sequence_mask", "importance_high": 1.2,
               **MOVED, "clip_low": 5e-3, "clip_high": 5e-3},
-    "reinforce++": {"estimator": "reinforce_plus_plus", "gamma": 0.95, "kl": "reward", "kl_coef": 0.3, "kl_estimator": "k1"},
+    "reinforce++": {"estimator": "reinforce_plus_plus", "gamma": 0.95, "kl": "reward",
+                    "kl_coef": 0.3, "kl_estimator": "k1"},
 }  # fmt: skip
 
 

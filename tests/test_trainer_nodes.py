@@ -51,7 +51,8 @@ class TwoNodes:
         with self.log.open("wb") as log:
             self.nodes = [
                 subprocess.Popen(
-                    launcher_argv(options.model_copy(update={"work_dir": f"{folder}/node-{node}", "port": port}), node, rendezvous),
+                    launcher_argv(options.model_copy(update={"work_dir": f"{folder}/node-{node}", "port": port}),
+                                  node, rendezvous),
                     stdout=log, stderr=log, env=environment,
                 )
                 for node, port in enumerate(ports)

@@ -50,12 +50,15 @@ REWARD_KL: JsonDict = {"kl": "reward", "kl_coef": 0.3, "kl_estimator": "k1"}
 OPTIONS: dict[str, JsonDict] = {
     "ppo": {"importance_low": 0.97},
     "ppo, dual clip": {
-        "dual_clip": 1.03, "aggregation": "sequence_mean", "estimator": "dr_grpo", "importance": "token_mask", "importance_low": 0.96,
+        "dual_clip": 1.03, "aggregation": "sequence_mean", "estimator": "dr_grpo",
+        "importance": "token_mask", "importance_low": 0.96,
     },
-    "gspo": {"objective": "gspo", "aggregation": "sequence_mean", "clip_low": 0.01, "clip_high": 0.01, "estimator": "rloo"},
+    "gspo": {"objective": "gspo", "aggregation": "sequence_mean", "clip_low": 0.01,
+             "clip_high": 0.01, "estimator": "rloo"},
     "cispo": {"objective": "cispo", "aggregation": "fixed_length", "kl_estimator": "k2", "estimator": "maxrl"},
     "sapo": {"objective": "sapo", "importance": "sequence_truncate", "importance_high": 1.1, "estimator": "opo"},
-    "dppo": {"objective": "dppo", "importance": "none", "clip_low": 2e-4, "clip_high": 2e-4, "estimator": "opo", **REWARD_KL},
+    "dppo": {"objective": "dppo", "importance": "none", "clip_low": 2e-4, "clip_high": 2e-4,
+             "estimator": "opo", **REWARD_KL},
     "ppo, the engine's logprobs": {"proximal": "engine", "importance": "none", "kl_estimator": "k2"},
     "reinforce++": {"objective": "reinforce", "estimator": "reinforce_plus_plus", "gamma": 0.95, **REWARD_KL},
     "reinforce++ baseline": {
@@ -187,8 +190,8 @@ def plain_gradients(rollouts: RlBatch, settings: RlConfig) -> tuple[dict[str, Te
         rows.append(([torch.log_softmax(each, -1)[chosen][None] for each in logits], logits[0]))
     kl_N = torch.cat([kl(p, r, estimator=settings.kl_estimator).flatten() for (_, p, r), _ in rows]).detach().numpy()
     advantages_B = row_advantages(
-        rollouts.rewards_B, rollouts.group_index_B, rollouts.lengths_B, estimator=settings.estimator, gamma=settings.gamma,
-        kl_N=kl_N if settings.kl == "reward" else None, kl_coef=settings.kl_coef,
+        rollouts.rewards_B, rollouts.group_index_B, rollouts.lengths_B, estimator=settings.estimator,
+        gamma=settings.gamma, kl_N=kl_N if settings.kl == "reward" else None, kl_coef=settings.kl_coef,
     )  # fmt: skip
     sums = Counter[str]()
     for sequence, ((logprobs, proximal, reference), logits) in zip(kept, rows, strict=True):
@@ -198,7 +201,8 @@ def plain_gradients(rollouts: RlBatch, settings: RlConfig) -> tuple[dict[str, Te
         own_N = advantages_B[sequence.row]
         losses, _, _ = policy_terms(
             logprobs, rollout if settings.objective == "dppo" else proximal, torch.tensor(own_N)[None], mask,
-            objective=settings.objective, clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip,
+            objective=settings.objective, clip_low=settings.clip_low, clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
         )  # fmt: skip
         bounds = {"low": settings.importance_low, "high": settings.importance_high}
         losses = losses * importance_weights(proximal, rollout, mask, mode=settings.importance, **bounds)[0]

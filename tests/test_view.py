@@ -245,8 +245,10 @@ def test_the_loss_of_sft_is_drawn_with_the_validation_loss_beside_it(tmp_path: P
 @pytest.mark.parametrize(
     ("points", "x_range", "y_range"),
     [
-        ([(0, 0.918)], (-0.5, 0.5), (0.0, 1.1475)), ([(7, 64.0)], (6.5, 7.5), (0.0, 80.0)), ([(0, 0.0)], (-0.5, 0.5), (-0.05, 1.0)),
-        ([(0, -2.0), (1, -2.0)], None, (-2.5, 0.0)), ([(0, 1.0), (1, 1.0), (2, 1.0)], None, (0.0, 1.25)), ([(0, 1.0), (1, 2.0)], None, None),
+        ([(0, 0.918)], (-0.5, 0.5), (0.0, 1.1475)), ([(7, 64.0)], (6.5, 7.5), (0.0, 80.0)),
+        ([(0, 0.0)], (-0.5, 0.5), (-0.05, 1.0)),
+        ([(0, -2.0), (1, -2.0)], None, (-2.5, 0.0)), ([(0, 1.0), (1, 1.0), (2, 1.0)], None, (0.0, 1.25)),
+        ([(0, 1.0), (1, 2.0)], None, None),
         ([], None, None), ([(0, None), (1, 4.0)], (0.5, 1.5), (0.0, 5.0)),
     ],
 )  # fmt: skip
@@ -272,10 +274,12 @@ def commit_turns(run: Run, tokenizer: Tokenizer) -> None:
     pieces = [tokenizer.encode(text).ids for text in said]
     told = [index % 2 == 1 for index, piece in enumerate(pieces) for _ in piece]
     outcome = {"reward": 1.0, "num_turns": 3, "fault": "", "metrics": {},
-               "messages": [[{"role": "tool", "content": "a word"}], [{"role": "tool", "content": "b"}], []]}  # fmt: skip
+               "messages": [[{"role": "tool", "content": "a word"}],
+                            [{"role": "tool", "content": "b"}], []]}  # fmt: skip
     rows = [row | {"environment": json.dumps({**outcome, "num_turns": 1, "messages": []})} for row in rows_of(0)]
     tokens = [token for piece in pieces for token in piece]
-    rows[0] |= {"completion": tokenizer.decode(tokens), "completion_tokens": tokens, "loss_mask": [int(not one) for one in told],
+    rows[0] |= {"completion": tokenizer.decode(tokens), "completion_tokens": tokens,
+                "loss_mask": [int(not one) for one in told],
                 "rollout_logprobs": [0.0 if one else -0.5 for one in told], "environment": json.dumps(outcome),
                 "weight_versions": [{"version": 0, "num_tokens": len(tokens)}]}  # fmt: skip
     commit_files(run, ("base", 0, "evaluation"), {"evaluation.parquet": only(rows, SCORES)}, {"h_greedy": 0.0}, 0)
@@ -423,8 +427,10 @@ def test_what_a_policy_wrote_is_text_on_every_page(tmp_path: Path) -> None:
     commit_files(run, ("rl", 0, "batch/round-0"), batch, {"dropped": {"5": EVIL}})
     commit_files(run, ("base", 0, "evaluation"), {"evaluation.parquet": only(rows, SCORES)}, {"words_greedy": 1.0}, 0)
     pages, query = client(store), {"id": f"p/{EVIL}", "text": EVIL}
-    paths = ["/runs/a/iterations/0", "/runs/a/iterations/0/groups/0", "/runs/a/iterations/0/groups/0/rollouts/0", "/runs/a/prompts",
-             "/runs/a/evaluations", "/search", "/runs/a/evaluations/0/groups/0", f"/{EVIL[:40]}", "/compare?run=" + EVIL[:40]]  # fmt: skip
+    paths = ["/runs/a/iterations/0", "/runs/a/iterations/0/groups/0",
+             "/runs/a/iterations/0/groups/0/rollouts/0", "/runs/a/prompts",
+             "/runs/a/evaluations", "/search", "/runs/a/evaluations/0/groups/0", f"/{EVIL[:40]}",
+             "/compare?run=" + EVIL[:40]]  # fmt: skip
     for path in paths:
         answer = pages.get(path) if "?" in path else pages.get(path, params=query)
         assert "<script>alert" not in answer.text and "<img" not in answer.text, path
@@ -485,7 +491,8 @@ def test_answers_before_and_after_stand_side_by_side(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     run = create_or_continue(tiny(store, "sft.num_steps=0", "rl.num_iterations=2"))
     for version, (phase, number) in enumerate([("base", 0), ("rl", 0)]):
-        rows = [{**row, "completion": f"answer {version if row['group_index'] == 1 else 'x'}", "reward": float(version != row["group_index"])}
+        rows = [{**row, "completion": f"answer {version if row['group_index'] == 1 else 'x'}",
+                 "reward": float(version != row["group_index"])}
                 for row in rows_of(0)]  # fmt: skip
         if phase == "rl":
             commit_whole(run, 0)
@@ -570,6 +577,8 @@ def test_a_policy_that_was_pruned_hides_no_rollout(whole: Store) -> None:
 
 
 def test_odd_addresses_are_answered_with_a_page_that_says_so(whole: Store) -> None:
-    for path in ("/runs/..%2f..", "/runs/z", "/nothing", "/runs/a/iterations/-1", "/runs/a/iterations/x", "/runs/a/iterations/99999999999",
-                 "/runs/a/evaluations/-7", "/runs/a?first=-1", "/runs/a/prompts", "/search?text=a&from=a/b"):  # fmt: skip
+    for path in ("/runs/..%2f..", "/runs/z", "/nothing", "/runs/a/iterations/-1", "/runs/a/iterations/x",
+                 "/runs/a/iterations/99999999999",
+                 "/runs/a/evaluations/-7", "/runs/a?first=-1", "/runs/a/prompts",
+                 "/search?text=a&from=a/b"):  # fmt: skip
         assert "This cannot be shown" in page(whole, path, 404), path

@@ -134,7 +134,9 @@ def test_code_that_is_neither_sides_proves_nothing(tmp_path: Path) -> None:
     run = run_of(tmp_path, KINDS["0/1"])
     hot = scored(run, around(run, 1, Planted(after=garbage), size=8))
     shifted = [
-        replace(group, rollouts=[rewarded(one, {"exact": one.reward_parts["exact"] * 0.5 - 0.1}, run.config) for one in group.rollouts])
+        replace(group,
+                rollouts=[rewarded(one, {"exact": one.reward_parts["exact"] * 0.5 - 0.1},
+                                   run.config) for one in group.rollouts])
         for group in hot.groups
     ]  # fmt: skip
     edited = replace(hot, groups=shifted)
@@ -196,7 +198,12 @@ def test_a_verdict_that_the_rest_of_the_reward_refutes_is_withdrawn(tmp_path: Pa
         rollouts = [rewarded(one, part, run.config) for one, part in zip(group.rollouts, parts, strict=True)]
         groups.append(replace(group, rollouts=rollouts))
     assert not list(reward_parts(replace(whole, groups=groups)))
-    only = told_otherwise(replace(whole, groups=[replace(group, rollouts=[rewarded(one, {"exact": one.reward_parts["exact"], "length": 0.8}, run.config) for one in group.rollouts]) for group in whole.groups]), "exact", True)  # fmt: skip
+    only = told_otherwise(
+        replace(whole, groups=[
+            replace(group, rollouts=[
+                rewarded(one, {"exact": one.reward_parts["exact"], "length": 0.8}, run.config) for one in group.rollouts
+            ]) for group in whole.groups
+        ]), "exact", True)  # fmt: skip
     assert [finding.title for finding in reward_parts(only)] == ["reward part exact falls"]
 
 
@@ -211,7 +218,9 @@ def test_other_weights_explain_what_they_do_to_the_same_completions(sets: str, e
     run = run_of(tmp_path, KINDS["two parts"])
     whole = around(run, 1, Planted(sets=(sets,)), size=8)
     new = replace(run, config=whole.config)
-    groups = [group if group.iteration < whole.at else replace(group, rollouts=[by_code(one, group.prompt, new) for one in group.rollouts]) for group in scored(run, whole).groups]  # fmt: skip
+    groups = [group if group.iteration < whole.at
+              else replace(group, rollouts=[by_code(one, group.prompt, new) for one in group.rollouts])
+              for group in scored(run, whole).groups]  # fmt: skip
     whole = replace(whole, groups=groups)
     store(whole)
     with Today(run) as today:
@@ -357,7 +366,9 @@ def test_a_symptom_counts_half_where_an_iteration_is_chosen(tmp_path: Path) -> N
 
 
 def test_a_rate_that_ruins_the_policy_from_the_first_step_on_is_named(tmp_path: Path) -> None:
-    run = create_or_continue(read_config("tiny", ["run=a", f"store=file://{tmp_path}", "rl.warmup_steps=0", "rl.learning_rate=2e-3", KINDS["0/1"]], PRESETS))  # fmt: skip
+    run = create_or_continue(read_config("tiny",
+                                         ["run=a", f"store=file://{tmp_path}", "rl.warmup_steps=0",
+                                          "rl.learning_rate=2e-3", KINDS["0/1"]], PRESETS))  # fmt: skip
     finding = judge(falling(run, 0.5, 1), LOOKS).findings[0]
     assert finding.suspect == "rate" and finding.title.startswith("the reward falls from the first updates on")
     assert finding.proof is not None and finding.proof.at == -1, "a fork of SFT"

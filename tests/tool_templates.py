@@ -217,9 +217,10 @@ KIMI = """{% macro render_content(msg) -%}{%- set c = msg.get('content') -%}{%- 
 {%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}
 """
 TOKENS = [
-    "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
-    "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
 ]  # fmt: skip
 
 
@@ -290,10 +291,12 @@ KINDS = {
     "llama3.1 system": Kind(LLAMA31, LLAMA_TURNS, eos="<|eot_id|>", variables={"tools_in_user_message": False}),
     "mistral": Kind(
         MISTRAL,
-        [f'[TOOL_CALLS] [{call[:-1]}, "id": "call0000{number}"}}]</s>' for number, call in enumerate(JSON_CALLS, start=1)]
+        [f'[TOOL_CALLS] [{call[:-1]}, "id": "call0000{number}"}}]</s>' for number,
+         call in enumerate(JSON_CALLS, start=1)]
         + [" It is 21, and 42.</s>"],
         eos="</s>",
     ),
     "hermes": Kind(HERMES, [*TAGGED, "It is 21, and 42.<|im_end|>"]),
-    "kimi": Kind(KIMI, [*KIMI_CALLS, "It is 21, and 42.<|im_end|>"], ids=("functions.get_weather:0", "functions.add:1")),
+    "kimi": Kind(KIMI, [*KIMI_CALLS, "It is 21, and 42.<|im_end|>"],
+                 ids=("functions.get_weather:0", "functions.add:1")),
 }  # fmt: skip

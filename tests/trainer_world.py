@@ -44,7 +44,8 @@ def options(
 ) -> TrainerOptions:
     """`trainer`: fields of TrainerConfig."""
     return TrainerOptions(
-        store=f"file://{folder}/store", run="a", host="127.0.0.1", port=port, work_dir=work_dir or f"{folder}/work", dtype=dtype,
+        store=f"file://{folder}/store", run="a", host="127.0.0.1", port=port, work_dir=work_dir or f"{folder}/work",
+        dtype=dtype,
         trainer=TrainerConfig(**trainer), silent_s_max=silent_s_max,
     )  # fmt: skip
 
@@ -161,7 +162,8 @@ def do(trainer: Trainer, job: GangJob) -> JsonDict:
 
 
 def save(position: str, policy: str | None, state: str | None, gap: str | None = None) -> JsonDict:
-    return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1", "tokenizer": None, "stop_token_ids": [],
+    return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1",
+            "tokenizer": None, "stop_token_ids": [],
             "context_tokens_max": 64, "gap_folder": gap}  # fmt: skip
 
 

@@ -128,7 +128,8 @@ def trial_group(size: int, parts: Iterable[str]) -> Group:
         Rollout(
             prompt_id="trial/0", group_index=0, rollout_index=index, prompt="What is 2 + 2?", prompt_tokens=tokens,
             completion=f"<answer>{index}</answer>", completion_tokens=tokens, loss_mask=np.ones(2, dtype=np.int8),
-            rollout_logprobs=logprobs, weight_version=0, weight_versions=(Span(0, 2),), finish_reason="stop", seed=index,
+            rollout_logprobs=logprobs, weight_version=0, weight_versions=(Span(0, 2),),
+            finish_reason="stop", seed=index,
             engine="trial", reward=float(index % 2), reward_parts=dict.fromkeys(names, float(index % 2)),
         )
         for index in range(size)

@@ -12,10 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 # rows are split evenly over threads, else the same row could be computed by another code path
 LOCAL_THREADS = (1, 2, 4, 8, 16)
-FIRST = {  # what a form shows first, because people change it, by class; the own fields of a section follow, then the inherited ones
+# what a form shows first, because people change it, by class; the own fields of a section follow,
+# then the inherited ones
+FIRST = {
     "SftConfig": ["num_steps", "batch_size", "learning_rate"],
     "RlConfig": [
-        "rewards", "num_iterations", "num_prompts", "group_size", "completion_tokens_max", "learning_rate", "temperature", "filters"
+        "rewards", "num_iterations", "num_prompts", "group_size", "completion_tokens_max", "learning_rate",
+        "temperature", "filters"
     ],
     "TrainerConfig": ["place", "deployment", "ranks", "nodes", "gpu_ids", "tokens_max", "threads"],
     "EnginesConfig": ["place", "deployment", "kind", "count", "nodes", "gpu_ids", "threads"],

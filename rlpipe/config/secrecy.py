@@ -19,12 +19,19 @@ _IN_URL = re.compile(r"https?://[^/\s@]+@|[a-z][a-z0-9+.-]{0,20}://[^/\s:@]*:[^/
 _QUERY = re.compile(r"[?&]([^=&?]+)=[^&]")
 # What the name of a secret looks like. In a variable of an environment the last table says so too: in a field these are words of data and
 # models (eos_token, answer_key, pass). Names are in lower case here, with underscores between words.
-_WHOSE = "access|admin|auth|bearer|session|tracking|refresh|hf|hub|github|gitlab|openai|anthropic|api|secret|security|private|service"
+_WHOSE = (
+    "access|admin|auth|bearer|session|tracking|refresh|hf|hub|github|gitlab|openai|anthropic|api|secret|"
+    "security|private|service"
+)
 _SECRET = (
-    r"[a-z0-9]*(secret|password|passwd|passphrase|credential)s?|passcode|authorization|cookie|auth_string|connection_string|access_key_id"
+    "[a-z0-9]*(secret|password|passwd|passphrase|credential)s?|passcode|authorization|cookie|auth_string|"
+    "connection_string|access_key_id"
     rf"|secret_access_key|id_token|(encryption|signing)_key|({_WHOSE})_?(token|key)s?"
 )
-_SECRET_IN_VARIABLE = r"[a-z0-9]*token|[a-z0-9]*auth|key|keys|pass|(db|my|pg|user|root)pass|pgpassfile|pw|pwd|creds?|cookies|bearer|jwt|pat|sas|dsn|webhook"
+_SECRET_IN_VARIABLE = (
+    "[a-z0-9]*token|[a-z0-9]*auth|key|keys|pass|(db|my|pg|user|root)pass|pgpassfile|pw|pwd|creds?|cookies|bearer|"
+    "jwt|pat|sas|dsn|webhook"
+)
 _FIELD = re.compile(rf"(.*_)?({_SECRET})\d*|token|(.*_)?db_?pass|.+_pwd")
 _VARIABLE = re.compile(rf"(.*_)?({_SECRET}|{_SECRET_IN_VARIABLE})_?\d*(?P<of>_.*)?")
 # SGLANG_INIT_NEW_TOKEN_RATIO=0.7, PASS_AT_K=8: of a token, not one

@@ -19,8 +19,9 @@ from rlpipe.processes.launch import wrapped
 
 SGLANG_CONTEXT_SLACK = 8  # prompt + completion one or two below SGLang's context length stops early, silently
 SGLANG_CPU_FLAGS = (
-    "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-    "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup", "--mem-fraction-static", "0.05",
+    "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+    "--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup",
+    "--mem-fraction-static", "0.05",
 )  # fmt: skip
 # a stream says what is new, not all again; an event for each token would cost more than the token
 STREAM_INTERVAL = ("--stream-interval", "32")
@@ -100,7 +101,8 @@ def environment_of(config: PipelineConfig, address: EngineAddress) -> dict[str, 
         if not engines.gpu_ids:
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
     if engines.kind == "vllm":
-        variables |= {"VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+        variables |= {"VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1",
+                      "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
                       "VLLM_ENGINE_READY_TIMEOUT_S": VLLM_READY_S}  # fmt: skip
         if config.model.adapter != "none":
             variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -157,8 +159,10 @@ def memory_flags(config: PipelineConfig) -> list[str]:
 def _local(config: PipelineConfig, weights: Weights) -> list[str]:
     return [
         sys.executable, "-m", "rlpipe.engines.local.server",
-        "--model-path", str(weights.folder), "--weight-version", str(weights.version), "--threads", str(config.engines.threads),
-        "--context-tokens-max", str(config.model.context_tokens_max), "--requests-max", str(config.engines.in_flight_max),
+        "--model-path", str(weights.folder), "--weight-version", str(weights.version),
+        "--threads", str(config.engines.threads),
+        "--context-tokens-max", str(config.model.context_tokens_max),
+        "--requests-max", str(config.engines.in_flight_max),
         "--device", "cuda" if config.engines.gpu_ids else "cpu",
     ]  # fmt: skip
 

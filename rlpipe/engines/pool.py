@@ -29,7 +29,9 @@ from rlpipe.store.nearby import Nearby
 log = logging.getLogger(__name__)
 FAULTS_MAX = 10  # of a rollout, without a token between them
 REST_FIRST_S, REST_MAX_S = 0.2, 30.0  # an engine that failed gets nothing for so long, doubled with each fault in a row
-LONG_PROMPT = 512  # tokens, of which an engine that repeats prompts gets one at first: its computation takes longer than a way there and back
+# tokens, of which an engine that repeats prompts gets one at first: its computation takes longer
+# than a way there and back
+LONG_PROMPT = 512
 LOOK_AGAIN_S = 0.5  # how often hosts are asked which engines may sample
 GIVEN_UP_S = 30.0  # for a request that has no token for `progress_timeout_s` to be given up
 

@@ -26,9 +26,9 @@ from rlpipe.store.adapter_files import Adapter
 
 OF_ADAPTER = re.compile(r"(.+)\.lora_[AB]\.weight")
 NAMES_SHOWN = 8
-PASSED_BY = (  # mamba, falcon_mamba and jamba read the weight of this layer and never call it (all others of docs/models.md call theirs)
-    "dt_proj"
-)
+# mamba, falcon_mamba and jamba read the weight of this layer and never call it (all others of
+# docs/models.md call theirs)
+PASSED_BY = "dt_proj"
 
 
 class AdaptedLinear(nn.Linear):

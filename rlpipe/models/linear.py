@@ -66,7 +66,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
         input, weight = ctx.saved_tensors
         of_input = None if weight is None else _product(gradient, weight.t())
         of_weight = None if input is None else _product(_rows(gradient).t(), _rows(input).t())

@@ -155,7 +155,8 @@ class Around:
         its iteration.
         """
         lags = [
-            self.run.sampled_by(self.groups[group].iteration) - min((span.version for span in rollout.weight_versions), default=rollout.weight_version)
+            self.run.sampled_by(self.groups[group].iteration)
+            - min((span.version for span in rollout.weight_versions), default=rollout.weight_version)
             for group, rollout in zip(self.group_R, self.rollouts, strict=True)
         ]  # fmt: skip
         return np.array(lags, dtype=float)

@@ -123,7 +123,8 @@ class Tracker:
         self._submit(lambda: self._log_data(use, data_sets))
 
     def publish(
-        self, policy_url: str, num_iterations: int, evaluation: Metrics, curves: Path, lineage: dict[str, str], on_registered: Callable[[], None]
+        self, policy_url: str, num_iterations: int, evaluation: Metrics, curves: Path, lineage: dict[str, str],
+        on_registered: Callable[[], None]
     ) -> None:  # fmt: skip
         """Attaches the curves and registers the final policy by the URL of its folder (a path where
         it is on a disk), without copying it.
@@ -163,7 +164,9 @@ class Tracker:
             try:
                 job()
                 has_warned = False
-            except Exception as error:  # an outage, a full disk, a wrong URI, a missing driver, any cloud's client: whatever it is, it fails open
+            except Exception as error:
+                # an outage, a full disk, a wrong URI, a missing driver, any cloud's client:
+                # whatever it is, it fails open
                 if not has_warned:
                     log.warning("%s; the run goes on", said_of(error, self._uri))
                 has_warned = True

@@ -26,8 +26,8 @@ from rlpipe.report.suspects.reward_parts import reward_parts
 from rlpipe.report.suspects.scoring import faults, hacked, reward_settings
 
 SUSPECTS: tuple[Suspect, ...] = (
-    faults, reward_settings, reward_parts, hacked, template, mix, duplicates, labels, settings, rate, mismatch, reference, staleness,
-    moved, truncation, length, evaluation,
+    faults, reward_settings, reward_parts, hacked, template, mix, duplicates, labels, settings, rate, mismatch,
+    reference, staleness, moved, truncation, length, evaluation,
 )  # fmt: skip
 ALPHA = 0.01  # of a whole report: the chance of naming anything where nothing changed
 CERTAIN = 2  # suspects whose being there is no matter of chance: their p-values are corrected for these alone

@@ -44,7 +44,8 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.store.artifacts import read_records
 
-FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max", "rl.on_too_few", "rl.staleness_max",
+FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max",
+               "rl.on_too_few", "rl.staleness_max",
                "rl.mask_truncated"]  # fmt: skip
 # the pass rates beside the batch, where there is a curriculum
 RATED_BY = ["rl.curriculum", "evaluation.pass_threshold"]

@@ -20,7 +20,9 @@ from pathlib import Path
 
 from rlpipe.store.transfer import PART_BYTES
 
-WAIT_S = 10.0  # for a part that this node is to get first, or for the file; less than the silence that ends a request (remote.py)
+# for a part that this node is to get first, or for the file; less than the silence that ends a
+# request (remote.py)
+WAIT_S = 10.0
 POLL_S = 0.05
 
 

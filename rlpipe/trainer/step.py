@@ -83,7 +83,11 @@ class Resident:
         not reach (a tower for images).
         """
         return [
-            (torch.zeros_like(parameter.to_local()) if parameter.grad is None else parameter.grad.to_local())  # pyright: ignore[reportAttributeAccessIssue]
+            (
+                torch.zeros_like(parameter.to_local())  # pyright: ignore[reportAttributeAccessIssue]
+                if parameter.grad is None
+                else parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            )
             for _, parameter in self.policy.trained()
         ]
 
@@ -236,7 +240,9 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
             f"{settings.address}: loss {result['loss']}, gradient norm {result['grad_norm']}; no update was made"
         )
     if result["grad_norm"] > settings.optimizer.grad_clip:
-        torch._foreach_mul_(gradients, settings.optimizer.grad_clip / result["grad_norm"])  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
+            gradients, settings.optimizer.grad_clip / result["grad_norm"]
+        )
     rate = learning_rate(settings.optimizer, settings.step)
     resident.apply(gradients, rate, settings.optimizer)
     return result | {"learning_rate": rate}

@@ -108,7 +108,8 @@ def of_card(name: str, chosen: list[Case]) -> int:
         warnings.filterwarnings("ignore", message)
     torch.use_deterministic_algorithms(True)  # as the trainer
     made, limit, faults = play(CARDS[name]), CARDS[name].shared_max, 0
-    flex.flex_attention = flex.compiled()  # pyright: ignore[reportAttributeAccessIssue]  # what `attend` takes for tensors of a CPU
+    # what `attend` takes for tensors of a CPU
+    flex.flex_attention = flex.compiled()  # pyright: ignore[reportAttributeAccessIssue]
     for case in chosen:
         made.clear()
         with fresh_cache():

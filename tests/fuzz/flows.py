@@ -26,8 +26,10 @@ from tests.fuzz.damage import damaged, damages
 
 PRESETS = Path(cli.__file__).parent / "presets"
 CHANGES: list[tuple[str, Any]] = [
-    ("rl.no_such", 1), ("rl.group_size", 1), ("rl.group_size", 1.5), ("rl.clip_high", "x"), ("rl.rewards", {}), ("rl.estimator", "grop"), ("seed", -1),
-    ("model.hidden_size", 12), ("data.words.part", "some"), ("run", "../x"), ("store", "gs://b"), ("trainer.nodes", 2), ("data.words.source", "gone.jsonl"),
+    ("rl.no_such", 1), ("rl.group_size", 1), ("rl.group_size", 1.5), ("rl.clip_high", "x"), ("rl.rewards", {}),
+    ("rl.estimator", "grop"), ("seed", -1),
+    ("model.hidden_size", 12), ("data.words.part", "some"), ("run", "../x"), ("store", "gs://b"), ("trainer.nodes", 2),
+    ("data.words.source", "gone.jsonl"),
 ]  # fmt: skip
 ROWS = ("no prompt", "a number", "null", "half a character", "cut", "messages of text")
 # the others take a process of their own, and preflight with it the ten seconds of a case
@@ -37,7 +39,8 @@ FOLDERS = (
     "model.safetensors is cut to 50%",
     "an index that leads out",
 )
-RECORDS = ("a/run.json: is empty", "a/run.json: config.run='b'", "a/run.json: config.rl.no_such=1", "a/rl/00001/iteration.json: away",
+RECORDS = ("a/run.json: is empty", "a/run.json: config.run='b'", "a/run.json: config.rl.no_such=1",
+           "a/rl/00001/iteration.json: away",
            "a/run.json: cut to 50%", "a/run.json: is brackets")  # fmt: skip
 WAITS = "import time\ntime.sleep(600)\n"
 

@@ -40,12 +40,16 @@ def labels(around: Around) -> Findings:
     lost = (float(right.mean()) if len(right) else 0.0) - (float(wrong.mean()) if len(wrong) else 0.0)
     before, after = (sure_G & (around.after_G == side) for side in (False, True))
     evidence = [
-        f"of the groups whose rollouts agree ({AGREEMENT:.0%} or more give one answer) the label is quite another in {int(wrong_G[before].sum())} of "
-        f"{int(before.sum())} before, {int(wrong_G[after].sum())} of {int(after.sum())} from {around.at} on",
-        f"their reward: {float(right.mean()) if len(right) else float('nan'):.3g} where the label agrees, {float(wrong.mean()) if len(wrong) else float('nan'):.3g} where not",
+        f"of the groups whose rollouts agree ({AGREEMENT:.0%} or more give one answer) the label is quite another in "
+        f"{int(wrong_G[before].sum())} of {int(before.sum())} before, {int(wrong_G[after].sum())} of "
+        f"{int(after.sum())} from {around.at} on",
+        (f"their reward: {float(right.mean()) if len(right) else float('nan'):.3g} where the label agrees, "
+         f"{float(wrong.mean()) if len(wrong) else float('nan'):.3g} where not"),
     ]  # fmt: skip
     rows = rows_to_show(around, (wrong_G & sure_G)[around.group_R])
-    yield Finding("labels", f"labels against a policy that is sure: {share.before:.1%} -> {share.after:.1%} of such groups", rise, -rise.size * lost, evidence, rows)  # fmt: skip
+    yield Finding("labels",
+                  f"labels against a policy that is sure: {share.before:.1%} -> {share.after:.1%} of such groups", rise,
+                  -rise.size * lost, evidence, rows)  # fmt: skip
 
 
 def _sure_and_wrong(around: Around) -> tuple[np.ndarray, np.ndarray]:

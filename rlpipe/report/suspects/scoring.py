@@ -140,7 +140,8 @@ def hacked(around: Around) -> Findings:
         ]
         order = columns[victim] - np.sign(weight) * columns[name]
         rows = rows_to_show(around, np.isfinite(order), order)
-        yield Finding("hacked_part", f"{name} is paid, and {victim} falls", weaker, weight * shift.size, evidence, rows, proof=without(around, name))  # fmt: skip
+        yield Finding("hacked_part", f"{name} is paid, and {victim} falls", weaker, weight * shift.size, evidence, rows,
+                      proof=without(around, name))  # fmt: skip
 
 
 def _mean(values: np.ndarray) -> float:

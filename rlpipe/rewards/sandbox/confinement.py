@@ -48,20 +48,25 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # colum
 DENIED = {
     "socket": (41, 198),  # network, and the sockets of local daemons
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190),
+    "semop": (65, 193), "semctl": (66, 191),
     "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
     "mq_open": (240, 180), "mq_unlink": (241, 181),  # these and the ones above outlive their makers
     "memfd_create": (319, 279),  # memory that RLIMIT_AS does not count
     "truncate": (76, 45),  # by path, which Landlock sees from version 3 on; ftruncate stays
-    "unshare": (272, 97), "open_by_handle_at": (304, 265), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "unshare": (272, 97), "open_by_handle_at": (304, 265), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "inotify_add_watch": (254, 27),
 }  # fmt: skip
 # What acts on everything that the same user has, and Landlock does not see: without a uid of its own it answers 0 and does nothing
 PRETENDED = {
-    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1),
+    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1),
+    "fchown": (93, 55), "lchown": (94, -1),
     "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16), "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "setpriority": (141, 140), "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
 }  # fmt: skip
 # (number, argument, mask, value): denied unless the argument's low half, masked, has the value
@@ -94,7 +99,8 @@ TRIAL_LIMITS = ProgramLimits(time_s=10.0, total_s=10.0, memory_mb=512, processes
 # tries what no program may do, with a module that only the interpreter's folder has
 TRIAL = """
 import colorsys, contextlib, os, socket
-tried = {"open a socket": socket.socket, "read other files": lambda: os.listdir("/proc"), "signal others": lambda: os.kill(os.getppid(), 0)}
+tried = {"open a socket": socket.socket, "read other files": lambda: os.listdir("/proc"), \
+"signal others": lambda: os.kill(os.getppid(), 0)}
 for name, act in tried.items():
     with contextlib.suppress(OSError):
         act()

@@ -29,7 +29,8 @@ PARTS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset,
 VIEWS = (Iterator, type({}.keys()), type({}.values()), type({}.items()), range)
 # what the tests do with an object of the program is done where that is
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "__len__": len, "__iter__": iter, "__bool__": bool, "__str__": str, "__repr__": repr, "__int__": int, "__float__": float,
+    "__len__": len, "__iter__": iter, "__bool__": bool, "__str__": str, "__repr__": repr,
+    "__int__": int, "__float__": float,
     "__instancecheck__": lambda kind, value: isinstance(value, kind), "__setattr__": setattr,
     "__enter__": lambda value: value.__enter__(), "__exit__": lambda value, *error: value.__exit__(*error),
 } | {f"__{name}__": getattr(operator, name) for name in ("neg", "abs", "getitem", "setitem", "delitem")}  # fmt: skip
