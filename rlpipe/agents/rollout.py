@@ -31,7 +31,8 @@ from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED
 
 
 class CallKey(NamedTuple):
-    """A call: the hash of what its reply comes after, and how many calls asked the same before it."""
+    """A call: the hash of what its reply comes after, and how many
+    calls asked the same before it."""
 
     context_sha256: str
     repetition: int

@@ -99,5 +99,6 @@ def entropy_slopes(
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as a kernel, made once for all lengths."""
-    # both sums are of one pass behind that for the maximum in any case; torch warns of few positions, where it cannot merge the three
+    # both sums are of one pass behind that for the maximum in any case; torch warns of few
+    # positions, where it cannot merge the three
     return torch.compile(function, dynamic=True, fullgraph=True, options={"online_softmax": False})

@@ -17,8 +17,9 @@ from urllib.parse import quote, unquote, urlsplit
 _USER = re.compile(r"(?<=://)[^/\s@'\"]+@")
 _IN_URL = re.compile(r"https?://[^/\s@]+@|[a-z][a-z0-9+.-]{0,20}://[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
 _QUERY = re.compile(r"[?&]([^=&?]+)=[^&]")
-# What the name of a secret looks like. In a variable of an environment the last table says so too: in a field these are words of data and
-# models (eos_token, answer_key, pass). Names are in lower case here, with underscores between words.
+# What the name of a secret looks like. In a variable of an environment the last table says so too:
+# in a field these are words of data and models (eos_token, answer_key, pass). Names are in lower
+# case here, with underscores between words.
 _WHOSE = (
     "access|admin|auth|bearer|session|tracking|refresh|hf|hub|github|gitlab|openai|anthropic|api|secret|"
     "security|private|service"

@@ -56,7 +56,8 @@ def argument_form(render: Callable[[Messages], str]) -> ArgumentForm:
 
 
 def calls_of(messages: Messages) -> Iterator[tuple[int, int, JsonDict]]:
-    """(number of the message, number of the call in it, call) of every tool call, counted from 1."""
+    """(number of the message, number of the call in it, call) of
+    every tool call, counted from 1."""
     for index, message in enumerate(messages, start=1):
         for number, call in enumerate(message.get("tool_calls", []), start=1):
             yield index, number, call

@@ -1,4 +1,5 @@
-"""One request to one engine: until it is whole, the engine has no more tokens, or there is enough."""
+"""One request to one engine: until it is whole, the engine has no
+more tokens, or there is enough."""
 
 from __future__ import annotations
 

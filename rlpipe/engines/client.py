@@ -164,7 +164,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def score(self, tokens: list[int], num_scored: int) -> list[float]:
-        """Logprobs (temperature 1) of the last `num_scored` of `tokens`, each given all before it."""
+        """Logprobs (temperature 1) of the last `num_scored` of
+        `tokens`, each given all before it."""
 
     @abstractmethod
     async def load(self, model_path: str, version: int) -> None:

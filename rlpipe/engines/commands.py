@@ -177,7 +177,8 @@ def _sglang(config: PipelineConfig, weights: Weights) -> list[str]:
 
 
 def _vllm(config: PipelineConfig, weights: Weights) -> list[str]:
-    # a seeded request whose prompt is computed in two chunks kills vLLM 0.32 on a CPU ("CPU Generator does not use offset")
+    # a seeded request whose prompt is computed in two chunks kills vLLM 0.32 on a CPU ("CPU
+    # Generator does not use offset")
     on_device = [] if config.engines.gpu_ids else ["--enforce-eager", "--no-enable-chunked-prefill"]
     return [
         "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights.folder), "--seed", "0",

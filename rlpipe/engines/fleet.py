@@ -83,7 +83,8 @@ class Fleet:
 
     @property
     def version(self) -> int | None:
-        """The weight version that is served; None before the start and after a reload that failed."""
+        """The weight version that is served; None before the start
+        and after a reload that failed."""
         return self._served[1] if self._served else None
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:

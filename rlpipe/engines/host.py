@@ -168,7 +168,8 @@ class EngineHost:
                 log.warning("weight version %d is read from disk, not from the trainer (%s)%s", version, error, onward)
                 return []
             self._spoilt = 0
-            # where the trainer's own answers of the two are equal, they may have the same weights, and the proof knows it
+            # where the trainer's own answers of the two are equal, they may have the same weights,
+            # and the proof knows it
             weights = replace(before, version=version, probe=probe, differs_from=before.version)
             proofs = await asyncio.gather(
                 *(self._prove(engine, weights) for engine in receivers), return_exceptions=True

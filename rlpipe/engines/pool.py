@@ -187,7 +187,8 @@ class EnginePool:
             await asyncio.sleep(LOOK_AGAIN_S)
             await self.fleet.look_up()
             seats = sum(self.in_flight_max - self._loads[client.name].in_flight for client in self.fleet.clients)
-            # thousands may wait: without an end to tell them of, only those are woken that have a seat
+            # thousands may wait: without an end to tell them of, only
+            # those are woken that have a seat
             async with self._changed:
                 self._changed.notify(
                     seats
@@ -239,7 +240,8 @@ class EnginePool:
                 log.info(
                     "a rollout of %s goes elsewhere with %d tokens: %s", group.prompt_id, len(completion.tokens), fault
                 )
-                # engines that refuse connections use up attempts in no time: both bounds have to be passed
+                # engines that refuse connections use up attempts in no
+                # time: both bounds have to be passed
                 if num_faults >= FAULTS_MAX and time.monotonic() - since > self.progress_timeout_s:
                     raise EngineError(
                         f"{group.prompt_id} was given up after {num_faults} attempts without a token; last: {fault}"
@@ -322,7 +324,8 @@ def _request(group: GroupRequest, params: Sampling, prior: Completion, so_far: C
     assert left > 0, f"{group.prompt_id}: a completion with all its tokens is finished"
     gained = len(so_far.tokens) - len(prior.tokens)
     seed = rollout_seed(params.seed, "rest", gained) if gained else params.seed
-    # random: the same rollout may still run on an engine that was given up; equal lengths: no id is a prefix of another
+    # random: the same rollout may still run on an engine that was given up; equal
+    # lengths: no id is a prefix of another
     return SampleRequest(
         uuid.uuid4().hex, group.prompt_tokens + so_far.tokens.tolist(), replace(params, max_new_tokens=left, seed=seed)
     )

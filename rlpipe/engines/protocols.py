@@ -155,7 +155,8 @@ class SglangClient(EngineClient):
         }
         answer = json.loads(await self.call("POST", "/generate", self.api_key, body, SCORE_TIMEOUT_S))
         scored = answer["meta_info"]["input_token_logprobs"][-num_scored:]
-        # the token ids beside them are no proof: SGLang reports the last token of the vocabulary as 0
+        # the token ids beside them are no proof: SGLang reports the
+        # last token of the vocabulary as 0
         if len(scored) != num_scored:
             raise EngineUnavailable(f"{self.url} scored {len(scored)} of {num_scored} tokens")
         return [number_of(triple[0]) for triple in scored]
@@ -163,13 +164,15 @@ class SglangClient(EngineClient):
     async def load(self, model_path: str, version: int) -> None:
         body = {"model_path": model_path, "weight_version": str(version), "flush_cache": True}
         timeout_s = LOAD_TIMEOUT_S + reading_s(Path(model_path))
-        # a hung scheduler lets itself be paused, and would then be waited for as long as large weights may take. This goes through it, and
-        # unlike /health samples no token: an engine that was just woken has no weights
+        # a hung scheduler lets itself be paused, and would then be waited for as long as large
+        # weights may take. This goes through it, and unlike /health samples no token: an engine
+        # that was just woken has no weights
         await self.read("/server_info", CONTROL_TIMEOUT_S)
         await self.control("/pause_generation", {"mode": "retract"})
         try:
             for attempt in range(UPDATES_MAX):
-                # a refused update may have changed the weights all the same: it is sent again before anything is sampled
+                # a refused update may have changed the weights all the same: it is sent again
+                # before anything is sampled
                 try:
                     await self.control("/update_weights_from_disk", body, timeout_s)
                     break
@@ -220,7 +223,8 @@ class SglangClient(EngineClient):
 
     async def load_adapter(self, path: str, version: int) -> None:
         await self.read("/server_info", CONTROL_TIMEOUT_S)
-        # what runs keeps the adapter that it began with, and SGLang takes none away that something runs with
+        # what runs keeps the adapter that it began with, and SGLang takes
+        # none away that something runs with
         await self.control("/pause_generation", {"mode": "abort"}, IDLE_S)
         try:
             if self.adapted:

@@ -118,7 +118,8 @@ class VllmClient(EngineClient):
                 await self.control("/resume")
 
     async def release(self) -> None:
-        # level 1 would keep a copy of the weights on the host, and others come before anything is sampled
+        # level 1 would keep a copy of the weights on the host, and others
+        # come before anything is sampled
         await self.control("/sleep?level=2&mode=abort", timeout_s=MEMORY_TIMEOUT_S)
 
     async def resume(self) -> None:

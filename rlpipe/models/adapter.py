@@ -76,7 +76,8 @@ def put_adapter(lm: Any, adapter: Adapter) -> None:
 
 
 def _adapt(layer: nn.Linear, adapter: Adapter) -> None:
-    # as FSDP does it: the layer stays the module that it is, under all its names, and gets another forward
+    # as FSDP does it: the layer stays the module that it is, under all its
+    # names, and gets another forward
     layer.__class__ = AdaptedLinear
     assert isinstance(layer, AdaptedLinear)
     with torch.device(layer.weight.device):

@@ -83,7 +83,8 @@ def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(left, right, None, "none", [], "")
 
 
-# an operator of our own: a recorded graph (rlpipe/engines/local/recorded.py) cannot hold oneDNN's, which takes a list
+# an operator of our own: a recorded graph (rlpipe/engines/local/recorded.py) cannot
+# hold oneDNN's, which takes a list
 OPERATORS = torch.library.Library("rlpipe", "DEF")
 OPERATORS.define("product(Tensor left, Tensor right) -> Tensor")
 OPERATORS.impl("product", _by_onednn, "CPU")

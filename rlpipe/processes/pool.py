@@ -233,7 +233,8 @@ def _exchange(process: subprocess.Popen[bytes], line: Record, timeout_s: float) 
         while not answer.endswith(b"\n"):
             left_s = deadline_s - time.monotonic()
             ready = {key.fileobj for key, _ in selector.select(max(0.0, min(left_s, POLL_S)))}
-            # an answer that is here is in time, when it is this process that was stopped or had no processor
+            # an answer that is here is in time, when it is this process that
+            # was stopped or had no processor
             if left_s <= 0 and (stdout not in ready or left_s < -LATE_S):
                 raise TimeoutError
             if stdin in ready:

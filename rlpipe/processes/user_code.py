@@ -48,7 +48,8 @@ class InvalidAnswer(Exception):
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """For code that is not ours: whatever it raises is CodeRaised; an InvalidAnswer of ours passes."""
+    """For code that is not ours: whatever it raises is CodeRaised;
+    an InvalidAnswer of ours passes."""
     try:
         yield
     except InvalidAnswer:
@@ -165,7 +166,8 @@ def serve(load: Callable[[JsonDict], Loaded]) -> None:
         return
     for line in requests:
         message = json.loads(line)
-        # if the owner is gone too, the kernel ends code that never returns, even when it holds the GIL
+        # if the owner is gone too, the kernel ends code that never
+        # returns, even when it holds the GIL
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + ORPHAN_GRACE_S)
         value = answer(message["request"])
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -180,7 +180,8 @@ class Around:
 
     @cached_property
     def label_G(self) -> list[str | None]:
-        """The answer of each group's prompt, as text that can be compared; none where it has none."""
+        """The answer of each group's prompt, as text that can be
+        compared; none where it has none."""
         return [
             None if group.prompt.answer is None else str(group.prompt.answer).strip().lower() for group in self.groups
         ]
@@ -233,7 +234,8 @@ class Around:
 
     @property
     def why_not_today(self) -> str:
-        """Why today's code could not be asked of all that it should have been; empty where it was."""
+        """Why today's code could not be asked of all that it should
+        have been; empty where it was."""
         return self.rewards_today.why_not if self.rewards_today else ""
 
     def weight(self, part: str) -> float:

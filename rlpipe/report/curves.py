@@ -305,6 +305,7 @@ def evaluation_changes(points: Evaluations) -> dict[str, str]:
 
 
 def before_after(run: Run, num_iterations: int) -> list[str]:
-    """One line per evaluation metric: at the start of RL (without RL: before SFT), and at the end."""
+    """One line per evaluation metric: at the start of RL (without
+    RL: before SFT), and at the end."""
     points = evaluations(run, num_iterations)
     return [f"  {name:32s} {change}" for name, change in evaluation_changes(points).items()] if len(points) > 1 else []

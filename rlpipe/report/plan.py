@@ -107,7 +107,8 @@ def _offload_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
 def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, int, int]:
     """Bytes that a training rank takes: for its rows, for gathered layers, and for a microbatch."""
     width = BYTES[config.model.dtype]
-    # the reference is frozen, and of about the policy's size; with an adapter it is the policy itself, but where it is named
+    # the reference is frozen, and of about the policy's size; with an adapter it is the policy
+    # itself, but where it is named
     reference = config.rl.kl != "none" and (not sizes.adapter or bool(config.rl.reference))
     frozen, trained = (sizes.parameters, sizes.adapter) if sizes.adapter else (0, sizes.parameters)
     total = (frozen + (sizes.parameters if reference else 0)) * width + trained * SHARDED_BYTES

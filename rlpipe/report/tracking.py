@@ -172,7 +172,8 @@ class Tracker:
                 has_warned = True
 
     def _open(self, phase: str) -> MlflowRun:
-        """The MLflow run of a phase: found by its tags, or created; with all parameters and tags."""
+        """The MLflow run of a phase: found by its tags, or
+        created; with all parameters and tags."""
         if phase in self._runs:
             return self._runs[phase]
         nested = {} if phase == PARENT else {"mlflow.parentRunId": self._open(PARENT).run_id}
@@ -211,7 +212,8 @@ class Tracker:
         self._client.log_batch(entity.info.run_id, params=params)
 
     def _show_phase(self) -> None:
-        """The phase that is worked on is RUNNING, and so is the parent; one before it is FINISHED."""
+        """The phase that is worked on is RUNNING, and so is the
+        parent; one before it is FINISHED."""
         if not self._phase:
             return
         for phase in (PARENT, self._phase):
@@ -233,7 +235,8 @@ class Tracker:
         mlflow_run.status = status
 
     def _send(self, source: str, units: int) -> None:
-        """Sends every unit that MLflow does not have, oldest first, and remembers how far it got."""
+        """Sends every unit that MLflow does not have, oldest
+        first, and remembers how far it got."""
         phase, tag = self._open(PHASE_OF[source]), SENT_TAG + source
         self._show_phase()
         for unit in range(self._sent.setdefault(source, int(phase.tags.get(tag, 0))), units):
@@ -242,7 +245,8 @@ class Tracker:
                 self._client.log_text(phase.run_id, text, f"rollouts/{unit:05d}.csv")
             else:
                 self._log_points(phase, read(f"{source} {unit}", self._fetch, source, unit))
-            # dying before the tag sends the unit again: the same points, which MLflow's database keeps once
+            # dying before the tag sends the unit again: the same points,
+            # which MLflow's database keeps once
             self._client.set_tag(phase.run_id, tag, str(unit + 1))
             self._sent[source] = unit + 1
 
@@ -291,7 +295,8 @@ class Tracker:
         versions = self._client.search_model_versions(f"name = '{self._project}'")
         if any(version.tags.get(POLICY_TAG) == policy_url for version in versions):
             return
-        # a server refuses a folder of this machine: there the source is the MLflow run, and the tag has the folder
+        # a server refuses a folder of this machine: there the source is the MLflow
+        # run, and the tag has the folder
         refused = policy_url.startswith("/") and self._uri.startswith("http")
         self._client.create_model_version(
             self._project,

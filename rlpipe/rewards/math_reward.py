@@ -23,7 +23,8 @@ from rlpipe.rewards.equality import all_at_once, are_equal, smallest_exponent
 from rlpipe.rewards.formula import MEASURES, THOUSANDS, bare, last_unit, letters, mended, same_text, says_more, scaled
 from rlpipe.rewards.magnitude import FORMULA_CHARS_MAX, is_too_long
 
-# math-verify's own timeouts are signals, which work in no thread; the pool kills the process instead. It warns once of that.
+# math-verify's own timeouts are signals, which work in no thread; the pool kills the process
+# instead. It warns once of that.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 
 CHARS_MAX = 10_000  # of the end of a completion: math-verify's time grows with the square, 2 s here

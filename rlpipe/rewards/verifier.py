@@ -17,7 +17,8 @@ from typing import Any
 from rlpipe.base.hashing import canonical_json
 from rlpipe.records.prompt import RewardPrompt
 
-# a function name, a single letter, a number: never two letters in a row that are not listed, nor a dot after a letter or bracket
+# a function name, a single letter, a number: never two letters in a row that are not listed, nor a
+# dot after a letter or bracket
 _FUNCTIONS = "exp|log|ln|sqrt|sin|cos|tan|cot|sec|csc|asin|acos|atan|sinh|cosh|tanh|asinh|acosh|atanh|erf|erfi|pi|Abs"
 _NUMBER = r"\d+(?:\.\d*)?|\.\d+"
 _ARITHMETIC = (

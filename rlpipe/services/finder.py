@@ -37,7 +37,8 @@ WANTED = {
     ENGINES: (EngineError, "no engine host could be reached", "on each node that samples run `rlpipe host"),
 }
 
-# (kind, node, whether what is registered there is lost): sees to it that one is started, unless one is on its way
+# (kind, node, whether what is registered there is lost): sees to it that one is
+# started, unless one is on its way
 StartService = Callable[[str, int, bool], Awaitable[None]]
 
 

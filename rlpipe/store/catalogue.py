@@ -219,7 +219,8 @@ class Catalogue:
         return StoredArtifact(place.run, place, folder, ref.sha256, manifest)
 
     def file(self, artifact: StoredArtifact, plain_name: str) -> tuple[str, int] | None:
-        """(key, bytes) of one of its files; None when it is not there, which is named in `faults`."""
+        """(key, bytes) of one of its files; None when it is not
+        there, which is named in `faults`."""
         try:
             record = artifact.manifest.file(plain_name)
         except StoreError as error:

@@ -51,7 +51,8 @@ class Heartbeat:
     def __init__(
         self, store: Store, key: str, holder: Holder, every_s: float, fence: str, on_look: Callable[[Look], object]
     ) -> None:
-        """`fence`: empty for none; `on_look`: called in a thread of this process after each look."""
+        """`fence`: empty for none; `on_look`: called in a thread
+        of this process after each look."""
         self.holder = holder
         self._store, self._key, self._every_s, self._fence, self._on_look = store, key, every_s, fence, on_look
         self._stop, self._lock = threading.Event(), threading.Lock()

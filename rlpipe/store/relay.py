@@ -112,7 +112,8 @@ class Relay:
             raise
 
     async def part(self, key: str, start: int) -> Path | None:
-        """The file in which the part at `start` is; None where it is not here and will not be soon."""
+        """The file in which the part at `start` is; None where it is
+        not here and will not be soon."""
         deadline = time.monotonic() + WAIT_S
         while (file := self._files.get(key)) is None:
             if key in self._failed or time.monotonic() > deadline:

@@ -29,7 +29,8 @@ ITERATION = re.compile(r"(\d{5,6})/iteration\.json")
 
 
 class OtherSettings(UserError):
-    """A run of this name was created to compute something else; the message says what can be done."""
+    """A run of this name was created to compute something else; the
+    message says what can be done."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Text, text_pairs, text_tokens
 
-# dense TFLOP/s in bfloat16, and in float32 without TF32, by the makers' data sheets; all words are in the name that the driver gives
+# dense TFLOP/s in bfloat16, and in float32 without TF32, by the makers' data sheets; all words are
+# in the name that the driver gives
 PEAKS = [
     ({"A100"}, 312.0, 19.5),
     ({"H100", "PCIe"}, 756.0, 51.0),

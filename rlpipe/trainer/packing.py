@@ -15,8 +15,8 @@ import numpy as np
 
 from rlpipe.base.errors import UserError
 
-# With masks of L x L, which a CPU takes. At this length of a row its attention, which grows with the square, costs as much as all else: between a
-# model of 0.8M and one of 135M on a CPU
+# With masks of L x L, which a CPU takes. At this length of a row its attention, which grows with
+# the square, costs as much as all else: between a model of 0.8M and one of 135M on a CPU
 ATTENTION_TOKENS = 512
 SHARED_TOKENS_MAX = (
     2048  # of a text that shares a prompt: its mask in each layer is to stay small beside the activations
@@ -26,7 +26,8 @@ TEXT_LENGTHS = (1, 2, 4, 8)  # that are tried for texts that share a prompt, in 
 BRANCHES = 2048  # more than one text has sequences
 
 Row = list[int]  # indices of texts, side by side
-# the microbatches of one rank in one step. Example: [[[0, 5], [2]], [[7]]]: two, the first of two rows
+# the microbatches of one rank in one step. Example: [[[0, 5], [2]],
+# [[7]]]: two, the first of two rows
 RankPlan = list[list[Row]]
 
 

@@ -257,7 +257,8 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
         proximal_BT = own_BT if given_BT is None else given_BT
         # of the weights that the iteration started from, unless they have moved
         start_BT = own_BT if by_engine else proximal_BT
-        # those that nobody recorded: their tokens are trained as if the policy before the first step had sampled them
+        # those that nobody recorded: their tokens are trained as if the policy before
+        # the first step had sampled them
         recorded_BT = microbatch.rollout_logprobs_BT != UNRECORDED
         rollout_BT = torch.where(recorded_BT, microbatch.rollout_logprobs_BT, proximal_BT)
         gaps.add(microbatch, start_BT, recorded_BT & (not (by_engine and moved)))

@@ -26,7 +26,8 @@ from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.moments import MOMENTS, AwayMoments
 from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
 
-# (microbatch, logprobs_BT, entropy_BT) -> (this microbatch's part of the loss, sums by name, the same names every time)
+# (microbatch, logprobs_BT, entropy_BT) -> (this microbatch's part of the loss, sums by name, the
+# same names every time)
 LossPart = Callable[[Microbatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -225,7 +226,8 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
     totals: Tensor | None = None
     for microbatch in batch.microbatches:
         loss, sums = part(microbatch, *forward(policy, microbatch, settings.temperature, settings.entropy_trained))
-        # every gradient is reduced at once: kept whole until the last microbatch it would take 4 bytes a parameter on each rank
+        # every gradient is reduced at once: kept whole until the last microbatch it would take 4
+        # bytes a parameter on each rank
         (loss * gang.size).backward()
         names = ["loss", *sums]
         part_sums = torch.stack([loss, *sums.values()]).detach().double()

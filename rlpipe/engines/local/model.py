@@ -121,7 +121,8 @@ class LocalModel:
         dtype: torch.dtype = (
             torch.float32 if device == "cpu" else getattr(torch, str(config.dtype or "bfloat16").removeprefix("torch."))
         )
-        # one product a token: in a product of all tokens of an expert, a token's bits depend on how many there are
+        # one product a token: in a product of all tokens of an expert, a token's
+        # bits depend on how many there are
         self.lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
         self.lm = self.lm.eval().requires_grad_(False)
         use_fast_linears(self.lm)
@@ -205,7 +206,8 @@ class LocalModel:
         self._sizes = []
 
     def _load(self, folder: str) -> None:
-        # copies into the parameters that are there, so that memory stays flat over any number of reloads; tied names are not repeated
+        # copies into the parameters that are there, so that memory stays flat over any number of
+        # reloads; tied names are not repeated
         self.lm.load_state_dict(read_checkpoint(Path(folder), self.lm), strict=False)
         for recorded in self._passes.values():
             recorded.weights_changed()

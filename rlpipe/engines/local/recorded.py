@@ -32,7 +32,8 @@ class Recorded:
         self.proven = False
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        # optimised, a graph would fuse operations, which gives other bits, and fold weights, which are loaded anew
+        # optimised, a graph would fuse operations, which gives other bits, and fold
+        # weights, which are loaded anew
         with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
             if self.proven:
                 return self._graph(*tensors)

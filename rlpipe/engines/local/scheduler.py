@@ -253,7 +253,8 @@ class Scheduler:
         )
         for arrival, bucket in wanted:
             for other in [other for other, pool in self.pools.items() if not pool.slots]:
-                # an empty pool whose next job came later must go too, or both buckets wait for each other forever
+                # an empty pool whose next job came later must go too, or both
+                # buckets wait for each other forever
                 if not self.waiting[other] or self.waiting[other][0].arrival > arrival:
                     del self.pools[other]
             if len(self.pools) >= POOLS_MAX:

@@ -1,4 +1,5 @@
-"""Suspects in the scoring: faults, other weights and arguments of rewards, a part that is hacked."""
+"""Suspects in the scoring: faults, other weights and arguments of
+rewards, a part that is hacked."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ DENIED = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "inotify_add_watch": (254, 27),
 }  # fmt: skip
-# What acts on everything that the same user has, and Landlock does not see: without a uid of its own it answers 0 and does nothing
+# What acts on everything that the same user has, and Landlock does not see: without a uid of its
+# own it answers 0 and does nothing
 PRETENDED = {
     "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1),
     "fchown": (93, 55), "lchown": (94, -1),

@@ -37,7 +37,8 @@ SHARING = 6  # our own processes that count against the limit where they share t
 
 
 class ProgramJob(NamedTuple):
-    """A program, what it may do, and its runs: (kind, file descriptor of its stdin or its tests)."""
+    """A program, what it may do, and its runs: (kind, file
+    descriptor of its stdin or its tests)."""
 
     limits: confinement.ProgramLimits
     source: str

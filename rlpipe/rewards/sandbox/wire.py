@@ -34,7 +34,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "__instancecheck__": lambda kind, value: isinstance(value, kind), "__setattr__": setattr,
     "__enter__": lambda value: value.__enter__(), "__exit__": lambda value, *error: value.__exit__(*error),
 } | {f"__{name}__": getattr(operator, name) for name in ("neg", "abs", "getitem", "setitem", "delitem")}  # fmt: skip
-# only between the program's own: an object that is told the expected value, and asked, could say yes to all
+# only between the program's own: an object that is told the expected value,
+# and asked, could say yes to all
 OPERATORS = [
     "eq",
     "lt",
